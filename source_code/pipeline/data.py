@@ -1,0 +1,61 @@
+"""The text, the tokens, the batches.
+
+Tokens are bytes. The last tenth of the text is held out. A batch is drawn from (seed, step) alone,
+so every rank can make the batch of any step without being told, also after a restart.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+import hashlib
+
+import torch
+
+DEFAULT_TEXT = Path(__file__).with_name("field_guide.txt")
+DEFAULT_SHA256 = "cc916d82a80c1af5682c9e436e9ca1cf3d7c3e012e3f088d737b99cd18600dc0"
+
+
+class DataError(ValueError):
+    """A text that cannot be learnt from; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Byte tokens, int64, one-dimensional: what is trained on and what is held out."""
+
+    training: torch.Tensor
+    held_out: torch.Tensor
+
+    def batch(self, step, batch_size, seq_len, seed=0):
+        """Inputs and targets of `step`, both (batch_size, seq_len); targets are one byte later."""
+        generator = torch.Generator().manual_seed(seed * 2**32 + step)
+        last_start = len(self.training) - seq_len - 1
+        starts = torch.randint(last_start + 1, (batch_size,), generator=generator)
+        rows = torch.stack([self.training[start : start + seq_len + 1] for start in starts])
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def load_text(path=None, seq_len=32):
+    """Read a text file, or the course's own text when `path` is None.
+
+    Raises DataError when the file is missing, too short for one sequence in either part, or when
+    the course's text is not the one that the expected losses were computed from.
+    """
+    source = DEFAULT_TEXT if path is None else Path(path)
+    try:
+        content = source.read_bytes()
+    except OSError as error:
+        raise DataError(f"--data: cannot read {source} ({error.strerror}); name a text file")
+    if path is None and hashlib.sha256(content).hexdigest() != DEFAULT_SHA256:
+        raise DataError(
+            f"{source.name} has been changed, so no expected loss holds; restore it "
+            "(git checkout) or pass your own text with --data"
+        )
+    shortest = 10 * (seq_len + 1)  # so that the held-out tenth still has one sequence
+    if len(content) < shortest:
+        raise DataError(
+            f"--data: {source} has {len(content)} bytes, and --seq-len {seq_len} needs at least "
+            f"{shortest}; use a longer text or a smaller --seq-len"
+        )
+    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+    cut = len(tokens) - len(tokens) // 10
+    return Text(tokens[:cut], tokens[cut:])

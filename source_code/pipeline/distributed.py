@@ -1,0 +1,171 @@
+"""The process group, the device of a rank, and the channels between ranks.
+
+A message travels on the channel of its ordered pair of ranks: one process group for each
+direction, so that with NCCL a send never waits behind a receive of the other direction. All ranks
+create all channels at the start, in one fixed order.
+"""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+import os
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+
+from pipeline.watch import Watch
+
+
+@dataclass
+class Job:
+    """What a rank knows of the job it is part of."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    backend: str
+    watch: Watch
+    channels: dict = field(default_factory=dict)  # (source, destination) -> process group
+    message_arrived_at: float = 0.0  # time.perf_counter() at the end of the last wait for a message
+
+    @property
+    def through_host(self):
+        """Whether messages are staged through host memory: tensors on a GPU, gloo between them."""
+        return self.device.type == "cuda" and self.backend == "gloo"
+
+    def describe(self):
+        """Which way was taken, in one line."""
+        how = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''} on {self.device.type}"
+        if self.through_host:
+            return f"{how}, sharing GPUs, gloo messages staged through host memory"
+        return f"{how}, {self.backend} messages"
+
+
+def ranks_from_environment():
+    """(rank, number of ranks, rank on this node, ranks on this node).
+
+    torchrun sets RANK and its companions, srun sets SLURM_PROCID and its own; without either, the
+    process is a job of one rank.
+    """
+    env = os.environ
+    if "RANK" in env:
+        local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), *local
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        local = int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0])
+        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), *local
+    return 0, 1, 0, 1
+
+
+def choose_device(wanted, local_rank, local_ranks):
+    """Device and backend: NCCL where each rank has a GPU of its own, else gloo."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(device)
+    return device, "nccl" if local_ranks <= gpus else "gloo"
+
+
+def join_job(device="auto", timeout=60.0, pairs=None):
+    """Join the process group, open the channels and start the watch.
+
+    `pairs` are the ordered pairs of ranks that will exchange messages; by default each rank with
+    the next, in both directions. Every rank must pass the same pairs. `timeout` in seconds.
+    """
+    rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
+    torch.set_num_threads(1)  # the same digits on every machine
+    device, backend = choose_device(device, local_rank, local_ranks)
+    store = _meet(rank, num_ranks, timeout)
+    watch = Watch(rank, timeout, dist.PrefixStore("watch", store.clone()) if num_ranks > 1 else None)
+    watch.start()
+    # The watch reports first and by name; the limit of the group itself is the second line.
+    limit = timedelta(seconds=2 * timeout + 5)
+    collectives = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        collectives, store=store, rank=rank, world_size=num_ranks, timeout=limit
+    )
+    job = Job(rank, num_ranks, device, backend, watch)
+    if pairs is None:
+        pairs = [(i, i + 1) for i in range(num_ranks - 1)]
+        pairs += [(i + 1, i) for i in range(num_ranks - 1)]
+    for pair in sorted(set(pairs)):
+        job.channels[pair] = dist.new_group(list(pair), backend=backend, timeout=limit)
+    return job
+
+
+def _meet(rank, num_ranks, timeout):
+    """The store through which ranks find each other."""
+    if num_ranks == 1:
+        return dist.HashStore()
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("WORLD_SIZE", str(num_ranks))
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    return store
+
+
+def leave_job(job):
+    """Leave together, so that no rank takes a connection down that another still uses."""
+    with waiting_for_all(job, "the end of the job"):
+        dist.barrier()
+    job.watch.stop()
+    dist.destroy_process_group()
+
+
+class Sending:
+    """A message on its way. It owns its buffer until the other side has taken it.
+
+    `what` names the message if it gets lost: a text, or anything that str() turns into one.
+    """
+
+    def __init__(self, job, tensor, destination, what):
+        self.job, self.destination, self.what = job, destination, what
+        self.buffer = tensor.detach().to("cpu" if job.through_host else job.device).contiguous()
+        with job.watch.waiting_for(destination, what):
+            channel = job.channels[job.rank, destination]
+            self.work = dist.isend(self.buffer, destination, group=channel)
+
+    def wait(self):
+        """Block until the message is taken, then let go of the buffer."""
+        with self.job.watch.waiting_for(self.destination, self.what):
+            self.work.wait()
+        self.buffer = None
+
+
+class Receiving:
+    """A buffer for a message that is expected from `source`; `what` names it."""
+
+    def __init__(self, job, shape, dtype, source, what):
+        self.job, self.source, self.what = job, source, what
+        device = "cpu" if job.through_host else job.device
+        self.buffer = torch.empty(shape, dtype=dtype, device=device)
+        with job.watch.waiting_for(source, what):
+            channel = job.channels[source, job.rank]
+            self.work = dist.irecv(self.buffer, source, group=channel)
+
+    def wait(self):
+        """Block until the message is there and return it, on the device of this rank."""
+        with self.job.watch.waiting_for(self.source, self.what):
+            self.work.wait()
+        self.job.message_arrived_at = time.perf_counter()
+        return self.buffer.to(self.job.device)
+
+
+def waiting_for_all(job, what):
+    """Around a call that needs every rank: each rank answers for the one before it."""
+    return job.watch.waiting_for((job.rank + 1) % job.num_ranks, what)
+
+
+def gather(job, value):
+    """Collect one Python object from every rank: a list on rank 0, None elsewhere."""
+    if job.num_ranks == 1:
+        return [value]
+    values = [None] * job.num_ranks if job.rank == 0 else None
+    with waiting_for_all(job, "its results"):
+        dist.gather_object(value, values)
+    return values
+
+
+def host_name():
+    return socket.gethostname()

@@ -1,0 +1,216 @@
+"""The course's one model, a small Llama-style decoder, and how a stage of it is built.
+
+Tokens pass an embedding, `layers` equal decoder layers (RMSNorm, rotary position embedding,
+grouped-query attention, SwiGLU), a last norm and a head that scores the next token. A `ModelPart`
+is any run of consecutive layers; the first part also has the embedding, the last part the norm and
+the head. Parameters keep the names of the whole model and are drawn from (seed, name), so every
+cut of the model starts from the same weights and no rank ever builds more than its own part.
+"""
+
+from dataclasses import dataclass
+import math
+import zlib
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCABULARY = 256  # tokens are bytes
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; `kv_heads` divides `heads`, `heads` divides `dim` into even parts."""
+
+    layers: int = 8
+    dim: int = 32
+    heads: int = 4
+    kv_heads: int = 2
+    seq_len: int = 32
+
+    @property
+    def head_dim(self):
+        return self.dim // self.heads
+
+    @property
+    def hidden_dim(self):
+        """Width of the SwiGLU layer: 8/3 of `dim`, rounded up to a multiple of 16."""
+        return 16 * math.ceil(8 * self.dim / 3 / 16)
+
+
+def linear(num_inputs, num_outputs):
+    """A matrix without bias, laid out without memory (see `build_part`)."""
+    return nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
+
+
+class Embedding(nn.Module):
+    """A row of numbers for each token. nn.Embedding would draw its weights even without memory."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, dim, device="meta"))
+
+    def forward(self, tokens):
+        return F.embedding(tokens, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, device="meta"))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several query heads share a key and a value head."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        kv_dim = config.kv_heads * config.head_dim
+        self.query = linear(config.dim, config.dim)
+        self.key = linear(config.dim, kv_dim)
+        self.value = linear(config.dim, kv_dim)
+        self.output = linear(config.dim, config.dim)
+
+    def forward(self, x, rotary):
+        batch, length, dim = x.shape
+
+        def in_heads(projected):  # (batch, length, width) -> (batch, heads, length, head_dim)
+            return projected.view(batch, length, -1, self.config.head_dim).transpose(1, 2)
+
+        query = rotate(in_heads(self.query(x)), *rotary)
+        key = rotate(in_heads(self.key(x)), *rotary)
+        value = in_heads(self.value(x))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one projection gates the other."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate = linear(config.dim, config.hidden_dim)
+        self.up = linear(config.dim, config.hidden_dim)
+        self.down = linear(config.hidden_dim, config.dim)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.dim)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x, rotary):
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class ModelPart(nn.Module):
+    """Layers `first` to `last` - 1 of the model, laid out without memory (see `build_part`).
+
+    Takes tokens (batch, length) if it is the first part, else activations (batch, length, dim);
+    returns scores (batch, length, VOCABULARY) if it is the last part, else activations.
+    """
+
+    def __init__(self, config, first, last):
+        super().__init__()
+        self.config = config
+        self.is_first = first == 0
+        self.is_last = last == config.layers
+        if self.is_first:
+            self.embedding = Embedding(config.dim)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(first, last)})
+        if self.is_last:
+            self.norm = RMSNorm(config.dim)
+            self.head = linear(config.dim, VOCABULARY)
+        for name in ("cosine", "sine"):
+            table = torch.empty(config.seq_len, config.head_dim // 2, device="meta")
+            self.register_buffer(name, table, persistent=False)
+
+    def forward(self, x):
+        if self.is_first:
+            x = self.embedding(x)
+        length = x.shape[1]
+        rotary = self.cosine[:length], self.sine[:length]
+        for layer in self.layers.values():
+            x = layer(x, rotary)
+        return self.head(self.norm(x)) if self.is_last else x
+
+
+def rotate(x, cosine, sine):
+    """Rotary position embedding: turn each pair (x[i], x[i + half]) by its position's angle."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
+
+
+def cut_evenly(num_layers, num_stages):
+    """Layers of each stage as (first, last) pairs, `last` not included.
+
+    When they do not go evenly, the earlier stages get one layer more.
+    """
+    if num_layers < num_stages:
+        raise ValueError(f"{num_layers} layers cannot be cut into {num_stages} stages")
+    base, extra = divmod(num_layers, num_stages)
+    return cut_as([base + (stage < extra) for stage in range(num_stages)])
+
+
+def cut_as(layers_per_stage):
+    """The same for a given number of layers of each stage, e.g. [3, 3, 2]."""
+    ends = [sum(layers_per_stage[: i + 1]) for i in range(len(layers_per_stage))]
+    return list(zip([0] + ends[:-1], ends))
+
+
+def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
+    """Build layers `first` to `last` - 1 with their starting weights.
+
+    The module is laid out on torch's meta device, where it has shapes but no memory; each parameter
+    gets its memory together with its weight. This is how a model that fits on no single device is
+    built.
+    """
+    part = ModelPart(config, first, last)
+    for path, module in part.named_modules():
+        for name, layout in list(module.named_parameters(recurse=False)):
+            weight = starting_weight(f"{path}.{name}", layout.shape, seed)
+            setattr(module, name, nn.Parameter(weight.to(device, dtype)))
+    part.cosine, part.sine = (table.to(device, dtype) for table in rotary_tables(config))
+    return part
+
+
+def build_model(config, seed=0, dtype=torch.float64, device="cpu"):
+    """The whole model in one part."""
+    return build_part(config, 0, config.layers, seed, dtype, device)
+
+
+def starting_weight(name, shape, seed):
+    """The float64 starting value of one parameter, from the seed and its name in the whole model.
+
+    Norms start at one; matrices are normal with variance 1 / (number of inputs), the embedding
+    with variance 1. Drawn on the CPU, so that every device starts from the same digits.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    scale = 1.0 if name == "embedding.weight" else shape[1] ** -0.5
+    return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def rotary_tables(config):
+    """Cosine and sine of position x frequency, each (seq_len, head_dim / 2), float64."""
+    half = config.head_dim // 2
+    frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.outer(torch.arange(config.seq_len, dtype=torch.float64), frequency)
+    return angle.cos(), angle.sin()
+
+
+def token_loss(scores, targets):
+    """Mean cross-entropy in nats per token. Scores (..., VOCABULARY), targets (...)."""
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())

@@ -1,0 +1,21 @@
+"""One process that trains the whole model: what every synchronous pipeline must equal."""
+
+from pipeline.model import build_model, token_loss
+from pipeline.optimizer import build_optimizer
+
+
+def train_one_process(arguments, device="cpu"):
+    """The loss of every step, with the same flags and no pipeline: whole model, whole batch."""
+    model = build_model(arguments.config, arguments.seed, arguments.torch_dtype, device)
+    optimizer = build_optimizer(arguments.optimizer, model.parameters(), arguments.learning_rate)
+    losses = []
+    for step in range(arguments.steps):
+        inputs, targets = arguments.text.batch(
+            step, arguments.batch_size, arguments.seq_len, arguments.seed
+        )
+        loss = token_loss(model(inputs.to(device)), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,127 @@
+"""What every training script prints and writes: losses, progress, a summary, files."""
+
+from pathlib import Path
+import json
+import os
+import resource
+import statistics
+import sys
+
+import torch
+
+from pipeline.distributed import gather
+from pipeline.recorder import gather_timelines
+from pipeline.reference import train_one_process
+from pipeline.simulator import Costs, simulate
+from pipeline.timeline import to_chrome_trace
+
+# Largest difference from one process that is promised: absolute in the first ten steps, relative
+# to the loss after that. Narrow types promise a tolerance and no digits.
+PROMISED = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
+
+
+class Report:
+    """Follows one training run on one rank. `schedule` predicts the summary's idle fraction."""
+
+    def __init__(self, arguments, job, schedule, recorder):
+        self.arguments, self.job, self.schedule = arguments, job, schedule
+        self.recorder = recorder
+        self.has_loss = job.rank == schedule.stage_to_rank[schedule.num_stages - 1]
+        self.losses = []
+        self.events_per_step = []
+        if job.rank == 0:
+            self.say(f"{schedule.name}: {job.describe()}")
+
+    def say(self, text):
+        print(text, flush=True)
+
+    def steps(self):
+        """The numbers of the steps, behind a progress bar where a terminal watches."""
+        steps = range(self.arguments.steps)
+        if not (self.has_loss and sys.stderr.isatty()):
+            return steps
+        from tqdm import tqdm  # only a terminal needs it
+
+        return tqdm(steps, unit="step")
+
+    def record_step(self, step, loss):
+        """Note the end of one step; `loss` is None on ranks without the last stage."""
+        self.events_per_step.append(self.recorder.take_events())
+        if self.has_loss:
+            self.losses.append(loss.item())
+            self.say(f"step {step}  loss {self.losses[-1]:.6f}")
+
+    def finish(self):
+        """Gather, write the files and print the summary. All ranks call it."""
+        timelines = gather_timelines(self.job, self.schedule.name, self.events_per_step)
+        memory = gather(self.job, peak_memory(self.job.device))
+        if self.job.rank == 0:
+            self.say(self.summary(timelines, memory))
+            if self.arguments.timeline:
+                write_whole(self.arguments.timeline, to_chrome_trace(timelines[-1]))
+        if self.has_loss and self.arguments.losses:
+            rows = ({"step": step, "loss": loss} for step, loss in enumerate(self.losses))
+            write_whole(self.arguments.losses, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def summary(self, timelines, memory):
+        """Medians over the steps, the first left out where there are others."""
+        timelines = timelines[1:] or timelines
+        step = statistics.median(timeline.makespan for timeline in timelines)
+        idle = statistics.median(timeline.idle_fraction for timeline in timelines)
+        costs = self.arguments.paced or measured_costs(timelines)
+        predicted = simulate(self.schedule, costs)
+        return (
+            f"step {step:.1f} ms (predicted {predicted.makespan:.1f})  "
+            f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
+            f"peak memory {' '.join(f'{bytes / 2**20:.0f}' for bytes in memory)} MiB"
+        )
+
+    def verify(self):
+        """Compare with one process, on the rank that has the losses. Call it after leaving.
+
+        Returns whether the largest difference keeps what is promised.
+        """
+        if not (self.has_loss and self.arguments.verify):
+            return True
+        reference = train_one_process(self.arguments, self.job.device)
+        self.say("step  pipeline  one process  difference")
+        kept, largest = True, 0.0
+        early, late = PROMISED[self.arguments.dtype]
+        for step, (ours, theirs) in enumerate(zip(self.losses, reference)):
+            difference = abs(ours - theirs)
+            self.say(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
+            largest = max(largest, difference)
+            # Written so that a loss that is no number counts as broken.
+            kept &= difference <= (early if step < 10 else late * abs(theirs))
+        verdict = "as promised" if kept else "MORE THAN PROMISED"
+        self.say(f"largest difference from one process: {largest:.1e}, {verdict}")
+        return kept
+
+
+def measured_costs(timelines):
+    """What each stage's actions took in the median step, as the simulator's costs."""
+    costs = {}
+    for kind in "FB":
+        durations = {}
+        for timeline in timelines:
+            for event in timeline.events:
+                if event.action.kind == kind:
+                    durations.setdefault(event.action.stage, []).append(event.end - event.start)
+        costs[kind] = [statistics.median(durations[stage]) for stage in sorted(durations)]
+    return Costs(costs["F"], costs["B"])
+
+
+def peak_memory(device):
+    """Bytes: the allocator's peak on a GPU, the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write_whole(path, text):
+    """Write a file so that it is either the old one or the new one, never half of it."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    os.replace(partial, path)

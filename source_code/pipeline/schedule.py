@@ -1,0 +1,254 @@
+"""A schedule is data: for each rank, the actions it takes, in order.
+
+The simulator predicts it, the worker performs it and the figures draw it; none of them knows how
+it was made. This file holds the data, its text form and the check that it is legal.
+
+Text form: one row a rank, cells `stage kind micro-batch` such as `0F3`, separated by commas. It is
+the form that torch.distributed.pipelining reads and writes.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+import re
+
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for the input",
+    "W": "backward for the weights",
+}
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be performed; the text says which rank, which step, and why."""
+
+
+class Action(NamedTuple):
+    """One thing a rank does: `kind` (a key of KINDS) of `microbatch` on `stage`."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self):
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    def describe(self):
+        return f"the {KINDS[self.kind]} of micro-batch {self.microbatch} on stage {self.stage}"
+
+
+class Message(NamedTuple):
+    """What travels from one rank to another: the activation or the gradient of a micro-batch.
+
+    `producer` is the action that made it, `consumer_stage` the stage that needs it.
+    """
+
+    source: int
+    destination: int
+    producer: Action
+    consumer_stage: int
+
+    def __str__(self):
+        what = "activation" if self.producer.kind == "F" else "gradient"
+        return f"the {what} of micro-batch {self.producer.microbatch} from stage {self.producer.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`orders[rank]` is the tuple of actions that the rank takes, in order."""
+
+    name: str
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self):
+        return len(self.orders)
+
+    @cached_property
+    def num_stages(self):
+        return 1 + max(action.stage for order in self.orders for action in order)
+
+    @cached_property
+    def num_microbatches(self):
+        return 1 + max(action.microbatch for order in self.orders for action in order)
+
+    @cached_property
+    def stage_to_rank(self):
+        """The rank of every stage, as a dictionary."""
+        return {action.stage: rank for rank, order in enumerate(self.orders) for action in order}
+
+    def message_after(self, action):
+        """The message that `action` sends to another rank, or None."""
+        if action.kind == "W":
+            return None
+        consumer_stage = action.stage + (1 if action.kind == "F" else -1)
+        if not 0 <= consumer_stage < self.num_stages:
+            return None
+        source = self.stage_to_rank[action.stage]
+        destination = self.stage_to_rank[consumer_stage]
+        if source == destination:
+            return None
+        return Message(source, destination, action, consumer_stage)
+
+    @cached_property
+    def messages(self):
+        """Every message, in the order in which each sender sends."""
+        sent = (self.message_after(action) for order in self.orders for action in order)
+        return [message for message in sent if message is not None]
+
+
+def result_of(action):
+    """What others wait for. A full backward and a backward for the input both make a gradient."""
+    return Action(action.stage, "I", action.microbatch) if action.kind == "B" else action
+
+
+def needs_of(action, num_stages):
+    """The results (in the sense of `result_of`) that must exist before `action` can start."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
+    if kind == "W":
+        return [Action(stage, "I", microbatch)]
+    own_forward = Action(stage, "F", microbatch)
+    if stage == num_stages - 1:
+        return [own_forward]
+    return [own_forward, Action(stage + 1, "I", microbatch)]
+
+
+def playable_order(schedule):
+    """All actions as (rank, step) pairs, each after everything it needs.
+
+    Linear in the number of actions. Raises ScheduleError with the ranks that wait for each other
+    when the schedule comes to a stop before its end.
+    """
+    orders, num_stages = schedule.orders, schedule.num_stages
+    played = []
+    done = set()
+    waiting = {}  # result -> ranks that wait for it
+    step = [0] * len(orders)
+    ready = deque(range(len(orders)))
+    while ready:
+        rank = ready.popleft()
+        order = orders[rank]
+        while step[rank] < len(order):
+            action = order[step[rank]]
+            missing = [need for need in needs_of(action, num_stages) if need not in done]
+            if missing:
+                waiting.setdefault(missing[0], []).append(rank)
+                break
+            played.append((rank, step[rank]))
+            step[rank] += 1
+            result = result_of(action)
+            done.add(result)
+            ready.extend(waiting.pop(result, ()))
+    stuck = [rank for rank, order in enumerate(orders) if step[rank] < len(order)]
+    if stuck:
+        raise ScheduleError(_explain_deadlock(schedule, step, waiting, stuck))
+    return played
+
+
+def _explain_deadlock(schedule, step, waiting, stuck):
+    needed = {rank: result for result, ranks in waiting.items() for rank in ranks}
+    # Follow who waits for whom until a rank comes up twice: the ranks from there on are the cycle.
+    chain = [stuck[0]]
+    while chain.count(chain[-1]) < 2:
+        chain.append(schedule.stage_to_rank[needed[chain[-1]].stage])
+    cycle = chain[chain.index(chain[-1]) : -1]
+    sentences = [
+        f"rank {rank} cannot take step {step[rank]} ({schedule.orders[rank][step[rank]]}) before "
+        f"{needed[rank].describe().replace(' for the input', '')}, "
+        f"which rank {schedule.stage_to_rank[needed[rank].stage]} has still ahead of it"
+        for rank in cycle
+    ]
+    return "deadlock: " + "; ".join(sentences)
+
+
+def validate(schedule):
+    """Return `schedule` if it can be performed to its end, else raise ScheduleError.
+
+    Each stage belongs to one rank; each micro-batch passes each stage once forward and once
+    backward, in full (B) or split (I, then W); on a rank every action comes after what it needs
+    there; and the ranks together can be played to the end without a deadlock.
+    """
+    if not schedule.orders or not any(schedule.orders):
+        raise ScheduleError("the schedule has no actions")
+    owner, steps = {}, {}
+    for rank, order in enumerate(schedule.orders):
+        for step, action in enumerate(order):
+            where = f"rank {rank}, step {step} ({action})"
+            if action.kind not in KINDS:
+                raise ScheduleError(f"{where}: the kind is one of {', '.join(KINDS)}")
+            if action.stage < 0 or action.microbatch < 0:
+                raise ScheduleError(f"{where}: stages and micro-batches are counted from 0")
+            if owner.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"{where}: stage {action.stage} already belongs to rank {owner[action.stage]}"
+                )
+            if action in steps:
+                raise ScheduleError(
+                    f"rank {rank} runs {action.describe()} twice, at steps {steps[action]} and {step}"
+                )
+            steps[action] = step
+    for stage in range(schedule.num_stages):
+        if stage not in owner:
+            raise ScheduleError(f"stage {stage} belongs to no rank")
+        for microbatch in range(schedule.num_microbatches):
+            _validate_passage(owner[stage], stage, microbatch, steps)
+    playable_order(schedule)
+    return schedule
+
+
+def _validate_passage(rank, stage, microbatch, steps):
+    """One micro-batch on one stage: complete, and in order."""
+    forward, full, for_input, for_weights = (Action(stage, kind, microbatch) for kind in "FBIW")
+    if forward not in steps:
+        raise ScheduleError(f"rank {rank} never runs {forward.describe()}")
+    if full in steps and (for_input in steps or for_weights in steps):
+        extra = for_input if for_input in steps else for_weights
+        raise ScheduleError(
+            f"rank {rank} runs {full.describe()} in full at step {steps[full]} and a part of it "
+            f"again at step {steps[extra]} ({extra})"
+        )
+    if full not in steps and for_input not in steps:
+        raise ScheduleError(f"rank {rank} never runs {full.describe()}")
+    if for_input in steps and for_weights not in steps:
+        raise ScheduleError(f"rank {rank} never runs {for_weights.describe()}")
+    backward = full if full in steps else for_input
+    pairs = [(forward, backward)] + ([(for_input, for_weights)] if for_weights in steps else [])
+    for first, second in pairs:
+        if steps[second] < steps[first]:
+            raise ScheduleError(
+                f"rank {rank} runs {second.describe()} at step {steps[second]}, "
+                f"but {first.describe()} comes at step {steps[first]}"
+            )
+
+
+def to_csv(schedule):
+    """The text form: one row a rank."""
+    return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
+
+
+def from_csv(text, name="custom"):
+    """Read the text form. Empty cells are ignored. Raises ScheduleError; does not validate."""
+    orders = []
+    for row in text.strip().splitlines():
+        cells = [cell.strip() for cell in row.split(",")]
+        order = []
+        for step, cell in enumerate(cell for cell in cells if cell):
+            match = re.fullmatch(r"(\d+)([A-Z])(\d+)", cell)
+            if match is None or match[2] not in KINDS:
+                raise ScheduleError(
+                    f"rank {len(orders)}, step {step}: '{cell}' is no action; "
+                    "write stage, kind (F, B, I or W) and micro-batch, as in 0F3"
+                )
+            order.append(Action(int(match[1]), match[2], int(match[3])))
+        orders.append(tuple(order))
+    return Schedule(name, tuple(orders))
+
+
+def read_csv(path):
+    """Read and validate a schedule from a file. Raises ScheduleError or OSError."""
+    return validate(from_csv(Path(path).read_text(), name=Path(path).stem))

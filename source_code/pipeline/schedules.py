@@ -1,0 +1,45 @@
+"""The generators: each writes down one schedule of the field, as data.
+
+Every generator takes the number of ranks and of micro-batches and returns a valid `Schedule`.
+"""
+
+from pipeline.schedule import Action, Schedule, ScheduleError, validate
+
+
+def naive(num_ranks, num_microbatches=1):
+    """One micro-batch at a time through all stages and back: one rank works, the others wait."""
+    _require_positive(num_ranks, num_microbatches)
+    orders = []
+    for rank in range(num_ranks):
+        order = []
+        for microbatch in range(num_microbatches):
+            order.append(Action(rank, "F", microbatch))
+            order.append(Action(rank, "B", microbatch))
+        orders.append(tuple(order))
+    return validate(Schedule("naive", tuple(orders)))
+
+
+def gpipe(num_ranks, num_microbatches):
+    """All forwards, then all backwards, then one update (Huang et al. 2019, section 2.3).
+
+    The backwards run in the order of the forwards; the paper's figure runs them in reverse, which
+    takes the same time.
+    """
+    _require_positive(num_ranks, num_microbatches)
+    orders = []
+    for rank in range(num_ranks):
+        forwards = [Action(rank, "F", microbatch) for microbatch in range(num_microbatches)]
+        backwards = [Action(rank, "B", microbatch) for microbatch in range(num_microbatches)]
+        orders.append(tuple(forwards + backwards))
+    return validate(Schedule("gpipe", tuple(orders)))
+
+
+GENERATORS = {"naive": naive, "gpipe": gpipe}
+
+
+def _require_positive(num_ranks, num_microbatches):
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ScheduleError(
+            f"a schedule needs at least one rank and one micro-batch, not {num_ranks} and "
+            f"{num_microbatches}"
+        )

@@ -1,0 +1,67 @@
+"""Predicts a schedule: given what actions and transfers cost, when does each start and end?
+
+A rank starts its next action as soon as it is free and everything the action needs has arrived. A
+message takes `transfer` after the action that made it; the sender is not held up by it.
+"""
+
+from dataclasses import dataclass
+
+from pipeline.schedule import needs_of, playable_order, result_of
+from pipeline.timeline import Event, Timeline
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one action of one stage costs, in any one unit of time.
+
+    Each of `forward`, `backward` and `backward_weight` is a number, or a list with a number for
+    each stage. `backward` is the full backward; `backward_weight` is the part of it that a split
+    backward does later, half of it unless given. `transfer` is the latency of a message.
+    """
+
+    forward: float | list = 1.0
+    backward: float | list = 2.0
+    backward_weight: float | list | None = None
+    transfer: float = 0.0
+
+    def of(self, action):
+        """The cost of one action."""
+        forward = _of_stage(self.forward, action.stage)
+        backward = _of_stage(self.backward, action.stage)
+        if self.backward_weight is None:
+            weight = backward / 2
+        else:
+            weight = _of_stage(self.backward_weight, action.stage)
+        return {"F": forward, "B": backward, "I": backward - weight, "W": weight}[action.kind]
+
+
+def _of_stage(cost, stage):
+    return cost[stage] if isinstance(cost, (list, tuple)) else cost
+
+
+def simulate(schedule, costs):
+    """Play `schedule` with `costs` into a Timeline. Raises ScheduleError for a deadlock.
+
+    Linear in the number of actions.
+    """
+    num_stages, stage_to_rank = schedule.num_stages, schedule.stage_to_rank
+    free = [0.0] * schedule.num_ranks
+    ready = {}  # result -> when it was done
+    cost_of = {}  # (stage, kind) -> cost
+    events = []
+    for rank, step in playable_order(schedule):
+        action = schedule.orders[rank][step]
+        start = free[rank]
+        for need in needs_of(action, num_stages):
+            arrived = ready[need]
+            if stage_to_rank[need.stage] != rank:
+                arrived += costs.transfer
+            start = max(start, arrived)
+        key = action[:2]
+        if key not in cost_of:
+            cost_of[key] = costs.of(action)
+        end = start + cost_of[key]
+        free[rank] = end
+        ready[result_of(action)] = end
+        events.append(Event(rank, action, start, end))
+    return Timeline(schedule.name, tuple(events))

@@ -1,0 +1,49 @@
+"""One stage of the model at work: forward, backward, and what it holds in between."""
+
+import torch
+
+from pipeline.schedule import Action
+
+
+class Stage:
+    """Stage `index` of `num_stages`.
+
+    `part` is its ModelPart. `loss_function(scores, targets)` is used by the last stage only; it
+    returns the micro-batch's share of the loss of the whole batch, so that the gradients of all
+    micro-batches add up to the gradient of the batch.
+    """
+
+    def __init__(self, part, index, num_stages, recorder, loss_function):
+        self.part = part
+        self.index = index
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self.recorder = recorder
+        self.loss_function = loss_function
+        self.held = {}  # micro-batch -> (input, output), from its forward to its backward
+
+    def forward(self, microbatch, inputs, targets=None):
+        """Run one micro-batch forward.
+
+        `inputs` are tokens (b, length) on the first stage, else activations (b, length, dim).
+        Returns the activation for the next stage, or on the last stage the loss, a scalar.
+        """
+        with self.recorder.record(Action(self.index, "F", microbatch)):
+            if not self.is_first:
+                inputs.requires_grad_()
+            output = self.part(inputs)
+            if self.is_last:
+                output = self.loss_function(output, targets)
+        self.held[microbatch] = (inputs, output)
+        return output.detach()
+
+    def backward(self, microbatch, gradient=None):
+        """Run one micro-batch backward and add to the gradients of the weights.
+
+        `gradient` is that of the output, (b, length, dim); None on the last stage. Returns the
+        gradient of the input for the previous stage, None on the first stage.
+        """
+        inputs, output = self.held.pop(microbatch)
+        with self.recorder.record(Action(self.index, "B", microbatch)):
+            torch.autograd.backward(output, gradient)
+        return None if self.is_first else inputs.grad

@@ -1,0 +1,120 @@
+"""Performs a rank's list of actions, with real tensors and real messages.
+
+Every rank knows the whole schedule, so nobody has to ask. A receiver posts the receives of a
+channel in the order in which the sender sends, and no further ahead than one message beyond the
+one it needs: one, so that a message travels while the rank computes; not more, so that the memory
+bound of the schedule holds. A sent message keeps its buffer until the receiver is known to have
+used it: a message that comes back and was made later than that is the proof.
+"""
+
+from collections import deque
+
+from pipeline.distributed import Receiving, Sending
+from pipeline.schedule import Action, result_of
+
+
+class Worker:
+    """Performs `schedule` on one rank.
+
+    `stages` are this rank's, by index. `shape` and `dtype` are those of one activation, which are
+    those of its gradient: (micro-batch size, length, dim).
+    """
+
+    def __init__(self, job, schedule, stages, shape, dtype):
+        self.job = job
+        self.schedule = schedule
+        self.stages = stages
+        self.shape, self.dtype = shape, dtype
+        self.perform = {"F": self.forward, "B": self.backward}
+        # When its rank takes each action: this says when a message that was sent has been used.
+        self.step_of = {
+            result_of(action): step
+            for order in schedule.orders
+            for step, action in enumerate(order)
+        }
+        # Looked up rather than worked out between two actions, where it would delay a message.
+        self.message_after = {
+            action: schedule.message_after(action) for action in schedule.orders[job.rank]
+        }
+
+    def run_step(self, inputs, targets):
+        """Run the whole schedule once: forward and backward of every micro-batch.
+
+        `inputs` and `targets` are lists with the tokens of each micro-batch, (b, length) each.
+        Gradients add up in the parameters; the caller zeroes them before and updates after.
+        Returns the loss of the batch on the rank of the last stage, None elsewhere.
+        """
+        ranks = range(self.job.num_ranks)
+        self.inputs, self.targets = inputs, targets
+        self.loss = None
+        self.results = {}  # what this rank's next actions need, until they take it
+        self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Sending)
+        self.expected = {rank: deque() for rank in ranks}  # messages, in the order they are sent
+        self.posted = {rank: deque() for rank in ranks}  # (message, Receiving)
+        for message in self.schedule.messages:
+            if message.destination == self.job.rank:
+                self.expected[message.source].append(message)
+        for rank in ranks:
+            self.post_receive(rank)
+        for action in self.schedule.orders[self.job.rank]:
+            self.perform[action.kind](action)
+        for sent in self.sent.values():
+            for _, sending in sent:
+                sending.wait()
+        return self.loss
+
+    def forward(self, action):
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        if stage.is_first:
+            activation = self.inputs[microbatch]
+        else:
+            activation = self.take(Action(action.stage - 1, "F", microbatch))
+        output = stage.forward(microbatch, activation, self.targets[microbatch])
+        if stage.is_last:
+            self.loss = output if self.loss is None else self.loss + output
+        else:
+            self.give(action, output)
+
+    def backward(self, action):
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        gradient = None
+        if not stage.is_last:
+            gradient = self.take(Action(action.stage + 1, "I", microbatch))
+        gradient = stage.backward(microbatch, gradient)
+        if not stage.is_first:
+            self.give(action, gradient)
+
+    def give(self, action, tensor):
+        """Hand what `action` made to the stage that needs it, here or on another rank."""
+        message = self.message_after[action]
+        if message is None:
+            self.results[result_of(action)] = tensor
+            return
+        sending = Sending(self.job, tensor, message.destination, message)
+        user = result_of(action._replace(stage=message.consumer_stage))
+        self.sent[message.destination].append((self.step_of[user], sending))
+
+    def take(self, result):
+        """What a neighbouring stage made, waiting for it if it has not arrived."""
+        source = self.schedule.stage_to_rank[result.stage]
+        while result not in self.results:
+            message, receiving = self.posted[source].popleft()
+            self.results[result_of(message.producer)] = receiving.wait()
+            self.release_sent(message)
+            self.post_receive(source)
+        return self.results.pop(result)
+
+    def post_receive(self, source):
+        """Expect the next message from `source`, if there is one."""
+        if self.expected[source]:
+            message = self.expected[source].popleft()
+            receiving = Receiving(self.job, self.shape, self.dtype, source, message)
+            self.posted[source].append((message, receiving))
+
+    def release_sent(self, message):
+        """Let go of what the sender of `message` must have used before it made the message."""
+        made = self.step_of[result_of(message.producer)]
+        used = [pair for pair in self.sent[message.source] if pair[0] <= made]
+        for pair in used:
+            pair[1].wait()
+            self.sent[message.source].remove(pair)
