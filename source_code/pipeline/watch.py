@@ -91,17 +91,26 @@ class Watch(threading.Thread):
     def explain_silence(self, wait):
         """The sentence for a wait that took longer than the timeout."""
         text = f"rank {self.rank} waited {self.timeout:g} s for {wait.what} from rank {wait.peer}"
-        seen, rank = [self.rank], wait.peer
+        # The store may live in the very process that does not answer: give it two seconds.
+        chain = []
+        reader = threading.Thread(target=self._follow_waits, args=(wait.peer, chain), daemon=True)
+        reader.start()
+        reader.join(2)
+        text += "".join(f", which waits for {what} from rank {peer}" for peer, what in chain)
+        last = chain[-1][0] if chain else wait.peer
+        if last in [self.rank, wait.peer, *(peer for peer, _ in chain[:-1])] and chain:
+            return f"{text}: a deadlock, each of these ranks waits for the next"
+        return f"{text}: rank {last} has stopped answering"
+
+    def _follow_waits(self, rank, chain):
+        seen = [self.rank]
         try:
             while rank not in seen and (further := self.announced_by(rank)):
                 seen.append(rank)
-                text += f", which waits for {further[1]} from rank {further[0]}"
+                chain.append(further)
                 rank = further[0]
         except RuntimeError:
-            return text  # the store is gone too
-        if rank in seen:
-            return f"{text}: a deadlock, each of these ranks waits for the next"
-        return f"{text}: rank {rank} has stopped answering"
+            pass  # the store is gone, too: what is known so far has to do
 
     def explain_loss(self, peer, what, error):
         """The sentence for a connection that broke during a wait."""

@@ -1,0 +1,278 @@
+"""How a notebook starts a script on several ranks.
+
+`run("gpipe.py --steps 3", ranks=4)` prints the command that does the same in a terminal, starts it,
+shows its output and returns what it printed. On one's own machine that is torchrun, inside a SLURM
+allocation srun with torchrun. With `warm=True` the ranks come out of a fork server that has
+imported torch once, which takes a tenth of the time; where forking is not safe or not there
+(macOS, Windows) torchrun is used instead. The output is the same.
+
+Whatever happens, no rank outlives its cell: an interrupt or a failure ends all of them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+import multiprocessing
+import os
+import queue
+import re
+import runpy
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+
+from pipeline.timeline import Timeline, from_chrome_trace
+from pipeline.watch import LAUNCHER_VARIABLE
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "source_code"
+WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # set to 1, runs are warm unless they ask not to be
+# What the scripts import, and what the first backward of a torch process imports by itself.
+PRELOAD = [
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",
+    "pipeline.arguments",
+    "pipeline.report",
+    "pipeline.schedules",
+    "pipeline.stage",
+    "pipeline.worker",
+]
+
+
+class RunFailed(RuntimeError):
+    """A run that ended with an error; the text is what its ranks said last."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run printed, the losses in it, and its timeline if it was asked for."""
+
+    output: str
+    losses: list
+    timeline: Timeline | None
+
+
+def warm_up():
+    """Let the fork server import torch in the background. Returns at once."""
+    if can_fork():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+
+
+def can_fork():
+    return sys.platform == "linux"
+
+
+def run(command, ranks=4, warm=None, show=True, limit=300):
+    """Run a script of the course on several ranks and return a `Run`.
+
+    `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
+    the timeline. `limit` is in seconds. Raises RunFailed, or KeyboardInterrupt after all ranks
+    have ended.
+    """
+    script, *flags = shlex.split(command)
+    if warm is None:
+        warm = os.environ.get(WARM_VARIABLE) == "1"
+    timeline_file = _value_of("--timeline", flags)
+    if timeline_file:
+        (ROOT / timeline_file).parent.mkdir(parents=True, exist_ok=True)
+    words = launch_words(script, flags, ranks)
+    if show:
+        print("$ " + shlex.join(words), flush=True)
+    if warm and can_fork():
+        started = WarmRanks(SCRIPTS / script, flags, ranks)
+    else:
+        started = LaunchedRanks(words)
+    output = _follow(started, show, limit)
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
+    timeline = from_chrome_trace((ROOT / timeline_file).read_text()) if timeline_file else None
+    return Run(output, losses, timeline)
+
+
+def launch_words(script, flags, ranks):
+    """The command that does the same in a terminal, from the repository's root."""
+    words = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), f"source_code/{script}"]
+    if "SLURM_JOB_ID" in os.environ:
+        words = ["srun", "--nodes=1", "--ntasks=1"] + words
+    return words + flags
+
+
+def _value_of(flag, flags):
+    return flags[flags.index(flag) + 1] if flag in flags[:-1] else None
+
+
+def _follow(started, show, limit):
+    """Show what the ranks print until they end; return their standard output."""
+    lines = queue.Queue()
+    for name, stream in started.streams.items():
+        threading.Thread(target=_read, args=(name, stream, lines), daemon=True).start()
+    output, errors = [], []
+    open_streams = len(started.streams)
+    deadline = time.monotonic() + limit
+    failure = None
+    try:
+        while open_streams:
+            try:
+                name, line = lines.get(timeout=0.1)
+            except queue.Empty:
+                name = None
+            if name == "end":
+                open_streams -= 1
+            elif name == "stdout":
+                output.append(line)
+                if show:
+                    print(line, end="", flush=True)
+            elif name == "stderr":
+                errors.append(line)
+            if failure is None:
+                failure = started.failure()
+                if failure is None and time.monotonic() > deadline:
+                    failure = f"the run took longer than {limit} s"
+                if failure is not None:
+                    started.end()
+        failure = failure or started.failure(wait=True)
+    finally:
+        started.end()
+    if failure:
+        raise RunFailed("".join(_worth_reading(errors)) + f"({failure})")
+    return "".join(output)
+
+
+def _read(name, stream, lines):
+    for line in stream:
+        lines.put((name, line))
+    lines.put(("end", ""))
+
+
+def _worth_reading(errors):
+    """The ranks' own words, without torchrun's report about them."""
+    cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]
+    kept = errors[: cut[0]] if cut else errors
+    return kept or errors[-30:]
+
+
+class LaunchedRanks:
+    """Ranks behind a launcher command, torchrun or srun."""
+
+    def __init__(self, words):
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")
+        environment["PYTHONUNBUFFERED"] = "1"
+        if words[0] == "torchrun":
+            environment[LAUNCHER_VARIABLE] = str(os.getpid())
+            words = [sys.executable, "-m", "torch.distributed.run"] + words[1:]
+        self.process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # an interrupt reaches the notebook first, which then ends this
+        )
+        self.streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
+
+    def failure(self, wait=False):
+        """A sentence once the launcher has failed, else None."""
+        code = self.process.wait(timeout=30) if wait else self.process.poll()
+        return f"the launcher ended with exit status {code}" if code else None
+
+    def end(self):
+        _end_tree([self.process.pid])
+        self.process.wait()
+
+
+class WarmRanks:
+    """Ranks forked from a process that has imported torch, with the variables torchrun sets."""
+
+    def __init__(self, script, flags, num_ranks):
+        warm_up()
+        context = multiprocessing.get_context("forkserver")
+        out, out_writer = context.Pipe(duplex=False)
+        errors, errors_writer = context.Pipe(duplex=False)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.ranks = []
+        for rank in range(num_ranks):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                LAUNCHER_VARIABLE: str(os.getpid()),
+            }
+            process = context.Process(
+                target=_be_a_rank, args=(script, flags, environment, out_writer, errors_writer)
+            )
+            process.start()
+            self.ranks.append(process)
+        out_writer.close()
+        errors_writer.close()
+        self.streams = {
+            "stdout": os.fdopen(os.dup(out.fileno())),
+            "stderr": os.fdopen(os.dup(errors.fileno())),
+        }
+
+    def failure(self, wait=False):
+        """A sentence that names the rank that failed, else None."""
+        for rank, process in enumerate(self.ranks):
+            if wait:
+                process.join(timeout=30)
+            code = process.exitcode
+            if code is not None and code < 0:
+                return f"rank {rank} was ended by {signal.Signals(-code).name}"
+        failed = [rank for rank, process in enumerate(self.ranks) if process.exitcode]
+        if failed:
+            return f"rank {failed[0]} ended with exit status {self.ranks[failed[0]].exitcode}"
+        return None
+
+    def end(self):
+        _end_tree([process.pid for process in self.ranks if process.is_alive()])
+        for process in self.ranks:
+            process.join(timeout=5)
+
+
+def _be_a_rank(script, flags, environment, out, errors):
+    """In the forked process: become a rank of `script`, as if torchrun had started it."""
+    os.dup2(out.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.argv = [str(script)] + flags
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _end_tree(process_ids):
+    """Ask these processes and all their children to end; after a second, make them."""
+    processes = []
+    for process_id in process_ids:
+        try:
+            process = psutil.Process(process_id)
+            processes += [process] + process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            pass
+    for stop in (psutil.Process.terminate, psutil.Process.kill):
+        for process in processes:
+            try:
+                stop(process)
+            except psutil.NoSuchProcess:
+                pass
+        _, processes = psutil.wait_procs(processes, timeout=1)

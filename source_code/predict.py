@@ -1,0 +1,129 @@
+"""Predict a schedule without running it: makespan, bubble, held micro-batches, messages.
+
+    python source_code/predict.py gpipe --ranks 4 --microbatches 8
+"""
+
+import json
+import sys
+
+from pipeline.arguments import Parser, positive_integer, positive_number, refuse
+from pipeline.figures import draw_timelines
+from pipeline.report import write_whole
+from pipeline.schedule import ScheduleError, read_csv, to_csv
+from pipeline.schedules import GENERATORS
+from pipeline.simulator import Costs, simulate
+from pipeline.timeline import from_chrome_trace
+
+
+def main():
+    arguments = parse_arguments()
+    schedule = build_schedule(arguments)
+    costs = Costs(
+        arguments.forward, arguments.backward, arguments.backward_weight, arguments.transfer
+    )
+    timeline = simulate(schedule, costs)
+    figures = measure(schedule, timeline)
+    if arguments.json:
+        print(json.dumps(figures))
+    elif arguments.csv != "-":
+        print(in_words(schedule, figures))
+    write_files(arguments, schedule, timeline)
+    return 0
+
+
+def parse_arguments():
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("schedule", help=f"{', '.join(GENERATORS)}, or a CSV file")
+    add("--ranks", type=positive_integer, default=4, metavar="P")
+    add("--microbatches", type=positive_integer, default=8, metavar="M")
+    add("--forward", type=positive_number, default=1.0, metavar="T", help="of one stage")
+    add("--backward", type=positive_number, default=2.0, metavar="T", help="full, of one stage")
+    add("--backward-weight", type=positive_number, metavar="T", help="its part for the weights")
+    add("--transfer", type=not_negative, default=0.0, metavar="T", help="latency of a message")
+    add("--csv", metavar="FILE", help="write the schedule; - is standard output")
+    add("--svg", metavar="FILE", help="draw the timeline")
+    add("--performed", metavar="FILE", help="a run's --timeline, to draw below the prediction")
+    add("--json", action="store_true", help="print the figures as JSON")
+    arguments = parser.parse_args()
+    if arguments.backward_weight is None:
+        arguments.backward_weight = arguments.backward / 2
+    if arguments.backward_weight >= arguments.backward:
+        refuse("--backward-weight must be less than --backward, of which it is a part")
+    if arguments.performed and not arguments.svg:
+        refuse("--performed only adds to a drawing; name one with --svg")
+    return arguments
+
+
+def not_negative(text):
+    return 0.0 if text in ("0", "0.0") else positive_number(text)
+
+
+def build_schedule(arguments):
+    try:
+        if arguments.schedule in GENERATORS:
+            return GENERATORS[arguments.schedule](arguments.ranks, arguments.microbatches)
+        return read_csv(arguments.schedule)
+    except ScheduleError as error:
+        refuse(f"{arguments.schedule}: {error}")
+    except (OSError, UnicodeDecodeError):
+        refuse(
+            f"'{arguments.schedule}' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV "
+            "file that can be read"
+        )
+
+
+def measure(schedule, timeline):
+    """The figures, under the names that --json prints."""
+    return {
+        "makespan": timeline.makespan,
+        "ideal": timeline.ideal,
+        "bubble_over_total": timeline.bubble_over_total,
+        "bubble_over_ideal": timeline.bubble_over_ideal,
+        "span_per_rank": timeline.span_per_rank,
+        "bubble_by_span": timeline.bubble_by_span,
+        "peak_held_per_rank": timeline.peak_held_per_rank,
+        "peak_held_until_weight_per_rank": timeline.peak_held_until_weight_per_rank,
+        "messages": len(schedule.messages),
+    }
+
+
+def in_words(schedule, figures):
+    held = " ".join(map(str, figures["peak_held_per_rank"]))
+    return "\n".join(
+        [
+            f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+            f"{schedule.num_microbatches} micro-batches",
+            f"makespan            {figures['makespan']:g}",
+            f"ideal               {figures['ideal']:g}  (the largest busy time of a rank)",
+            f"bubble over total   {figures['bubble_over_total']:.4f}  (idle / makespan)",
+            f"bubble over ideal   {figures['bubble_over_ideal']:.4f}  (idle / busy)",
+            f"peak held per rank  {held}  (stage x micro-batch activations)",
+            f"messages            {figures['messages']}",
+        ]
+    )
+
+
+def write_files(arguments, schedule, timeline):
+    flag, path = "", ""
+    try:
+        if arguments.csv == "-":
+            sys.stdout.write(to_csv(schedule))
+        elif arguments.csv:
+            flag, path = "--csv", arguments.csv
+            write_whole(path, to_csv(schedule))
+        if arguments.svg:
+            timelines = {"predicted": timeline}
+            if arguments.performed:
+                flag, path = "--performed", arguments.performed
+                with open(path) as file:
+                    timelines["performed"] = from_chrome_trace(file.read())
+            flag, path = "--svg", arguments.svg
+            write_whole(path, draw_timelines(timelines).svg)
+    except (OSError, ValueError, KeyError) as error:
+        reason = getattr(error, "strerror", None) or "it is no timeline of this course"
+        refuse(f"{flag} {path}: {reason}; name another file")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
