@@ -1,6 +1,6 @@
 """Predict a schedule without running it: makespan, bubble, held micro-batches, messages.
 
-    python source_code/predict.py gpipe --ranks 4 --microbatches 8
+python source_code/predict.py gpipe --ranks 4 --microbatches 8
 """
 
 import json

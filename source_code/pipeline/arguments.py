@@ -98,13 +98,14 @@ def training_parser(description):
     return parser
 
 
-def parse_training_arguments(parser, argv=None):
-    """Parse and check. Adds what follows from the flags:
+def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_ranks):
+    """Parse and check. `num_stages` says how many stages the flags ask for, by default one a rank.
 
-    `num_ranks`, `config` (a ModelConfig), `text` (a Text), `torch_dtype`, `stage_layers` (first and
-    last layer of each stage), `microbatch_size` and `paced` (a Costs in milliseconds, or None).
+    Adds what follows from the flags: `num_ranks`, `config` (a ModelConfig), `text` (a
+    Text), `torch_dtype`, `stage_layers` (first and last layer of each stage), `microbatch_size`
+    and `paced` (a Costs in milliseconds, or None).
     """
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     arguments.num_ranks = ranks_from_environment()[1]
     check_sizes(arguments)
     check_outputs(arguments)
@@ -119,7 +120,7 @@ def parse_training_arguments(parser, argv=None):
         refuse(str(error))
     arguments.torch_dtype = DTYPES[arguments.dtype]
     arguments.microbatch_size = arguments.batch_size // arguments.microbatches
-    arguments.stage_layers = stage_layers(arguments)
+    arguments.stage_layers = stage_layers(arguments, num_stages(arguments))
     arguments.paced = pace_costs(arguments.pace)
     return arguments
 
@@ -158,19 +159,19 @@ def check_outputs(arguments):
             refuse(f"--{flag} {path} cannot be written; name a file in a folder of yours")
 
 
-def stage_layers(arguments):
-    """(first, last) layer of each rank's stage, from --cut or as even as it goes."""
+def stage_layers(arguments, num_stages):
+    """(first, last) layer of each stage, from --cut or as even as it goes."""
     if arguments.cut is None:
-        if arguments.layers < arguments.num_ranks:
+        if arguments.layers < num_stages:
             refuse(
-                f"--layers {arguments.layers} is too few for {arguments.num_ranks} ranks; use at "
-                "least one layer a rank, or fewer ranks"
+                f"--layers {arguments.layers} is too few for {num_stages} stages, one a rank; use "
+                "at least one layer a stage, or fewer ranks"
             )
-        return cut_evenly(arguments.layers, arguments.num_ranks)
-    if len(arguments.cut) != arguments.num_ranks or sum(arguments.cut) != arguments.layers:
+        return cut_evenly(arguments.layers, num_stages)
+    if len(arguments.cut) != num_stages or sum(arguments.cut) != arguments.layers:
         refuse(
-            f"--cut {','.join(map(str, arguments.cut))} must name {arguments.num_ranks} stages with "
-            f"{arguments.layers} layers in all, one stage a rank"
+            f"--cut {','.join(map(str, arguments.cut))} must name {num_stages} stages, one a rank, "
+            f"with {arguments.layers} layers in all"
         )
     return cut_as(arguments.cut)
 
@@ -183,5 +184,7 @@ def pace_costs(pace):
         refuse("--pace takes two or three times in milliseconds: forward, backward, and the "
                "weights' part of the backward")  # fmt: skip
     if len(pace) == 3 and pace[2] >= pace[1]:
-        refuse("--pace: the weights' part must be less than the full backward; lower the third time")
+        refuse(
+            "--pace: the weights' part must be less than the full backward; lower the third time"
+        )
     return Costs(*pace)

@@ -4,9 +4,9 @@ Tokens are bytes. The last tenth of the text is held out. A batch is drawn from 
 so every rank can make the batch of any step without being told, also after a restart.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-import hashlib
 
 import torch
 
@@ -44,7 +44,8 @@ def load_text(path=None, seq_len=32):
     try:
         content = source.read_bytes()
     except OSError as error:
-        raise DataError(f"--data: cannot read {source} ({error.strerror}); name a text file")
+        message = f"--data: cannot read {source} ({error.strerror}); name a text file"
+        raise DataError(message) from None
     if path is None and hashlib.sha256(content).hexdigest() != DEFAULT_SHA256:
         raise DataError(
             f"{source.name} has been changed, so no expected loss holds; restore it "

@@ -5,11 +5,11 @@ direction, so that with NCCL a send never waits behind a receive of the other di
 create all channels at the start, in one fixed order.
 """
 
-from dataclasses import dataclass, field
-from datetime import timedelta
 import os
 import socket
 import time
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,10 @@ class Job:
     def through_host(self):
         """Whether messages are staged through host memory: tensors on a GPU, gloo between them."""
         return self.device.type == "cuda" and self.backend == "gloo"
+
+    def message_has_arrived(self):
+        """Note the time: the action that needed the message can start (see recorder.py)."""
+        self.message_arrived_at = time.perf_counter()
 
     def describe(self):
         """Which way was taken, in one line."""
@@ -78,7 +82,9 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     torch.set_num_threads(1)  # the same digits on every machine
     device, backend = choose_device(device, local_rank, local_ranks)
     store = _meet(rank, num_ranks, timeout)
-    watch = Watch(rank, timeout, dist.PrefixStore("watch", store.clone()) if num_ranks > 1 else None)
+    watch = Watch(
+        rank, timeout, dist.PrefixStore("watch", store.clone()) if num_ranks > 1 else None
+    )
     watch.start()
     # The watch reports first and by name; the limit of the group itself is the second line.
     limit = timedelta(seconds=2 * timeout + 5)
@@ -148,7 +154,7 @@ class Receiving:
         """Block until the message is there and return it, on the device of this rank."""
         with self.job.watch.waiting_for(self.source, self.what):
             self.work.wait()
-        self.job.message_arrived_at = time.perf_counter()
+        self.job.message_has_arrived()
         return self.buffer.to(self.job.device)
 
 

@@ -9,8 +9,6 @@ imported torch once, which takes a tenth of the time; where forking is not safe 
 Whatever happens, no rank outlives its cell: an interrupt or a failure ends all of them.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
 import multiprocessing
 import os
 import queue
@@ -23,6 +21,8 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 

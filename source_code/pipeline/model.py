@@ -7,9 +7,9 @@ the head. Parameters keep the names of the whole model and are drawn from (seed,
 cut of the model starts from the same weights and no rank ever builds more than its own part.
 """
 
-from dataclasses import dataclass
 import math
 import zlib
+from dataclasses import dataclass
 
 import torch
 from torch import nn

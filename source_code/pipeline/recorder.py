@@ -4,8 +4,8 @@ Pacing makes every action last at least a given time while the real work is done
 core, so eight ranks on two cores show the timeline that eight devices would.
 """
 
-from contextlib import contextmanager
 import time
+from contextlib import contextmanager
 
 import torch
 

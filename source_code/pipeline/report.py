@@ -1,11 +1,10 @@
 """What every training script prints and writes: losses, progress, a summary, files."""
 
-from pathlib import Path
 import json
 import os
-import resource
 import statistics
 import sys
+from pathlib import Path
 
 import torch
 
@@ -59,9 +58,8 @@ class Report:
             self.say(self.summary(timelines, memory))
             if self.arguments.timeline:
                 write_whole(self.arguments.timeline, to_chrome_trace(timelines[-1]))
-        if self.has_loss and self.arguments.losses:
-            rows = ({"step": step, "loss": loss} for step, loss in enumerate(self.losses))
-            write_whole(self.arguments.losses, "".join(json.dumps(row) + "\n" for row in rows))
+        if self.has_loss:
+            write_losses(self.arguments, self.losses)
 
     def summary(self, timelines, memory):
         """Medians over the steps, the first left out where there are others."""
@@ -77,25 +75,33 @@ class Report:
         )
 
     def verify(self):
-        """Compare with one process, on the rank that has the losses. Call it after leaving.
+        """Compare with one process, on the rank that has the losses. Call it after leaving."""
+        return not self.has_loss or keeps_promise(self.arguments, self.losses, self.job.device)
 
-        Returns whether the largest difference keeps what is promised.
-        """
-        if not (self.has_loss and self.arguments.verify):
-            return True
-        reference = train_one_process(self.arguments, self.job.device)
-        self.say("step  pipeline  one process  difference")
-        kept, largest = True, 0.0
-        early, late = PROMISED[self.arguments.dtype]
-        for step, (ours, theirs) in enumerate(zip(self.losses, reference)):
-            difference = abs(ours - theirs)
-            self.say(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
-            largest = max(largest, difference)
-            # Written so that a loss that is no number counts as broken.
-            kept &= difference <= (early if step < 10 else late * abs(theirs))
-        verdict = "as promised" if kept else "MORE THAN PROMISED"
-        self.say(f"largest difference from one process: {largest:.1e}, {verdict}")
-        return kept
+
+def keeps_promise(arguments, losses, device):
+    """With --verify: train in one process, print both, and say whether they agree as promised."""
+    if not arguments.verify:
+        return True
+    print("step  pipeline  one process  difference")
+    kept, largest = True, 0.0
+    early, late = PROMISED[arguments.dtype]
+    for step, (ours, theirs) in enumerate(zip(losses, train_one_process(arguments, device))):
+        difference = abs(ours - theirs)
+        print(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
+        largest = max(largest, difference)
+        # Written so that a loss that is no number counts as broken.
+        kept &= difference <= (early if step < 10 else late * abs(theirs))
+    verdict = "as promised" if kept else "MORE THAN PROMISED"
+    print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
+    return kept
+
+
+def write_losses(arguments, losses):
+    """With --losses FILE: one JSON object a line, in full precision."""
+    if arguments.losses:
+        rows = ({"step": step, "loss": loss} for step, loss in enumerate(losses))
+        write_whole(arguments.losses, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measured_costs(timelines):
@@ -115,6 +121,12 @@ def peak_memory(device):
     """Bytes: the allocator's peak on a GPU, the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

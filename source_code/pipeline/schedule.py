@@ -7,12 +7,12 @@ Text form: one row a rank, cells `stage kind micro-batch` such as `0F3`, separat
 the form that torch.distributed.pipelining reads and writes.
 """
 
+import re
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
-import re
 
 KINDS = {
     "F": "forward",
@@ -53,7 +53,9 @@ class Message(NamedTuple):
 
     def __str__(self):
         what = "activation" if self.producer.kind == "F" else "gradient"
-        return f"the {what} of micro-batch {self.producer.microbatch} from stage {self.producer.stage}"
+        return (
+            f"the {what} of micro-batch {self.producer.microbatch} from stage {self.producer.stage}"
+        )
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ Bubble has two conventions, and a number without its convention says nothing:
 `bubble_over_ideal` = idle / busy, as in Megatron-LM (Narayanan et al. 2021) section 2.2.1.
 """
 
+import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
-import json
 
 from pipeline.schedule import KINDS, Action
 

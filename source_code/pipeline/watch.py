@@ -7,12 +7,12 @@ and ends the process. It also ends the process when whoever started it is gone, 
 outlives its launcher.
 """
 
-from contextlib import contextmanager
-from typing import NamedTuple
 import os
 import sys
 import threading
 import time
+from contextlib import contextmanager
+from typing import NamedTuple
 
 LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
 
