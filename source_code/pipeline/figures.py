@@ -5,6 +5,7 @@ those of Okabe and Ito, and each kind has a second mark, so that no colour carri
 Text outside the blocks is a grey that can be read on white and on black; the ground is clear.
 """
 
+import io
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,7 +22,7 @@ LEGEND = {
     "W": "backward for the weights",
 }
 
-WIDTH = 900  # of the drawing, in its own units; a page shows it about as large in pixels
+WIDTH = 820  # of the drawing, in its own units; a page shows it about as large in pixels
 LEFT = 62  # room for the names of the ranks
 RIGHT = 14
 ROW = 26
@@ -231,3 +232,36 @@ def _wrap(parts, height, alt):
         'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="5" stroke="#000000" '
         'stroke-opacity="0.35" stroke-width="1.4"/></pattern></defs>' + "".join(parts) + "</svg>\n"
     )
+
+
+def new_plot(x_label, y_label, width=8.0, height=3.4):
+    """A matplotlib figure and its axes in the course's style: clear ground, grey text."""
+    from matplotlib.figure import Figure  # only notebooks with a curve pay for the import
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    axes.set_xlabel(x_label, color=TEXT)
+    axes.set_ylabel(y_label, color=TEXT)
+    axes.tick_params(colors=TEXT)
+    axes.grid(color=TEXT, alpha=0.25)
+    for spine in axes.spines.values():
+        spine.set_color(TEXT)
+    return figure, axes
+
+
+def picture_of(figure, alt):
+    """A matplotlib figure as a Picture; `alt` says in words what there is to see in it."""
+    import matplotlib
+
+    for axes in figure.axes:
+        if legend := axes.get_legend():
+            legend.get_frame().set_alpha(0)
+            for text in legend.get_texts():
+                text.set_color(TEXT)
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "course", "font.size": 11}
+    with matplotlib.rc_context(settings):
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return Picture(text.getvalue(), alt)

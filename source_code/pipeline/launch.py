@@ -21,6 +21,8 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +66,8 @@ def warm_up():
         context.set_forkserver_preload(PRELOAD)
         from multiprocessing import forkserver
 
-        forkserver.ensure_running()
+        with _without_main():
+            forkserver.ensure_running()
 
 
 def can_fork():
@@ -74,7 +77,7 @@ def can_fork():
 def run(command, ranks=4, warm=None, show=True, limit=300):
     """Run a script of the course on several ranks and return a `Run`.
 
-    `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
+    With `ranks=None` the script is started with plain python, as one process. `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
     the timeline. `limit` is in seconds. Raises RunFailed, or KeyboardInterrupt after all ranks
     have ended.
     """
@@ -87,7 +90,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300):
     words = launch_words(script, flags, ranks)
     if show:
         print("$ " + shlex.join(words), flush=True)
-    if warm and can_fork():
+    if warm and can_fork() and ranks is not None:
         started = WarmRanks(SCRIPTS / script, flags, ranks)
     else:
         started = LaunchedRanks(words)
@@ -99,6 +102,8 @@ def run(command, ranks=4, warm=None, show=True, limit=300):
 
 def launch_words(script, flags, ranks):
     """The command that does the same in a terminal, from the repository's root."""
+    if ranks is None:
+        return ["python", f"source_code/{script}"] + flags
     words = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), f"source_code/{script}"]
     if "SLURM_JOB_ID" in os.environ:
         words = ["srun", "--nodes=1", "--ntasks=1"] + words
@@ -167,9 +172,12 @@ class LaunchedRanks:
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")
         environment["PYTHONUNBUFFERED"] = "1"
-        if words[0] == "torchrun":
+        if words[0] != "srun":  # whose ranks run on other machines
             environment[LAUNCHER_VARIABLE] = str(os.getpid())
+        if words[0] == "torchrun":
             words = [sys.executable, "-m", "torch.distributed.run"] + words[1:]
+        elif words[0] == "python":
+            words = [sys.executable] + words[1:]
         self.process = subprocess.Popen(
             words,
             cwd=ROOT,
@@ -218,7 +226,8 @@ class WarmRanks:
             process = context.Process(
                 target=_be_a_rank, args=(script, flags, environment, out_writer, errors_writer)
             )
-            process.start()
+            with _without_main():
+                process.start()
             self.ranks.append(process)
         out_writer.close()
         errors_writer.close()
@@ -244,6 +253,17 @@ class WarmRanks:
         _end_tree([process.pid for process in self.ranks if process.is_alive()])
         for process in self.ranks:
             process.join(timeout=5)
+
+
+@contextmanager
+def _without_main():
+    """Keep a started process from running the caller's own main module first."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _be_a_rank(script, flags, environment, out, errors):

@@ -179,6 +179,8 @@ def validate(schedule):
         raise ScheduleError("the schedule has no actions")
     owner, steps = {}, {}
     for rank, order in enumerate(schedule.orders):
+        if not order:
+            raise ScheduleError(f"rank {rank} has no actions")
         for step, action in enumerate(order):
             where = f"rank {rank}, step {step} ({action})"
             if action.kind not in KINDS:

@@ -1,0 +1,71 @@
+"""How a check answers: at once, like a colleague, and never with a traceback.
+
+A check is a function that takes the learner's answer and returns a sentence when something is
+wrong, None when all is right. The decorator `instant` turns it into what a notebook calls.
+"""
+
+import functools
+
+NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
+
+
+def instant(praise):
+    """Make a check print one line: not attempted, not yet and why, or right and what it means."""
+
+    def decorate(check):
+        @functools.wraps(check)
+        def answer(*answers):
+            if any(value is None or value is ... for value in answers):
+                print(NOT_ATTEMPTED)
+                return
+            try:
+                complaint = check(*answers)
+            except NotAttempted:
+                print(NOT_ATTEMPTED)
+            except WrongAnswer as error:
+                print(f"Not yet: {error}")
+            else:
+                print(f"Not yet: {complaint}" if complaint else f"Right: {praise}")
+
+        return answer
+
+    return decorate
+
+
+class NotAttempted(Exception):
+    """The learner's function still returns nothing."""
+
+
+class WrongAnswer(Exception):
+    """An answer that cannot be examined further; the text says why."""
+
+
+def call(function, *arguments):
+    """What the learner's function returns, or the reason why it returned nothing."""
+    shown = ", ".join(map(str, arguments)) if all(_is_short(a) for a in arguments) else "..."
+    name = f"{getattr(function, '__name__', 'the answer')}({shown})"
+    if not callable(function):
+        raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
+    try:
+        result = function(*arguments)
+    except Exception as error:  # whatever the learner's code raises is an answer, too
+        raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
+    if result is None or result is ...:
+        raise NotAttempted
+    return result
+
+
+def call_for_number(function, *arguments):
+    """The same for a function that must return a number."""
+    result = call(function, *arguments)
+    if isinstance(result, bool) or not isinstance(result, (int, float)):
+        raise WrongAnswer(f"{function.__name__} returned {result!r}, which is no number")
+    return result
+
+
+def close(value, wanted):
+    return abs(value - wanted) <= 1e-9 * max(1.0, abs(wanted))
+
+
+def _is_short(value):
+    return isinstance(value, (int, float, str)) and len(str(value)) <= 12

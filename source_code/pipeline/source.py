@@ -1,0 +1,44 @@
+"""Shows the scripts' own code in a notebook, so that no second copy of it exists."""
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE_CODE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A piece of a file; a notebook shows it with its colours and says where it stands."""
+
+    where: str
+    text: str
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        heading = f"`{self.where}`"
+        return {
+            "text/markdown": f"{heading}\n```python\n{self.text}\n```",
+            "text/plain": f"{self.where}\n{self.text}",
+        }
+
+
+def source_of(file, name):
+    """The text of function, class or method `name` (`Class.method`) of a file in source_code.
+
+    Raises LookupError when the file has no such definition.
+    """
+    text = (SOURCE_CODE / file).read_text()
+    body = ast.parse(text).body
+    node = None
+    for part in name.split("."):
+        definitions = [n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        node = next((n for n in definitions if n.name == part), None)
+        if node is None:
+            raise LookupError(f"{file} defines no {name}")
+        body = node.body
+    return Source(f"source_code/{file}", _dedent(text, node))
+
+
+def _dedent(text, node):
+    lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
+    return "\n".join(line[node.col_offset :] for line in lines)

@@ -1,0 +1,215 @@
+"""Each check knows an untouched stub, the right answer, and three typical wrong ones."""
+
+import math
+
+import pytest
+import torch
+
+from pipeline.checks import lesson_00, lesson_01, lesson_02
+from pipeline.checks.answer import NOT_ATTEMPTED
+from pipeline.model import token_loss
+
+
+def answer_to(check, capsys, *answers):
+    check(*answers)
+    return capsys.readouterr().out.strip()
+
+
+def stub(*arguments):
+    return ...
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lesson_00.laundry,
+        lesson_01.naive_idle,
+        lesson_01.backward_in_two_pieces,
+        lesson_02.own_gpipe,
+        lesson_02.enough_microbatches,
+        lesson_02.gradient_scale,
+    ],
+)
+def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
+    assert answer_to(check, capsys, stub) == NOT_ATTEMPTED
+
+
+def test_an_untouched_number_is_not_attempted_yet(capsys):
+    assert answer_to(lesson_00.memory_wall, capsys, ..., 2) == NOT_ATTEMPTED
+
+
+def test_an_answer_that_raises_gets_its_own_error_and_no_traceback(capsys):
+    answer = answer_to(lesson_01.naive_idle, capsys, lambda p, m: 1 / 0)
+    assert answer == "Not yet: <lambda>(4, 1) raised ZeroDivisionError: division by zero"
+
+
+def test_an_answer_that_is_no_number_is_told_so(capsys):
+    answer = answer_to(lesson_02.enough_microbatches, capsys, lambda p, x: "9")
+    assert answer == "Not yet: <lambda> returned '9', which is no number"
+
+
+@pytest.mark.parametrize(
+    ("minutes", "sentence"),
+    [
+        (lambda n, w, d: n * (w + d), "the washer is free"),
+        (lambda n, w, d: n * w + d, "the dryer is the slower machine here"),
+        (lambda n, w, d: w + n * d, "the washer is the slower machine here"),
+        (lambda n, w, d: n * max(w, d), "the filling is missing"),
+        (lambda n, w, d: 100, "playing it load by load gives 230"),
+    ],
+)
+def test_laundry_explains(minutes, sentence, capsys):
+    answer = answer_to(lesson_00.laundry, capsys, minutes)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "sentence"),
+    [
+        (4, 1, "that is the weights alone"),
+        (8, 1, "AdamW keeps two more numbers"),
+        (12, 2, "a mean and a mean of squares"),
+        (16, 1.4, "round up"),
+        (16, 1, "7e9 x 16 bytes are 112e9"),
+        (16, 3, "divide 7e9 x 16 bytes by 80e9"),
+    ],
+)
+def test_memory_wall_explains(size, ranks, sentence, capsys):
+    answer = answer_to(lesson_00.memory_wall, capsys, size, ranks)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("fraction", "sentence"),
+    [
+        (lambda p, m: 1 / p, "not that it waits"),
+        (lambda p, m: (p - 1) / (m + p - 1), "two micro-batches under way at once"),
+        (lambda p, m: p - 1, "idle over busy"),
+        (lambda p, m: 0.5, "the simulator says 0.75"),
+    ],
+)
+def test_naive_idle_explains(fraction, sentence, capsys):
+    answer = answer_to(lesson_01.naive_idle, capsys, fraction)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def without_requires_grad(first, second, tokens, targets):
+    received = first(tokens).detach()
+    token_loss(second(received), targets).backward()
+    return received
+
+
+def without_handing_back(first, second, tokens, targets):
+    received = first(tokens).detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    return received
+
+
+def without_cutting(first, second, tokens, targets):
+    received = first(tokens)
+    received.retain_grad()
+    token_loss(second(received), targets).backward()
+    return received
+
+
+def with_another_gradient(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(torch.ones_like(output))
+    return received
+
+
+def without_backward(first, second, tokens, targets):
+    return first(tokens).detach().requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (without_requires_grad, "call requires_grad_() on what arrived"),
+        (without_handing_back, "output.backward(gradient)"),
+        (without_cutting, "detach() what is sent"),
+        (with_another_gradient, "must go on from the gradient that came back"),
+        (without_backward, "run the backward of the loss"),
+    ],
+)
+def test_backward_in_two_pieces_explains(answer, sentence, capsys):
+    said = answer_to(lesson_01.backward_in_two_pieces, capsys, answer)
+    assert said.startswith("Not yet: ") and sentence in said
+
+
+def rows(order):
+    """An answer from a function that gives one rank's cells."""
+    return lambda p, m: [",".join(order(rank, p, m)) for rank in range(p)]
+
+
+def backward_first(rank, p, m):
+    return [f"{rank}{kind}{k}" for kind in "BF" for k in range(m)]
+
+
+def one_at_a_time(rank, p, m):
+    return [f"{rank}{kind}{k}" for k in range(m) for kind in "FB"]
+
+
+def one_forgotten(rank, p, m):
+    return [f"{rank}{kind}{k}" for kind in "FB" for k in range(m)][:-1]
+
+
+def one_forward_one_backward(rank, p, m):
+    first = min(m, p - rank)
+    cells = [f"{rank}F{k}" for k in range(first)]
+    for k in range(m):
+        cells.append(f"{rank}B{k}")
+        if first + k < m:
+            cells.append(f"{rank}F{first + k}")
+    return cells
+
+
+def one_stage_for_all(rank, p, m):
+    return [f"0{kind}{k}" for kind in "FB" for k in range(m)]
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        (backward_first, "rank 0 runs the backward of micro-batch 0 on stage 0 at step 0, but"),
+        (one_at_a_time, "as slow as lesson 01"),
+        (one_forgotten, "rank 0 never runs the backward of micro-batch 1 on stage 0"),
+        (one_forward_one_backward, "rank 1 holds 2 micro-batches at its peak, yours 1"),
+        (one_stage_for_all, "stage 0 already belongs to rank 0"),
+    ],
+)
+def test_own_gpipe_explains(order, sentence, capsys):
+    answer = answer_to(lesson_02.own_gpipe, capsys, rows(order))
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("needed", "sentence"),
+    [
+        (lambda p, x: max(1, math.ceil((p - 1) / x)), "that bounds idle / busy"),
+        (lambda p, x: (p - 1) * (1 - x) / x + 0.5, "round up"),
+        (lambda p, x: max(1, math.floor((p - 1) * (1 - x) / x) - 1), "too much"),
+        (lambda p, x: math.ceil((p - 1) * (1 - x) / x - 1e-9), "a batch has at least one"),
+        (lambda p, x: 1000, "9 would do"),
+    ],
+)
+def test_enough_microbatches_explains(needed, sentence, capsys):
+    answer = answer_to(lesson_02.enough_microbatches, capsys, needed)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("share", "sentence"),
+    [
+        (lambda s, t, m: token_loss(s, t), "each micro-batch counts as much as a whole batch"),
+        (lambda s, t, m: token_loss(s, t) / m**2, "divided by the number of micro-batches twice"),
+        (lambda s, t, m: token_loss(s, t) / 3, "what is the mean of means?"),
+        (lambda s, t, m: (s**2).mean(), "points another way"),
+        (lambda s, t, m: token_loss(s, t).item(), "return one number as a tensor"),
+    ],
+)
+def test_gradient_scale_explains(share, sentence, capsys):
+    answer = answer_to(lesson_02.gradient_scale, capsys, share)
+    assert answer.startswith("Not yet: ") and sentence in answer
