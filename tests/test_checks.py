@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipeline.checks import lesson_00, lesson_01, lesson_02
+from pipeline.checks import lesson_00, lesson_01, lesson_02, lesson_03
 from pipeline.checks.answer import NOT_ATTEMPTED
 from pipeline.model import token_loss
 
@@ -28,6 +28,9 @@ def stub(*arguments):
         lesson_02.own_gpipe,
         lesson_02.enough_microbatches,
         lesson_02.gradient_scale,
+        lesson_03.own_1f1b,
+        lesson_03.held_micro_batches,
+        lesson_03.most_microbatches,
     ],
 )
 def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
@@ -212,4 +215,62 @@ def test_enough_microbatches_explains(needed, sentence, capsys):
 )
 def test_gradient_scale_explains(share, sentence, capsys):
     answer = answer_to(lesson_02.gradient_scale, capsys, share)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def one_more_in_the_warm_up(rank, p, m):
+    first = min(m, p - rank + 1)
+    cells = [f"{rank}F{k}" for k in range(first)]
+    for k in range(m):
+        cells.append(f"{rank}B{k}")
+        if first + k < m:
+            cells.append(f"{rank}F{first + k}")
+    return cells
+
+
+def all_forwards_first(rank, p, m):
+    return [f"{rank}{kind}{k}" for kind in "FB" for k in range(m)]
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        (backward_first, "rank 0 runs the backward of micro-batch 0 on stage 0 at step 0, but"),
+        (one_at_a_time, "leaves the next one waiting"),
+        (all_forwards_first, "rank 0 holds 3 micro-batches at its peak and 2 are enough"),
+        (one_more_in_the_warm_up, "count the forwards of its warm-up"),
+        (one_forgotten, "rank 0 never runs the backward of micro-batch 2"),
+    ],
+)
+def test_own_1f1b_explains(order, sentence, capsys):
+    answer = answer_to(lesson_03.own_1f1b, capsys, rows(order))
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("held", "sentence"),
+    [
+        (lambda r, p, m: p - 1 - r, "the forwards of its warm-up"),
+        (lambda r, p, m: p - r, "there are not so many micro-batches in the batch"),
+        (lambda r, p, m: m, "as in GPipe"),
+        (lambda r, p, m: min(m, p), "which is right for rank 0 only"),
+        (lambda r, p, m: 17, "the simulator says 4"),
+    ],
+)
+def test_held_micro_batches_explains(held, sentence, capsys):
+    answer = answer_to(lesson_03.held_micro_batches, capsys, held)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("most", "sentence"),
+    [
+        (lambda s, p, room, m: min(room, m), "never holds more than 4, however many"),
+        (lambda s, p, room, m: m, "holds every micro-batch before its first backward"),
+        (lambda s, p, room, m: m if s == "1f1b" else min(room, m), "has no room for 8"),
+        (lambda s, p, room, m: room if s == "gpipe" or room < p else m, "more than there are"),
+    ],
+)
+def test_most_microbatches_explains(most, sentence, capsys):
+    answer = answer_to(lesson_03.most_microbatches, capsys, most)
     assert answer.startswith("Not yet: ") and sentence in answer

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from pipeline.distributed import gather, host_name
+from pipeline.held import HeldMeter
 from pipeline.timeline import Event, Timeline
 
 
@@ -26,6 +27,7 @@ class Recorder:
         self.on_device = job.device.type == "cuda" and pace is None
         self.records = []  # (action, start, end); device events until `take_events` resolves them
         self.free_at = None  # when the last action of this step ended
+        self.meter = HeldMeter()
         self.origin = shared_origin(job)
         if job.device.type == "cuda":
             torch.cuda.synchronize()
@@ -80,6 +82,7 @@ class Recorder:
         events = [Event(self.job.rank, *record) for record in self.records]
         self.records = []
         self.free_at = None
+        self.meter.active = False  # counting takes time, and every step holds the same
         return events
 
 

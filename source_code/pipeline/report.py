@@ -1,5 +1,6 @@
 """What every training script prints and writes: losses, progress, a summary, files."""
 
+import errno
 import json
 import os
 import statistics
@@ -53,7 +54,7 @@ class Report:
     def finish(self):
         """Gather, write the files and print the summary. All ranks call it."""
         timelines = gather_timelines(self.job, self.schedule.name, self.events_per_step)
-        memory = gather(self.job, peak_memory(self.job.device))
+        memory = gather(self.job, (peak_memory(self.job.device), self.recorder.meter.peak))
         if self.job.rank == 0:
             self.say(self.summary(timelines, memory))
             if self.arguments.timeline:
@@ -68,10 +69,12 @@ class Report:
         idle = statistics.median(timeline.idle_fraction for timeline in timelines)
         costs = self.arguments.paced or measured_costs(timelines)
         predicted = simulate(self.schedule, costs)
+        peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
+        held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)
         return (
             f"step {step:.1f} ms (predicted {predicted.makespan:.1f})  "
             f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
-            f"peak memory {' '.join(f'{bytes / 2**20:.0f}' for bytes in memory)} MiB"
+            f"peak memory {peaks} MiB, of it held for backwards {held} MiB"
         )
 
     def verify(self):
@@ -133,7 +136,9 @@ def peak_memory(device):
 
 def write_whole(path, text):
     """Write a file so that it is either the old one or the new one, never half of it."""
-    path = Path(path)
+    path = Path(path).resolve()  # a link stays a link
+    if path.exists() and not path.is_file():  # /dev/null must not become a file
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     os.replace(partial, path)

@@ -34,7 +34,32 @@ def gpipe(num_ranks, num_microbatches):
     return validate(Schedule("gpipe", tuple(orders)))
 
 
-GENERATORS = {"naive": naive, "gpipe": gpipe}
+def one_f_one_b(num_ranks, num_microbatches):
+    """One forward, one backward (PipeDream-Flush: Narayanan et al. 2021, 2006.09503, section 2.2).
+
+    The same bubble as GPipe, but a rank holds at most as many micro-batches as there are stages
+    from it to the end, itself included.
+    """
+    _require_positive(num_ranks, num_microbatches)
+    orders = []
+    for rank in range(num_ranks):
+        warm_up = min(num_microbatches, num_ranks - 1 - rank)
+        order = []
+        # Warm-up: fill the stages behind this one.
+        for microbatch in range(warm_up):
+            order.append(Action(rank, "F", microbatch))
+        # Steady: each forward is followed by the backward that makes room for the next one.
+        for microbatch in range(num_microbatches - warm_up):
+            order.append(Action(rank, "F", warm_up + microbatch))
+            order.append(Action(rank, "B", microbatch))
+        # Cool-down: the backwards that are left.
+        for microbatch in range(num_microbatches - warm_up, num_microbatches):
+            order.append(Action(rank, "B", microbatch))
+        orders.append(tuple(order))
+    return validate(Schedule("1f1b", tuple(orders)))
+
+
+GENERATORS = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def _require_positive(num_ranks, num_microbatches):

@@ -19,6 +19,7 @@ class Stage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.recorder = recorder
+        self.meter = recorder.meter
         self.loss_function = loss_function
         self.held = {}  # micro-batch -> (input, output), from its forward to its backward
 
@@ -28,7 +29,8 @@ class Stage:
         `inputs` are tokens (b, length) on the first stage, else activations (b, length, dim).
         Returns the activation for the next stage, or on the last stage the loss, a scalar.
         """
-        with self.recorder.record(Action(self.index, "F", microbatch)):
+        action = Action(self.index, "F", microbatch)
+        with self.recorder.record(action), self.meter.holding(self.part, (self.index, microbatch)):
             if not self.is_first:
                 inputs.requires_grad_()
             output = self.part(inputs)
@@ -46,4 +48,5 @@ class Stage:
         inputs, output = self.held.pop(microbatch)
         with self.recorder.record(Action(self.index, "B", microbatch)):
             torch.autograd.backward(output, gradient)
+        self.meter.release((self.index, microbatch))
         return None if self.is_first else inputs.grad

@@ -1,0 +1,146 @@
+"""The notebooks' own promises: what is checked can fail, and every lesson has the same shape.
+
+That they run and print what they store is nbval's work, in the same pytest call.
+"""
+
+import copy
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbval.plugin import IPyNbFile
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+LESSONS = sorted(NOTEBOOKS.glob("*.ipynb"))
+SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+ALL = LESSONS + SOLUTIONS
+MARK = "# NBVAL_CHECK_OUTPUT"
+
+
+def name_of(path):
+    return path.relative_to(NOTEBOOKS).with_suffix("").as_posix()
+
+
+every_notebook = pytest.mark.parametrize("path", ALL, ids=name_of)
+every_lesson = pytest.mark.parametrize("path", LESSONS, ids=name_of)
+
+
+def cells_of(path):
+    return nbformat.read(path, as_version=4).cells
+
+
+def text_of(outputs):
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def checked_cells(path):
+    return [c for c in cells_of(path) if c.cell_type == "code" and MARK in c.source]
+
+
+def change_one_digit(text, position):
+    return f"{text[:position]}{(int(text[position]) + 1) % 10}{text[position + 1 :]}"
+
+
+@every_notebook
+def test_each_changed_digit_of_a_checked_output_fails_nbvals_own_comparison(path, request):
+    notebook = IPyNbFile.from_parent(request.session, path=path)
+    notebook.sanitize_patterns = {}
+    changed = 0
+    for item in notebook.collect():
+        if not item.options["check"]:
+            continue
+        stored = item.cell.outputs
+        assert item.compare_outputs(stored, stored), "an unchanged output must pass"
+        for index, output in enumerate(stored):
+            for digit in re.finditer(r"\d", output.get("text", "")):
+                test = copy.deepcopy(stored)
+                test[index]["text"] = change_one_digit(output["text"], digit.start())
+                assert not item.compare_outputs(test, stored), test[index]["text"]
+                changed += 1
+    assert changed > 0 or path in SOLUTIONS, "a lesson without a checked number"
+
+
+@every_notebook
+def test_every_checked_cell_has_a_stored_output(path):
+    cells = checked_cells(path)
+    assert cells
+    for cell in cells:
+        assert text_of(cell.outputs).strip(), cell.source
+        assert cell.source.startswith(MARK), "the mark stands in the first line"
+
+
+@every_lesson
+def test_every_lesson_has_a_checked_loss_cell_with_six_decimals(path):
+    outputs = "\n".join(text_of(cell.outputs) for cell in checked_cells(path))
+    assert re.search(r"loss \d+\.\d{6}\b", outputs)
+
+
+@every_notebook
+def test_every_cell_was_run_in_order_and_none_ended_in_an_error(path):
+    code = [cell for cell in cells_of(path) if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    kinds = {output.output_type for cell in code for output in cell.outputs}
+    assert "error" not in kinds
+
+
+@every_notebook
+def test_no_notebook_keeps_times_or_a_kernel_of_one_machine(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert not any("execution" in cell.metadata for cell in notebook.cells)
+
+
+@every_notebook
+def test_prose_stands_before_every_pair_of_code_cells(path):
+    kinds = [cell.cell_type for cell in cells_of(path)]
+    assert kinds[0] == "markdown"
+    for before, here, cell in zip(kinds, kinds[1:], cells_of(path)[1:]):
+        if here == "code" and before == "code":
+            follows_up = MARK in cell.source or "source_of" in cell.source
+            follows_up = follows_up or cell.source.startswith(("figure,", "try:"))
+            assert follows_up, f"two code cells without a word between them:\n{cell.source}"
+
+
+@every_lesson
+def test_every_lesson_has_the_shape_of_a_lesson(path):
+    cells = cells_of(path)
+    assert re.match(rf"# Lesson {path.stem[:2]}: ", cells[0].source)
+    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    for part in ["**After this lesson**", "**Time:**", "**Builds on:**", "**Next.**"]:
+        assert part in prose, part
+    for heading in ["Exercises", "Sources"]:
+        assert f"\n## {heading}" in "\n" + prose, heading
+    assert re.search(r"^## What goes wrong", prose, re.MULTILINE)
+    assert re.search(r"\bpredict", prose, re.IGNORECASE)
+    assert f"solutions/{path.name}" in prose
+
+
+@every_lesson
+def test_every_exercise_says_not_attempted_yet_and_its_solution_is_right(path):
+    lesson = [c for c in checked_cells(path) if re.search(r"^check\.", c.source, re.MULTILINE)]
+    solution = NOTEBOOKS / "solutions" / path.name
+    solved = [c for c in checked_cells(solution) if re.search(r"^check\.", c.source, re.MULTILINE)]
+    calls = [re.search(r"^check\..*$", c.source, re.MULTILINE)[0] for c in lesson]
+    assert calls == [re.search(r"^check\..*$", c.source, re.MULTILINE)[0] for c in solved]
+    assert len(calls) >= 2
+    for cell in lesson:
+        assert text_of(cell.outputs).startswith("Not attempted yet")
+    for cell in solved:
+        assert text_of(cell.outputs).startswith("Right: ")
+
+
+@every_notebook
+def test_every_figure_has_a_text_equivalent(path):
+    for cell in cells_of(path):
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/svg+xml" in data:
+                assert len(data["text/plain"]) > 20
+                assert 'role="img" aria-label=' in data["image/svg+xml"]
+            assert "image/png" not in data, "a figure without words; use picture_of"
+
+
+def test_two_lessons_start_their_first_run_cold():
+    cold = [p.stem for p in LESSONS if any("warm=False" in c.source for c in cells_of(p))]
+    assert cold == ["00_start_here", "02_gpipe"]
