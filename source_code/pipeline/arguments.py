@@ -8,22 +8,28 @@ import argparse
 import math
 import os
 import sys
+import time
 
 import torch
 
 from pipeline.data import DataError, load_text
 from pipeline.distributed import ranks_from_environment
-from pipeline.model import ModelConfig, cut_as, cut_evenly
+from pipeline.model import VOCABULARY, ModelConfig, cut_as, cut_evenly
 from pipeline.simulator import Costs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 REFUSED = 2
+HEAD_START = 5.0  # seconds
+LARGEST_COUNT = 2**31 - 1
 
 
 def refuse(sentence):
-    """Leave with one sentence, printed by rank 0 only, and a non-zero exit on every rank."""
-    if ranks_from_environment()[0] == 0:
-        print(sentence, file=sys.stderr, flush=True)
+    """Leave with one sentence, printed once on each node, and a non-zero exit on every rank."""
+    if ranks_from_environment()[2] == 0:
+        print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+    else:
+        # A launcher ends all ranks once one has failed: the one that speaks has to be the first.
+        time.sleep(HEAD_START)
     sys.exit(REFUSED)
 
 
@@ -48,6 +54,8 @@ def positive_integer(text):
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
+    if value > LARGEST_COUNT:
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST_COUNT}, not '{text}'")
     return value
 
 
@@ -58,6 +66,13 @@ def positive_number(text):
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, not '{text}'")
+    return value
+
+
+def seconds(text):
+    value = positive_number(text)
+    if not 1 <= value <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"must be 1 to 1000000 seconds, not '{text}'")
     return value
 
 
@@ -78,7 +93,7 @@ def training_parser(description):
     add("--kv-heads", type=positive_integer, default=2, metavar="N", help="key and value heads")
     add("--seq-len", type=positive_integer, default=32, metavar="N", help="bytes a sequence")
     add("--learning-rate", type=positive_number, default=0.2, metavar="X", help="step size")
-    add("--optimizer", choices=["sgd", "adamw"], default="sgd", help="update rule")
+    add("--optimizer", choices=["sgd", "momentum", "adamw"], default="sgd", help="update rule")
     add("--seed", type=int, default=0, metavar="N", help="of the weights and the batches")
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--data", metavar="FILE", help="text to learn instead of the course's own")
@@ -94,7 +109,7 @@ def training_parser(description):
     )
     add("--timeline", metavar="FILE", help="write the performed timeline of the last step")
     add("--losses", metavar="FILE", help="write the losses, one JSON object a line")
-    add("--timeout", type=positive_number, default=60.0, metavar="S", help="longest wait")
+    add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
     return parser
 
 
@@ -121,7 +136,8 @@ def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_
     arguments.torch_dtype = DTYPES[arguments.dtype]
     arguments.microbatch_size = arguments.batch_size // arguments.microbatches
     arguments.stage_layers = stage_layers(arguments, num_stages(arguments))
-    arguments.paced = pace_costs(arguments.pace)
+    check_memory(arguments)
+    arguments.paced = pace_costs(arguments.pace, arguments.timeout)
     return arguments
 
 
@@ -148,15 +164,61 @@ def check_sizes(arguments):
 
 def check_outputs(arguments):
     """Refuse an output that could not be written when the training is over."""
-    for flag in ("timeline", "losses"):
-        path = getattr(arguments, flag)
+    taken = {os.path.realpath(arguments.data): "--data"} if arguments.data else {}
+    for flag in ("--timeline", "--losses"):
+        path = getattr(arguments, flag.removeprefix("--"))
         if path is None:
             continue
         folder = os.path.dirname(os.path.abspath(path))
         if not os.path.isdir(folder):
-            refuse(f"--{flag} {path}: the folder {folder} does not exist; make it first")
-        if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
-            refuse(f"--{flag} {path} cannot be written; name a file in a folder of yours")
+            refuse(f"{flag} {path}: the folder {folder} does not exist; make it first")
+        if os.path.realpath(path) in taken:
+            other = taken[os.path.realpath(path)]
+            refuse(f"{flag} and {other} name the same file {path}; give each its own")
+        taken[os.path.realpath(path)] = flag
+        if not can_be_written(path, folder):
+            refuse(f"{flag} {path} cannot be written; name a file in a folder of yours")
+
+
+def can_be_written(path, folder):
+    """Whether a file can be made in `folder` and take the place of `path`."""
+    if not os.path.basename(path):
+        return False
+    if os.path.exists(path) and not (os.path.isfile(path) and os.access(path, os.W_OK)):
+        return False
+    # Permissions do not tell the whole truth (root, read-only mounts, /proc): try it.
+    attempt = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    try:
+        os.close(os.open(attempt, os.O_CREAT | os.O_WRONLY))
+        os.remove(attempt)
+    except OSError:
+        return False
+    return True
+
+
+def check_memory(arguments):
+    """Refuse sizes that cannot start: this is far less than training takes.
+
+    Counted are the weights of the largest stage, the tokens of a batch and the activations of one
+    layer, 8 bytes each.
+    """
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not every system tells
+        return
+    config = arguments.config
+    layers = max(last - first for first, last in arguments.stage_layers)
+    kv_dim = config.kv_heads * config.head_dim
+    weights = layers * config.dim * (2 * config.dim + 2 * kv_dim + 3 * config.hidden_dim)
+    weights += VOCABULARY * config.dim
+    tokens = arguments.batch_size * config.seq_len
+    activations = arguments.microbatch_size * config.seq_len * config.dim
+    needed = 8 * (weights + tokens + activations)
+    if needed > memory:
+        refuse(
+            f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB a rank, and "
+            f"this machine has {memory / 2**30:.0f} GiB; use smaller ones, or more ranks"
+        )
 
 
 def stage_layers(arguments, num_stages):
@@ -176,8 +238,8 @@ def stage_layers(arguments, num_stages):
     return cut_as(arguments.cut)
 
 
-def pace_costs(pace):
-    """--pace as Costs in milliseconds, or None."""
+def pace_costs(pace, timeout):
+    """--pace as Costs in milliseconds, or None. `timeout` in seconds."""
     if pace is None:
         return None
     if len(pace) not in (2, 3):
@@ -186,5 +248,10 @@ def pace_costs(pace):
     if len(pace) == 3 and pace[2] >= pace[1]:
         refuse(
             "--pace: the weights' part must be less than the full backward; lower the third time"
+        )
+    if max(pace) >= 1000 * timeout:
+        refuse(
+            f"--pace: an action of {max(pace):g} ms outlasts --timeout {timeout:g} s; use a "
+            "shorter time or a longer --timeout"
         )
     return Costs(*pace)

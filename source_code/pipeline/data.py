@@ -27,7 +27,9 @@ class Text:
 
     def batch(self, step, batch_size, seq_len, seed=0):
         """Inputs and targets of `step`, both (batch_size, seq_len); targets are one byte later."""
-        generator = torch.Generator().manual_seed(seed * 2**32 + step)
+        # A CPU generator takes the low 32 bits of its seed and ignores the rest: spread the seeds
+        # over them (by the golden ratio), so that no two share the batches of their first steps.
+        generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
         last_start = len(self.training) - seq_len - 1
         starts = torch.randint(last_start + 1, (batch_size,), generator=generator)
         rows = torch.stack([self.training[start : start + seq_len + 1] for start in starts])
@@ -42,6 +44,8 @@ def load_text(path=None, seq_len=32):
     """
     source = DEFAULT_TEXT if path is None else Path(path)
     try:
+        if source.exists() and not (source.is_file() or source.is_dir()):
+            raise DataError(f"--data: {source} is no regular file, so not every rank can read it")
         content = source.read_bytes()
     except OSError as error:
         message = f"--data: cannot read {source} ({error.strerror}); name a text file"

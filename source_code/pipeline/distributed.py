@@ -14,7 +14,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipeline.watch import Watch
+from pipeline.watch import Watch, end_process
+
+LONGEST_START = 60.0  # seconds from the first rank's start to the last one's, at least
 
 
 @dataclass
@@ -54,7 +56,7 @@ def ranks_from_environment():
     """
     env = os.environ
     if "RANK" in env:
-        local = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+        local = int(env.get("LOCAL_RANK", env["RANK"])), int(env.get("LOCAL_WORLD_SIZE", 1))
         return int(env["RANK"]), int(env["WORLD_SIZE"]), *local
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         local = int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0])
@@ -81,10 +83,10 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
     device, backend = choose_device(device, local_rank, local_ranks)
-    store = _meet(rank, num_ranks, timeout)
-    watch = Watch(
-        rank, timeout, dist.PrefixStore("watch", store.clone()) if num_ranks > 1 else None
-    )
+    store = _meet(rank, num_ranks, max(timeout, LONGEST_START))
+    watch = Watch(rank, timeout)
+    if num_ranks > 1:
+        watch.join_others(dist.PrefixStore("watch", store.clone()), num_ranks)
     watch.start()
     # The watch reports first and by name; the limit of the group itself is the second line.
     limit = timedelta(seconds=2 * timeout + 5)
@@ -107,7 +109,13 @@ def _meet(rank, num_ranks, timeout):
         return dist.HashStore()
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(num_ranks))
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    except RuntimeError as error:
+        end_process(
+            f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start "
+            f"({str(error).splitlines()[0]})"
+        )
     return store
 
 
@@ -134,7 +142,7 @@ class Sending:
 
     def wait(self):
         """Block until the message is taken, then let go of the buffer."""
-        with self.job.watch.waiting_for(self.destination, self.what):
+        with self.job.watch.waiting_for(self.destination, f"the receipt of {self.what}"):
             self.work.wait()
         self.buffer = None
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from pipeline.schedule import needs_of, result_of
 
 TEXT = "#7a7a7a"
-FILL = {"F": "#56B4E9", "B": "#009E73", "I": "#66C5AB", "W": "#E69F00"}
-NUMBER = {"F": "#000000", "B": "#ffffff", "I": "#000000", "W": "#000000"}
+FILL = {"F": "#56B4E9", "B": "#009E73", "I": "#66C5AB", "W": "#E69F00", "U": "#D55E00"}
+NUMBER = {"F": "#000000", "B": "#ffffff", "I": "#000000", "W": "#000000", "U": "#000000"}
 LEGEND = {
     "F": "forward",
     "B": "backward",
     "I": "backward for the input",
     "W": "backward for the weights",
+    "U": "update",
 }
 
 WIDTH = 820  # of the drawing, in its own units; a page shows it about as large in pixels
@@ -119,7 +120,8 @@ def _stages_by_rank(timeline):
 
 def _draw_block(event, x, y, chunk, numbers):
     kind = event.action.kind
-    left, width = x(event.start), max(x(event.end) - x(event.start), 0.5)
+    least = 3 if kind == "U" else 0.5  # an update is a bar, however short
+    left, width = x(event.start), max(x(event.end) - x(event.start), least)
     shade = max(0.45, 1 - 0.25 * chunk)  # stages of one rank differ in shade
     story = f"{event.action.describe()}, rank {event.rank}, {event.start:.4g} to {event.end:.4g}"
     parts = [
@@ -264,4 +266,5 @@ def picture_of(figure, alt):
     with matplotlib.rc_context(settings):
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return Picture(text.getvalue(), alt)
+    label = f'<svg role="img" aria-label="{escape(alt)}" '
+    return Picture(text.getvalue().replace("<svg ", label, 1), alt)

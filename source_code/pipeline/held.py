@@ -20,15 +20,15 @@ class HeldMeter:
         self.peak = 0
 
     @contextmanager
-    def holding(self, part, key):
-        """Around a forward: what it saves is held under `key` until `release`."""
+    def holding(self, weights, key):
+        """Around a forward: what it saves is held under `key` until `release`.
+
+        `weights` are the tensors that do not count: weights and tables.
+        """
         if not self.active:
             yield
             return
-        always_there = {
-            tensor.untyped_storage().data_ptr() for tensor in part.state_dict().values()
-        }
-        always_there |= {tensor.untyped_storage().data_ptr() for tensor in part.buffers()}
+        always_there = {tensor.untyped_storage().data_ptr() for tensor in weights}
         storages = self.storages[key] = {}
 
         def pack(tensor):

@@ -44,6 +44,7 @@ PRELOAD = [
     "pipeline.stage",
     "pipeline.worker",
 ]
+_fork_server_is_ready = False
 
 
 class RunFailed(RuntimeError):
@@ -77,9 +78,9 @@ def can_fork():
 def run(command, ranks=4, warm=None, show=True, limit=300):
     """Run a script of the course on several ranks and return a `Run`.
 
-    With `ranks=None` the script is started with plain python, as one process. `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
-    the timeline. `limit` is in seconds. Raises RunFailed, or KeyboardInterrupt after all ranks
-    have ended.
+    `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
+    the timeline. With `ranks=None` the script is started with plain python, as one process.
+    `limit` is in seconds. Raises RunFailed, or KeyboardInterrupt after all ranks have ended.
     """
     script, *flags = shlex.split(command)
     if warm is None:
@@ -90,11 +91,18 @@ def run(command, ranks=4, warm=None, show=True, limit=300):
     words = launch_words(script, flags, ranks)
     if show:
         print("$ " + shlex.join(words), flush=True)
-    if warm and can_fork() and ranks is not None:
-        started = WarmRanks(SCRIPTS / script, flags, ranks)
-    else:
-        started = LaunchedRanks(words)
-    output = _follow(started, show, limit)
+    warm = warm and can_fork() and ranks is not None
+    if warm:
+        _wait_for_fork_server()
+    started = None
+    try:
+        with _interrupts_held():
+            started = WarmRanks(SCRIPTS / script, flags, ranks) if warm else LaunchedRanks(words)
+        output = _follow(started, show, limit)
+    finally:
+        if started:
+            with _interrupts_held():
+                started.end()
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
     timeline = from_chrome_trace((ROOT / timeline_file).read_text()) if timeline_file else None
     return Run(output, losses, timeline)
@@ -123,45 +131,67 @@ def _follow(started, show, limit):
     open_streams = len(started.streams)
     deadline = time.monotonic() + limit
     failure = None
-    try:
-        while open_streams:
-            try:
-                name, line = lines.get(timeout=0.1)
-            except queue.Empty:
-                name = None
-            if name == "end":
-                open_streams -= 1
-            elif name == "stdout":
-                output.append(line)
-                if show:
-                    print(line, end="", flush=True)
-            elif name == "stderr":
-                errors.append(line)
-            if failure is None:
-                failure = started.failure()
-                if failure is None and time.monotonic() > deadline:
-                    failure = f"the run took longer than {limit} s"
-                if failure is not None:
-                    started.end()
-        failure = failure or started.failure(wait=True)
-    finally:
-        started.end()
+    while open_streams:
+        try:
+            name, line = lines.get(timeout=0.1)
+        except queue.Empty:
+            name = None
+        if name == "end":
+            open_streams -= 1
+        elif name == "stdout":
+            output.append(line)
+            if show:
+                print(line, end="", flush=True)
+        elif name == "stderr":
+            errors.append(line)
+        if failure is None:
+            failure = started.failure()
+            if failure is None and time.monotonic() > deadline:
+                failure = f"the run took longer than {limit} s"
+            if failure is not None:
+                started.end()
+                deadline = time.monotonic() + 5  # for what they said last
+        elif time.monotonic() > deadline:
+            break
+    failure = failure or started.failure(wait=True)
     if failure:
-        raise RunFailed("".join(_worth_reading(errors)) + f"({failure})")
+        raise RunFailed(f"{_worth_reading(errors)}({_rank_to_blame(errors) or failure})")
     return "".join(output)
 
 
 def _read(name, stream, lines):
-    for line in stream:
-        lines.put((name, line))
-    lines.put(("end", ""))
+    try:
+        for line in stream:
+            lines.put((name, line))
+    finally:
+        lines.put(("end", ""))
 
 
 def _worth_reading(errors):
-    """The ranks' own words, without torchrun's report about them."""
+    """The ranks' own words, without torch's warnings and torchrun's report about them."""
     cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]
-    kept = errors[: cut[0]] if cut else errors
-    return kept or errors[-30:]
+    said = "".join(errors[: cut[0]] if cut else errors)
+    said = re.sub(r"^\[rank\d+\]:\[W.*?(\n\n|\Z)", "", said, flags=re.MULTILINE | re.DOTALL)
+    return said or "".join(errors[-30:])
+
+
+def _rank_to_blame(errors):
+    """The rank that failed first, from torchrun's report, in a sentence; None without a report."""
+    failed = re.findall(
+        r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+)", "".join(errors), re.MULTILINE
+    )
+    codes = {int(rank): int(code) for rank, code in failed}  # the root cause comes last
+    # What torchrun ends, it ends with SIGTERM. Another signal came from outside, and the exit
+    # statuses of the other ranks are what it led to.
+    killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
+    rank = killed[0] if killed else next(reversed(codes), None)
+    return None if rank is None else _how_it_ended(rank, codes[rank])
+
+
+def _how_it_ended(rank, code):
+    if code < 0:
+        return f"rank {rank} was ended by {signal.Signals(-code).name}"
+    return f"rank {rank} ended with exit status {code}"
 
 
 class LaunchedRanks:
@@ -186,6 +216,7 @@ class LaunchedRanks:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             start_new_session=True,  # an interrupt reaches the notebook first, which then ends this
         )
         self.streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
@@ -232,27 +263,53 @@ class WarmRanks:
         out_writer.close()
         errors_writer.close()
         self.streams = {
-            "stdout": os.fdopen(os.dup(out.fileno())),
-            "stderr": os.fdopen(os.dup(errors.fileno())),
+            "stdout": os.fdopen(os.dup(out.fileno()), errors="replace"),
+            "stderr": os.fdopen(os.dup(errors.fileno()), errors="replace"),
         }
 
     def failure(self, wait=False):
         """A sentence that names the rank that failed, else None."""
-        for rank, process in enumerate(self.ranks):
-            if wait:
-                process.join(timeout=30)
-            code = process.exitcode
-            if code is not None and code < 0:
-                return f"rank {rank} was ended by {signal.Signals(-code).name}"
-        failed = [rank for rank, process in enumerate(self.ranks) if process.exitcode]
-        if failed:
-            return f"rank {failed[0]} ended with exit status {self.ranks[failed[0]].exitcode}"
-        return None
+        for process in self.ranks if wait else []:
+            process.join(timeout=30)
+        codes = [process.exitcode or 0 for process in self.ranks]
+        if not any(codes):
+            return None
+        # A signal comes from outside: the exit statuses of others are what it led to.
+        code = min(codes) if min(codes) < 0 else next(filter(None, codes))
+        return _how_it_ended(codes.index(code), code)
 
     def end(self):
         _end_tree([process.pid for process in self.ranks if process.is_alive()])
         for process in self.ranks:
             process.join(timeout=5)
+
+
+def _wait_for_fork_server():
+    """Until it has imported torch, once; an interrupt ends only this wait."""
+    global _fork_server_is_ready
+    if not _fork_server_is_ready:
+        warm_up()
+        nothing = multiprocessing.get_context("forkserver").Process()
+        with _without_main():
+            nothing.start()
+        nothing.join()
+        _fork_server_is_ready = True
+
+
+@contextmanager
+def _interrupts_held():
+    """Keep a start or an end from being cut in half: an interrupt is delivered afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = []
+    usual = signal.signal(signal.SIGINT, lambda *_: held.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

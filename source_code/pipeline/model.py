@@ -198,7 +198,8 @@ def starting_weight(name, shape, seed):
     """
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    # A CPU generator takes the low 32 bits of its seed and ignores the rest.
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
     scale = 1.0 if name == "embedding.weight" else shape[1] ** -0.5
     return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 

@@ -26,7 +26,9 @@ class SGD:
 
 
 def build_optimizer(name, parameters, learning_rate):
-    """`sgd` or `adamw` over `parameters`."""
+    """`sgd`, `momentum` (0.9) or `adamw` over `parameters`."""
     if name == "sgd":
         return SGD(parameters, learning_rate)
+    if name == "momentum":
+        return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
     return torch.optim.AdamW(parameters, lr=learning_rate)

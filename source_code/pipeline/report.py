@@ -23,9 +23,10 @@ PROMISED = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2
 class Report:
     """Follows one training run on one rank. `schedule` predicts the summary's idle fraction."""
 
-    def __init__(self, arguments, job, schedule, recorder):
+    def __init__(self, arguments, job, schedule, recorder, what="step"):
         self.arguments, self.job, self.schedule = arguments, job, schedule
         self.recorder = recorder
+        self.what = what  # what one pass through the schedule is
         self.has_loss = job.rank == schedule.stage_to_rank[schedule.num_stages - 1]
         self.losses = []
         self.events_per_step = []
@@ -48,8 +49,11 @@ class Report:
         """Note the end of one step; `loss` is None on ranks without the last stage."""
         self.events_per_step.append(self.recorder.take_events())
         if self.has_loss:
-            self.losses.append(loss.item())
-            self.say(f"step {step}  loss {self.losses[-1]:.6f}")
+            self.record_loss(step, loss)
+
+    def record_loss(self, step, loss):
+        self.losses.append(loss.item())
+        self.say(f"step {step}  loss {self.losses[-1]:.6f}")
 
     def finish(self):
         """Gather, write the files and print the summary. All ranks call it."""
@@ -72,24 +76,29 @@ class Report:
         peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
         held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)
         return (
-            f"step {step:.1f} ms (predicted {predicted.makespan:.1f})  "
+            f"{self.what} {step:.1f} ms (predicted {predicted.makespan:.1f})  "
             f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
             f"peak memory {peaks} MiB, of it held for backwards {held} MiB"
         )
 
-    def verify(self):
+    def verify(self, reference=train_one_process):
         """Compare with one process, on the rank that has the losses. Call it after leaving."""
-        return not self.has_loss or keeps_promise(self.arguments, self.losses, self.job.device)
+        if not self.has_loss:
+            return True
+        return keeps_promise(self.arguments, self.losses, self.job.device, reference)
 
 
-def keeps_promise(arguments, losses, device):
-    """With --verify: train in one process, print both, and say whether they agree as promised."""
+def keeps_promise(arguments, losses, device, reference=train_one_process):
+    """With --verify: train in one process, print both, and say whether they agree as promised.
+
+    `reference(arguments, device)` returns the losses of one process.
+    """
     if not arguments.verify:
         return True
     print("step  pipeline  one process  difference")
     kept, largest = True, 0.0
     early, late = PROMISED[arguments.dtype]
-    for step, (ours, theirs) in enumerate(zip(losses, train_one_process(arguments, device))):
+    for step, (ours, theirs) in enumerate(zip(losses, reference(arguments, device))):
         difference = abs(ours - theirs)
         print(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
         largest = max(largest, difference)

@@ -19,6 +19,7 @@ KINDS = {
     "B": "backward",
     "I": "backward for the input",
     "W": "backward for the weights",
+    "U": "update",  # in asynchronous schedules only: elsewhere the update follows the whole step
 }
 
 
@@ -84,7 +85,7 @@ class Schedule:
 
     def message_after(self, action):
         """The message that `action` sends to another rank, or None."""
-        if action.kind == "W":
+        if action.kind in "WU":
             return None
         consumer_stage = action.stage + (1 if action.kind == "F" else -1)
         if not 0 <= consumer_stage < self.num_stages:
@@ -112,7 +113,7 @@ def needs_of(action, num_stages):
     stage, kind, microbatch = action
     if kind == "F":
         return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
-    if kind == "W":
+    if kind in "WU":
         return [Action(stage, "I", microbatch)]
     own_forward = Action(stage, "F", microbatch)
     if stage == num_stages - 1:
@@ -221,7 +222,10 @@ def _validate_passage(rank, stage, microbatch, steps):
     if for_input in steps and for_weights not in steps:
         raise ScheduleError(f"rank {rank} never runs {for_weights.describe()}")
     backward = full if full in steps else for_input
-    pairs = [(forward, backward)] + ([(for_input, for_weights)] if for_weights in steps else [])
+    update = Action(stage, "U", microbatch)
+    pairs = [(forward, backward)]
+    pairs += [(for_input, for_weights)] if for_weights in steps else []
+    pairs += [(for_weights if for_weights in steps else backward, update)] if update in steps else []
     for first, second in pairs:
         if steps[second] < steps[first]:
             raise ScheduleError(
@@ -246,7 +250,7 @@ def from_csv(text, name="custom"):
             if match is None or match[2] not in KINDS:
                 raise ScheduleError(
                     f"rank {len(orders)}, step {step}: '{cell}' is no action; "
-                    "write stage, kind (F, B, I or W) and micro-batch, as in 0F3"
+                    "write stage, kind (F, B, I, W or U) and micro-batch, as in 0F3"
                 )
             order.append(Action(int(match[1]), match[2], int(match[3])))
         orders.append(tuple(order))

@@ -59,7 +59,24 @@ def one_f_one_b(num_ranks, num_microbatches):
     return validate(Schedule("1f1b", tuple(orders)))
 
 
-GENERATORS = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+def pipedream(num_ranks, num_minibatches, minibatches_per_update=1):
+    """1F1B without a flush: an update after each backward (PipeDream: Narayanan et al. 2019, section 3.2).
+
+    With `minibatches_per_update` above 1 the pieces are micro-batches, and an update follows the
+    last of each group (PipeDream-2BW: Narayanan et al. 2021, section 3).
+    """
+    orders = []
+    for order in one_f_one_b(num_ranks, num_minibatches).orders:
+        with_updates = []
+        for action in order:
+            with_updates.append(action)
+            if action.kind == "B" and (action.microbatch + 1) % minibatches_per_update == 0:
+                with_updates.append(action._replace(kind="U"))
+        orders.append(tuple(with_updates))
+    return validate(Schedule("pipedream", tuple(orders)))
+
+
+GENERATORS = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "pipedream": pipedream}
 
 
 def _require_positive(num_ranks, num_microbatches):

@@ -16,7 +16,7 @@ class Costs:
 
     Each of `forward`, `backward` and `backward_weight` is a number, or a list with a number for
     each stage. `backward` is the full backward; `backward_weight` is the part of it that a split
-    backward does later, half of it unless given. `transfer` is the latency of a message.
+    backward does later, half of it unless given. `transfer` is the latency of a message. An update costs nothing.
     """
 
     forward: float | list = 1.0
@@ -32,7 +32,8 @@ class Costs:
             weight = backward / 2
         else:
             weight = _of_stage(self.backward_weight, action.stage)
-        return {"F": forward, "B": backward, "I": backward - weight, "W": weight}[action.kind]
+        costs = {"F": forward, "B": backward, "I": backward - weight, "W": weight, "U": 0.0}
+        return costs[action.kind]
 
 
 def _of_stage(cost, stage):

@@ -30,7 +30,8 @@ class Stage:
         Returns the activation for the next stage, or on the last stage the loss, a scalar.
         """
         action = Action(self.index, "F", microbatch)
-        with self.recorder.record(action), self.meter.holding(self.part, (self.index, microbatch)):
+        weights = [*self.part.parameters(), *self.part.buffers()]
+        with self.recorder.record(action), self.meter.holding(weights, (self.index, microbatch)):
             if not self.is_first:
                 inputs.requires_grad_()
             output = self.part(inputs)

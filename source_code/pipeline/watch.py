@@ -3,18 +3,23 @@
 A watch is a thread of every rank. Before a rank blocks on a message it tells the watch what it
 waits for. After half of the timeout the watch writes that into the store that all ranks share;
 after the whole timeout it follows who waits for whom to the rank that waits for nobody, names it,
-and ends the process. It also ends the process when whoever started it is gone, so that no rank
-outlives its launcher.
+and ends that rank and its own. It also ends its own when whoever started it is gone, so that no
+rank outlives its launcher.
 """
 
 import os
+import re
+import socket
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
+STORE_TIMEOUT = 2  # seconds that a store may take for an answer
+last_words = threading.Lock()
 
 
 class Wait(NamedTuple):
@@ -33,9 +38,21 @@ class Watch(threading.Thread):
         self.store = store
         self.wait = None
         self.announced = None
+        self.processes = {}  # rank -> process id, of the ranks on this machine
         self.parent = os.getppid()
         self.launcher = int(os.environ.get(LAUNCHER_VARIABLE, "0"))
         self.stopped = threading.Event()
+
+    def join_others(self, store, num_ranks):
+        """Share `store` with all other ranks; learn which processes of this machine they are."""
+        store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        entries = store.multi_get([f"process/{rank}" for rank in range(num_ranks)])
+        for rank, entry in enumerate(entries):
+            host, process_id = entry.decode().rsplit(" ", 1)
+            if host == socket.gethostname():
+                self.processes[rank] = int(process_id)
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))  # now all are there
+        self.store = store
 
     @contextmanager
     def waiting_for(self, peer, what):
@@ -53,17 +70,17 @@ class Watch(threading.Thread):
             if not self._launcher_lives():
                 os._exit(1)
             wait = self.wait
-            if wait is None:
-                continue
-            waited = time.monotonic() - wait.since
+            waited = time.monotonic() - wait.since if wait else 0.0
             if waited > self.timeout:
-                end_process(self.explain_silence(wait))
-            if waited > self.timeout / 2 and self.announced != wait:
-                self.announce(wait.peer, wait.what)
-                self.announced = wait
+                self.give_up(wait)
+            self.tell_others(wait if waited > self.timeout / 2 else None)
 
     def stop(self):
         self.stopped.set()
+
+    def give_up(self, wait):
+        sentence, silent = self.explain_silence(wait)
+        end_process(sentence, before_leaving=lambda: self.end_rank(silent))
 
     def _launcher_lives(self):
         if os.getppid() != self.parent:
@@ -76,57 +93,89 @@ class Watch(threading.Thread):
             return False
         return True
 
-    def announce(self, peer, what):
-        """Tell the other ranks for whom this one waits."""
+    def tell_others(self, wait):
+        """Announce a long wait, and take it back once it is over."""
+        if wait != self.announced:
+            self.announced = wait
+            with suppress(RuntimeError):  # the watch goes on without a store
+                self.announce(wait)
+
+    def announce(self, wait):
         if self.store is not None:
-            self.store.set(f"waits/{self.rank}", f"{peer} {what}")
+            self.store.set(f"waits/{self.rank}", f"{wait.peer} {wait.what}" if wait else "")
 
     def announced_by(self, rank):
         """What rank `rank` has announced, as (peer, what), or None."""
         if self.store is None or not self.store.check([f"waits/{rank}"]):
             return None
-        peer, what = self.store.get(f"waits/{rank}").decode().split(" ", 1)
+        entry = self.store.get(f"waits/{rank}").decode()
+        if not entry:
+            return None
+        peer, what = entry.split(" ", 1)
         return int(peer), what
 
     def explain_silence(self, wait):
-        """The sentence for a wait that took longer than the timeout."""
+        """The sentence for a wait that took longer than the timeout, and the rank to blame.
+
+        In a deadlock there is no such rank, and in its place stands None.
+        """
         text = f"rank {self.rank} waited {self.timeout:g} s for {wait.what} from rank {wait.peer}"
-        # The store may live in the very process that does not answer: give it two seconds.
-        chain = []
-        reader = threading.Thread(target=self._follow_waits, args=(wait.peer, chain), daemon=True)
-        reader.start()
-        reader.join(2)
+        # The store may live in the very process that does not answer: do not wait for it, too.
+        chain, complete = [], threading.Event()
+        threading.Thread(
+            target=self._follow_waits, args=(wait.peer, chain, complete), daemon=True
+        ).start()
+        complete.wait(STORE_TIMEOUT)
         text += "".join(f", which waits for {what} from rank {peer}" for peer, what in chain)
         last = chain[-1][0] if chain else wait.peer
         if last in [self.rank, wait.peer, *(peer for peer, _ in chain[:-1])] and chain:
-            return f"{text}: a deadlock, each of these ranks waits for the next"
-        return f"{text}: rank {last} has stopped answering"
+            return f"{text}: a deadlock, each of these ranks waits for the next", None
+        if not complete.is_set() and last != 0 and self._store_is_with_rank_0():
+            return f"{text}: rank 0, which keeps the common store, has stopped answering", 0
+        return f"{text}: rank {last} has stopped answering", last
 
-    def _follow_waits(self, rank, chain):
+    def _follow_waits(self, rank, chain, complete):
         seen = [self.rank]
-        try:
+        with suppress(RuntimeError):  # the store does not answer: what is known so far has to do
             while rank not in seen and (further := self.announced_by(rank)):
                 seen.append(rank)
                 chain.append(further)
                 rank = further[0]
-        except RuntimeError:
-            pass  # the store is gone, too: what is known so far has to do
+            complete.set()
+
+    def _store_is_with_rank_0(self):
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else with torchrun
+
+    def end_rank(self, rank):
+        """End a silent rank of this machine: a stopped process does not heed its launcher."""
+        with suppress(ImportError, KeyError):
+            import psutil
+
+            with suppress(psutil.Error):
+                process = psutil.Process(self.processes[rank])
+                if process.ppid() == os.getppid():  # the number has not gone to a stranger
+                    process.kill()
 
     def explain_loss(self, peer, what, error):
         """The sentence for a connection that broke during a wait."""
         text = f"rank {self.rank} lost rank {peer} while waiting for {what}"
         try:
             before = self.announced_by(peer)
-            self.announce(peer, what)
+            self.announce(Wait(peer, what, 0.0))
         except RuntimeError:
             before = None
         if before:
             return f"{text} (rank {peer} itself had been waiting for rank {before[0]})"
-        return f"{text} ({str(error).splitlines()[0]})"
+        # Gloo names its source file first and gives advice after the first sentence.
+        reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
+        return f"{text} ({reason})"
 
 
-def end_process(sentence):
+def end_process(sentence, before_leaving=lambda: None):
     """Print one sentence and leave at once, without waiting for any other rank."""
+    last_words.acquire()  # for good: whichever thread comes second has nothing to add
     print(sentence, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    before_leaving()
+    time.sleep(0.3)  # if the store is here: others are just asking it why their peer is gone
     os._exit(1)

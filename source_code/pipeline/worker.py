@@ -25,7 +25,7 @@ class Worker:
         self.schedule = schedule
         self.stages = stages
         self.shape, self.dtype = shape, dtype
-        self.perform = {"F": self.forward, "B": self.backward}
+        self.perform = {"F": self.forward, "B": self.backward, "U": self.update}
         # When its rank takes each action: this says when a message that was sent has been used.
         self.step_of = {
             result_of(action): step
@@ -46,7 +46,7 @@ class Worker:
         """
         ranks = range(self.job.num_ranks)
         self.inputs, self.targets = inputs, targets
-        self.loss = None
+        self.losses = []  # of the micro-batches, on the rank of the last stage
         self.results = {}  # what this rank's next actions need, until they take it
         self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Sending)
         self.expected = {rank: deque() for rank in ranks}  # messages, in the order they are sent
@@ -61,7 +61,7 @@ class Worker:
         for sent in self.sent.values():
             for _, sending in sent:
                 sending.wait()
-        return self.loss
+        return sum(self.losses) if self.losses else None
 
     def forward(self, action):
         stage, microbatch = self.stages[action.stage], action.microbatch
@@ -71,7 +71,7 @@ class Worker:
             activation = self.take(Action(action.stage - 1, "F", microbatch))
         output = stage.forward(microbatch, activation, self.targets[microbatch])
         if stage.is_last:
-            self.loss = output if self.loss is None else self.loss + output
+            self.losses.append(output)
         else:
             self.give(action, output)
 
@@ -83,6 +83,9 @@ class Worker:
         gradient = stage.backward(microbatch, gradient)
         if not stage.is_first:
             self.give(action, gradient)
+
+    def update(self, action):
+        self.stages[action.stage].update(action.microbatch)
 
     def give(self, action, tensor):
         """Hand what `action` made to the stage that needs it, here or on another rank."""

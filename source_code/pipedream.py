@@ -1,0 +1,123 @@
+"""PipeDream: 1F1B without a flush, with real weight stashing (lesson 04).
+
+    torchrun --standalone --nproc-per-node 4 source_code/pipedream.py --verify
+
+--steps counts mini-batches, each of --batch-size and with an update of its own. The weights that a
+mini-batch meets are those of --weights; --verify works that rule out in one process.
+"""
+
+import sys
+
+from pipeline.arguments import parse_training_arguments, refuse, training_parser
+from pipeline.asynchronous_reference import train_by_rule
+from pipeline.distributed import gather, join_job, leave_job
+from pipeline.model import build_part, token_loss
+from pipeline.optimizer import build_optimizer
+from pipeline.recorder import Recorder
+from pipeline.report import Report
+from pipeline.schedules import pipedream
+from pipeline.weight_stash import MODES, StashingStage
+from pipeline.worker import Worker
+
+
+def main():
+    arguments = parse_arguments()
+    job = join_job(arguments.device, arguments.timeout)
+    recorder = Recorder(job, arguments.paced)
+    stage = build_stage(arguments, job, recorder)
+    pieces = arguments.steps * arguments.microbatches
+    schedule = pipedream(job.num_ranks, pieces, arguments.microbatches)
+    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
+    worker = Worker(job, schedule, {stage.index: stage}, shape, arguments.torch_dtype)
+    report = Report(arguments, job, schedule, recorder, what="whole run")
+
+    # One pass through the schedule is the whole training: the pipeline never drains in between.
+    inputs, targets = microbatches_of(arguments, job)
+    worker.run_step(inputs, targets)
+    report.events_per_step.append(recorder.take_events())
+    for step, loss in enumerate(losses_of_steps(worker.losses, arguments.microbatches)):
+        report.record_loss(step, loss)
+
+    report.finish()
+    print_versions(arguments, job, stage)
+    leave_job(job)
+    return 0 if report.verify(train_by_rule) else 1
+
+
+def parse_arguments():
+    parser = training_parser(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--weights", choices=list(MODES), default="stashed", help="which versions are used"
+    )
+    parser.set_defaults(microbatches=1, steps=12)
+    arguments = parse_training_arguments(parser)
+    if arguments.weights != "double-buffered" and arguments.microbatches > 1:
+        refuse(
+            f"--weights {arguments.weights} has no use for --microbatches; leave it out, or use "
+            "--weights double-buffered"
+        )
+    if arguments.weights == "double-buffered" and arguments.microbatches < arguments.num_ranks:
+        refuse(
+            f"--weights double-buffered needs --microbatches of at least the {arguments.num_ranks} "
+            f"ranks, not {arguments.microbatches}; use more micro-batches or fewer ranks"
+        )
+    if arguments.steps * arguments.microbatches < arguments.num_ranks:
+        refuse(
+            f"--steps {arguments.steps} is less than the warm-up of {arguments.num_ranks} ranks; "
+            "train at least one mini-batch a rank"
+        )
+    return arguments
+
+
+def build_stage(arguments, job, recorder):
+    """This rank's stage with its optimizer, since it updates whenever a gradient is complete."""
+    first, last = arguments.stage_layers[job.rank]
+    part = build_part(
+        arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
+    )
+
+    def share_of_loss(scores, targets):
+        # The mean over the batch is the mean of the micro-batches' means: they are equally large.
+        return token_loss(scores, targets) / arguments.microbatches
+
+    optimizer = build_optimizer(arguments.optimizer, part.parameters(), arguments.learning_rate)
+    return StashingStage(
+        part,
+        job.rank,
+        job.num_ranks,
+        recorder,
+        share_of_loss,
+        optimizer,
+        arguments.weights,
+        arguments.microbatches,
+    )
+
+
+def microbatches_of(arguments, job):
+    """Inputs and targets of the whole training, each a list of (micro-batch size, length)."""
+    inputs, targets = [], []
+    for step in range(arguments.steps):
+        batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
+        for pieces, tokens in zip((inputs, targets), batch):
+            pieces += tokens.to(job.device).chunk(arguments.microbatches)
+    return inputs, targets
+
+
+def losses_of_steps(losses, microbatches):
+    """The loss of each mini-batch from the shares of its micro-batches; empty without the last stage."""
+    return [sum(losses[i : i + microbatches]) for i in range(0, len(losses), microbatches)]
+
+
+def print_versions(arguments, job, stage):
+    """Per stage: live versions and their bytes, and which version each mini-batch met."""
+    everything = gather(job, (stage.used, stage.stash.peak, stage.stash.bytes_of_one()))
+    if job.rank != 0:
+        return
+    for rank, (used, peak, one) in enumerate(everything):
+        print(f"stage {rank}: at most {peak} live versions of {one} bytes each")
+        shown = ", ".join(f"{use.minibatch}:{use.forward}/{use.backward}" for use in used[:16])
+        print(f"  mini-batch:forward/backward version  {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Plan a pipeline: which layers make a stage, and how many workers replicate it (lesson 04).
+
+    python source_code/plan_partition.py --workers 4 --bandwidth 1e9 --straight
+    python source_code/plan_partition.py --workers 4 --bandwidth 1e9 \\
+        --profile source_code/profiles/vgg16.json
+
+Without --profile, the layers of the course's own model are measured on this machine.
+"""
+
+import json
+import sys
+
+import torch
+
+from pipeline.arguments import (
+    DTYPES,
+    Parser,
+    check_memory,
+    check_sizes,
+    positive_integer,
+    positive_number,
+    refuse,
+)
+from pipeline.distributed import choose_device
+from pipeline.model import ModelConfig
+from pipeline.partition import PartitionError, check_size, plan_stages, profile_model, read_profile
+
+STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
+
+
+def main():
+    arguments = parse_arguments()
+    try:
+        profile = read_profile(arguments.profile) if arguments.profile else measure(arguments)
+        plan = plan_stages(
+            profile,
+            arguments.workers,
+            arguments.bandwidth,
+            overlap=not arguments.no_overlap,
+            straight=arguments.straight,
+            memory=arguments.memory,
+        )
+    except PartitionError as error:
+        refuse(str(error))
+    if arguments.json:
+        print(json.dumps(figures(plan)))
+    else:
+        print(in_words(arguments, profile, plan))
+    return 0
+
+
+def parse_arguments():
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--profile", metavar="FILE", help="what each layer costs, as JSON")
+    add("--workers", type=positive_integer, required=True, metavar="N", help="to use, all of them")
+    add("--bandwidth", type=positive_number, required=True, metavar="X", help="bytes a second")
+    add("--straight", action="store_true", help="one worker a stage")
+    add("--no-overlap", action="store_true", help="communicate after computing, not during it")
+    add("--memory", type=positive_number, metavar="BYTES", help="of a worker, for what it stashes")
+    add("--json", action="store_true", help="print the plan as JSON")
+    add = parser.add_argument_group("the course's model, measured without --profile").add_argument
+    add(
+        "--layers",
+        type=positive_integer,
+        default=ModelConfig.layers,
+        metavar="N",
+        help="decoder layers",
+    )
+    add(
+        "--dim",
+        type=positive_integer,
+        default=ModelConfig.dim,
+        metavar="N",
+        help="width of the model",
+    )
+    add(
+        "--heads", type=positive_integer, default=ModelConfig.heads, metavar="N", help="query heads"
+    )
+    add(
+        "--kv-heads",
+        type=positive_integer,
+        default=ModelConfig.kv_heads,
+        metavar="N",
+        help="key heads",
+    )
+    add(
+        "--seq-len",
+        type=positive_integer,
+        default=ModelConfig.seq_len,
+        metavar="N",
+        help="bytes a sequence",
+    )
+    add(
+        "--batch-size",
+        type=positive_integer,
+        default=16,
+        metavar="N",
+        help="sequences a mini-batch",
+    )
+    add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    arguments = parser.parse_args()
+    if arguments.bandwidth < 1:
+        refuse(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte a second")
+    return arguments
+
+
+def measure(arguments):
+    """The profile of the course's model in the sizes that the flags ask for."""
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: this machine has no usable GPU; use --device cpu or auto")
+    arguments.microbatches, arguments.seed = 1, 0  # a whole mini-batch at once
+    check_sizes(arguments)
+    check_size(arguments.layers, arguments.workers, arguments.straight)  # before it takes time
+    arguments.config = ModelConfig(
+        arguments.layers, arguments.dim, arguments.heads, arguments.kv_heads, arguments.seq_len
+    )
+    arguments.microbatch_size = arguments.batch_size
+    arguments.stage_layers = [(0, 1)]  # one layer is built at a time
+    check_memory(arguments)
+    device, _ = choose_device(arguments.device, local_rank=0, local_ranks=1)
+    return profile_model(arguments.config, arguments.batch_size, DTYPES[arguments.dtype], device)
+
+
+def figures(plan):
+    """The plan, under the names that --json prints. Seconds are those of one mini-batch."""
+    return {
+        "stages": [{key: getattr(stage, key) for key in STAGE_KEYS} for stage in plan.stages],
+        "seconds_per_minibatch": plan.seconds_per_minibatch,
+        "data_parallel_seconds": plan.data_parallel_seconds,
+    }
+
+
+def in_words(arguments, profile, plan):
+    speed_up = plan.data_parallel_seconds / plan.seconds_per_minibatch
+    relation = "on top of" if arguments.no_overlap else "during"
+    lines = [
+        f"{profile.model}: {len(profile.layers)} layers on {arguments.workers} workers, "
+        f"{arguments.bandwidth:g} bytes/s, communication {relation} computation",
+        "stage  first layer  last layer  replicas  milliseconds  to the next stage",
+    ]
+    for index, stage in enumerate(plan.stages):
+        lines.append(
+            f"{index:5}  {stage.first_layer:11}  {stage.last_layer:10}  {stage.replicas:8}  "
+            f"{1000 * stage.seconds:12.3f}  {1000 * stage.boundary_seconds:17.3f}"
+        )
+    lines += [
+        f"seconds per mini-batch  {plan.seconds_per_minibatch:.6g}  (the slowest of the above)",
+        f"data parallel           {plan.data_parallel_seconds:.6g}  (all layers on every worker)",
+        f"speed-up                {speed_up:.2f}  (data parallel / this plan)",
+    ]
+    if all(stage.replicas == 1 for stage in plan.stages):
+        lines.append(f"for a training script   --cut {','.join(map(str, plan.cut))}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

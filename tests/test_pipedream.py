@@ -1,0 +1,228 @@
+"""PipeDream's real weight stashing follows the papers' own update rules, and can be seen to fail.
+
+Mini-batches and stages are counted from 1 in the names of facts, as in the papers, and from 0 in
+the code.
+"""
+
+import functools
+import json
+import os
+import shlex
+import sys
+from unittest import mock
+
+import pipedream
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from pipeline import asynchronous_reference, weight_stash
+from pipeline.distributed import join_job, leave_job
+from pipeline.launch import RunFailed, run
+from pipeline.recorder import Recorder
+from pipeline.reference import train_one_process
+from pipeline.schedule import Action
+from pipeline.schedules import one_f_one_b
+from pipeline.schedules import pipedream as pipedream_schedule
+from pipeline.simulator import Costs, simulate
+from pipeline.weight_stash import forward_version
+from pipeline.worker import Worker
+
+SMALL = "--layers 4 --dim 16 --heads 4 --kv-heads 2 --seq-len 8 --device cpu --steps 8"
+MODES = {
+    "stashed": "--batch-size 4",
+    "latest": "--batch-size 4",
+    "vertical-sync": "--batch-size 4",
+    "double-buffered": "--batch-size 8 --microbatches 4",
+}
+
+
+def arguments_of(flags, num_ranks):
+    with mock.patch.object(sys, "argv", ["pipedream.py", *shlex.split(flags)]):
+        with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(num_ranks)}):
+            return pipedream.parse_arguments()
+
+
+def train(rank, flags, fault=None):
+    """Train on this rank with the script's own functions; `fault` plants one."""
+    with mock.patch.object(sys, "argv", ["pipedream.py", *shlex.split(flags)]):
+        arguments = pipedream.parse_arguments()
+    if fault:
+        FAULTS[fault]()
+    job = join_job("cpu", timeout=20)
+    stage = pipedream.build_stage(arguments, job, Recorder(job))
+    pieces = arguments.steps * arguments.microbatches
+    schedule = pipedream_schedule(job.num_ranks, pieces, arguments.microbatches)
+    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
+    worker = Worker(job, schedule, {rank: stage}, shape, torch.float64)
+    worker.run_step(*pipedream.microbatches_of(arguments, job))
+    leave_job(job)
+    losses = pipedream.losses_of_steps(worker.losses, arguments.microbatches)
+    return {
+        "losses": [loss.item() for loss in losses],
+        "used": stage.used,
+        "peak": stage.stash.peak,
+        "live": stage.stash.num_live(),
+    }
+
+
+@functools.cache
+def performed(mode, num_ranks=4, optimizer="sgd"):
+    """What real ranks did under a mode, and the flags that they were given."""
+    flags = f"{SMALL} {MODES[mode]} --weights {mode} --optimizer {optimizer}"
+    return run_on_ranks(train, num_ranks, flags), flags
+
+
+def use_versions_one_too_old():
+    right = weight_stash.forward_version
+    weight_stash.forward_version = lambda mode, k, *rest: right(mode, max(0, k - 1), *rest)
+    weight_stash.StashingStage.oldest_needed = lambda stage: 0  # else it would not be there
+
+
+def do_not_keep_versions():
+    original = weight_stash.WeightStash.__init__
+
+    def without_stash(self, parameters, keep=True):
+        original(self, parameters, keep=False)
+
+    weight_stash.WeightStash.__init__ = without_stash
+
+
+FAULTS = {"a version too old": use_versions_one_too_old, "no stash": do_not_keep_versions}
+
+
+def largest_difference_from_rule(results, flags):
+    losses = results[-1]["losses"]
+    rule = asynchronous_reference.train_by_rule(arguments_of(flags, len(results)))
+    assert len(losses) == len(rule) == 8
+    return max(abs(ours - theirs) for ours, theirs in zip(losses, rule))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_follow_the_modes_update_rule_to_1e_10(mode, num_ranks):
+    assert largest_difference_from_rule(*performed(mode, num_ranks)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["momentum --learning-rate 0.05", "adamw --learning-rate 0.01"]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_momentum_and_adamw_follow_the_rule_too(mode, optimizer):
+    assert largest_difference_from_rule(*performed(mode, 4, optimizer)) <= 1e-10
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_breaks_the_rule(fault):
+    flags = f"{SMALL} {MODES['stashed']}"
+    results = run_on_ranks(train, 4, flags, fault)
+    assert largest_difference_from_rule(results, flags) > 1e-4
+
+
+def test_the_four_modes_are_four_different_rules():
+    losses = {
+        mode: asynchronous_reference.train_by_rule(
+            arguments_of(f"{SMALL} --batch-size 8 --weights {mode} {cut}", 4)
+        )[-1]
+        for mode, cut in [("stashed", ""), ("latest", ""), ("vertical-sync", "")]
+        + [("double-buffered", "--microbatches 4")]
+    }
+    assert len({round(loss, 6) for loss in losses.values()}) == 4
+
+
+def test_one_stage_without_delay_is_plain_gradient_descent():
+    flags = f"{SMALL} {MODES['stashed']}"
+    arguments = arguments_of(flags, 1)
+    rule = asynchronous_reference.train_by_rule(arguments)
+    assert rule == pytest.approx(train_one_process(arguments), abs=1e-12)
+
+
+def test_forward_of_minibatch_k_at_stage_s_sees_max_0_k_minus_1_minus_n_minus_s():
+    for s in range(1, 5):
+        for k in range(1, 9):
+            seen = forward_version("stashed", k - 1, s - 1, 4)
+            assert seen == max(0, k - 1 - (4 - s))
+
+
+def test_minibatch_5_of_four_stages_uses_versions_1_2_3_4_pipedream_section_3_3():
+    results = performed("stashed")[0]
+    assert [result["used"][4].forward for result in results] == [1, 2, 3, 4]
+    assert [result["used"][4].backward for result in results] == [1, 2, 3, 4]
+
+
+def test_vertical_sync_gives_minibatch_5_version_1_on_every_stage():
+    results = performed("vertical-sync")[0]
+    assert [result["used"][4].forward for result in results] == [1, 1, 1, 1]
+
+
+def test_without_a_stash_backward_k_uses_version_k_minus_1_everywhere():
+    results = performed("latest")[0]
+    for result in results:
+        assert [use.backward for use in result["used"]] == list(range(8))
+    assert [result["used"][4].forward for result in results] == [1, 2, 3, 4]
+
+
+def test_double_buffered_microbatch_k_uses_version_floor_k_minus_1_over_m_minus_1_2bw():
+    for result in performed("double-buffered")[0]:
+        versions = [use.forward for use in result["used"]]
+        assert versions == [max((k - 1) // 4 - 1, 0) for k in range(1, 33)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "most"),
+    [
+        ("stashed", [4, 3, 2, 1]),
+        ("latest", [1, 1, 1, 1]),
+        ("vertical-sync", [4, 4, 4, 4]),
+        ("double-buffered", [2, 2, 2, 2]),
+    ],
+)
+def test_live_versions_are_as_few_as_the_mode_needs(mode, most):
+    results = performed(mode)[0]
+    assert [result["peak"] for result in results] == most
+
+
+def test_stashed_versions_are_freed_as_soon_as_no_minibatch_needs_them():
+    results = performed("stashed")[0]
+    assert [result["live"] for result in results] == [1, 1, 1, 1]
+
+
+def test_an_update_follows_each_backward_in_the_order_of_1f1b():
+    for order, plain in zip(pipedream_schedule(4, 8).orders, one_f_one_b(4, 8).orders):
+        assert tuple(action for action in order if action.kind != "U") == plain
+        for action, following in zip(order, order[1:] + (None,)):
+            if action.kind == "B":
+                assert following == Action(action.stage, "U", action.microbatch)
+
+
+def test_after_the_warm_up_one_minibatch_ends_every_forward_plus_backward():
+    timeline = simulate(pipedream_schedule(4, 40), Costs(10, 20))
+    ends = [e.end for e in timeline.by_rank[0] if e.action.kind == "B"]
+    assert {b - a for a, b in zip(ends, ends[1:])} == {30.0}
+    assert timeline.makespan == 40 * 30 + 3 * 30
+
+
+def test_the_script_prints_the_rule_and_the_versions(tmp_path):
+    file = tmp_path / "losses"
+    result = run(f"pipedream.py {SMALL} --verify --losses {file}", warm=True, show=False)
+    assert "as promised" in result.output
+    assert "stage 0: at most 4 live versions" in result.output
+    assert "stage 3: at most 1 live version" in result.output
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [round(row["loss"], 6) for row in rows] == result.losses
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--weights stashed --microbatches 2", "has no use for --microbatches"),
+        ("--weights double-buffered --microbatches 2", "needs --microbatches of at least the 4"),
+        ("--weights double-buffered", "needs --microbatches of at least the 4"),
+        ("--steps 3", "--steps 3 is less than the warm-up of 4 ranks"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, sentence):
+    with pytest.raises(RunFailed) as failure:
+        run(f"pipedream.py {flags}", warm=True, show=False)
+    assert sentence in str(failure.value)
+    assert "Traceback" not in str(failure.value)
