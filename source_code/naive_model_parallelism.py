@@ -116,7 +116,7 @@ def run_step(arguments, job, stage, inputs, targets):
 def send(job, tensor, destination, what):
     """Send and wait until the message is taken."""
     tensor = tensor.contiguous().to("cpu" if job.through_host else job.device)
-    with job.watch.waiting_for(destination, f"the taking of {what}"):
+    with job.watch.waiting_for(destination, f"the receipt of {what}"):
         dist.send(tensor, destination, group=job.channels[job.rank, destination])
 
 

@@ -3,7 +3,9 @@
 python source_code/predict.py gpipe --ranks 4 --microbatches 8
 """
 
+import argparse
 import json
+import math
 import sys
 
 from pipeline.arguments import Parser, positive_integer, positive_number, refuse
@@ -23,11 +25,13 @@ def main():
     )
     timeline = simulate(schedule, costs)
     figures = measure(schedule, timeline)
-    if arguments.json:
-        print(json.dumps(figures))
-    elif arguments.csv != "-":
-        print(in_words(schedule, figures))
     write_files(arguments, schedule, timeline)
+    if arguments.csv == "-":
+        sys.stdout.write(to_csv(schedule))
+    elif arguments.json:
+        print(json.dumps(figures))
+    else:
+        print(in_words(schedule, figures))
     return 0
 
 
@@ -50,13 +54,21 @@ def parse_arguments():
         arguments.backward_weight = arguments.backward / 2
     if arguments.backward_weight >= arguments.backward:
         refuse("--backward-weight must be less than --backward, of which it is a part")
+    if arguments.csv == "-" and arguments.json:
+        refuse("--csv - and --json both want standard output; name a file for the CSV")
     if arguments.performed and not arguments.svg:
         refuse("--performed only adds to a drawing; name one with --svg")
     return arguments
 
 
 def not_negative(text):
-    return 0.0 if text in ("0", "0.0") else positive_number(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not '{text}'")
+    return value
 
 
 def build_schedule(arguments):
@@ -107,9 +119,7 @@ def in_words(schedule, figures):
 def write_files(arguments, schedule, timeline):
     flag, path = "", ""
     try:
-        if arguments.csv == "-":
-            sys.stdout.write(to_csv(schedule))
-        elif arguments.csv:
+        if arguments.csv and arguments.csv != "-":
             flag, path = "--csv", arguments.csv
             write_whole(path, to_csv(schedule))
         if arguments.svg:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipeline.checks import lesson_00, lesson_01, lesson_02, lesson_03
+from pipeline.checks import lesson_00, lesson_01, lesson_02, lesson_03, lesson_04
 from pipeline.checks.answer import NOT_ATTEMPTED
 from pipeline.model import token_loss
 
@@ -31,6 +31,9 @@ def stub(*arguments):
         lesson_03.own_1f1b,
         lesson_03.held_micro_batches,
         lesson_03.most_microbatches,
+        lesson_04.version_seen,
+        lesson_04.stash_bytes,
+        lesson_04.even_cut,
     ],
 )
 def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
@@ -273,4 +276,47 @@ def test_held_micro_batches_explains(held, sentence, capsys):
 )
 def test_most_microbatches_explains(most, sentence, capsys):
     answer = answer_to(lesson_03.most_microbatches, capsys, most)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        (lambda k, r, p: k - (p - 1 - r), "nothing is older than the starting weights"),
+        (lambda k, r, p: k, "every mini-batch before it would have had to make"),
+        (lambda k, r, p: max(0, k - (p - 1)), "that is rank 0, and this rank is nearer to the end"),
+        (lambda k, r, p: max(0, k - (p - r)), "one too old"),
+        (lambda k, r, p: 7, "0 updates stand before it"),
+    ],
+)
+def test_version_seen_explains(version, sentence, capsys):
+    answer = answer_to(lesson_04.version_seen, capsys, version)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("total", "sentence"),
+    [
+        (lambda m, r, p, b: (p - r - 1) * b, "the current one is in memory as well"),
+        (lambda m, r, p, b: p * b if m != "double-buffered" else 2 * b, "as on the first rank"),
+        (lambda m, r, p, b: (p - r) * b if m == "stashed" else b, "a single version"),
+        (lambda m, r, p, b: 17 * b, "4 versions are alive at the peak"),
+    ],
+)
+def test_stash_bytes_explains(total, sentence, capsys):
+    answer = answer_to(lesson_04.stash_bytes, capsys, total)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("cut", "sentence"),
+    [
+        (lambda seconds: len(seconds) // 2, "count seconds, not layers: 3 s is possible"),
+        (lambda seconds: 0, "each of the two stages needs a layer"),
+        (lambda seconds: len(seconds), "each of the two stages needs a layer"),
+        (lambda seconds: len(seconds) - 1, "and the slower stage takes 5 s; 3 s is possible"),
+    ],
+)
+def test_even_cut_explains(cut, sentence, capsys):
+    answer = answer_to(lesson_04.even_cut, capsys, cut)
     assert answer.startswith("Not yet: ") and sentence in answer

@@ -18,6 +18,7 @@ from pipeline.model import VOCABULARY, ModelConfig, cut_as, cut_evenly
 from pipeline.simulator import Costs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
 REFUSED = 2
 HEAD_START = 5.0  # seconds
 LARGEST_COUNT = 2**31 - 1
@@ -48,6 +49,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def positive_integer(text):
+    """A flag's value as a count; argparse turns the error into the refusal."""
     try:
         value = int(text)
     except ValueError:
@@ -60,6 +62,7 @@ def positive_integer(text):
 
 
 def positive_number(text):
+    """A flag's value as a number, above zero and finite."""
     try:
         value = float(text)
     except ValueError:
@@ -92,8 +95,9 @@ def training_parser(description):
     add("--heads", type=positive_integer, default=4, metavar="N", help="query heads")
     add("--kv-heads", type=positive_integer, default=2, metavar="N", help="key and value heads")
     add("--seq-len", type=positive_integer, default=32, metavar="N", help="bytes a sequence")
-    add("--learning-rate", type=positive_number, default=0.2, metavar="X", help="step size")
-    add("--optimizer", choices=["sgd", "momentum", "adamw"], default="sgd", help="update rule")
+    rates = ", ".join(f"{rate} for {name}" for name, rate in LEARNING_RATES.items())
+    add("--learning-rate", type=positive_number, metavar="X", help=f"step size, else {rates}")
+    add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
     add("--seed", type=int, default=0, metavar="N", help="of the weights and the batches")
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--data", metavar="FILE", help="text to learn instead of the course's own")
@@ -122,6 +126,8 @@ def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_
     """
     arguments = parser.parse_args()
     arguments.num_ranks = ranks_from_environment()[1]
+    if arguments.learning_rate is None:
+        arguments.learning_rate = LEARNING_RATES[arguments.optimizer]
     check_sizes(arguments)
     check_outputs(arguments)
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -142,6 +148,7 @@ def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_
 
 
 def check_sizes(arguments):
+    """Refuse numbers that are fine alone and do not fit each other."""
     batch, microbatches = arguments.batch_size, arguments.microbatches
     if batch % microbatches:
         refuse(

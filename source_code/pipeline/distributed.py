@@ -82,6 +82,7 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     """
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
+    _load_autograd()
     device, backend = choose_device(device, local_rank, local_ranks)
     store = _meet(rank, num_ranks, max(timeout, LONGEST_START))
     watch = Watch(rank, timeout)
@@ -101,6 +102,15 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     for pair in sorted(set(pairs)):
         job.channels[pair] = dist.new_group(list(pair), backend=backend, timeout=limit)
     return job
+
+
+def _load_autograd():
+    """Run a first backward from a given gradient, which imports half a second of code.
+
+    Here all ranks do it at once; in the first step each would wait for the one behind it.
+    """
+    tensor = torch.ones(1, requires_grad=True)
+    torch.autograd.backward(tensor * 1, torch.ones(1))
 
 
 def _meet(rank, num_ranks, timeout):

@@ -67,7 +67,7 @@ def warm_up():
         context.set_forkserver_preload(PRELOAD)
         from multiprocessing import forkserver
 
-        with _without_main():
+        with _without_main(), _importable():
             forkserver.ensure_running()
 
 
@@ -310,6 +310,20 @@ def _interrupts_held():
         signal.signal(signal.SIGINT, usual)
         if held:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _importable():
+    """Let a started Python find the course's code by itself: its own sys.path comes too late."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextmanager

@@ -102,6 +102,8 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention, then the feed-forward network, each behind a norm and added to its input."""
+
     def __init__(self, config):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim)

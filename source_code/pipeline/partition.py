@@ -196,6 +196,7 @@ def profile_from(content):
 
 
 def layer_profile_from(index, layer):
+    """One layer of a profile's JSON, checked. Raises PartitionError with the layer and the field."""
     if not isinstance(layer, dict):
         raise PartitionError(f"layer {index} is no object with the fields {', '.join(FIELDS)}")
     for field in FIELDS:

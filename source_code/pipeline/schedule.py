@@ -225,7 +225,9 @@ def _validate_passage(rank, stage, microbatch, steps):
     update = Action(stage, "U", microbatch)
     pairs = [(forward, backward)]
     pairs += [(for_input, for_weights)] if for_weights in steps else []
-    pairs += [(for_weights if for_weights in steps else backward, update)] if update in steps else []
+    pairs += (
+        [(for_weights if for_weights in steps else backward, update)] if update in steps else []
+    )
     for first, second in pairs:
         if steps[second] < steps[first]:
             raise ScheduleError(

@@ -66,6 +66,7 @@ class Watch(threading.Thread):
             self.wait = None
 
     def run(self):
+        """The thread: look a few times a second for how long this rank has been waiting."""
         while not self.stopped.wait(min(0.25, self.timeout / 20)):
             if not self._launcher_lives():
                 os._exit(1)

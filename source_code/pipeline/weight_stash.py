@@ -158,6 +158,7 @@ class StashingStage(Stage):
         with self.recorder.record(Action(self.index, "B", minibatch)):
             gradients = torch.autograd.grad(output, wanted, gradient)
         self.meter.release((self.index, minibatch))
+        self.meter.active = False  # a rank holds most before its first backward
         self.stash.release(version, self.oldest_needed())
         # Without a stash the weights have moved on under the backward's feet.
         self.used.append(

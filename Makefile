@@ -1,0 +1,58 @@
+# make lab, make test: the two commands of the README. `make` alone lists all.
+
+PYTHON ?= python3
+BIN = .venv/bin
+INSTALLED = .venv/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help lab test run notebooks images benchmark
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
+	$(BIN)/python -m jupyterlab $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb
+
+test: $(INSTALLED) ## set up .venv and run every test, the notebooks included
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+run: $(INSTALLED) ## train with GPipe on four processes, and draw the prediction and the run
+	@mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 source_code/gpipe.py \
+		--verify --pace 10 20 --timeline build/gpipe.json
+	$(BIN)/python source_code/predict.py gpipe --ranks 4 --microbatches 8 \
+		--forward 10 --backward 20 --performed build/gpipe.json --svg build/gpipe.svg
+	@echo "The predicted and the performed timeline are in build/gpipe.svg; a browser shows it."
+
+# make notebooks ONLY=notebooks/02_gpipe.ipynb
+notebooks: $(INSTALLED) ## run the notebooks and store their outputs (ONLY=FILE for one)
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.timeout=90 \
+		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
+	$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS)
+
+NOTEBOOKS = $(or $(ONLY),$(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb))
+
+images: $(INSTALLED) ## draw the figures in images/ anew
+	$(BIN)/python images/make_images.py
+
+benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
+	$(BIN)/python tests/benchmark.py
+
+# Jupyter refuses to run as root unless told, and in a container there is often nobody else.
+AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
+
+# An environment that is already there is kept, with what you installed into it.
+$(INSTALLED): requirements.txt
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+			echo "The course needs Python 3.10 or newer, and $(PYTHON) is not;" \
+				"name another, e.g. make lab PYTHON=python3.12" >&2; exit 1; }; \
+		$(PYTHON) -m venv --clear .venv || { \
+			echo "$(PYTHON) cannot make a virtual environment;" \
+				"on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }; \
+	fi
+	$(BIN)/python -m pip install -r requirements.txt
+	@touch $@

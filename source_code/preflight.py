@@ -1,0 +1,467 @@
+"""Check this machine before a course or a job: software, hardware, messages between ranks.
+
+    python source_code/preflight.py
+    torchrun --standalone --nproc-per-node 4 source_code/preflight.py
+
+With python it starts two ranks of itself on this machine and measures the messages between them;
+under torchrun or srun it measures between all neighbouring ranks of the job. Each line that fails
+or warns is followed by a sentence on what to do. The exit status is 1 if any line fails.
+"""
+# ruff: noqa: E402  What the imports below need is checked before them.
+
+import sys
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 11)
+
+try:
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        raise ImportError(f"Python {sys.version.split()[0]} is older than 3.10")
+    import torch
+except (ImportError, OSError) as problem:  # OSError: a library that torch needs cannot be loaded
+    sys.exit(f"{problem}; install Python 3.10 or newer, then: pip install -r requirements.txt")
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from pipeline.arguments import Parser, positive_number
+from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
+from pipeline.distributed import (
+    Receiving,
+    Sending,
+    choose_device,
+    gather,
+    host_name,
+    join_job,
+    leave_job,
+    ranks_from_environment,
+)
+from pipeline.watch import LAUNCHER_VARIABLE
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
+TORCHRUN_PORT = 29500  # what torchrun takes when it is not told to be --standalone
+RANK_MEMORY = 2**28  # bytes of a small rank on a CPU, torch included
+SMALL, LARGE = 2**10, 2**24  # bytes of the two messages that are timed
+SLOW_SMALL = 2e-3  # seconds; a paced stage of the lessons takes 10 ms
+SLOW_LARGE = 1e8  # bytes a second; a network of 1 Gbit/s
+INSTALL = "install the course's versions: pip install -r requirements.txt"
+
+
+class Check(NamedTuple):
+    """One line of the table. `advice` says what to do unless the status is ok."""
+
+    name: str
+    result: str
+    status: str = "ok"  # ok, warn or FAIL
+    advice: str = ""
+
+
+def main():
+    arguments = parse_arguments()
+    prints = ranks_from_environment()[0] == 0
+    as_text = as_json if arguments.json else as_row
+    if prints and not arguments.json:
+        print(HEADER, flush=True)
+    failed = False
+    with guard(arguments.timeout, prints):
+        for check in run_checks(arguments.timeout, arguments.messages_only):
+            failed |= check.status == "FAIL"
+            if prints:
+                print(as_text(check), flush=True)
+    return 1 if failed else 0
+
+
+def parse_arguments():
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--timeout", type=positive_number, default=30.0, metavar="S", help="longest wait")
+    add("--messages-only", action="store_true", help="only measure messages between ranks")
+    add("--json", action="store_true", help="print each line of the table as a JSON object")
+    return parser.parse_args()
+
+
+@contextmanager
+def guard(timeout, prints):
+    """End the process when what is inside takes longer than `timeout` seconds and a little.
+
+    The little is for those who know more: the ranks' watch names the rank that does not answer.
+    """
+    timer = threading.Timer(timeout + 2, give_up, [timeout, prints])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def give_up(timeout, prints):
+    advice = "look for a disk, a driver or a rank that does not answer, or raise --timeout"
+    if prints:
+        print(
+            as_row(Check("(next)", f"no answer within {timeout:g} s", "FAIL", advice)), flush=True
+        )
+    os._exit(1)
+
+
+def run_checks(timeout=30.0, messages_only=False):
+    """All checks, one after the other, so that each line can be shown as soon as it is known.
+
+    `timeout` in seconds. In a job every rank must call it; only rank 0 gets the lines of all.
+    """
+    deadline = time.monotonic() + timeout
+    _, num_ranks, local_rank, local_ranks = ranks_from_environment()
+    of_this_node = []
+    if local_rank == 0 and not messages_only:
+        for check in checks_of_this_node(in_job=num_ranks > 1, num_ranks=local_ranks):
+            of_this_node.append(check)
+            yield check
+    if num_ranks > 1:
+        yield from checks_of_job(timeout, of_this_node)
+    else:
+        # A second at least, so that the message says how it went rather than nothing.
+        yield from check_two_ranks(max(1.0, deadline - time.monotonic()))
+
+
+def checks_of_this_node(in_job=False, num_ranks=1):
+    """What can be said of a machine without sending a message."""
+    yield check_python()
+    yield check_torch()
+    yield check_backend(in_job, num_ranks)
+    yield check_gpus()
+    yield check_cores()
+    yield check_memory(num_ranks)
+    yield check_port(None if in_job else TORCHRUN_PORT)
+    yield check_folder()
+    yield check_text()
+    for name in NOTEBOOK_PACKAGES:
+        yield check_package(name, needed=not in_job)
+
+
+def check_python(version=None):
+    version = version or platform.python_version()
+    if numbers_of(version) < OLDEST_PYTHON:
+        return Check("python", version, "FAIL", "install Python 3.10 or newer")
+    return Check("python", version)
+
+
+def numbers_of(version):
+    """The first two numbers of a version, as in (2, 13) for 2.13.0+cpu."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def check_torch():
+    if numbers_of(torch.__version__) < OLDEST_TORCH:
+        return Check("torch", torch.__version__, "FAIL", f"torch is older than 2.11; {INSTALL}")
+    return Check("torch", torch.__version__)
+
+
+def check_backend(in_job=False, num_ranks=1):
+    """How messages will travel between `num_ranks` ranks of this node, or of any job to come."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        advice = f"this build of torch cannot send messages; {INSTALL}"
+        return Check("backend", "no gloo", "FAIL", advice)
+    gpus = torch.cuda.device_count()
+    device, backend = choose_device("auto", 0, num_ranks if in_job else 1)
+    if device.type == "cpu":
+        return Check("backend", "gloo, between CPUs")
+    if backend == "nccl" and in_job:
+        return Check("backend", "NCCL, a GPU for each rank")
+    if backend == "nccl":
+        return Check("backend", f"NCCL up to {gpus} ranks a node, gloo for more")
+    return Check("backend", "gloo, through host memory (ranks share GPUs)")
+
+
+def check_gpus():
+    """GPUs of this node, with their memory in GiB."""
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") and torch.version.cuda is None:
+            advice = "there may be a GPU that this CPU-only build of torch cannot use; see README"
+            return Check("GPUs", "none that torch can use, the CPU will be used", "warn", advice)
+        return Check("GPUs", "none, the CPU will be used")
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in found)
+    return Check("GPUs", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+
+
+def check_cores():
+    try:
+        cores = len(os.sched_getaffinity(0))  # those that this job may use
+    except AttributeError:  # macOS, Windows
+        cores = os.cpu_count()
+    if cores < 2:
+        advice = "all lessons run, but without --pace one core shows no speed-up; use two or more"
+        return Check("cores", "1", "warn", advice)
+    return Check("cores", str(cores))
+
+
+def check_memory(num_ranks=1):
+    """Whether eight small ranks, or those of this job, fit into what is free (GiB)."""
+    try:
+        import psutil
+    except ImportError:
+        return Check("memory", "unknown, psutil is missing", "warn", INSTALL)
+    memory = psutil.virtual_memory()
+    result = f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"
+    needed = max(num_ranks, 8) * RANK_MEMORY
+    if memory.available < needed:
+        advice = f"close other programs: {max(num_ranks, 8)} ranks need {needed / 2**30:.0f} GiB"
+        return Check("memory", result, "warn", advice)
+    return Check("memory", result)
+
+
+def check_port(wanted=TORCHRUN_PORT):
+    """Whether ranks of this machine can meet at a port, and whether `wanted` is one."""
+    try:
+        port = free_port()
+    except OSError as error:
+        advice = "let this user open ports on 127.0.0.1 (a firewall or a limit forbids it)"
+        return Check("port", f"none is free ({error.strerror or error})", "FAIL", advice)
+    if wanted is None:
+        return Check("port", f"{port} is free")
+    try:
+        return Check("port", f"{free_port(wanted)} is free")
+    except OSError:
+        advice = "start torchrun with --standalone, or on several nodes with another --master-port"
+        return Check("port", f"{wanted} is taken, {port} is free", "warn", advice)
+
+
+def free_port(wanted=0):
+    """Open and close a port of this machine, `wanted` or any. Raises OSError."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", wanted))
+        return probe.getsockname()[1]
+
+
+def check_folder(folder=None):
+    """Whether the notebooks' results can be written, with the free space in GiB."""
+    folder = Path(folder or ROOT / "build")
+    name = f"{folder.name}/"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"written")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        advice = f"copy the course into a folder of yours, or let yourself write to {folder}"
+        return Check(name, f"cannot be written ({error.strerror})", "FAIL", advice)
+    result = f"can be written, {free / 2**30:.1f} GiB free"
+    if free < 2**30:
+        return Check(name, result, "warn", "make room on this disk: checkpoints take up to 1 GiB")
+    return Check(name, result)
+
+
+def check_text():
+    """Whether the course's text is the one that the printed losses come from."""
+    try:
+        text = load_text()
+    except DataError as error:
+        return Check("text", "not the course's own", "FAIL", str(error))
+    length = len(text.training) + len(text.held_out)
+    return Check("text", f"{DEFAULT_TEXT.name}, {length} bytes, SHA-256 {DEFAULT_SHA256[:8]}...")
+
+
+def check_package(name, needed=True):
+    """Whether a package of the notebooks can be imported, in the version of requirements.txt."""
+    try:
+        importlib.import_module(name)
+        version = importlib.metadata.version(name)
+    except Exception as error:  # a broken package raises whatever it likes
+        status = "FAIL" if needed else "warn"  # the scripts of a job do without
+        return Check(name, f"cannot be imported ({type(error).__name__})", status, INSTALL)
+    wanted = wanted_versions(name)
+    if wanted and version not in wanted:
+        advice = f"the course was tried with {' or '.join(wanted)}; {INSTALL}"
+        return Check(name, version, "warn", advice)
+    return Check(name, version)
+
+
+def wanted_versions(name):
+    """The versions of `name` in requirements.txt; several where they depend on Python's."""
+    text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
+    return re.findall(rf"^{name}==([^;\s]+)", text, re.MULTILINE)
+
+
+def check_two_ranks(timeout):
+    """Start two ranks of this script on this machine and have them measure their messages."""
+    try:
+        port = free_port()
+    except OSError:
+        return []  # check_port has said it
+    command = [sys.executable, __file__, "--messages-only", "--json", "--timeout", str(timeout)]
+    deadline = time.monotonic() + timeout
+    ranks, said = [], []
+    try:
+        for rank in range(2):
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=environment_of(rank, port),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for rank in ranks:
+            said.append(rank.communicate(timeout=max(0.0, deadline - time.monotonic())))
+    except subprocess.TimeoutExpired:
+        advice = "close other programs, or give it longer with --timeout"
+        return [Check("messages", f"two ranks took longer than {timeout:.0f} s", "FAIL", advice)]
+    finally:
+        for rank in ranks:
+            rank.kill()  # does nothing to a process that has ended
+            rank.communicate()
+    if any(rank.returncode for rank in ranks):
+        lines = [line for _, errors in said for line in errors.splitlines() if line.strip()]
+        return [failed_to_meet(lines[-1] if lines else f"exit status {ranks[0].returncode}")]
+    return [Check(**json.loads(line)) for line in said[0][0].splitlines()]
+
+
+def environment_of(rank, port):
+    """What torchrun would tell one of two ranks on this machine."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    return kept | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        LAUNCHER_VARIABLE: str(os.getpid()),  # the ranks end when this process does
+    }
+
+
+def failed_to_meet(reason):
+    advice = f"what went wrong: {reason}; "
+    if "MASTER_ADDR" in reason:
+        advice += "start the ranks with torchrun, which tells them where they meet"
+    else:
+        advice += (
+            "most often a firewall, a host name that does not resolve, or the wrong network, which "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME can set right"
+        )
+    return Check("messages", "the ranks could not exchange any", "FAIL", advice)
+
+
+def checks_of_job(timeout, of_this_node):
+    """The other nodes' lines, and the messages between all neighbours, on rank 0."""
+    try:
+        job = join_job("auto", timeout)
+    except (RuntimeError, ValueError) as error:  # nobody there, or MASTER_ADDR is not set
+        yield failed_to_meet(str(error).splitlines()[0])
+        return
+    for host, checks in gather(job, (host_name(), of_this_node if job.rank else [])) or []:
+        for check in checks:
+            yield check._replace(name=f"{check.name} on {host}")
+    measured = gather(job, measure_neighbours(job)) or []
+    for check in sorted(line for lines in measured for line in lines):
+        yield Check(*check[1:])
+    leave_job(job)
+
+
+def measure_neighbours(job):
+    """Measure from this rank to each neighbour; returns (order in the table, *Check) tuples.
+
+    One pair after the other, so that no pair disturbs another.
+    """
+    measured = []
+    for left in range(job.num_ranks - 1):
+        for source, destination in ((left, left + 1), (left + 1, left)):
+            if job.rank == source:
+                times = measure_messages(job, destination)
+                measured.append(((left, source), *check_messages(source, destination, *times)))
+            elif job.rank == destination:
+                answer_messages(job, source)
+    return measured
+
+
+SIZES = [SMALL] * 21 + [LARGE] * 7  # bytes of the messages, in the order they are sent
+WARM_UP = 2  # messages of each size that do not count
+
+
+def measure_messages(job, destination):
+    """Seconds of a small message and bytes a second of a large one, medians, one way.
+
+    Each message is answered by a small one. Half of a small round trip is the time of one small
+    message; a large one took what is left of its round trip.
+    """
+    times = {SMALL: [], LARGE: []}
+    for size in SIZES:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=job.device)
+        start = time.perf_counter()
+        sending = Sending(job, tensor, destination, "a message to measure")
+        receive_bytes(job, SMALL, destination)
+        times[size].append(time.perf_counter() - start)
+        sending.wait()
+    small, large = (statistics.median(times[size][WARM_UP:]) for size in (SMALL, LARGE))
+    return small / 2, LARGE / max(large - small / 2, 1e-9)
+
+
+def answer_messages(job, source):
+    """The other end of `measure_messages`."""
+    answer = torch.zeros(SMALL, dtype=torch.uint8, device=job.device)
+    for size in SIZES:
+        receive_bytes(job, size, source)
+        Sending(job, answer, source, "an answer").wait()
+
+
+def receive_bytes(job, size, source):
+    """Receive a message and wait until the device has it, too."""
+    Receiving(job, (size,), torch.uint8, source, "a message to measure").wait()
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def check_messages(source, destination, seconds, bytes_per_second):
+    """The line of one direction between two ranks."""
+    name = f"rank {source} to {destination}"
+    result = f"1 KiB {seconds * 1e3:.2f} ms, 16 MiB {bytes_per_second / 1e9:.2f} GB/s"
+    if seconds > SLOW_SMALL or bytes_per_second < SLOW_LARGE:
+        advice = (
+            "slow: close other programs; between nodes, name the fast network with "
+            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        )
+        return Check(name, result, "warn", advice)
+    return Check(name, result)
+
+
+def as_row(check):
+    """One line of the table, and below it the advice if there is any."""
+    row = f"{check.name:<14} | {check.result:<54} | {check.status}"
+    return f"{row}\n{'':14} > {check.advice}" if check.advice else row
+
+
+HEADER = as_row(Check("check", "result", "ok/warn/FAIL"))
+
+
+def as_json(check):
+    return json.dumps(check._asdict())
+
+
+def table(checks):
+    """The whole table as text, for a notebook: print(table(run_checks()))."""
+    return "\n".join([HEADER, *map(as_row, checks)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

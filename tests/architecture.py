@@ -1,0 +1,109 @@
+"""Prints the picture of source_code/pipeline for CONTRIBUTING.md, from its real imports.
+
+python tests/architecture.py
+"""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "source_code" / "pipeline"
+
+
+def main():
+    print(mermaid(files_of(module_imports(PACKAGE))))
+
+
+def module_imports(package):
+    """{module: the modules of the package that it imports}, names as in `checks.lesson_01`.
+
+    Imports within functions count: they run the same way.
+    """
+    modules = {
+        ".".join(path.relative_to(package).with_suffix("").parts): path
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "__init__.py"
+    }
+    imports = {}
+    for module, path in modules.items():
+        named = imported_names(path.read_text())
+        prefix = f"{package.name}."
+        inside = {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
+        imports[module] = {other for other in modules if inside & {other}} - {module}
+    return imports
+
+
+def imported_names(source):
+    """Every dotted name that Python source imports; `from a import b` gives `a` and `a.b`."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def files_of(imports):
+    """The same for what lies in the package itself: a folder counts as one."""
+    merged = {}
+    for module, others in imports.items():
+        own = module.split(".")[0]
+        merged.setdefault(own, set()).update({other.split(".")[0] for other in others} - {own})
+    return merged
+
+
+def cycle_in(imports):
+    """Modules that import each other in a ring, the first one again at the end; or None."""
+    done = set()
+
+    def search(module, path):
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return None
+        for other in sorted(imports[module]):
+            if found := search(other, [*path, module]):
+                return found
+        done.add(module)
+        return None
+
+    return next(filter(None, (search(module, []) for module in sorted(imports))), None)
+
+
+def reachable(imports, module):
+    """What `module` builds on, directly or through others."""
+    found = set()
+    waiting = list(imports[module])
+    while waiting:
+        other = waiting.pop()
+        if other not in found:
+            found.add(other)
+            waiting += imports[other]
+    return found
+
+
+def mermaid(imports):
+    """A Mermaid block: floors from the ground up, and only the arrows that no others imply."""
+    direct = {
+        module: others - set().union(*(reachable(imports, other) for other in others))
+        for module, others in imports.items()
+    }
+    floors = {}
+
+    def floor(module):
+        if module not in floors:
+            floors[module] = 1 + max(map(floor, imports[module]), default=-1)
+        return floors[module]
+
+    lines = ["```mermaid", "flowchart TD"]
+    for number in range(1 + max(map(floor, imports))):
+        lines.append(f"    %% floor {number}")
+        for module in sorted(module for module in imports if floors[module] == number):
+            name = f"{module}/" if (PACKAGE / module).is_dir() else f"{module}.py"
+            lines.append(f'    {module}["{name}"]')
+            lines += [f"    {module} --> {other}" for other in sorted(direct[module])]
+    return "\n".join([*lines, "```"])
+
+
+if __name__ == "__main__":
+    main()

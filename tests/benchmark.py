@@ -1,0 +1,246 @@
+"""Timings of this repository on this machine, beside the theory and torch's own schedule.
+
+    python tests/benchmark.py
+
+Each line is the median of 7 runs (3 with --quick), with the smallest and the largest; runs that
+are compared take turns, so that a disturbance meets both. The table is printed and written to
+build/benchmark.md. Close other programs first. No test looks at these times.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
+
+from pipeline import launch
+from pipeline.arguments import Parser
+from pipeline.report import write_whole
+from pipeline.schedules import gpipe, naive
+from pipeline.simulator import Costs, simulate
+
+OURS, TORCHS, NAIVE = "gpipe.py", "../tests/benchmark_torch.py", "naive_model_parallelism.py"
+# Small enough for the computing to hide in the pace, also with eight ranks on two cores.
+TINY = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
+PACED = f"{TINY} --pace 10 20 --steps 9"
+# Large enough for messages and Python not to count: 7 million weights, 0.9 s a step on one core.
+LARGE = (
+    "--layers 8 --dim 256 --heads 8 --kv-heads 4 --seq-len 128 --batch-size 16 --dtype float32 "
+    "--learning-rate 0.05 --steps 6"
+)
+LIMIT = 120  # seconds that any one run may take
+RESULT = launch.ROOT / "build" / "benchmark.md"
+
+
+class Row(NamedTuple):
+    """One line of the table: what was measured, all its values, and what they should be."""
+
+    what: str
+    target: str
+    values: list
+    form: str = "{:.1f} ms"
+
+
+def main():
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 runs instead of 7")
+    repeats = 3 if parser.parse_args().quick else 7
+    RESULT.parent.mkdir(exist_ok=True)
+    machine = describe_machine(repeats)
+    print(f"{machine}\n", flush=True)
+    # torch's schedules take seconds to import. In the fork server they make our warm start a
+    # little slower, never faster.
+    launch.PRELOAD.append("torch.distributed.pipelining")
+    launch.run(f"{OURS} {TINY} --steps 1", warm=True, show=False)
+
+    tables = [
+        ("Start", measure_start(repeats)),
+        ("Paced steps", measure_paced_steps(repeats)),
+        ("A real speed-up", measure_speed_up(repeats)),
+    ]
+    text = "\n\n".join([machine] + [as_table(title, rows) for title, rows in tables])
+    print(text.removeprefix(machine).lstrip("\n"))
+    write_whole(RESULT, text + "\n")
+
+
+def describe_machine(repeats):
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{processor()}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, "
+        f"load average {load:.2f} at the start, {repeats} runs of each"
+    )
+
+
+def processor():
+    """The model of the processor, as well as the system knows it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def measure_start(repeats):
+    """Seconds until ranks are at work: warm, and cold beside the least that a script can do."""
+    warm, cold, bare = [], [], []
+    for round in each_round("start", repeats):
+        warm.append(timed_run(OURS, "", 4).first_loss)
+        for script, times in in_turns(round, (OURS, cold), ("../tests/benchmark_bare.py", bare)):
+            start = time.perf_counter()
+            launch.run(script, warm=False, show=False, limit=LIMIT)
+            times.append(time.perf_counter() - start)
+    ratios = [ours / theirs for ours, theirs in zip(cold, bare)]
+    return [
+        Row("warm, 4 ranks: from the call to the first loss", "under 2 s", warm, "{:.2f} s"),
+        Row("cold, torchrun of gpipe.py, 4 ranks, 10 steps", "", cold, "{:.2f} s"),
+        Row("cold, torchrun of a bare script, 4 ranks", "", bare, "{:.2f} s"),
+        Row("gpipe.py over the bare script", "at most 1.6", ratios, "{:.2f}"),
+    ]
+
+
+def measure_paced_steps(repeats):
+    """Milliseconds of a step of which theory says how long it takes, and how idle it is."""
+    rows = []
+    for num_ranks, num_microbatches, tolerance in ((4, 8, 0.05), (8, 16, 0.06)):
+        flags = f"{PACED} --microbatches {num_microbatches} --batch-size {num_microbatches}"
+        predicted = simulate(gpipe(num_ranks, num_microbatches), Costs(10, 20))
+        ours, torchs, differences = [], [], []
+        name = f"GPipe, {num_ranks} ranks, {num_microbatches} micro-batches"
+        for round in each_round(name, repeats):
+            for script, runs in in_turns(round, (OURS, ours), (TORCHS, torchs)):
+                runs.append(timed_run(script, flags, num_ranks))
+            differences.append(largest_difference(ours[-1], torchs[-1]))
+        target = f"{predicted.makespan:g} ms, +{tolerance:.0%} at most"
+        idle_target = f"{predicted.idle_fraction:.1%}, +3 points at most"
+        rows += [
+            Row(f"{name}: step, ours", target, [run.step for run in ours]),
+            Row(f"{name}: step, torch's ScheduleGPipe", "", [run.step for run in torchs]),
+            Row(f"{name}: idle, ours", idle_target, [run.idle for run in ours], "{:.1%}"),
+            Row(f"{name}: idle, torch's", "", [run.idle for run in torchs], "{:.1%}"),
+            Row(f"{name}: losses, ours - torch's", "at most 1e-12", differences, "{:.1e}"),
+        ]
+    flags = f"{PACED} --microbatches 1 --batch-size 1"
+    predicted = simulate(naive(4, 1), Costs(10, 20)).makespan
+    steps = [timed_run(NAIVE, flags, 4).step for _ in each_round("naive", repeats)]
+    return rows + [Row("naive, 4 ranks, 1 micro-batch: step", f"{predicted:g} ms", steps)]
+
+
+def measure_speed_up(repeats):
+    """Two ranks on two cores beside one process on one, with nothing paced.
+
+    What is timed is a whole step, from loss line to loss line, with the update.
+    """
+    cut, whole = f"{LARGE} --microbatches 8", f"{LARGE} --microbatches 1"
+    runs = {"cut": [], "whole": [], "ours": [], "torch's": []}
+    differences = []
+    for _ in each_round("speed-up", repeats):
+        runs["whole"].append(timed_run(OURS, whole, 1))
+        runs["ours"].append(timed_run(OURS, cut, 2))
+        runs["torch's"].append(timed_run(TORCHS, cut, 2))
+        runs["cut"].append(timed_run(OURS, cut, 1))
+        differences.append(largest_difference(runs["ours"][-1], runs["torch's"][-1]))
+    steps = {name: [run.between_losses for run in these] for name, these in runs.items()}
+    best = min(steps["whole"], steps["cut"], key=statistics.median)
+    ideal = 2 * 8 / (8 + 1)
+
+    def fractions(name):
+        return [one / two / ideal for one, two in zip(best, steps[name])]
+
+    return [
+        Row("one process, the whole batch at once: step", "", steps["whole"]),
+        Row("one process, 8 micro-batches: step", "", steps["cut"]),
+        Row("two ranks, 8 micro-batches: step, ours", "", steps["ours"]),
+        Row("two ranks, 8 micro-batches: step, torch's ScheduleGPipe", "", steps["torch's"]),
+        Row(
+            "speed-up over the faster single process, share of the ideal 16/9, ours",
+            "at least 85%",
+            fractions("ours"),
+            "{:.1%}",
+        ),
+        Row("the same, torch's", "", fractions("torch's"), "{:.1%}"),
+        Row("losses, ours - torch's (float32)", "", differences, "{:.1e}"),
+    ]
+
+
+def each_round(name, repeats):
+    """The numbers of the rounds, with a word on standard error on how far it is."""
+    for round in range(repeats):
+        print(f"{name}: run {round + 1} of {repeats}", file=sys.stderr, flush=True)
+        yield round
+
+
+def in_turns(round, *pairs):
+    """The pairs, in another order in every second round."""
+    return pairs if round % 2 == 0 else pairs[::-1]
+
+
+class TimedRun(NamedTuple):
+    first_loss: float  # seconds from the call to the first loss line
+    between_losses: float  # milliseconds, the median, the first step left out
+    step: float  # milliseconds from the first action to the last, the script's own median
+    idle: float  # as a fraction, likewise
+    losses: list  # in full precision
+
+
+def timed_run(script, flags, ranks):
+    """Run a script on warm ranks and time its loss lines as they arrive."""
+    file = RESULT.with_name("benchmark_losses.json")
+    lines = TimedLines()
+    with contextlib.redirect_stdout(lines):
+        launch.run(f"{script} {flags} --losses {file}", ranks, warm=True, limit=LIMIT)
+    rows = [json.loads(row) for row in file.read_text().splitlines()]
+    file.unlink()
+    arrivals = [moment for moment, line in lines.lines if "  loss " in line]
+    gaps = [(after - before) * 1000 for before, after in zip(arrivals[1:], arrivals[2:])]
+    # step 342.3 ms (predicted 330.0)  idle 29.8% (predicted 27.3%)  peak memory ...
+    summary = next(line for _, line in lines.lines if "  peak memory " in line).split()
+    return TimedRun(
+        first_loss=arrivals[0],
+        between_losses=statistics.median(gaps),
+        step=float(summary[1]),
+        idle=float(summary[summary.index("idle") + 1].rstrip("%")) / 100,
+        losses=[row["loss"] for row in rows],
+    )
+
+
+class TimedLines:
+    """In the place of standard output: notes when each line was written, in seconds."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+        self.lines = []
+
+    def write(self, text):
+        self.lines.append((time.perf_counter() - self.start, text))
+
+    def flush(self):
+        pass
+
+
+def largest_difference(one, other):
+    return max(abs(ours - theirs) for ours, theirs in zip(one.losses, other.losses))
+
+
+def as_table(title, rows):
+    """A Markdown table."""
+    lines = [f"| {title} | wanted | median | min | max |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        figures = (statistics.median(row.values), min(row.values), max(row.values))
+        cells = [row.what, row.target, *(row.form.format(figure) for figure in figures)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

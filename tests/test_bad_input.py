@@ -1,0 +1,255 @@
+"""Bad input is refused before the first message: one sentence that names the flag, status 2.
+
+Importing torch takes seconds, so most cases call a script's parse_arguments() in this process;
+four start the real thing.
+"""
+
+import errno
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline import arguments
+from pipeline.report import write_whole
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "source_code"
+SCRIPTS = sorted(
+    path.stem
+    for path in SOURCE.glob("*.py")
+    if "\ndef parse_arguments" in path.read_text() and "training_parser" in path.read_text()
+)
+COUNTS = "steps batch-size microbatches layers dim heads kv-heads seq-len".split()
+
+# Flags, and what the sentence must name.
+CASES = [
+    *((f"--{count} {text}", f"--{count}") for count in COUNTS for text in ("0", "-3", "two")),
+    *((f"--{count} {2**80}", f"--{count}") for count in COUNTS),
+    ("--steps 2.5", "--steps"),
+    ("--steps ''", "--steps"),
+    ("--steps 'two\nlines'", "--steps"),
+    ("--steps", "--steps"),
+    ("--batch-size 16 --microbatches 5", "--microbatches"),
+    ("--batch-size 2 --microbatches 4", "--microbatches"),
+    ("--heads 3", "--heads"),
+    ("--dim 12 --heads 4", "--heads"),  # divides, into heads of the odd width 3
+    ("--heads 4 --kv-heads 3", "--kv-heads"),
+    ("--heads 4 --kv-heads 8", "--kv-heads"),
+    ("--dim 2000000000 --heads 1 --kv-heads 1", "--dim"),
+    ("--batch-size 2000000000 --microbatches 1", "--batch-size"),
+    ("--layers 2000000000", "--layers"),
+    *((f"--learning-rate {text}", "--learning-rate") for text in "0 -1 nan inf 1e999 abc".split()),
+    ("--seed abc", "--seed"),
+    ("--seed -1", "--seed"),
+    ("--seed 1.5", "--seed"),
+    ("--seed 2147483648", "--seed"),
+    ("--optimizer adam", "--optimizer"),
+    ("--dtype float16", "--dtype"),
+    ("--dtype ''", "--dtype"),
+    ("--device gpu", "--device"),
+    ("--device cuda", "--device"),  # this process sees no GPU
+    ("--cut 4,5", "--cut"),
+    ("--cut 4,4", "--cut"),  # two stages, one rank
+    ("--cut 0,8", "--cut"),
+    ("--cut a", "--cut"),
+    ("--cut ''", "--cut"),
+    ("--cut 8,", "--cut"),
+    ("--pace", "--pace"),
+    ("--pace 10", "--pace"),
+    ("--pace 10 abc", "--pace"),
+    ("--pace 10 0", "--pace"),
+    ("--pace 10 20 20", "--pace"),  # the weights' part is all of the backward
+    ("--pace 10 20 5 1", "--pace"),
+    ("--pace 1 1e300", "--pace"),
+    ("--pace 1000 2000 --timeout 2", "--pace"),  # the others would take it for lost
+    *((f"--timeout {text}", "--timeout") for text in "-1 0 0.5 nan inf 1e300 abc".split()),
+    ("--data ''", "--data"),
+    ("--seq-len 1000000", "--seq-len"),  # longer than the text
+    ("--losses ''", "--losses"),
+    ("--timeline ''", "--timeline"),
+    ("--no-such-flag", "--no-such-flag"),
+    ("surplus", "surplus"),
+    ("--step 3", "--step"),  # no abbreviations: a later flag could change what they mean
+]
+
+
+class Refusal:
+    """What one script said and returned for some flags, as one rank of several."""
+
+    def __init__(self, monkeypatch, capsys):
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(arguments, "HEAD_START", 0.0)
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "LOCAL_"))]:
+            monkeypatch.delenv(name)
+
+    def __call__(self, script, *flags, rank=0, ranks=1):
+        """(exit status, standard error); fails unless the flags are refused."""
+        self.monkeypatch.setenv("RANK", str(rank))
+        self.monkeypatch.setenv("LOCAL_RANK", str(rank))
+        self.monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        self.monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(script).parse_arguments()
+        printed = self.capsys.readouterr()
+        assert printed.out == ""
+        return end.value.code, printed.err
+
+    def check(self, script, *flags, names, ranks=1):
+        status, sentence = self(script, *flags, ranks=ranks)
+        assert status == 2
+        assert sentence.count("\n") == 1 and sentence.endswith("\n"), sentence
+        assert names in sentence
+        assert "Traceback" not in sentence
+        return sentence
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    return Refusal(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(("flags", "named"), CASES, ids=[repr(flags) for flags, _ in CASES])
+def test_a_bad_flag_is_refused_in_one_sentence_that_names_it(refusal, script, flags, named):
+    refusal.check(script, *shlex.split(flags), names=named)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_good_flags_are_accepted(refusal, monkeypatch, tmp_path, script):
+    flags = ["--timeline", str(tmp_path / "timeline"), "--losses", str(tmp_path / "losses")]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--pace", "10", "20", *flags])
+    importlib.import_module(script).parse_arguments()
+    assert list(tmp_path.iterdir()) == []  # looking whether a file can be written leaves none
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("flags", ["--layers 3", "--cut 4,4", "--steps 0", "--seed -1"])
+def test_only_the_first_rank_of_a_node_speaks_and_all_leave_with_the_same_status(
+    refusal, script, flags
+):
+    refusal.check(script, *flags.split(), names=flags.split()[0], ranks=4)
+    for rank in (1, 3):
+        assert refusal(script, *flags.split(), rank=rank, ranks=4) == (2, "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("content", [None, b"", b"too short", bytes(329)])
+def test_a_text_that_is_missing_empty_or_too_short_is_refused(refusal, tmp_path, script, content):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    assert str(path) in refusal.check(script, "--data", str(path), names="--data")
+
+
+def test_a_text_of_any_bytes_is_accepted_from_the_shortest_length_on(
+    refusal, monkeypatch, tmp_path
+):
+    path = tmp_path / "junk"
+    path.write_bytes(bytes(range(256)) + bytes(74))  # 10 x (32 + 1)
+    monkeypatch.setattr(sys, "argv", ["gpipe.py", "--data", str(path)])
+    assert len(importlib.import_module("gpipe").parse_arguments().text.held_out) == 33
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_or_a_pipe_is_no_text(refusal, tmp_path, script):
+    refusal.check(script, "--data", str(tmp_path), names="--data")
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    refusal.check(script, "--data", str(tmp_path / "pipe"), names="--data")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("flag", ["--timeline", "--losses"])
+def test_an_output_that_cannot_be_written_is_refused(refusal, tmp_path, script, flag):
+    os.mkfifo(tmp_path / "pipe")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    # Permissions do not stop root, which may write there; /proc stops everybody.
+    closed = Path("/proc") if os.geteuid() == 0 else closed
+    for path in (
+        tmp_path / "missing" / "file",
+        tmp_path,
+        tmp_path / "pipe",
+        tmp_path / ("x" * 300),
+        closed / "file",
+    ):
+        refusal.check(script, flag, str(path), names=flag)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_output_may_overwrite_another_or_the_text(refusal, tmp_path, script):
+    text = tmp_path / "text"
+    text.write_bytes(bytes(1000))
+    one, same = str(tmp_path / "file"), str(tmp_path / "." / "file")
+    refusal.check(script, "--timeline", one, "--losses", same, names="--losses and --timeline")
+    refusal.check(script, "--data", str(text), "--losses", str(text), names="--losses and --data")
+
+
+def test_only_a_regular_file_is_ever_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # stands for /dev/null, which root could replace
+    with pytest.raises(OSError) as refused:
+        write_whole(tmp_path / "pipe", "text")
+    assert refused.value.errno == errno.EINVAL
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "text"
+
+
+def test_one_process_with_several_stages_has_no_ranks(refusal, tmp_path):
+    def check(*flags, names="--single-process", ranks=1):
+        refusal.check("naive_model_parallelism", *flags, names=names, ranks=ranks)
+
+    check("--single-process", "4", ranks=2)
+    check("--single-process", "4", "--pace", "10", "20")
+    check("--single-process", "4", "--timeline", str(tmp_path / "file"))
+    check("--single-process", "0")
+    check("--single-process", "all")
+    check("--single-process", "9", names="--layers")
+
+
+def start(*words, **variables):
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_plain_python_ends_with_the_sentence_and_status_2():
+    ended = start("source_code/gpipe.py", "--microbatches", "5")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("\n") == 1 and "--microbatches" in ended.stderr
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_a_rank_refuses_before_it_looks_for_the_others(rank, lines):
+    # No other rank exists and nobody listens at this address.
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    ended = start(
+        "source_code/naive_model_parallelism.py",
+        *("--layers", "1"),
+        **{**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.count("\n") == lines == ended.stderr.count("--layers")
+
+
+def test_torchrun_shows_the_sentence_once_and_no_traceback_of_the_course():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = start(*launcher, "source_code/gpipe.py", "--learning-rate", "0")
+    assert ended.returncode != 0 and ended.stdout == ""
+    assert ended.stderr.count("--learning-rate") == 1
+    assert "--learning-rate" in ended.stderr.splitlines()[0]
+    for line in ended.stderr.splitlines():
+        assert not (line.lstrip().startswith("File ") and "source_code" in line), line

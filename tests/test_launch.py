@@ -1,0 +1,256 @@
+"""Starting ranks from a notebook: the same output either way, and nothing is left behind."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+from jupyter_client import KernelManager
+from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
+
+from pipeline import launch
+from pipeline.launch import ROOT, RunFailed, launch_words, run
+
+LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it
+EITHER_WAY = pytest.mark.parametrize("warm", [True, False], ids=["warm", "torchrun"])
+
+
+# In a real kernel, as JupyterLab does it.
+
+
+class Notebook:
+    """A kernel in a folder that is not the repository."""
+
+    def __init__(self, folder):
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(folder))
+        self.connect()
+
+    def connect(self):
+        """To the kernel, new or restarted, and import what a lesson imports."""
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=90)
+        source = str(ROOT / "source_code")
+        self.start(f"import sys; sys.path.insert(0, {source!r}); from pipeline.launch import run")
+        self.read_until("idle")
+
+    def start(self, code):
+        self.client.execute(code)
+
+    def read_until(self, sign, limit=90):
+        """Everything printed until `sign` is printed, or until the cell is done for "idle"."""
+        printed = ""
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            message = self.client.get_iopub_msg(timeout=limit)
+            content = message["content"]
+            if message["msg_type"] == "stream":
+                printed += content["text"]
+            elif message["msg_type"] == "error":
+                printed += content["ename"]
+            elif content.get("execution_state") == "idle" and sign == "idle":
+                return printed
+            if sign != "idle" and sign in printed:
+                return printed
+        raise AssertionError(f"no {sign!r} within {limit} s after {printed}")
+
+    def ranks(self):
+        """The processes of the run that is under way, launchers included."""
+        kernel = psutil.Process(self.manager.provisioner.pid)
+        started = []
+        for process in kernel.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it ends while we look
+                parent = " ".join(process.parent().cmdline())
+                if "forkserver" in parent or "gpipe.py" in " ".join(process.cmdline()):
+                    started.append(process)
+        return started
+
+    def start_ranks(self, warm):
+        """Start a long run; its processes once the ranks have trained a step."""
+        self.start(f"run({LONG!r}, warm={warm})")
+        self.read_until("step 1 ")
+        ranks = self.ranks()
+        assert len(ranks) == (4 if warm else 5)  # torchrun is one of them
+        return ranks
+
+    def end(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    opened = Notebook(tmp_path)
+    yield opened
+    opened.end()
+
+
+@pytest.fixture(scope="module")
+def kept_notebook(tmp_path_factory):
+    opened = Notebook(tmp_path_factory.mktemp("elsewhere"))
+    yield opened
+    opened.end()
+
+
+def assert_gone(processes, limit):
+    """Nothing of a run is left after `limit` seconds."""
+    end = time.monotonic() + limit
+    left = processes
+    while left and time.monotonic() < end:
+        left = [process for process in left if runs(process)]
+        time.sleep(0.02)
+    assert not left, f"{len(left)} of {len(processes)} processes are left after {limit} s"
+
+
+def runs(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@EITHER_WAY
+def test_interrupting_a_cell_ends_all_ranks_within_two_seconds(kept_notebook, warm):
+    ranks = kept_notebook.start_ranks(warm)
+    kept_notebook.manager.interrupt_kernel()
+    assert_gone(ranks, 2)
+    assert "KeyboardInterrupt" in kept_notebook.read_until("idle")
+    assert kept_notebook.ranks() == []
+
+
+def test_a_cell_can_be_run_again_after_an_interrupt_and_twice(kept_notebook):
+    for _ in range(2):
+        kept_notebook.start("print(run('gpipe.py --steps 2', warm=True, show=False).losses)")
+        assert kept_notebook.read_until("idle") == "[5.92989, 5.242678]\n"
+    assert kept_notebook.ranks() == []
+
+
+def test_an_interrupt_while_the_fork_server_imports_torch_leaves_nothing(notebook):
+    notebook.start(f"run({LONG!r}, warm=True)")
+    notebook.read_until("$ torchrun")  # printed before anything is started
+    notebook.manager.interrupt_kernel()
+    assert "KeyboardInterrupt" in notebook.read_until("idle")
+    assert_gone(notebook.ranks(), 2)
+    notebook.start("print(run('gpipe.py --steps 1', warm=True, show=False).losses)")
+    assert notebook.read_until("idle") == "[5.92989]\n"
+
+
+@EITHER_WAY
+def test_a_killed_kernel_leaves_no_rank(notebook, warm):
+    ranks = notebook.start_ranks(warm)
+    os.kill(notebook.manager.provisioner.pid, 9)
+    assert_gone(ranks, 10)
+
+
+def test_a_restarted_kernel_leaves_no_rank_and_runs_again(notebook):
+    ranks = notebook.start_ranks(warm=True)
+    notebook.client.stop_channels()
+    notebook.manager.restart_kernel(now=True)
+    assert_gone(ranks, 10)
+    notebook.connect()
+    notebook.start("print(run('gpipe.py --steps 1', warm=True, show=False).losses)")
+    assert notebook.read_until("idle") == "[5.92989]\n"
+
+
+# In this process.
+
+
+def test_warm_ranks_and_torchrun_print_the_same():
+    command = "gpipe.py --steps 3 --verify"
+    warm, cold = run(command, warm=True), run(command, warm=False)
+    assert warm.losses == cold.losses == [5.92989, 5.242678, 4.830152]
+
+    def without_times(output):
+        return [line for line in output.splitlines() if " ms (predicted " not in line]
+
+    assert without_times(warm.output) == without_times(cold.output)
+    assert len(without_times(warm.output)) == len(warm.output.splitlines()) - 1
+
+
+def test_a_run_shows_its_command_and_its_output(capsys):
+    output = run("gpipe.py --steps 1", ranks=2, warm=True).output
+    command = "$ torchrun --standalone --nproc-per-node 2 source_code/gpipe.py --steps 1\n"
+    assert capsys.readouterr().out == command + output
+
+
+def test_a_run_finds_its_files_from_any_folder_and_loads_the_timeline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = "build/tests/timeline.json"  # in the repository, in a folder that is made for it
+    (ROOT / file).unlink(missing_ok=True)
+    ended = run(f"gpipe.py --steps 1 --microbatches 4 --timeline {file}", ranks=2, warm=True)
+    assert len(ended.timeline.events) == 2 * 4 * 2
+    assert (ROOT / file).exists() and list(tmp_path.iterdir()) == []
+
+
+@EITHER_WAY
+def test_a_run_that_fails_raises_the_script_s_own_sentence(warm):
+    with pytest.raises(RunFailed) as failed:
+        run("gpipe.py --layers 1", ranks=2, warm=warm)
+    assert str(failed.value) == (
+        "--layers 1 is too few for 2 stages, one a rank; use at least one layer a stage, or fewer "
+        "ranks\n(rank 0 ended with exit status 2)"
+    )
+
+
+def test_a_run_that_takes_too_long_is_ended():
+    with pytest.raises(RunFailed, match="the run took longer than 2 s"):
+        run(LONG, warm=True, limit=2)
+
+
+def test_one_process_runs_with_plain_python(capsys):
+    ended = run("naive_model_parallelism.py --single-process 4 --steps 1", ranks=None)
+    assert ended.losses == [5.92989]
+    assert capsys.readouterr().out.startswith("$ python source_code/naive_model_parallelism.py ")
+
+
+def test_output_that_is_no_text_does_not_stop_a_run(tmp_path, monkeypatch):
+    script = tmp_path / "noise.py"
+    script.write_text("import os\nos.write(1, bytes([255, 10]))\nprint('step 0  loss 1.5')\n")
+    monkeypatch.setattr(launch, "SCRIPTS", tmp_path)
+    assert run("noise.py", ranks=1, warm=True, limit=60).losses == [1.5]
+
+
+def test_inside_a_slurm_allocation_torchrun_is_started_by_srun(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    words = ["torchrun", "--standalone", "--nproc-per-node", "2", "source_code/gpipe.py"]
+    assert launch_words("gpipe.py", ["--verify"], 2) == [*words, "--verify"]
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    srun = ["srun", "--nodes=1", "--ntasks=1"]
+    assert launch_words("gpipe.py", ["--verify"], 2) == [*srun, *words, "--verify"]
+
+
+def test_importing_launch_does_not_import_torch():
+    program = "import sys, pipeline.launch; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "source_code",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("script", TRAINING_SCRIPTS)
+def test_no_flag_is_the_beginning_of_one_of_torchrun_s(monkeypatch, script):
+    # torchrun would take --log for its own --log-dir and refuse the call.
+    from torch.distributed.run import get_args_parser
+
+    class Seen(Exception):
+        pass
+
+    def see(parser, *_):
+        raise Seen(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", see)
+    with pytest.raises(Seen) as seen:
+        __import__(script).parse_arguments()
+    ours = set(seen.value.args[0]._option_string_actions) - {"-h", "--help"}
+    theirs = set(get_args_parser()._option_string_actions)
+    assert "--steps" in ours and "--nproc-per-node" in theirs
+    assert [(a, b) for a in ours for b in theirs if b.startswith(a)] == []

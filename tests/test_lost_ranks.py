@@ -1,0 +1,272 @@
+"""A rank that dies or stops answering ends the job soon, and the message names it.
+
+The limits on waiting are part of what is promised; they are the only times that tests assert.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from pipeline.launch import SCRIPTS, LaunchedRanks, RunFailed, WarmRanks, _follow, launch_words
+from pipeline.watch import Wait, Watch
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG = ["--steps", "1000", "--pace", "10", "20"]  # minutes, if nobody ends it
+TIMEOUT = 3  # seconds, of --timeout
+WITHIN = 15  # seconds, for all that follows
+
+
+class Job:
+    """Four ranks of gpipe.py, one of which gets a signal once the first step is done."""
+
+    def __init__(self, number, rank, torchrun=False):
+        flags = [*LONG, "--timeout", str(TIMEOUT)]
+        if torchrun:
+            self.ranks = LaunchedRanks(launch_words("gpipe.py", flags, 4))
+        else:
+            self.ranks = WarmRanks(SCRIPTS / "gpipe.py", flags, 4)
+        self.number, self.rank = number, rank
+        self.processes = []
+        self.ranks.streams["stdout"] = self.signalled_after_a_step(self.ranks.streams["stdout"])
+
+    def signalled_after_a_step(self, lines):
+        for line in lines:
+            if line.startswith("step 0"):
+                self.processes = self.find_processes()
+                os.kill(self.processes[self.rank].pid, self.number)
+                self.signalled = time.monotonic()
+            yield line
+
+    def find_processes(self):
+        """One process a rank, in order."""
+        if isinstance(self.ranks, WarmRanks):
+            return [psutil.Process(process.pid) for process in self.ranks.ranks]
+        children = psutil.Process(self.ranks.process.pid).children(recursive=True)
+        by_rank = {int(child.environ()["RANK"]): child for child in children}
+        return [by_rank[rank] for rank in range(4)]
+
+    def end(self):
+        """What the job said at its end; seconds from the signal to it. All ranks have ended."""
+        try:
+            with pytest.raises(RunFailed) as failed:
+                _follow(self.ranks, show=False, limit=120)
+            took = time.monotonic() - self.signalled
+        finally:
+            self.ranks.end()
+        _, alive = psutil.wait_procs(self.processes, timeout=5)
+        assert len(self.processes) == 4 and not alive
+        return str(failed.value), took
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_ends_the_job_and_is_named(rank):
+    message, took = Job(signal.SIGKILL, rank).end()
+    assert message.endswith(f"(rank {rank} was ended by SIGKILL)")
+    assert took < WITHIN
+
+
+def test_a_killed_rank_ends_the_job_under_torchrun_and_is_named():
+    message, took = Job(signal.SIGKILL, 2, torchrun=True).end()
+    assert message.endswith("(rank 2 was ended by SIGKILL)")
+    assert "Traceback" not in message
+    assert took < WITHIN
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])  # rank 0 keeps the store through which ranks meet
+def test_a_stopped_rank_ends_the_job_after_the_timeout_and_is_named(rank):
+    message, took = Job(signal.SIGSTOP, rank).end()
+    check_silence(message, rank)
+    assert TIMEOUT - 1 < took < TIMEOUT + WITHIN
+
+
+def test_a_stopped_rank_ends_the_job_under_torchrun_and_is_named():
+    # A stopped process does not heed torchrun's request to end, for which it waits 30 s.
+    message, took = Job(signal.SIGSTOP, 2, torchrun=True).end()
+    check_silence(message, 2)
+    assert TIMEOUT - 1 < took < TIMEOUT + WITHIN
+
+
+def check_silence(message, rank):
+    """Whoever timed out says for what it waited, and blames `rank`; nobody blames another."""
+    silences = [line for line in message.splitlines() if f" waited {TIMEOUT} s for " in line]
+    assert silences, message
+    for line in silences:
+        assert " of micro-batch " in line and " from rank " in line
+        assert line.startswith("rank ") and not line.startswith(f"rank {rank} ")
+        blamed = line.rsplit(": ", 1)[1]
+        assert blamed.startswith(f"rank {rank}") and blamed.endswith("has stopped answering")
+    assert "Traceback" not in message and "TCPStore.cpp" not in message
+
+
+def test_ranks_that_wait_for_one_that_never_starts_say_so():
+    # As rank 0, at a port of its own choice, with the minute for slow starts cut short.
+    program = (
+        "import sys; sys.path.insert(0, 'source_code')\n"
+        "from pipeline import distributed\n"
+        "distributed.LONGEST_START = 1.0\n"
+        "distributed.join_job('cpu', timeout=1.0)\n"
+    )
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    sentence = ended.stderr.splitlines()[-1]
+    assert sentence.startswith("rank 0 waited 1 s for all 2 ranks to start")
+    assert "Traceback" not in ended.stderr
+
+
+# The sentences themselves, without processes.
+
+
+def announce(store, rank, peer, what):
+    Watch(rank, 60, store).announce(Wait(peer, what, 0.0))
+
+
+def test_two_ranks_that_wait_for_each_other_are_called_a_deadlock():
+    store = dist.HashStore()
+    announce(store, 1, 0, "gradient 0")
+    sentence, silent = Watch(0, 60, store).explain_silence(Wait(1, "activation 0", 0.0))
+    assert sentence == (
+        "rank 0 waited 60 s for activation 0 from rank 1, which waits for gradient 0 from rank 0: "
+        "a deadlock, each of these ranks waits for the next"
+    )
+    assert silent is None
+
+
+def test_a_deadlock_of_others_is_found_by_a_rank_that_waits_for_one_of_them():
+    store = dist.HashStore()
+    announce(store, 1, 2, "b")
+    announce(store, 2, 3, "c")
+    announce(store, 3, 1, "d")
+    sentence, silent = Watch(0, 60, store).explain_silence(Wait(1, "a", 0.0))
+    assert sentence.endswith("from rank 1: a deadlock, each of these ranks waits for the next")
+    assert silent is None
+
+
+def test_the_end_of_a_chain_of_waits_is_blamed():
+    store = dist.HashStore()
+    announce(store, 1, 2, "the gradient of micro-batch 3")
+    sentence, silent = Watch(0, 1.5, store).explain_silence(Wait(1, "gradient 2", 0.0))
+    assert sentence == (
+        "rank 0 waited 1.5 s for gradient 2 from rank 1, which waits for the gradient of "
+        "micro-batch 3 from rank 2: rank 2 has stopped answering"
+    )
+    assert silent == 2
+
+
+def test_a_rank_without_news_of_its_peer_blames_the_peer():
+    for store in (dist.HashStore(), None):
+        sentence, silent = Watch(2, 60, store).explain_silence(Wait(1, "activation 0", 0.0))
+        assert sentence == "rank 2 waited 60 s for activation 0 from rank 1: " + (
+            "rank 1 has stopped answering"
+        )
+        assert silent == 1
+
+
+def test_a_store_that_does_not_answer_is_blamed_on_the_rank_that_keeps_it(monkeypatch):
+    class StoreOfAStoppedProcess:
+        def check(self, keys):
+            time.sleep(30)
+
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    watch = Watch(2, 60, StoreOfAStoppedProcess())
+    began = time.monotonic()
+    sentence, silent = watch.explain_silence(Wait(1, "activation 0", 0.0))
+    assert sentence.endswith("rank 0, which keeps the common store, has stopped answering")
+    assert silent == 0
+    assert time.monotonic() - began < WITHIN
+    # torchrun keeps it in its own process: then the peer is all that is known.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert watch.explain_silence(Wait(1, "activation 0", 0.0))[1] == 1
+
+
+def test_a_wait_that_is_over_is_taken_back(monkeypatch):
+    store = dist.HashStore()
+    watch, other = Watch(1, 2.0, store), Watch(0, 60, store)
+    monkeypatch.setattr(watch, "give_up", lambda wait: None)  # it would end this process
+    watch.start()
+    try:
+        with watch.waiting_for(0, "activation 7"):
+            until(lambda: other.announced_by(1) == (0, "activation 7"))
+        until(lambda: other.announced_by(1) is None)
+    finally:
+        watch.stop()
+        watch.join(10)
+
+
+def until(condition):
+    give_up = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def test_a_lost_connection_is_explained_without_the_transport_s_own_source_lines():
+    error = RuntimeError(
+        "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5000. This "
+        "is typically caused by a remote worker crashing."
+    )
+    store = dist.HashStore()
+    assert Watch(1, 60, store).explain_loss(2, "gradient 0", error) == (
+        "rank 1 lost rank 2 while waiting for gradient 0 (Connection closed by peer "
+        "[127.0.0.1]:5000)"
+    )
+    # The rank after it reads what the first one left behind, and looks further.
+    assert Watch(0, 60, store).explain_loss(1, "gradient 0", error) == (
+        "rank 0 lost rank 1 while waiting for gradient 0 (rank 1 itself had been waiting for "
+        "rank 2)"
+    )
+
+
+def test_a_watch_ends_only_processes_with_the_same_parent():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        watch = Watch(0, 60)
+        watch.processes = {1: child.pid, 2: 2**22 + 1}  # a child, not a sibling; and nobody
+        for rank in (1, 2, 3):
+            watch.end_rank(rank)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+def test_a_rank_outlives_no_launcher():
+    program = (
+        "import sys, time; sys.path.insert(0, 'source_code')\n"
+        "from pipeline.watch import Watch\n"
+        "Watch(0, 60).start(); print('watching', flush=True); time.sleep(60)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    rank = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PIPELINE_LAUNCHER": str(launcher.pid)},
+        stdout=subprocess.PIPE,
+    )
+    reaper = threading.Timer(60, rank.kill)
+    reaper.start()
+    try:
+        assert rank.stdout.readline() == b"watching\n"
+        launcher.kill()
+        launcher.wait(10)
+        assert rank.wait(WITHIN) == 1
+    finally:
+        reaper.cancel()
+        rank.kill()
+        launcher.kill()
+        rank.stdout.close()

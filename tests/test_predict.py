@@ -1,0 +1,273 @@
+"""predict.py as it is called: what it prints, what it writes, what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+from xml.etree import ElementTree
+
+import predict
+import pytest
+
+from pipeline.schedule import from_csv, to_csv, validate
+from pipeline.schedules import GENERATORS, gpipe, naive
+from pipeline.simulator import Costs, simulate
+from pipeline.timeline import to_chrome_trace
+
+PREDICT = Path(__file__).parents[1] / "source_code" / "predict.py"
+KEYS = [
+    "makespan",
+    "ideal",
+    "bubble_over_total",
+    "bubble_over_ideal",
+    "span_per_rank",
+    "bubble_by_span",
+    "peak_held_per_rank",
+    "peak_held_until_weight_per_rank",
+    "messages",
+]
+IN_WORDS = """\
+gpipe: 4 ranks, 4 stages, 8 micro-batches
+makespan            33
+ideal               24  (the largest busy time of a rank)
+bubble over total   0.2727  (idle / makespan)
+bubble over ideal   0.3750  (idle / busy)
+peak held per rank  8 8 8 8  (stage x micro-batch activations)
+messages            48
+"""
+
+
+def call(*words):
+    """`python predict.py` with these words, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, PREDICT, *map(str, words)], capture_output=True, text=True, timeout=60
+    )
+
+
+def printed(*words):
+    called = call(*words)
+    assert (called.returncode, called.stderr) == (0, "")
+    return called.stdout
+
+
+# The same without the second of processor time that a new process takes to import torch
+
+
+def call_in_this_process(capsys, *words):
+    with mock.patch.object(sys, "argv", ["predict.py", *map(str, words)]):
+        try:
+            status = predict.main()
+        except SystemExit as left:
+            status = left.code
+    return status, *capsys.readouterr()
+
+
+def printed_in_this_process(capsys, *words):
+    status, out, err = call_in_this_process(capsys, *words)
+    assert (status, err) == (0, "")
+    return out
+
+
+# What it prints
+
+
+def test_gpipe_of_4_ranks_and_8_microbatches_in_words():
+    assert printed("gpipe", "--ranks", 4, "--microbatches", 8) == IN_WORDS
+
+
+def test_the_default_is_4_ranks_8_microbatches_and_a_backward_of_2_forwards():
+    assert json.loads(printed("gpipe", "--json")) == {
+        "makespan": 33,
+        "ideal": 24,
+        "bubble_over_total": pytest.approx(3 / 11, abs=1e-15),
+        "bubble_over_ideal": 0.375,
+        "span_per_rank": [33, 30, 27, 24],
+        "bubble_by_span": pytest.approx(3 / 11, abs=1e-15),
+        "peak_held_per_rank": [8, 8, 8, 8],
+        "peak_held_until_weight_per_rank": [8, 8, 8, 8],
+        "messages": 48,
+    }
+
+
+def test_costs_and_sizes_are_taken_as_given(capsys):
+    words = "naive --ranks 3 --microbatches 2 --forward 2 --backward 3 --transfer 0.5 --json"
+    figures = json.loads(printed_in_this_process(capsys, *words.split()))
+    assert list(figures) == KEYS
+    assert figures["makespan"] == 2 * (3 * 5 + 4 * 0.5)
+    assert figures["ideal"] == 10
+    assert figures["bubble_over_total"] == pytest.approx(24 / 34)
+    assert figures["bubble_over_ideal"] == pytest.approx(2.4)
+    # A rank starts a forward and a transfer later than the one before it, and ends a backward and
+    # a transfer earlier: 2.5 and 3.5.
+    assert figures["span_per_rank"] == [34, 28, 22]
+    assert figures["bubble_by_span"] == pytest.approx(24 / 34)
+    assert figures["peak_held_per_rank"] == [1, 1, 1]
+    assert figures["messages"] == 8
+
+
+def test_a_file_with_a_split_backward_is_predicted_with_its_own_sizes(tmp_path, capsys):
+    # Rank 1 runs 1-2, 2-4, 4-5, 5-7, 7-8, 8-9; rank 0 gets gradients at 4 and 7 and ends at 11.
+    path = tmp_path / "split.csv"
+    path.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n")
+    words = [path, "--backward", 3, "--backward-weight", 1, "--json"]
+    assert json.loads(printed_in_this_process(capsys, *words)) == {
+        "makespan": 11,
+        "ideal": 8,
+        "bubble_over_total": pytest.approx(3 / 11),
+        "bubble_over_ideal": pytest.approx(3 / 8),
+        "span_per_rank": [11, 8],
+        "bubble_by_span": pytest.approx(3 / 11),
+        "peak_held_per_rank": [2, 1],
+        "peak_held_until_weight_per_rank": [2, 2],
+        "messages": 4,
+    }
+
+
+# What it writes
+
+
+def test_csv_on_standard_output_is_the_schedule_and_nothing_else():
+    text = printed("gpipe", "--ranks", 3, "--microbatches", 5, "--csv", "-")
+    assert text == to_csv(gpipe(3, 5))
+    assert validate(from_csv(text)).orders == gpipe(3, 5).orders
+
+
+def test_a_written_schedule_predicts_the_same_under_its_own_name(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    assert printed_in_this_process(capsys, "gpipe", "--csv", path) == IN_WORDS
+    assert path.read_text() == to_csv(gpipe(4, 8))
+    assert printed_in_this_process(capsys, path) == IN_WORDS.replace("gpipe", "mine", 1)
+    assert list(tmp_path.iterdir()) == [path]  # no half-written file is left beside it
+
+
+def test_the_drawing_shows_the_prediction_above_what_was_performed(tmp_path, capsys):
+    performed = tmp_path / "performed.json"
+    performed.write_text(to_chrome_trace(simulate(naive(2, 3), Costs(2, 4))))
+    path = tmp_path / "both.svg"
+    words = ["gpipe", "--ranks", 2, "--microbatches", 3, "--svg", path, "--performed", performed]
+    assert "makespan            12\n" in printed_in_this_process(capsys, *words)
+    root = ElementTree.fromstring(path.read_text())
+    label = root.get("aria-label")
+    assert label.startswith("predicted: gpipe, 2 ranks, 12 ") and "performed: naive, 2" in label
+    rects = root.iter("{http://www.w3.org/2000/svg}rect")
+    stories = [rect for rect in rects if len(rect)]
+    assert len(stories) == 2 * 2 * 2 * 3
+
+
+# What it refuses: one sentence on standard error, nothing on standard output, exit status 2
+
+
+def sentence_of(status, out, err):
+    assert (status, out) == (2, "")
+    assert err.endswith("\n") and err.count("\n") == 1
+    return err.strip()
+
+
+def refusal(capsys, *words):
+    return sentence_of(*call_in_this_process(capsys, *words))
+
+
+def test_a_schedule_that_does_not_exist_is_refused_with_those_that_do():
+    called = call("gpip")
+    assert sentence_of(called.returncode, called.stdout, called.stderr) == (
+        f"'gpip' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV file that can be read"
+    )
+
+
+ILLEGAL = {
+    "no action": (
+        "0F0,0B0\n1F0,1X0\n",
+        "rank 1, step 1: '1X0' is no action; write stage, kind (F, B, I, W or U) and "
+        "micro-batch, as in 0F3",
+    ),
+    "order": (
+        "0F0,0B0\n1B0,1F0\n",
+        "rank 1 runs the backward of micro-batch 0 on stage 1 at step 0, but the forward of "
+        "micro-batch 0 on stage 1 comes at step 1",
+    ),
+    "deadlock": (
+        "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+        "deadlock: rank 0 cannot take step 1 (0B0) before the backward of micro-batch 0 on "
+        "stage 1, which rank 1 has still ahead of it; rank 1 cannot take step 1 (1F1) before "
+        "the forward of micro-batch 1 on stage 0, which rank 0 has still ahead of it",
+    ),
+    "empty row": ("0F0,0B0\n\n1F0,1B0\n", "rank 1 has no actions"),
+    "empty file": ("", "the schedule has no actions"),
+}
+
+
+@pytest.mark.parametrize("what", ILLEGAL)
+def test_an_illegal_file_is_refused_with_its_rank_and_step(tmp_path, capsys, what):
+    text, sentence = ILLEGAL[what]
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    assert refusal(capsys, path) == f"{path}: {sentence}"
+
+
+def test_a_process_of_its_own_refuses_an_illegal_file_without_a_traceback(tmp_path):
+    text, sentence = ILLEGAL["order"]
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    called = call(path)
+    assert sentence_of(called.returncode, called.stdout, called.stderr) == f"{path}: {sentence}"
+
+
+@pytest.mark.parametrize("flag", ["--ranks", "--microbatches"])
+@pytest.mark.parametrize("value", ["0", "-4", "2.5", "four", ""])
+def test_a_number_of_ranks_or_microbatches_that_is_no_positive_whole_number(capsys, flag, value):
+    assert refusal(capsys, "gpipe", f"{flag}={value}") == (
+        f"{flag}: must be a whole number of at least 1, not '{value}'; --help lists the flags"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--forward", "--backward", "--backward-weight"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "long"])
+def test_a_cost_that_is_no_positive_number(capsys, flag, value):
+    assert refusal(capsys, "gpipe", f"{flag}={value}") == (
+        f"{flag}: must be a positive number, not '{value}'; --help lists the flags"
+    )
+
+
+@pytest.mark.parametrize("value", ["-1", "-0.001", "nan", "inf", "long"])
+def test_a_transfer_that_is_negative_or_no_number(capsys, value):
+    assert refusal(capsys, "gpipe", f"--transfer={value}") == (
+        f"--transfer: must be a number of at least 0, not '{value}'; --help lists the flags"
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "0.0", "0.00", "0e0"])
+def test_a_transfer_of_nothing_can_be_written_in_any_way(capsys, value):
+    assert printed_in_this_process(capsys, "gpipe", "--transfer", value) == IN_WORDS
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (
+            "--backward 2 --backward-weight 2",
+            "--backward-weight must be less than --backward, of which it is a part",
+        ),
+        ("--performed x.json", "--performed only adds to a drawing; name one with --svg"),
+        ("--rank 4", "unrecognized arguments: --rank 4; --help lists the flags"),
+    ],
+)
+def test_flags_that_do_not_fit_together_or_do_not_exist(capsys, words, sentence):
+    assert refusal(capsys, "gpipe", *words.split()) == sentence
+
+
+def test_a_file_that_cannot_be_written_ends_in_a_sentence_and_leaves_nothing(tmp_path, capsys):
+    path = tmp_path / "missing" / "drawing.svg"
+    status, _, err = call_in_this_process(capsys, "gpipe", "--svg", path)
+    assert (status, err) == (2, f"--svg {path}: No such file or directory; name another file\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_performed_timeline_that_is_none_is_named(tmp_path, capsys):
+    path = tmp_path / "notes.json"
+    path.write_text('{"a": 1}')
+    words = ["gpipe", "--svg", tmp_path / "drawing.svg", "--performed", path]
+    status, _, err = call_in_this_process(capsys, *words)
+    sentence = f"--performed {path}: it is no timeline of this course; name another file\n"
+    assert (status, err) == (2, sentence)
+    assert list(tmp_path.iterdir()) == [path]

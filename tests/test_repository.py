@@ -1,0 +1,195 @@
+"""What holds for the files of the repository."""
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import architecture
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "source_code" / "pipeline"
+MADE_HERE = {"build", "__pycache__"}
+
+
+def files():
+    """The repository's own files, without what tools and runs leave behind."""
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        hidden = {name for name in folders if name.startswith(".") and name != ".ci"}
+        folders[:] = set(folders) - hidden - MADE_HERE
+        found += [Path(folder) / name for name in names]
+    return sorted(found)
+
+
+FILES = files()
+SCRIPTS = sorted((ROOT / "source_code").glob("*.py"))
+MODULES = [path for path in FILES if path.suffix == ".py" and PACKAGE in path.parents]
+PAGES = [path for path in FILES if path.suffix in (".md", ".ipynb")]
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def text_of(path):
+    """Its text, or None when it has none."""
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        return None
+
+
+# The architecture.
+
+
+def test_imports_run_one_way():
+    assert architecture.cycle_in(architecture.module_imports(PACKAGE)) is None
+
+
+def test_a_ring_of_imports_would_be_found():
+    ring = {"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}
+    assert architecture.cycle_in(ring) == ["b", "c", "b"]
+
+
+def test_no_shared_file_imports_a_script():
+    scripts = {path.stem for path in SCRIPTS}
+    for path in MODULES:
+        top = {name.split(".")[0] for name in architecture.imported_names(path.read_text())}
+        assert not top & scripts, name_of(path)
+
+
+def test_the_picture_in_contributing_is_that_of_the_real_imports():
+    picture = architecture.mermaid(architecture.files_of(architecture.module_imports(PACKAGE)))
+    pictures = re.findall(
+        r"^```mermaid\n.*?^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
+    )
+    assert pictures == [picture], "paste what `python tests/architecture.py` prints"
+
+
+def test_the_picture_leaves_out_arrows_that_others_imply():
+    picture = architecture.mermaid(
+        {"top": {"middle", "ground"}, "middle": {"ground"}, "ground": set()}
+    )
+    assert [line.strip() for line in picture.splitlines() if "-->" in line] == [
+        "middle --> ground",
+        "top --> middle",
+    ]
+
+
+# The code.
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_shared_file_can_be_read_in_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_what_is_public_says_what_it_does_or_is_short(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "the file itself"
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, kinds) and not node.name.startswith("_"):
+            short = node.end_lineno - node.lineno + 1 < 8
+            assert short or ast.get_docstring(node), node.name
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_main_comes_first_in_a_script(path):
+    tree = ast.parse(path.read_text())
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert functions[0] == "main"
+    assert ast.get_docstring(tree)
+
+
+# The pages.
+
+
+def markdown_of(path):
+    """The prose of a page, without code blocks and code in a line."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+        )
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def links_of(markdown):
+    """The targets of links and of pictures, Markdown's and HTML's."""
+    targets = re.findall(r"\]\(\s*<?([^)\s>]+)", markdown)
+    targets += re.findall(r"^ *\[[^\]]+\]: *(\S+)", markdown, re.MULTILINE)
+    return targets + re.findall(r"""(?:src|href)=["']([^"']+)""", markdown)
+
+
+def anchors_of(markdown):
+    """The anchors of the headings, as GitHub and JupyterLab make them, in lower case."""
+    headings = re.findall(r"^#+ +(.+)$", markdown, re.MULTILINE)
+    kept = [re.sub(r"[^\w\- ]", "", heading).strip().lower() for heading in headings]
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_every_link_within_the_repository_leads_somewhere(path):
+    for link in links_of(markdown_of(path)):
+        if re.match(r"[a-z]+:", link):  # of the web, or the picture itself
+            continue
+        file, _, anchor = unquote(link).partition("#")
+        target = (path.parent / file) if file else path
+        assert not file.startswith("/") and target.exists(), link
+        if anchor:
+            assert anchor.lower() in anchors_of(target.read_text()), link
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_every_picture_says_in_words_what_it_shows(path):
+    markdown = markdown_of(path)
+    for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", markdown):
+        assert len(alt.split()) >= 3, target
+    for tag in re.findall(r"<img\b[^>]*>", markdown):
+        assert re.search(r"""alt=["'][^"']+""", tag), tag
+
+
+def test_links_are_seen():
+    page = "[a](b.md#c) ![d e f](g.svg) <img src='h.png' alt='i'>\n\n[j]: k.md\n"
+    assert links_of(page) == ["b.md#c", "g.svg", "k.md", "h.png"]
+    assert anchors_of("## Start your own program\n# 1F1B: `--by-hand`") == {
+        "start-your-own-program",
+        "1f1b---by-hand",
+    }
+
+
+# All files.
+
+FOREIGN = {
+    "a home folder": r"(?<![\w.~-])/(home|root|Users)/\w",
+    "a temporary folder": r"(?<![\w.~-])/(tmp|var/folders)/\w",
+    "a package registry's host": r"pypi[.]org|pythonhosted[.]org|registry[.]npmjs|deb[.]debian|"
+    r"download[.]pytorch[.]org|conda[.]anaconda",
+    "the folder in which it was made": r"(?<![\w.~-])" + re.escape(str(ROOT)) + r"\b",
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_no_file_holds(what):
+    for path in FILES:
+        text = text_of(path)
+        if text is not None:
+            found = re.search(FOREIGN[what], text)
+            assert found is None, f"{name_of(path)} holds {found.group()}"
+
+
+def test_licences_are_there_for_code_and_text():
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+    assert "creativecommons.org/licenses/by/4.0" in (ROOT / "LICENSE-text.md").read_text()
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^license: Apache-2.0$", citation, re.MULTILINE)
+    assert re.search(r"^cff-version: ", citation, re.MULTILINE)

@@ -1,0 +1,409 @@
+"""A schedule is data: what the generators write, the text form, and what is refused and why."""
+
+import itertools
+import random
+
+import pytest
+
+from pipeline.schedule import (
+    Action,
+    Schedule,
+    ScheduleError,
+    from_csv,
+    needs_of,
+    playable_order,
+    read_csv,
+    result_of,
+    to_csv,
+    validate,
+)
+from pipeline.schedules import GENERATORS, gpipe, naive
+
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (4, 8), (5, 2), (8, 16)]
+
+
+def rows(schedule):
+    return to_csv(schedule).splitlines()
+
+
+# Generators
+
+
+def test_naive_of_2_ranks_and_2_microbatches_written_out():
+    assert rows(naive(2, 2)) == ["0F0,0B0,0F1,0B1", "1F0,1B0,1F1,1B1"]
+
+
+def test_gpipe_of_2_ranks_and_3_microbatches_written_out_gpipe_figure_2c():
+    assert rows(gpipe(2, 3)) == ["0F0,0F1,0F2,0B0,0B1,0B2", "1F0,1F1,1F2,1B0,1B1,1B2"]
+
+
+def test_naive_has_one_microbatch_unless_told():
+    assert rows(naive(3)) == ["0F0,0B0", "1F0,1B0", "2F0,2B0"]
+
+
+def test_with_one_microbatch_gpipe_is_naive():
+    for num_ranks in range(1, 9):
+        assert gpipe(num_ranks, 1).orders == naive(num_ranks, 1).orders
+
+
+@pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
+def test_naive_ends_each_microbatch_before_the_next_starts(num_ranks, num_microbatches):
+    for rank, order in enumerate(naive(num_ranks, num_microbatches).orders):
+        assert order == tuple(
+            Action(rank, kind, k) for k in range(num_microbatches) for kind in "FB"
+        )
+
+
+@pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
+def test_gpipe_runs_all_forwards_before_any_backward_gpipe_section_2_3(num_ranks, num_microbatches):
+    for rank, order in enumerate(gpipe(num_ranks, num_microbatches).orders):
+        assert order == tuple(
+            Action(rank, kind, k) for kind in "FB" for k in range(num_microbatches)
+        )
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe"])
+@pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
+def test_a_generated_schedule_has_the_sizes_asked_for(name, num_ranks, num_microbatches):
+    schedule = GENERATORS[name](num_ranks, num_microbatches)
+    assert schedule.name == name
+    assert schedule.num_ranks == schedule.num_stages == num_ranks
+    assert schedule.num_microbatches == num_microbatches
+    assert schedule.stage_to_rank == {stage: stage for stage in range(num_ranks)}
+    assert validate(schedule) is schedule
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe"])
+@pytest.mark.parametrize("sizes", [(0, 8), (4, 0), (-1, 8), (4, -3)])
+def test_a_generator_refuses_less_than_one_rank_or_microbatch(name, sizes):
+    with pytest.raises(ScheduleError) as refused:
+        GENERATORS[name](*sizes)
+    assert str(refused.value) == (
+        f"a schedule needs at least one rank and one micro-batch, not {sizes[0]} and {sizes[1]}"
+    )
+
+
+# Messages
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe"])
+@pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
+def test_a_straight_pipeline_sends_2m_times_p_minus_1_messages(name, num_ranks, num_microbatches):
+    messages = GENERATORS[name](num_ranks, num_microbatches).messages
+    assert len(messages) == len(set(messages)) == 2 * num_microbatches * (num_ranks - 1)
+
+
+def test_activations_go_one_rank_up_and_gradients_one_rank_down():
+    for message in gpipe(4, 3).messages:
+        step = 1 if message.producer.kind == "F" else -1
+        assert message.destination == message.source + step
+        assert message.consumer_stage == message.producer.stage + step
+
+
+def test_messages_of_a_sender_stand_in_the_order_in_which_it_makes_them():
+    schedule = from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0\n")
+    from_rank_0 = [message.producer for message in schedule.messages if message.source == 0]
+    assert from_rank_0 == [Action(0, "F", 1), Action(0, "F", 0)]
+
+
+def test_a_message_says_what_it_is():
+    activation, gradient = gpipe(2, 1).messages
+    assert str(activation) == "the activation of micro-batch 0 from stage 0"
+    assert str(gradient) == "the gradient of micro-batch 0 from stage 1"
+
+
+def test_stages_of_one_rank_and_weight_gradients_need_no_message():
+    one_rank = from_csv("0F0,1F0,1B0,0B0\n")
+    assert one_rank.messages == []
+    split = from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    assert [str(message.producer) for message in split.messages] == ["0F0", "1I0"]
+
+
+# Text form
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe"])
+@pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
+def test_the_text_form_comes_back_as_the_same_schedule(name, num_ranks, num_microbatches):
+    schedule = GENERATORS[name](num_ranks, num_microbatches)
+    assert from_csv(to_csv(schedule), name) == schedule
+
+
+def test_every_kind_of_action_comes_back_from_the_text_form():
+    text = "0F0,2F0,2I0,2W0,2U0,0B0,0U0\n1F0,1B0,1U0\n"
+    schedule = validate(from_csv(text))
+    assert schedule.orders[0][2] == Action(2, "I", 0)
+    assert to_csv(schedule) == text
+
+
+def test_a_file_is_read_validated_and_named_after_itself(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(gpipe(3, 4)))
+    assert read_csv(path) == Schedule("mine", gpipe(3, 4).orders)
+    path.write_text("0B0,0F0\n")
+    with pytest.raises(ScheduleError):
+        read_csv(path)
+
+
+def test_spaces_and_empty_cells_are_ignored():
+    text = "\n 0F0 ,, 0F1,0B0,0B1\n,1F0,1F1 ,1B0,,1B1,\n\n"
+    assert from_csv(text).orders == gpipe(2, 2).orders
+
+
+def test_torch_reads_the_same_cells_in_the_same_sense():
+    from torch.distributed.pipelining.schedules import _Action
+
+    names = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
+    for kind, name in names.items():
+        action = Action(12, kind, 34)
+        theirs = _Action.from_str(str(action))
+        assert (theirs.stage_index, theirs.microbatch_index) == (12, 34)
+        assert theirs.computation_type.name == name
+        assert str(theirs) == str(action)
+
+
+@pytest.mark.parametrize("cell", ["F0", "0F", "0X0", "0f0", "0 F0", "-1F0", "0F-1", "0F0B", "0Z0"])
+def test_a_cell_that_is_no_action_is_named_with_its_rank_and_step(cell):
+    with pytest.raises(ScheduleError) as refused:
+        from_csv(f"0F0,0B0\n1F0,,{cell},1B0\n")
+    assert str(refused.value) == (
+        f"rank 1, step 1: '{cell}' is no action; "
+        "write stage, kind (F, B, I, W or U) and micro-batch, as in 0F3"
+    )
+
+
+# What is refused, each with its whole sentence
+
+ILLEGAL = {
+    "an action of a kind that does not exist": (
+        Schedule("custom", ((Action(0, "F", 0), Action(0, "X", 0)),)),
+        "rank 0, step 1 (0X0): the kind is one of F, B, I, W, U",
+    ),
+    "a stage before the first": (
+        Schedule("custom", ((Action(-1, "F", 0),),)),
+        "rank 0, step 0 (-1F0): stages and micro-batches are counted from 0",
+    ),
+    "a micro-batch before the first": (
+        Schedule("custom", ((Action(0, "F", 0), Action(0, "F", -1)),)),
+        "rank 0, step 1 (0F-1): stages and micro-batches are counted from 0",
+    ),
+    "a stage on two ranks": (
+        "0F0,0B0\n1F0,0B0,1B0",
+        "rank 1, step 1 (0B0): stage 0 already belongs to rank 0",
+    ),
+    "a stage on no rank": (
+        "0F0,0B0\n2F0,2B0",
+        "stage 1 belongs to no rank",
+    ),
+    "an action taken twice": (
+        "0F0,0F1,0F0,0B0,0B1",
+        "rank 0 runs the forward of micro-batch 0 on stage 0 twice, at steps 0 and 2",
+    ),
+    "a forward that is missing": (
+        "0F0,0F1,0B0,0B1\n1F0,1B0,1B1",
+        "rank 1 never runs the forward of micro-batch 1 on stage 1",
+    ),
+    "a backward that is missing": (
+        "0F0,0F1,0B0,0B1\n1F0,1F1,1B1",
+        "rank 1 never runs the backward of micro-batch 0 on stage 1",
+    ),
+    "a backward of which only the weights' part is there": (
+        "0F0,0W0",
+        "rank 0 never runs the backward of micro-batch 0 on stage 0",
+    ),
+    "a backward of which the weights' part is missing": (
+        "0F0,0I0",
+        "rank 0 never runs the backward for the weights of micro-batch 0 on stage 0",
+    ),
+    "a full backward and its input part": (
+        "0F0,0B0,0I0,0W0",
+        "rank 0 runs the backward of micro-batch 0 on stage 0 in full at step 1 and a part of it "
+        "again at step 2 (0I0)",
+    ),
+    "a full backward and its weights' part": (
+        "0F0,0W0,0B0",
+        "rank 0 runs the backward of micro-batch 0 on stage 0 in full at step 2 and a part of it "
+        "again at step 1 (0W0)",
+    ),
+    "a backward before its forward": (
+        "0F0,0F1,0B0,0B1\n1F0,1B1,1B0,1F1",
+        "rank 1 runs the backward of micro-batch 1 on stage 1 at step 1, but the forward of "
+        "micro-batch 1 on stage 1 comes at step 3",
+    ),
+    "an input part before its forward": (
+        "0I0,0F0,0W0",
+        "rank 0 runs the backward for the input of micro-batch 0 on stage 0 at step 0, but the "
+        "forward of micro-batch 0 on stage 0 comes at step 1",
+    ),
+    "a weights' part before its input part": (
+        "0F0,0W0,0I0",
+        "rank 0 runs the backward for the weights of micro-batch 0 on stage 0 at step 1, but the "
+        "backward for the input of micro-batch 0 on stage 0 comes at step 2",
+    ),
+    "an update before its backward": (
+        "0F0,0U0,0B0",
+        "rank 0 runs the update of micro-batch 0 on stage 0 at step 1, but the backward of "
+        "micro-batch 0 on stage 0 comes at step 2",
+    ),
+    "an update before the weights' part of its backward": (
+        "0F0,0I0,0U0,0W0",
+        "rank 0 runs the update of micro-batch 0 on stage 0 at step 2, but the backward for the "
+        "weights of micro-batch 0 on stage 0 comes at step 3",
+    ),
+    "no rank": (Schedule("custom", ()), "the schedule has no actions"),
+    "no action on any rank": (Schedule("custom", ((), ())), "the schedule has no actions"),
+    "no action on one rank": ("0F0,0B0\n\n1F0,1B0", "rank 1 has no actions"),
+    "no action on the last rank": ("0F0,0B0\n,,", "rank 1 has no actions"),
+}
+
+
+@pytest.mark.parametrize("what", ILLEGAL)
+def test_an_illegal_schedule_gets_a_sentence_that_says_what_is_wrong(what):
+    schedule, sentence = ILLEGAL[what]
+    if isinstance(schedule, str):
+        schedule = from_csv(schedule)
+    with pytest.raises(ScheduleError) as refused:
+        validate(schedule)
+    assert str(refused.value) == sentence
+
+
+# Deadlock
+
+DEADLOCKS = {
+    "two ranks in opposite orders": (
+        "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
+        "deadlock: rank 0 cannot take step 1 (0B0) before the backward of micro-batch 0 on stage "
+        "1, which rank 1 has still ahead of it; rank 1 cannot take step 1 (1F1) before the forward "
+        "of micro-batch 1 on stage 0, which rank 0 has still ahead of it",
+    ),
+    "ranks 1 and 2 block each other, rank 0 and rank 3 only wait": (
+        "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n3F0,3F1,3B0,3B1",
+        "deadlock: rank 1 cannot take step 1 (1B0) before the backward of micro-batch 0 on stage "
+        "2, which rank 2 has still ahead of it; rank 2 cannot take step 1 (2F1) before the forward "
+        "of micro-batch 1 on stage 1, which rank 1 has still ahead of it",
+    ),
+    "a rank that waits for itself": (
+        "1F0,0F0,1B0,0B0",
+        "deadlock: rank 0 cannot take step 0 (1F0) before the forward of micro-batch 0 on stage "
+        "0, which rank 0 has still ahead of it",
+    ),
+    "three ranks in a ring": (
+        "0F0,3F1,0F1,3F0,3B1,3B0,0B1,0B0\n1F1,1F0,1B1,1B0\n2F1,2F0,2B1,2B0",
+        "deadlock: rank 0 cannot take step 1 (3F1) before the forward of micro-batch 1 on stage "
+        "2, which rank 2 has still ahead of it; rank 2 cannot take step 0 (2F1) before the forward "
+        "of micro-batch 1 on stage 1, which rank 1 has still ahead of it; rank 1 cannot take step "
+        "0 (1F1) before the forward of micro-batch 1 on stage 0, which rank 0 has still ahead of "
+        "it",
+    ),
+    "a split backward whose input part comes too late": (
+        "0F0,0I0,0F1,0I1,0W0,0W1\n1F0,1F1,1I0,1W0,1I1,1W1",
+        "deadlock: rank 0 cannot take step 1 (0I0) before the backward of micro-batch 0 on stage "
+        "1, which rank 1 has still ahead of it; rank 1 cannot take step 1 (1F1) before the forward "
+        "of micro-batch 1 on stage 0, which rank 0 has still ahead of it",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DEADLOCKS)
+def test_a_deadlock_sentence_names_the_ranks_of_the_cycle_and_no_other(what):
+    text, sentence = DEADLOCKS[what]
+    with pytest.raises(ScheduleError) as refused:
+        validate(from_csv(text))
+    assert str(refused.value) == sentence
+
+
+# Validity is playability
+
+
+def plays_to_the_end(schedule):
+    """Whether ranks that only wait for what they need come to the end: tried round by round.
+
+    Works out what an action needs by itself, and asks for no other rule.
+    """
+    kinds_of_input_gradient = ("B", "I")
+    last_stage = schedule.num_stages - 1
+    done, step, moved = set(), [0] * schedule.num_ranks, True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.orders):
+            if step[rank] == len(order):
+                continue
+            stage, kind, k = action = order[step[rank]]
+            if kind == "F":
+                can_start = stage == 0 or (stage - 1, "F", k) in done
+            elif kind == "W":
+                can_start = (stage, "I", k) in done
+            else:
+                can_start = (stage, "F", k) in done and (
+                    stage == last_stage
+                    or any((stage + 1, kind, k) in done for kind in kinds_of_input_gradient)
+                )
+            if can_start:
+                done.add(tuple(action))
+                step[rank] += 1
+                moved = True
+    return all(step[rank] == len(order) for rank, order in enumerate(schedule.orders))
+
+
+def is_valid(schedule):
+    try:
+        validate(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def every_order(*actions_of_each_rank):
+    """Every schedule in which the ranks take these actions, in whatever order."""
+    each = [itertools.permutations(from_csv(row).orders[0]) for row in actions_of_each_rank]
+    return [Schedule("custom", orders) for orders in itertools.product(*each)]
+
+
+@pytest.mark.parametrize(
+    "actions, num_playable",
+    [
+        (["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1"], 26),
+        (["0F0,0I0,0W0", "1F0,1I0,1W0"], 1),
+        (["0F0,0B0,2F0,2B0", "1F0,1B0"], 1),
+        (["0F0,1F0,0F1,1F1,0B0,1B0,1B1,0B1"], 70),
+    ],
+)
+def test_of_all_orders_exactly_those_that_can_be_played_are_valid(actions, num_playable):
+    schedules = every_order(*actions)
+    playable = [schedule for schedule in schedules if plays_to_the_end(schedule)]
+    assert [schedule for schedule in schedules if is_valid(schedule)] == playable
+    assert len(playable) == num_playable
+
+
+def test_of_3000_shuffled_schedules_exactly_those_that_can_be_played_are_valid():
+    generator = random.Random(0)
+    num_valid = 0
+    for _ in range(3000):
+        num_ranks, num_microbatches = generator.randint(2, 4), generator.randint(1, 3)
+        orders = [list(order) for order in gpipe(num_ranks, num_microbatches).orders]
+        for order in orders:
+            for _ in range(generator.randint(0, 2)):
+                i, j = generator.randrange(len(order)), generator.randrange(len(order))
+                order[i], order[j] = order[j], order[i]
+        schedule = Schedule("custom", tuple(map(tuple, orders)))
+        valid = is_valid(schedule)
+        assert valid == plays_to_the_end(schedule), to_csv(schedule)
+        num_valid += valid
+    assert 300 < num_valid < 2700  # both answers were given often
+
+
+@pytest.mark.parametrize("name", ["naive", "gpipe"])
+@pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
+def test_the_playable_order_has_every_action_once_after_all_it_needs(
+    name, num_ranks, num_microbatches
+):
+    schedule = GENERATORS[name](num_ranks, num_microbatches)
+    done = set()
+    next_step = [0] * num_ranks
+    for rank, step in playable_order(schedule):
+        action = schedule.orders[rank][step]
+        assert step == next_step[rank]
+        assert done.issuperset(needs_of(action, schedule.num_stages))
+        done.add(result_of(action))
+        next_step[rank] += 1
+    assert next_step == [len(order) for order in schedule.orders]

@@ -1,0 +1,306 @@
+"""A timeline measured, written, read and drawn."""
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from pipeline.figures import MOST_NUMBERS, draw_timelines, table
+from pipeline.schedule import from_csv
+from pipeline.schedules import gpipe, naive
+from pipeline.simulator import Costs, simulate
+from pipeline.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline_of(*rows, name="mine"):
+    """A timeline from a row a rank, such as "0F0 2-3, 0B0 5-9"."""
+    events = []
+    for rank, row in enumerate(rows):
+        for cell in row.split(", "):
+            action, times = cell.split()
+            start, end = map(float, times.split("-"))
+            events.append(Event(rank, from_csv(action).orders[0][0], start, end))
+    return Timeline(name, tuple(events))
+
+
+LATE_AND_UNEVEN = timeline_of("0F0 2-3, 0B0 9-11", "1F0 4-6, 1B0 6-9")
+
+
+# Measured
+
+
+def test_the_makespan_is_from_the_first_start_to_the_last_end_over_all_ranks():
+    assert LATE_AND_UNEVEN.start == 2
+    assert LATE_AND_UNEVEN.makespan == 9
+
+
+def test_busy_and_idle_of_a_rank_add_up_to_the_makespan():
+    assert LATE_AND_UNEVEN.busy_per_rank == [3, 5]
+    assert LATE_AND_UNEVEN.idle_per_rank == [6, 4]
+
+
+def test_the_span_of_a_rank_is_its_last_end_minus_its_first_start_zero_bubble_section_2_3():
+    assert LATE_AND_UNEVEN.span_per_rank == [9, 5]
+    assert LATE_AND_UNEVEN.bubble_by_span == 1 - 5 / 9
+
+
+def test_spans_of_gpipe_shrink_by_a_forward_and_a_backward_a_rank():
+    timeline = simulate(gpipe(4, 8), Costs(forward=3, backward=5))
+    assert timeline.span_per_rank == [88, 80, 72, 64]
+
+
+def test_both_bubbles_are_measured_from_the_busiest_rank():
+    assert LATE_AND_UNEVEN.ideal == 5
+    assert LATE_AND_UNEVEN.bubble_over_total == pytest.approx(4 / 9)
+    assert LATE_AND_UNEVEN.bubble_over_ideal == pytest.approx(4 / 5)
+
+
+def test_the_idle_fraction_is_the_mean_over_the_ranks_and_not_the_bubble_of_uneven_ranks():
+    assert LATE_AND_UNEVEN.idle_fraction == pytest.approx((6 + 4) / 18)
+    assert LATE_AND_UNEVEN.idle_fraction > LATE_AND_UNEVEN.bubble_over_total
+
+
+@pytest.mark.parametrize("make", [naive, gpipe])
+@pytest.mark.parametrize("p, m", [(1, 1), (2, 3), (4, 8), (8, 16)])
+@pytest.mark.parametrize("transfer", [0, 1.5])
+def test_bubble_over_total_is_bubble_over_ideal_over_one_plus_it(make, p, m, transfer):
+    timeline = simulate(make(p, m), Costs(1, 2, transfer=transfer))
+    over_ideal = timeline.bubble_over_ideal
+    assert timeline.bubble_over_total == pytest.approx(over_ideal / (1 + over_ideal), abs=1e-15)
+
+
+def test_one_rank_without_a_pause_has_no_bubble():
+    timeline = simulate(gpipe(1, 5), Costs(1, 2))
+    assert timeline.bubble_over_total == timeline.bubble_over_ideal == timeline.bubble_by_span == 0
+
+
+def test_events_of_a_rank_come_in_the_order_of_time_however_they_are_listed():
+    shuffled = Timeline("mine", LATE_AND_UNEVEN.events[::-1])
+    assert shuffled.by_rank == LATE_AND_UNEVEN.by_rank
+    assert [str(event.action) for event in shuffled.by_rank[1]] == ["1F0", "1B0"]
+
+
+def test_an_activation_is_held_from_the_start_of_its_forward_to_the_end_of_its_backward():
+    timeline = timeline_of("0F0 0-1, 0F1 1-2, 0B0 2-4, 0F2 4-5, 0B1 5-7, 0B2 7-9")
+    assert timeline.peak_held_per_rank == [2]
+
+
+def test_a_backward_that_ends_when_a_forward_starts_has_let_go_first():
+    assert timeline_of("0F0 0-1, 0B0 1-2, 0F1 2-3, 0B1 3-4").peak_held_per_rank == [1]
+
+
+def test_a_split_backward_lets_go_after_its_input_part_or_after_its_weights_part():
+    timeline = timeline_of("0F0 0-1, 0I0 1-2, 0F1 2-3, 0I1 3-4, 0W0 4-5, 0W1 5-6")
+    assert timeline.peak_held_per_rank == [1]
+    assert timeline.peak_held_until_weight_per_rank == [2]
+
+
+def test_two_stages_of_a_rank_hold_one_activation_each():
+    timeline = timeline_of("0F0 0-1, 1F0 1-2, 1B0 2-4, 0B0 4-6")
+    assert timeline.peak_held_per_rank == [2]
+
+
+# Written and read
+
+
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        LATE_AND_UNEVEN,
+        simulate(gpipe(4, 8), Costs(0.1, 0.3, transfer=0.07)),
+        simulate(from_csv("0F0,0B0\n1F0,1I0,1W0", name="split"), Costs(1, 2)),
+    ],
+    ids=["late", "gpipe", "split"],
+)
+def test_a_timeline_comes_back_from_the_chrome_trace_format_counted_from_its_start(timeline):
+    returned = from_chrome_trace(to_chrome_trace(timeline))
+    assert returned.name == timeline.name
+    assert len(returned.events) == len(timeline.events)
+    for ours, theirs in zip(returned.events, timeline.events):
+        assert (ours.rank, ours.action) == (theirs.rank, theirs.action)
+        assert ours.start == pytest.approx(theirs.start - timeline.start, abs=1e-9)
+        assert ours.end == pytest.approx(theirs.end - timeline.start, abs=1e-9)
+
+
+def test_the_chrome_trace_has_a_named_row_a_rank_and_times_in_microseconds():
+    rows = json.loads(to_chrome_trace(LATE_AND_UNEVEN))["traceEvents"]
+    names = {row["pid"]: row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert names == {0: "rank 0", 1: "rank 1"}
+    drawn = [
+        (row["pid"], row["name"], row["cat"], row["ts"], row["dur"])
+        for row in rows
+        if row["ph"] == "X"
+    ]
+    assert drawn == [
+        (0, "0F0", "forward", 0, 1000),
+        (0, "0B0", "backward", 7000, 2000),
+        (1, "1F0", "forward", 2000, 2000),
+        (1, "1B0", "backward", 4000, 3000),
+    ]
+
+
+# Drawn
+
+
+def blocks_of(root):
+    """The blocks of a drawing: (story, left, top, width, fill) of each."""
+    return [
+        (
+            rect.find(f"{SVG}title").text,
+            float(rect.get("x")),
+            float(rect.get("y")),
+            float(rect.get("width")),
+            rect.get("fill"),
+        )
+        for rect in root.iter(f"{SVG}rect")
+        if rect.find(f"{SVG}title") is not None
+    ]
+
+
+def numbers_of(root):
+    """The numbers on the blocks, which let the pointer through to the block's story."""
+    return [text.text for text in root.iter(f"{SVG}text") if text.get("pointer-events") == "none"]
+
+
+def test_every_event_is_a_block_that_tells_its_story():
+    picture = draw_timelines({"predicted": LATE_AND_UNEVEN})
+    stories = [story for story, *_ in blocks_of(ElementTree.fromstring(picture.svg))]
+    assert stories == [
+        "the forward of micro-batch 0 on stage 0, rank 0, 2 to 3",
+        "the backward of micro-batch 0 on stage 0, rank 0, 9 to 11",
+        "the forward of micro-batch 0 on stage 1, rank 1, 4 to 6",
+        "the backward of micro-batch 0 on stage 1, rank 1, 6 to 9",
+    ]
+
+
+@pytest.mark.parametrize("make, p, m", [(naive, 1, 1), (gpipe, 4, 8), (gpipe, 8, 32)])
+def test_there_are_as_many_blocks_as_events(make, p, m):
+    timeline = simulate(make(p, m), Costs(1, 2, transfer=0.5))
+    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+    assert len(blocks_of(root)) == len(timeline.events) == 2 * p * m
+
+
+def test_two_timelines_share_one_scale_and_start_at_the_same_left_edge():
+    short = timeline_of("0F0 5-6, 0B0 6-8", name="short")
+    long = timeline_of("0F0 0-2, 0B0 2-6", name="long")
+    picture = draw_timelines({"predicted": short, "performed": long})
+    short_f, short_b, long_f, long_b = blocks_of(ElementTree.fromstring(picture.svg))
+    assert short_f[1] == long_f[1]
+    assert long_f[3] == pytest.approx(2 * short_f[3], abs=0.02)
+    assert long_b[3] == pytest.approx(2 * short_b[3], abs=0.02)
+    assert short_f[2] < long_f[2]  # the first of the dictionary lies above
+
+
+def test_rank_0_is_on_top_and_time_runs_to_the_right():
+    timeline = simulate(gpipe(4, 2), Costs(1, 2))
+    blocks = blocks_of(ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg))
+    for event, (_, left, top, *_) in zip(timeline.events, blocks):
+        for other, (_, other_left, other_top, *_) in zip(timeline.events, blocks):
+            assert (event.rank < other.rank) == (top < other_top)
+            assert (event.start < other.start) == (left < other_left)
+
+
+def test_the_picture_says_in_words_what_it_shows():
+    timelines = {"predicted": simulate(gpipe(4, 8), Costs(1, 2)), "performed": LATE_AND_UNEVEN}
+    picture = draw_timelines(timelines)
+    alt = "predicted: gpipe, 4 ranks, 33 ms, 27.3% idle; performed: mine, 2 ranks, 9 ms, 55.6% idle"
+    root = ElementTree.fromstring(picture.svg)
+    assert picture.alt == alt
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == alt
+    assert root.find(f"{SVG}title").text == alt
+    assert picture._repr_mimebundle_() == {"image/svg+xml": picture.svg, "text/plain": alt}
+
+
+def test_a_caption_takes_the_place_of_the_words_and_may_hold_any_sign():
+    caption = 'idle < 30% & "busy" > 70%'
+    picture = draw_timelines({"a & b": LATE_AND_UNEVEN}, caption=caption)
+    root = ElementTree.fromstring(picture.svg)
+    assert picture.alt == root.get("aria-label") == caption
+    assert any((text.text or "").startswith("a & b: mine") for text in root.iter(f"{SVG}text"))
+
+
+def test_a_picture_is_saved_as_it_is(tmp_path):
+    picture = draw_timelines({"predicted": LATE_AND_UNEVEN})
+    picture.save(tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").read_text() == picture.svg
+
+
+def test_blocks_carry_the_number_of_their_microbatch():
+    timeline = simulate(gpipe(2, 3), Costs(1, 2))
+    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+    assert numbers_of(root) == [str(event.action.microbatch) for event in timeline.events]
+
+
+def test_a_drawing_of_more_than_400_blocks_drops_the_numbers():
+    def numbers(num_microbatches):
+        first, *others = simulate(naive(2, num_microbatches), Costs(1, 2)).events
+        # As wide as the whole drawing: room for a number is not what it lacks.
+        wide = Event(first.rank, first.action, first.start, others[-1].end)
+        timeline = Timeline("mine", (wide, *others))
+        root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+        return len(blocks_of(root)), numbers_of(root)
+
+    assert MOST_NUMBERS == 400
+    assert numbers(100) == (400, ["0"])
+    assert numbers(101) == (404, [])
+
+
+def test_kinds_differ_in_more_than_their_colour():
+    # Light and dark text, a dot, a hatch: one mark each, so that no colour carries meaning alone.
+    timeline = timeline_of("0F0 0-9, 0B0 9-18, 1F0 18-27, 1I0 27-36, 1W0 36-45")
+    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+    marks = {
+        story.split(" of ")[0]: (fill, text.text, text.get("fill"))
+        for (story, *_, fill), text in zip(
+            blocks_of(root),
+            [text for text in root.iter(f"{SVG}text") if text.get("pointer-events") == "none"],
+        )
+    }
+    assert marks["the forward"][1:] == ("0", "#000000")
+    assert marks["the backward"][1:] == ("0", "#ffffff")
+    assert marks["the backward for the input"][1:] == ("0·", "#000000")
+    assert marks["the backward for the weights"][1:] == ("0", "#000000")
+    hatched = [
+        rect.get("x") for rect in root.iter(f"{SVG}rect") if rect.get("fill") == "url(#hatch)"
+    ]
+    weights = [left for story, left, *_ in blocks_of(root) if "for the weights" in story]
+    assert float(hatched[0]) == weights[0]
+    assert len({fill for fill, *_ in marks.values()}) == 4
+
+
+@pytest.mark.parametrize("p, m", [(2, 3), (4, 8)])
+def test_every_message_is_a_line(p, m):
+    timeline = simulate(gpipe(p, m), Costs(1, 2))
+    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+    lines = [line for line in root.iter(f"{SVG}line") if line.get("pointer-events") == "none"]
+    assert len(lines) == 2 * m * (p - 1)
+
+
+@pytest.mark.parametrize(
+    "timeline",
+    [LATE_AND_UNEVEN, simulate(gpipe(4, 8), Costs(1, 2, transfer=0.25))],
+    ids=["late", "gpipe"],
+)
+def test_the_table_has_the_content_of_the_picture(timeline):
+    lines = table(timeline).splitlines()
+    assert [line.split(": ")[0] for line in lines] == [
+        f"rank {rank}" for rank in range(timeline.num_ranks)
+    ]
+    in_table = set()
+    for rank, line in enumerate(lines):
+        for action, start, end in re.findall(r"(\w+) ([\d.]+)-([\d.]+)", line):
+            in_table.add((rank, action, float(start), float(end)))
+    assert in_table == {
+        (event.rank, str(event.action), event.start - timeline.start, event.end - timeline.start)
+        for event in timeline.events
+    }
+
+
+def test_the_table_lists_a_rank_in_the_order_of_time():
+    assert table(Timeline("mine", LATE_AND_UNEVEN.events[::-1])) == (
+        "rank 0: 0F0 0-1, 0B0 7-9\nrank 1: 1F0 2-4, 1B0 4-7"
+    )
