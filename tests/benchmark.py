@@ -32,7 +32,7 @@ OURS, TORCHS, NAIVE = "gpipe.py", "../tests/benchmark_torch.py", "naive_model_pa
 # Small enough for the computing to hide in the pace, also with eight ranks on two cores.
 TINY = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 PACED = f"{TINY} --pace 10 20 --steps 9"
-# Large enough for messages and Python not to count: 7 million weights, 0.9 s a step on one core.
+# Large enough for messages and Python not to count: 6 million weights, 0.9 s a step on one core.
 LARGE = (
     "--layers 8 --dim 256 --heads 8 --kv-heads 4 --seq-len 128 --batch-size 16 --dtype float32 "
     "--learning-rate 0.05 --steps 6"

@@ -71,7 +71,7 @@ def choose_device(wanted, local_rank, local_ranks):
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
-    return device, "nccl" if local_ranks <= gpus else "gloo"
+    return device, "nccl" if local_ranks <= gpus and dist.is_nccl_available() else "gloo"
 
 
 def join_job(device="auto", timeout=60.0, pairs=None):

@@ -107,7 +107,8 @@ def _draw_one(timeline, top, scale, unit):
             f'fill="{TEXT}" fill-opacity="0.13"/>'
         )
     chunk = {stage: i for stages in _stages_by_rank(timeline) for i, stage in enumerate(stages)}
-    for event in timeline.events:
+    # Updates last: they are narrow, and the next action would cover them.
+    for event in sorted(timeline.events, key=lambda event: event.action.kind == "U"):
         parts += _draw_block(event, x, y(event.rank), chunk[event.action.stage], numbers)
     parts += _draw_messages(timeline, x, y)
     parts += _draw_axis(timeline, y(timeline.num_ranks) - ROW_GAP + 2, x, unit)
@@ -236,21 +237,26 @@ def _wrap(parts, height, alt):
     )
 
 
-def new_plot(x_label, y_label, width=8.0, height=3.4):
-    """A matplotlib figure and its axes in the course's style: clear ground, grey text."""
+def new_plot(x_label, y_label, titles=("",), width=8.0, height=3.4):
+    """A matplotlib figure in the course's style, clear ground and grey text, and its axes.
+
+    With several `titles` there is a panel for each, on one y axis, and the axes are a list.
+    """
     from matplotlib.figure import Figure  # only notebooks with a curve pay for the import
 
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.patch.set_alpha(0)
-    axes = figure.add_subplot()
-    axes.patch.set_alpha(0)
-    axes.set_xlabel(x_label, color=TEXT)
-    axes.set_ylabel(y_label, color=TEXT)
-    axes.tick_params(colors=TEXT)
-    axes.grid(color=TEXT, alpha=0.25)
-    for spine in axes.spines.values():
-        spine.set_color(TEXT)
-    return figure, axes
+    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for axes, title in zip(panels, titles):
+        axes.patch.set_alpha(0)
+        axes.set_title(title, color=TEXT, fontsize=11)
+        axes.set_xlabel(x_label, color=TEXT)
+        axes.tick_params(colors=TEXT)
+        axes.grid(color=TEXT, alpha=0.25)
+        for spine in axes.spines.values():
+            spine.set_color(TEXT)
+    panels[0].set_ylabel(y_label, color=TEXT)
+    return figure, panels[0] if len(titles) == 1 else list(panels)
 
 
 def picture_of(figure, alt):

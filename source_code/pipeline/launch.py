@@ -200,7 +200,6 @@ class LaunchedRanks:
     def __init__(self, words):
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", "1")
-        environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")
         environment["PYTHONUNBUFFERED"] = "1"
         if words[0] != "srun":  # whose ranks run on other machines
             environment[LAUNCHER_VARIABLE] = str(os.getpid())

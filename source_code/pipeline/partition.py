@@ -225,6 +225,7 @@ def profile_model(config, batch_size, dtype=torch.float64, device="cpu", repeats
 
 
 def measure_layer(config, index, batch_size, dtype, device, repeats):
+    """Median times of one decoder layer of the course's model, with the bytes it makes and has."""
     part = build_part(config, index, index + 1, dtype=dtype, device=device)
     tokens = torch.randint(VOCABULARY, (batch_size, config.seq_len), device=device)
     activation = torch.randn(batch_size, config.seq_len, config.dim, dtype=dtype, device=device)

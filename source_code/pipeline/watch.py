@@ -86,7 +86,7 @@ class Watch(threading.Thread):
     def _launcher_lives(self):
         if os.getppid() != self.parent:
             return False
-        if not self.launcher:
+        if not self.launcher or sys.platform == "win32":  # where signal 0 is Ctrl-C
             return True
         try:
             os.kill(self.launcher, 0)
