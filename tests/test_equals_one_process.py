@@ -14,6 +14,7 @@ from unittest import mock
 
 import gpipe
 import naive_model_parallelism
+import one_f_one_b
 import pytest
 import torch
 from ranks import run_on_ranks
@@ -55,8 +56,8 @@ def train(rank, script, flags, by_hand=True, worker_class=Worker):
     def run_step(inputs, targets):
         if not by_hand:
             return worker.run_step(inputs, targets)
-        if lesson is gpipe:
-            return gpipe.run_step_by_hand(job, stage, inputs, targets, shape, torch.float64)
+        if lesson is not naive_model_parallelism:
+            return lesson.run_step_by_hand(job, stage, inputs, targets, shape, torch.float64)
         return naive_model_parallelism.run_step(arguments, job, stage, inputs, targets)
 
     optimizer = build_optimizer(
@@ -72,12 +73,17 @@ def train(rank, script, flags, by_hand=True, worker_class=Worker):
             gradients = gradients_of(stage.part)
         optimizer.step()
     leave_job(job)
-    return {"losses": losses, "gradients": gradients, "orders": orders}
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "orders": orders,
+        "held": recorder.meter.peak,
+    }
 
 
 def schedule_of(script, num_ranks, num_microbatches):
-    make = schedules.gpipe if script == "gpipe" else schedules.naive
-    return make(num_ranks, num_microbatches)
+    makers = {"gpipe": schedules.gpipe, "one_f_one_b": schedules.one_f_one_b}
+    return makers.get(script, schedules.naive)(num_ranks, num_microbatches)
 
 
 def gradients_of(part):
@@ -156,6 +162,15 @@ GPIPE_BY_HAND = [
 NAIVE_BY_HAND = [(1, None, 2), (2, None, 16), (3, None, 3), (4, "1,4,2,1", 8), (8, None, 1)]
 NAIVE_BY_WORKER = [(4, "1,4,2,1", 3)]
 
+ONE_F_ONE_B_BY_WORKER = [
+    (1, None, 3),
+    (2, "7,1", 8),
+    (3, None, 2),
+    (4, "1,4,2,1", 16),
+    (8, None, 8),
+]
+ONE_F_ONE_B_BY_HAND = [(2, None, 1), (4, None, 8), (4, "1,4,2,1", 3), (8, None, 16)]
+
 by_cut_and_microbatches = functools.partial(
     pytest.mark.parametrize, "num_ranks, cut, num_microbatches"
 )
@@ -171,6 +186,27 @@ def test_gpipe_by_the_worker_equals_one_process_to_1e_12(num_ranks, cut, num_mic
 def test_gpipe_by_hand_equals_one_process_to_1e_12(num_ranks, cut, num_microbatches):
     ranks = trained(num_ranks, "gpipe", flags_of(SGD, cut, num_microbatches), by_hand=True)
     assert differences(ranks, one_process(SGD)) == set()
+
+
+@by_cut_and_microbatches(ONE_F_ONE_B_BY_WORKER)
+def test_1f1b_by_the_worker_equals_one_process_to_1e_12(num_ranks, cut, num_microbatches):
+    ranks = trained(num_ranks, "one_f_one_b", flags_of(SGD, cut, num_microbatches), by_hand=False)
+    assert differences(ranks, one_process(SGD)) == set()
+
+
+@by_cut_and_microbatches(ONE_F_ONE_B_BY_HAND)
+def test_1f1b_by_hand_equals_one_process_to_1e_12(num_ranks, cut, num_microbatches):
+    ranks = trained(num_ranks, "one_f_one_b", flags_of(SGD, cut, num_microbatches), by_hand=True)
+    assert differences(ranks, one_process(SGD)) == set()
+
+
+def test_1f1b_holds_the_bytes_of_min_m_p_minus_rank_microbatches_and_gpipe_of_m():
+    all_of_them = trained(4, "gpipe", flags_of(SGD, None, 8), by_hand=False)
+    few = trained(4, "one_f_one_b", flags_of(SGD, None, 8), by_hand=False)
+    for rank in range(4):
+        each, rest = divmod(all_of_them[rank]["held"], 8)
+        assert rest == 0 and each > 0
+        assert few[rank]["held"] == min(8, 4 - rank) * each
 
 
 @by_cut_and_microbatches(NAIVE_BY_HAND)
@@ -272,10 +308,11 @@ def test_sgd_takes_to_the_last_bit_the_steps_of_torch_optim_sgd():
     [
         ("gpipe", True, GPIPE_BY_HAND),
         ("gpipe", False, GPIPE_BY_WORKER),
+        ("one_f_one_b", True, ONE_F_ONE_B_BY_HAND),
+        ("one_f_one_b", False, ONE_F_ONE_B_BY_WORKER),
         (NAIVE, True, NAIVE_BY_HAND),
         (NAIVE, False, NAIVE_BY_WORKER),
     ],
-    ids=["gpipe by hand", "gpipe by the worker", "naive by hand", "naive by the worker"],
 )
 def test_the_loop_takes_exactly_the_actions_of_the_schedule_in_their_order(script, by_hand, cases):
     for num_ranks, cut, num_microbatches in cases:
@@ -286,7 +323,10 @@ def test_the_loop_takes_exactly_the_actions_of_the_schedule_in_their_order(scrip
             assert result["orders"] == [schedule.orders[rank]] * 4
 
 
-@pytest.mark.parametrize("loop", [gpipe.run_step_by_hand, naive_model_parallelism.run_step])
+@pytest.mark.parametrize(
+    "loop",
+    [gpipe.run_step_by_hand, one_f_one_b.run_step_by_hand, naive_model_parallelism.run_step],
+)
 def test_a_loop_written_by_hand_has_at_most_60_lines(loop):
     assert len(inspect.getsource(loop).splitlines()) <= 60
 

@@ -208,7 +208,16 @@ def test_the_backend_is_the_one_that_the_scripts_take(monkeypatch, gpus, in_job,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert preflight.check_backend(in_job, ranks) == preflight.Check("backend", expected)
+
+
+def test_without_nccl_gpus_are_still_used_through_gloo(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert preflight.check_backend(True, 2).result.startswith("gloo, through host memory")
 
 
 def test_a_gpu_that_torch_cannot_use_warns(monkeypatch):

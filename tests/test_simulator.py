@@ -7,7 +7,7 @@ The costs are sums of powers of two, so that every time is exact and nothing is 
 import pytest
 
 from pipeline.schedule import ScheduleError, from_csv, needs_of, result_of
-from pipeline.schedules import gpipe, naive
+from pipeline.schedules import gpipe, naive, one_f_one_b
 from pipeline.simulator import Costs, simulate
 
 RANKS = range(1, 9)
@@ -244,3 +244,25 @@ def test_a_sender_is_not_held_up_by_its_message():
 def test_a_deadlock_cannot_be_simulated():
     with pytest.raises(ScheduleError, match="^deadlock: rank 0 .*; rank 1 "):
         simulate(from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), Costs())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (10.0, 10.0), (3.0, 1.0)])
+def test_1f1b_has_gpipes_bubble_p_minus_1_over_m_megatron_section_2_2_1(
+    num_ranks, num_microbatches, forward, backward
+):
+    costs = Costs(forward, backward)
+    timeline = simulate(one_f_one_b(num_ranks, num_microbatches), costs)
+    as_long_as = simulate(gpipe(num_ranks, num_microbatches), costs)
+    assert timeline.makespan == pytest.approx(as_long_as.makespan, abs=1e-9)
+    wanted = (num_ranks - 1) / num_microbatches
+    assert timeline.bubble_over_ideal == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 16])
+def test_1f1b_rank_r_holds_min_m_p_minus_r_microbatches(num_ranks, num_microbatches):
+    timeline = simulate(one_f_one_b(num_ranks, num_microbatches), Costs(1, 2))
+    wanted = [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)]
+    assert timeline.peak_held_per_rank == wanted

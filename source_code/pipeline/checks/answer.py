@@ -6,6 +6,8 @@ wrong, None when all is right. The decorator `instant` turns it into what a note
 
 import functools
 
+from pipeline.schedule import ScheduleError, from_csv, validate
+
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
 
@@ -61,6 +63,25 @@ def call_for_number(function, *arguments):
     if isinstance(result, bool) or not isinstance(result, (int, float)):
         raise WrongAnswer(f"{function.__name__} returned {result!r}, which is no number")
     return result
+
+
+def call_for_schedule(rows, num_ranks, num_microbatches):
+    """The legal schedule that the learner's function writes, one text a rank, "0F0,0F1,0B0,0B1"."""
+    answer = call(rows, num_ranks, num_microbatches)
+    case = f"{num_ranks} ranks, {num_microbatches} micro-batches"
+    if isinstance(answer, str) or not all(isinstance(row, str) for row in answer):
+        raise WrongAnswer("return a list with one text for each rank")
+    if len(answer) != num_ranks:
+        raise WrongAnswer(f"{case}: {len(answer)} rows, one is needed for each rank")
+    try:
+        schedule = validate(from_csv("\n".join(answer), "yours"))
+    except ScheduleError as error:
+        raise WrongAnswer(f"{case}: {error}") from None
+    if schedule.num_microbatches != num_microbatches:
+        raise WrongAnswer(f"{case}: your rows hold {schedule.num_microbatches} micro-batches")
+    if schedule.num_stages != num_ranks:
+        raise WrongAnswer(f"{case}: your rows hold {schedule.num_stages} stages, not one a rank")
+    return schedule
 
 
 def close(value, wanted):

@@ -2,8 +2,7 @@
 
 import math
 
-from pipeline.checks.answer import WrongAnswer, call, call_for_number, instant
-from pipeline.schedule import ScheduleError, from_csv, validate
+from pipeline.checks.answer import WrongAnswer, call, call_for_number, call_for_schedule, instant
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
 
@@ -12,20 +11,8 @@ from pipeline.simulator import Costs, simulate
 def own_gpipe(rows):
     """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 2), (4, 8), (3, 1), (1, 4)]:
-        answer = call(rows, num_ranks, num_microbatches)
+        schedule = call_for_schedule(rows, num_ranks, num_microbatches)
         case = f"{num_ranks} ranks, {num_microbatches} micro-batches"
-        if isinstance(answer, str) or not all(isinstance(row, str) for row in answer):
-            raise WrongAnswer("return a list with one text for each rank")
-        if len(answer) != num_ranks:
-            return f"{case}: {len(answer)} rows, one is needed for each rank"
-        try:
-            schedule = validate(from_csv("\n".join(answer), "yours"))
-        except ScheduleError as error:
-            return f"{case}: {error}"
-        if schedule.num_microbatches != num_microbatches:
-            return f"{case}: your rows hold {schedule.num_microbatches} micro-batches"
-        if schedule.num_stages != num_ranks:
-            return f"{case}: your rows hold {schedule.num_stages} stages, one a rank is asked for"
         timeline = simulate(schedule, Costs(10, 20))
         wanted = simulate(gpipe(num_ranks, num_microbatches), Costs(10, 20))
         slowest = simulate(naive(num_ranks, num_microbatches), Costs(10, 20))

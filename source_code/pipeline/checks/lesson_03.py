@@ -1,7 +1,6 @@
 """Checks of lesson 03: 1F1B as a schedule, what it holds, and what the room is good for."""
 
-from pipeline.checks.answer import WrongAnswer, call, call_for_number, instant
-from pipeline.schedule import ScheduleError, from_csv, validate
+from pipeline.checks.answer import call_for_number, call_for_schedule, instant
 from pipeline.schedules import one_f_one_b
 from pipeline.simulator import Costs, simulate
 
@@ -10,21 +9,8 @@ from pipeline.simulator import Costs, simulate
 def own_1f1b(rows):
     """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 3), (4, 8), (4, 2), (1, 3)]:
-        answer = call(rows, num_ranks, num_microbatches)
+        schedule = call_for_schedule(rows, num_ranks, num_microbatches)
         case = f"{num_ranks} ranks, {num_microbatches} micro-batches"
-        if isinstance(answer, str) or not all(isinstance(row, str) for row in answer):
-            raise WrongAnswer("return a list with one text for each rank")
-        if len(answer) != num_ranks:
-            return f"{case}: {len(answer)} rows, one is needed for each rank"
-        try:
-            schedule = validate(from_csv("\n".join(answer), "yours"))
-        except ScheduleError as error:
-            return f"{case}: {error}"
-        if (schedule.num_microbatches, schedule.num_stages) != (num_microbatches, num_ranks):
-            return (
-                f"{case}: your rows hold {schedule.num_microbatches} micro-batches and "
-                f"{schedule.num_stages} stages"
-            )
         timeline = simulate(schedule, Costs(10, 20))
         wanted = simulate(one_f_one_b(num_ranks, num_microbatches), Costs(10, 20))
         held = zip(wanted.peak_held_per_rank, timeline.peak_held_per_rank)
