@@ -133,7 +133,23 @@ def measure_paced_steps(repeats):
     flags = f"{PACED} --microbatches 1 --batch-size 1"
     predicted = simulate(naive(4, 1), Costs(10, 20)).makespan
     steps = [timed_run(NAIVE, flags, 4).step for _ in each_round("naive", repeats)]
-    return rows + [Row("naive, 4 ranks, 1 micro-batch: step", f"{predicted:g} ms", steps)]
+    rows.append(Row("naive, 4 ranks, 1 micro-batch: step", f"{predicted:g} ms", steps))
+    between = [steady_interval() for _ in each_round("PipeDream", repeats)]
+    target = "30 ms, 5% more at most"
+    return rows + [Row("PipeDream, 4 ranks: a mini-batch in the steady state", target, between)]
+
+
+def steady_interval():
+    """Milliseconds from one mini-batch to the next on rank 0, once the pipeline is full."""
+    timeline = launch.run(
+        f"pipedream.py {TINY} --batch-size 2 --pace 10 20 --steps 40 --timeline build/steady.json",
+        warm=True,
+        show=False,
+        limit=LIMIT,
+    ).timeline
+    ends = [event.end for event in timeline.by_rank[0] if event.action.kind == "B"]
+    filled = ends[4:-3]  # neither the first ones nor those after the last forward
+    return (filled[-1] - filled[0]) / (len(filled) - 1)
 
 
 def measure_speed_up(repeats):
