@@ -29,7 +29,7 @@ MODES = {
 def forward_version(mode, minibatch, rank, num_ranks, minibatches_per_update=1):
     """The version that the forward of a mini-batch uses on a stage.
 
-    `stashed` and `latest`: the newest there is, min(0, ...) while the pipeline fills. In the
+    `stashed` and `latest`: the newest there is, version 0 while the pipeline fills. In the
     paper's counting from 1, mini-batch k at stage s of n sees max(0, k - 1 - (n - s)).
     `vertical-sync`: what the input stage sees. `double-buffered`: 2BW, section 3.1.
     """
