@@ -35,7 +35,9 @@ def main():
     inputs, targets = microbatches_of(arguments, job)
     worker.run_step(inputs, targets)
     report.events_per_step.append(recorder.take_events())
-    for step, loss in enumerate(losses_of_steps(worker.losses, arguments.microbatches)):
+    for step, loss in enumerate(
+        losses_of_steps(list(worker.losses.values()), arguments.microbatches)
+    ):
         report.record_loss(step, loss)
 
     report.finish()

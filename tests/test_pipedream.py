@@ -57,7 +57,7 @@ def train(rank, flags, fault=None):
     worker = Worker(job, schedule, {rank: stage}, shape, torch.float64)
     worker.run_step(*pipedream.microbatches_of(arguments, job))
     leave_job(job)
-    losses = pipedream.losses_of_steps(worker.losses, arguments.microbatches)
+    losses = pipedream.losses_of_steps(list(worker.losses.values()), arguments.microbatches)
     return {
         "losses": [loss.item() for loss in losses],
         "used": stage.used,

@@ -15,6 +15,8 @@ import torch
 from pipeline.data import DataError, load_text
 from pipeline.distributed import ranks_from_environment
 from pipeline.model import VOCABULARY, ModelConfig, cut_as, cut_evenly
+from pipeline.schedule import ScheduleError
+from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -145,6 +147,17 @@ def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_
     check_memory(arguments)
     arguments.paced = pace_costs(arguments.pace, arguments.timeout)
     return arguments
+
+
+def choose_schedule(arguments):
+    """The schedule that --schedule names, for the job's ranks, --microbatches and --chunks."""
+    chunks = getattr(arguments, "chunks", None)
+    try:
+        return build_schedule(
+            arguments.schedule, arguments.num_ranks, arguments.microbatches, chunks
+        )
+    except ScheduleError as error:
+        refuse(f"--schedule {arguments.schedule} --microbatches {arguments.microbatches}: {error}")
 
 
 def check_sizes(arguments):

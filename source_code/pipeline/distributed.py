@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pipeline.watch import Watch, end_process
 
+AT_ONCE = 0.0002  # seconds: a wait that is shorter did not wait for anything
 LONGEST_START = 60.0  # seconds from the first rank's start to the last one's, at least
 
 
@@ -82,8 +83,8 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     """
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
-    _load_autograd()
     device, backend = choose_device(device, local_rank, local_ranks)
+    _load_autograd(device)
     store = _meet(rank, num_ranks, max(timeout, LONGEST_START))
     watch = Watch(rank, timeout)
     if num_ranks > 1:
@@ -104,13 +105,14 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     return job
 
 
-def _load_autograd():
+def _load_autograd(device):
     """Run a first backward from a given gradient, which imports half a second of code.
 
-    Here all ranks do it at once; in the first step each would wait for the one behind it.
+    Here all ranks do it at once; in the first step each would wait for the one behind it. On a GPU
+    it also makes the thread that runs backwards known to the driver.
     """
-    tensor = torch.ones(1, requires_grad=True)
-    torch.autograd.backward(tensor * 1, torch.ones(1))
+    tensor = torch.ones(1, device=device, requires_grad=True)
+    torch.autograd.backward(tensor * 1, torch.ones(1, device=device))
 
 
 def _meet(rank, num_ranks, timeout):
@@ -170,9 +172,11 @@ class Receiving:
 
     def wait(self):
         """Block until the message is there and return it, on the device of this rank."""
+        asked_at = time.perf_counter()
         with self.job.watch.waiting_for(self.source, self.what):
             self.work.wait()
-        self.job.message_has_arrived()
+        if time.perf_counter() - asked_at > AT_ONCE:  # else it had been there before
+            self.job.message_has_arrived()
         return self.buffer.to(self.job.device)
 
 

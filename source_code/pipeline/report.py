@@ -118,15 +118,20 @@ def write_losses(arguments, losses):
 
 def measured_costs(timelines):
     """What each stage's actions took in the median step, as the simulator's costs."""
-    costs = {}
-    for kind in "FB":
-        durations = {}
-        for timeline in timelines:
-            for event in timeline.events:
-                if event.action.kind == kind:
-                    durations.setdefault(event.action.stage, []).append(event.end - event.start)
-        costs[kind] = [statistics.median(durations[stage]) for stage in sorted(durations)]
-    return Costs(costs["F"], costs["B"])
+    durations = {}  # (kind, stage) -> milliseconds
+    for timeline in timelines:
+        for event in timeline.events:
+            key = event.action.kind, event.action.stage
+            durations.setdefault(key, []).append(event.end - event.start)
+    stages = range(timelines[0].num_stages)
+
+    def typical(kind, stage):
+        return statistics.median(durations.get((kind, stage), [0.0]))
+
+    # A stage's backwards are whole or in two halves; a schedule may have both.
+    weight = [typical("W", stage) for stage in stages]
+    full = [typical("B", stage) or typical("I", stage) + weight[stage] for stage in stages]
+    return Costs([typical("F", stage) for stage in stages], full, weight)
 
 
 def peak_memory(device):
