@@ -85,6 +85,10 @@ def layer_counts(text):
     return [positive_integer(count) for count in text.split(",")]
 
 
+def replica_counts(text):
+    return [positive_integer(count) for count in text.split("-")]
+
+
 def training_parser(description):
     """The parser with the flags that every training script has."""
     parser = Parser(description=description)
@@ -246,13 +250,13 @@ def stage_layers(arguments, num_stages):
     if arguments.cut is None:
         if arguments.layers < num_stages:
             refuse(
-                f"--layers {arguments.layers} is too few for {num_stages} stages, one a rank; use "
-                "at least one layer a stage, or fewer ranks"
+                f"--layers {arguments.layers} is too few for {num_stages} stages; use at least one "
+                "layer a stage, or fewer stages"
             )
         return cut_evenly(arguments.layers, num_stages)
     if len(arguments.cut) != num_stages or sum(arguments.cut) != arguments.layers:
         refuse(
-            f"--cut {','.join(map(str, arguments.cut))} must name {num_stages} stages, one a rank, "
+            f"--cut {','.join(map(str, arguments.cut))} must name {num_stages} stages "
             f"with {arguments.layers} layers in all"
         )
     return cut_as(arguments.cut)

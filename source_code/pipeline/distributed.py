@@ -30,6 +30,9 @@ class Job:
     backend: str
     watch: Watch
     channels: dict = field(default_factory=dict)  # (source, destination) -> process group
+    groups: dict = field(
+        default_factory=dict
+    )  # ranks that average with each other -> process group
     message_arrived_at: float = 0.0  # time.perf_counter() at the end of the last wait for a message
 
     @property
@@ -75,11 +78,12 @@ def choose_device(wanted, local_rank, local_ranks):
     return device, "nccl" if local_ranks <= gpus and dist.is_nccl_available() else "gloo"
 
 
-def join_job(device="auto", timeout=60.0, pairs=None):
+def join_job(device="auto", timeout=60.0, pairs=None, groups=()):
     """Join the process group, open the channels and start the watch.
 
     `pairs` are the ordered pairs of ranks that will exchange messages; by default each rank with
-    the next, in both directions. Every rank must pass the same pairs. `timeout` in seconds.
+    the next, in both directions. `groups` are tuples of ranks that will average tensors with each
+    other. Every rank must pass the same ones. `timeout` in seconds.
     """
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
@@ -102,6 +106,8 @@ def join_job(device="auto", timeout=60.0, pairs=None):
         pairs += [(i + 1, i) for i in range(num_ranks - 1)]
     for pair in sorted(set(pairs)):
         job.channels[pair] = dist.new_group(list(pair), backend=backend, timeout=limit)
+    for ranks in groups:
+        job.groups[ranks] = dist.new_group(list(ranks), backend=backend, timeout=limit)
     return job
 
 
@@ -178,6 +184,19 @@ class Receiving:
         if time.perf_counter() - asked_at > AT_ONCE:  # else it had been there before
             self.job.message_has_arrived()
         return self.buffer.to(self.job.device)
+
+
+def mean_over_ranks(job, tensors, ranks):
+    """Replace each tensor by its mean over `ranks`, one of the job's groups, in one message."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flat.to("cpu" if job.through_host else job.device)
+    following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
+    with job.watch.waiting_for(following, "its gradients"):
+        dist.all_reduce(flat, group=job.groups[ranks])
+    job.message_has_arrived()
+    flat = flat.to(job.device) / len(ranks)
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def waiting_for_all(job, what):

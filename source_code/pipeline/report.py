@@ -21,13 +21,18 @@ PROMISED = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2
 
 
 class Report:
-    """Follows one training run on one rank. `schedule` predicts the summary's idle fraction."""
+    """Follows one training run on one rank. `schedule` predicts the summary's idle fraction.
 
-    def __init__(self, arguments, job, schedule, recorder, what="step"):
+    `loss_rank` is the rank that has the losses and prints them: by default that of the last stage.
+    """
+
+    def __init__(self, arguments, job, schedule, recorder, what="step", loss_rank=None):
         self.arguments, self.job, self.schedule = arguments, job, schedule
         self.recorder = recorder
         self.what = what  # what one pass through the schedule is
-        self.has_loss = job.rank in schedule.ranks_of_stage[schedule.num_stages - 1]
+        if loss_rank is None:
+            loss_rank = schedule.rank_of(schedule.num_stages - 1, 0)
+        self.has_loss = job.rank == loss_rank
         self.losses = []
         self.events_per_step = []
         if job.rank == 0:

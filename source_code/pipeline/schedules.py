@@ -140,3 +140,11 @@ def _require_positive(num_ranks, num_microbatches):
             f"a schedule needs at least one rank and one micro-batch, not {num_ranks} and "
             f"{num_microbatches}"
         )
+
+
+def build_schedule(name, num_ranks, num_microbatches, num_chunks=None):
+    """The schedule of that name. Raises ScheduleError."""
+    return GENERATORS[name](num_ranks, num_microbatches)
+
+
+CHUNKED = {}
