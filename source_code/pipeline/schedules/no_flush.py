@@ -1,64 +1,10 @@
-"""The generators: each writes down one schedule of the field, as data.
-
-Every generator takes the number of ranks and of micro-batches and returns a valid `Schedule`.
-"""
+"""PipeDream: 1F1B without a flush, an update after each backward, stages on one rank or several."""
 
 import math
 
 from pipeline.schedule import Action, Schedule, ScheduleError, update_group, validate
-
-
-def naive(num_ranks, num_microbatches=1):
-    """One micro-batch at a time through all stages and back: one rank works, the others wait."""
-    _require_positive(num_ranks, num_microbatches)
-    orders = []
-    for rank in range(num_ranks):
-        order = []
-        for microbatch in range(num_microbatches):
-            order.append(Action(rank, "F", microbatch))
-            order.append(Action(rank, "B", microbatch))
-        orders.append(tuple(order))
-    return validate(Schedule("naive", tuple(orders)))
-
-
-def gpipe(num_ranks, num_microbatches):
-    """All forwards, then all backwards, then one update (Huang et al. 2019, section 2.3).
-
-    The backwards run in the order of the forwards; the paper's figure runs them in reverse, which
-    takes the same time.
-    """
-    _require_positive(num_ranks, num_microbatches)
-    orders = []
-    for rank in range(num_ranks):
-        forwards = [Action(rank, "F", microbatch) for microbatch in range(num_microbatches)]
-        backwards = [Action(rank, "B", microbatch) for microbatch in range(num_microbatches)]
-        orders.append(tuple(forwards + backwards))
-    return validate(Schedule("gpipe", tuple(orders)))
-
-
-def one_f_one_b(num_ranks, num_microbatches):
-    """One forward, one backward (PipeDream-Flush: Narayanan et al. 2021, 2006.09503, section 2.2).
-
-    The same bubble as GPipe, but a rank holds at most as many micro-batches as there are stages
-    from it to the end, itself included.
-    """
-    _require_positive(num_ranks, num_microbatches)
-    orders = []
-    for rank in range(num_ranks):
-        warm_up = min(num_microbatches, num_ranks - 1 - rank)
-        order = []
-        # Warm-up: fill the stages behind this one.
-        for microbatch in range(warm_up):
-            order.append(Action(rank, "F", microbatch))
-        # Steady: each forward is followed by the backward that makes room for the next one.
-        for microbatch in range(num_microbatches - warm_up):
-            order.append(Action(rank, "F", warm_up + microbatch))
-            order.append(Action(rank, "B", microbatch))
-        # Cool-down: the backwards that are left.
-        for microbatch in range(num_microbatches - warm_up, num_microbatches):
-            order.append(Action(rank, "B", microbatch))
-        orders.append(tuple(order))
-    return validate(Schedule("1f1b", tuple(orders)))
+from pipeline.schedules.order import require_positive
+from pipeline.schedules.straight import one_f_one_b
 
 
 def pipedream(num_ranks, num_minibatches, minibatches_per_update=1):
@@ -86,7 +32,7 @@ def pipedream_round_robin(replicas, num_minibatches):
     of as many mini-batches as there are replicas, together, once they have all its gradients; a
     group that the end of the training leaves incomplete gets no update.
     """
-    _require_positive(min(replicas, default=0), num_minibatches)
+    require_positive(min(replicas, default=0), num_minibatches)
     if num_minibatches < max(replicas):
         raise ScheduleError(
             f"a stage on {max(replicas)} ranks needs at least {max(replicas)} mini-batches, one "
@@ -129,22 +75,3 @@ def _backward_and_update(stage, minibatch, replicas, num_minibatches):
     backward = Action(stage, "B", minibatch)
     is_complete = update_group(minibatch, replicas)[-1] < num_minibatches
     return [backward, backward._replace(kind="U")] if is_complete else [backward]
-
-
-GENERATORS = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "pipedream": pipedream}
-
-
-def _require_positive(num_ranks, num_microbatches):
-    if num_ranks < 1 or num_microbatches < 1:
-        raise ScheduleError(
-            f"a schedule needs at least one rank and one micro-batch, not {num_ranks} and "
-            f"{num_microbatches}"
-        )
-
-
-def build_schedule(name, num_ranks, num_microbatches, num_chunks=None):
-    """The schedule of that name. Raises ScheduleError."""
-    return GENERATORS[name](num_ranks, num_microbatches)
-
-
-CHUNKED = {}
