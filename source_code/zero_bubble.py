@@ -51,7 +51,7 @@ def parse_arguments():
         help="order of the actions",
     )
     arguments = parse_training_arguments(
-        parser, lambda flags: flags.num_ranks * CHUNKED.get(flags.schedule, 1)
+        parser, lambda flags: flags.num_ranks * (2 if flags.schedule in CHUNKED else 1)
     )
     return arguments, choose_schedule(arguments)
 
