@@ -104,6 +104,15 @@ class Schedule:
             ranks.setdefault(stage, {})[self.rank_of(stage, microbatch)] = None
         return {stage: tuple(found) for stage, found in ranks.items()}
 
+    def stages_of(self, rank):
+        """The stages that a rank has, in order."""
+        return sorted({action.stage for action in self.orders[rank]})
+
+    @cached_property
+    def pairs(self):
+        """The ordered pairs of ranks that exchange messages."""
+        return sorted({(message.source, message.destination) for message in self.messages})
+
     def needs_of(self, action):
         """The results that must exist before `action` can start: see the function below."""
         replicas = len(self.ranks_of_stage[action.stage]) if action.kind == "U" else 1
