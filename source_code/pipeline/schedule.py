@@ -380,7 +380,7 @@ def from_csv(text, name="custom"):
     """
     orders = []
     for row in text.strip().splitlines():
-        row = re.sub(r"\((\w+);(\w+)\)OVERLAP_F_B", r"\1,\2", row)
+        row = re.sub(r"\(([^();]*);([^();]*)\)OVERLAP_F_B", r"\1,\2", row)
         cells = [cell.strip() for cell in row.split(",")]
         order = []
         for step, cell in enumerate(cell for cell in cells if cell):
