@@ -9,9 +9,9 @@ import json
 import math
 import sys
 
-from pipeline.arguments import Parser, positive_integer, positive_number, refuse
 from pipeline.figures import draw_timelines
-from pipeline.report import write_whole
+from pipeline.files import write_whole
+from pipeline.refusal import Parser, positive_integer, positive_number, refuse
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import CHUNKED, GENERATORS, build_schedule
 from pipeline.simulator import Costs, simulate

@@ -24,8 +24,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from pipeline import launch
-from pipeline.arguments import Parser
-from pipeline.report import write_whole
+from pipeline.files import write_whole
+from pipeline.refusal import Parser
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import arguments
-from pipeline.report import write_whole
+from pipeline import refusal as refusing
+from pipeline.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
@@ -85,7 +85,7 @@ class Refusal:
     def __init__(self, monkeypatch, capsys):
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(arguments, "HEAD_START", 0.0)
+        monkeypatch.setattr(refusing, "HEAD_START", 0.0)
         for name in [name for name in os.environ if name.startswith(("SLURM_", "LOCAL_"))]:
             monkeypatch.delenv(name)
 
