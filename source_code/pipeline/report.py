@@ -1,15 +1,13 @@
 """What every training script prints and writes: losses, progress, a summary, files."""
 
-import errno
 import json
-import os
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 
 from pipeline.distributed import gather
+from pipeline.files import write_whole
 from pipeline.recorder import gather_timelines
 from pipeline.reference import train_one_process
 from pipeline.simulator import Costs, simulate
@@ -151,13 +149,3 @@ def peak_memory(device):
         return psutil.Process().memory_info().peak_wset
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def write_whole(path, text):
-    """Write a file so that it is either the old one or the new one, never half of it."""
-    path = Path(path).resolve()  # a link stays a link
-    if path.exists() and not path.is_file():  # /dev/null must not become a file
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, path)
