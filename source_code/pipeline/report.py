@@ -31,7 +31,7 @@ class Report:
         self.recorder = recorder
         self.first_step = first_step
         self.what = what  # what one pass through the schedule is
-        self.has_loss = job.rank == schedule.stage_to_rank[schedule.num_stages - 1]
+        self.has_loss = job.rank in schedule.ranks_of_stage[schedule.num_stages - 1]
         self.losses = []
         self.events_per_step = []
         if job.rank == 0:
