@@ -45,7 +45,7 @@ from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
 from pipeline.report import Report
 from pipeline.schedule import ScheduleError
-from pipeline.schedules import GENERATORS
+from pipeline.schedules import build_schedule
 from pipeline.stage import Stage
 from pipeline.stop_request import STOPPED, StopRequest
 from pipeline.worker import Worker
@@ -121,13 +121,10 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b"]
 
 def schedule_of(arguments):
     """The schedule that --schedule and --chunks name."""
-    if arguments.chunks > 1 and arguments.schedule != "interleaved-1f1b":
-        refuse(
-            f"--chunks {arguments.chunks} needs --schedule interleaved-1f1b: with "
-            f"{arguments.schedule} each rank has one stage; leave --chunks out"
-        )
     try:
-        return GENERATORS[arguments.schedule](arguments.num_ranks, arguments.microbatches)
+        return build_schedule(
+            arguments.schedule, arguments.num_ranks, arguments.microbatches, arguments.chunks
+        )
     except ScheduleError as error:
         refuse(f"--schedule {arguments.schedule}: {error}")
 
@@ -140,8 +137,8 @@ def build_stages(arguments, job, schedule, recorder):
         return token_loss(scores, targets) / arguments.microbatches
 
     stages = {}
-    for index in sorted(schedule.stage_to_rank):
-        if schedule.stage_to_rank[index] == job.rank:
+    for index, ranks in sorted(schedule.ranks_of_stage.items()):
+        if job.rank in ranks:
             first, last = arguments.stage_layers[index]
             part = build_part(
                 arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
