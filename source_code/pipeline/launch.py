@@ -48,7 +48,12 @@ _fork_server_is_ready = False
 
 
 class RunFailed(RuntimeError):
-    """A run that ended with an error; the text is what its ranks said last."""
+    """A run that ended with an error; the text is what its ranks said last.
+
+    `output` is what it had printed before.
+    """
+
+    output = ""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,9 @@ class Run:
     timeline: Timeline | None
 
 
-def warm_up():
-    """Let the fork server import torch in the background. Returns at once."""
+def warm_up(*modules):
+    """Let the fork server import torch in the background, and further modules. Returns at once."""
+    PRELOAD.extend(modules)
     if can_fork():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -75,12 +81,14 @@ def can_fork():
     return sys.platform == "linux"
 
 
-def run(command, ranks=4, warm=None, show=True, limit=300):
+def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     """Run a script of the course on several ranks and return a `Run`.
 
     `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
     the timeline. With `ranks=None` the script is started with plain python, as one process.
-    `limit` is in seconds. Raises RunFailed, or KeyboardInterrupt after all ranks have ended.
+    `limit` is in seconds. `send=("SIGKILL", 2, "step 7")` sends that signal to rank 2 as soon as a
+    line is printed that starts so. Raises RunFailed, or KeyboardInterrupt after all ranks have
+    ended.
     """
     script, *flags = shlex.split(command)
     if warm is None:
@@ -98,7 +106,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300):
     try:
         with _interrupts_held():
             started = WarmRanks(SCRIPTS / script, flags, ranks) if warm else LaunchedRanks(words)
-        output = _follow(started, show, limit)
+        output = _follow(started, show, limit, send)
     finally:
         if started:
             with _interrupts_held():
@@ -122,7 +130,7 @@ def _value_of(flag, flags):
     return flags[flags.index(flag) + 1] if flag in flags[:-1] else None
 
 
-def _follow(started, show, limit):
+def _follow(started, show, limit, send=None):
     """Show what the ranks print until they end; return their standard output."""
     lines = queue.Queue()
     for name, stream in started.streams.items():
@@ -142,6 +150,9 @@ def _follow(started, show, limit):
             output.append(line)
             if show:
                 print(line, end="", flush=True)
+            if send and line.startswith(send[2]):
+                os.kill(started.process_of(send[1]), signal.Signals[send[0]])
+                send = None
         elif name == "stderr":
             errors.append(line)
         if failure is None:
@@ -155,7 +166,9 @@ def _follow(started, show, limit):
             break
     failure = failure or started.failure(wait=True)
     if failure:
-        raise RunFailed(f"{_worth_reading(errors)}({_rank_to_blame(errors) or failure})")
+        failed = RunFailed(f"{_worth_reading(errors)}({_rank_to_blame(errors) or failure})")
+        failed.output = "".join(output)
+        raise failed
     return "".join(output)
 
 
@@ -225,6 +238,13 @@ class LaunchedRanks:
         code = self.process.wait(timeout=30) if wait else self.process.poll()
         return f"the launcher ended with exit status {code}" if code else None
 
+    def process_of(self, rank):
+        """The process id of a rank on this machine."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            if process.environ().get("RANK") == str(rank):
+                return process.pid
+        raise LookupError(f"no process of this machine is rank {rank}")
+
     def end(self):
         _end_tree([self.process.pid])
         self.process.wait()
@@ -276,6 +296,9 @@ class WarmRanks:
         # A signal comes from outside: the exit statuses of others are what it led to.
         code = min(codes) if min(codes) < 0 else next(filter(None, codes))
         return _how_it_ended(codes.index(code), code)
+
+    def process_of(self, rank):
+        return self.ranks[rank].pid
 
     def end(self):
         _end_tree([process.pid for process in self.ranks if process.is_alive()])
