@@ -374,7 +374,10 @@ def test_files_to_open_knows_the_right_ones(capsys):
     [
         (lambda r, n, s, k: [r], "the file of the same number has other layers"),
         (lambda r, n, s, k: list(range(s)), "that is every file"),
-        (lambda r, n, s, k: overlapping(r, n, s, k)[-1:], "in the file of rank 0 lie layers 0 to 1"),
+        (
+            lambda r, n, s, k: overlapping(r, n, s, k)[-1:],
+            "in the file of rank 0 lie layers 0 to 1",
+        ),
         (lambda r, n, s, k: overlapping(r, n, s, k) + [3], "the file of rank 3 has none of its"),
         (
             lambda r, n, s, k: range(r * s // n, (r + 1) * s // n),

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.last_words import how_it_ended, rank_to_blame, worth_reading
 from pipeline.timeline import Timeline, from_chrome_trace
 from pipeline.watch import LAUNCHER_VARIABLE
 
@@ -166,7 +167,7 @@ def _follow(started, show, limit, send=None):
             break
     failure = failure or started.failure(wait=True)
     if failure:
-        failed = RunFailed(f"{_worth_reading(errors)}({_rank_to_blame(errors) or failure})")
+        failed = RunFailed(f"{worth_reading(errors)}({rank_to_blame(errors) or failure})")
         failed.output = "".join(output)
         raise failed
     return "".join(output)
@@ -178,33 +179,6 @@ def _read(name, stream, lines):
             lines.put((name, line))
     finally:
         lines.put(("end", ""))
-
-
-def _worth_reading(errors):
-    """The ranks' own words, without torch's warnings and torchrun's report about them."""
-    cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]
-    said = "".join(errors[: cut[0]] if cut else errors)
-    said = re.sub(r"^\[rank\d+\]:\[W.*?(\n\n|\Z)", "", said, flags=re.MULTILINE | re.DOTALL)
-    return said or "".join(errors[-30:])
-
-
-def _rank_to_blame(errors):
-    """The rank that failed first, from torchrun's report, in a sentence; None without a report."""
-    failed = re.findall(
-        r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+)", "".join(errors), re.MULTILINE
-    )
-    codes = {int(rank): int(code) for rank, code in failed}  # the root cause comes last
-    # What torchrun ends, it ends with SIGTERM. Another signal came from outside, and the exit
-    # statuses of the other ranks are what it led to.
-    killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
-    rank = killed[0] if killed else next(reversed(codes), None)
-    return None if rank is None else _how_it_ended(rank, codes[rank])
-
-
-def _how_it_ended(rank, code):
-    if code < 0:
-        return f"rank {rank} was ended by {signal.Signals(-code).name}"
-    return f"rank {rank} ended with exit status {code}"
 
 
 class LaunchedRanks:
@@ -295,7 +269,7 @@ class WarmRanks:
             return None
         # A signal comes from outside: the exit statuses of others are what it led to.
         code = min(codes) if min(codes) < 0 else next(filter(None, codes))
-        return _how_it_ended(codes.index(code), code)
+        return how_it_ended(codes.index(code), code)
 
     def process_of(self, rank):
         return self.ranks[rank].pid
