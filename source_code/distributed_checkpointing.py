@@ -9,13 +9,14 @@ there and --from-step N continues from an older checkpoint: both write to a new 
 folder, and nothing that was saved is touched.
 
 SIGTERM or SIGUSR1, to any rank, lets the step end, saves, and ends every rank with status 75.
-torchrun turns every status into 1, so FOLDER/stopped says the same: it is there exactly while a
-run was stopped in this way and has not been started again. A job script requeues on either:
+torchrun turns every status into 1, so the file FOLDER/stopped says the same: it is there from such
+an end until the training is started again. A job script goes on with
 
-    srun bash -c 'trap "" USR1; exec torchrun ... --checkpoints FOLDER' || [ -e FOLDER/stopped ] &&
-        scontrol requeue "$SLURM_JOB_ID"
+    srun bash -c 'trap "" USR1; exec torchrun ... --checkpoints FOLDER'; status=$?
+    [ -e FOLDER/stopped ] && scontrol requeue "$SLURM_JOB_ID"
+    exit $status
 
-(torchrun itself would die of SIGUSR1, hence the trap: it is inherited, and the ranks listen anew.)
+(torchrun itself would die of SIGUSR1, hence the trap, which it inherits; the ranks listen anew.)
 
     python source_code/distributed_checkpointing.py --checkpoints build/run --export build/model.pt
 
@@ -55,10 +56,10 @@ def main():
     arguments = parse_arguments()
     if arguments.export:
         return export_newest(arguments)
-    stop_request = StopRequest() if arguments.checkpoints else None
     schedule = arguments.built_schedule
     pairs = [(message.source, message.destination) for message in schedule.messages]
     job = join_job(arguments.device, arguments.timeout, pairs)
+    stop_request = StopRequest() if arguments.checkpoints else None
     recorder = Recorder(job, arguments.paced)
     stages = build_stages(arguments, job, schedule, recorder)
     training = build_training(arguments, stages)

@@ -369,6 +369,13 @@ def test_a_signal_to_any_rank_lets_the_step_end_saves_and_ends_all_with_75(
     assert after == {step: expected[step] for step in after}
 
 
+def test_under_torchrun_a_signal_to_one_rank_leaves_the_mark_that_torchruns_status_hides(tmp_path):
+    flags = f"{FLAGS} --steps 99 --checkpoints {tmp_path / 'saved'} --pace 10 20"
+    with pytest.raises(RunFailed, match="ended with exit status 75"):
+        run(flags, 2, warm=False, show=False, limit=60, send=("SIGUSR1", 1, "step 1"))
+    assert (tmp_path / "saved" / "stopped").read_text().startswith("SIGUSR1 after ")
+
+
 def test_a_training_that_is_done_says_so_and_ends_well(tmp_path):
     train(tmp_path, ranks=2, steps=3)
     losses, output = train(tmp_path, ranks=2, steps=3)
