@@ -61,7 +61,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """`orders[rank]` is the tuple of actions that the rank takes, in order."""
+    """`orders[rank]` is the tuple of actions that the rank takes, in order.
+
+    A stage belongs to one rank. In an asynchronous schedule it may be replicated on several, which
+    take its micro-batches in turn and update their copies together (PipeDream's 1F1B-RR: Narayanan
+    et al. 2019, section 3.2).
+    """
 
     name: str
     orders: tuple[tuple[Action, ...], ...]
@@ -79,9 +84,28 @@ class Schedule:
         return 1 + max(action.microbatch for order in self.orders for action in order)
 
     @cached_property
-    def stage_to_rank(self):
-        """The rank of every stage, as a dictionary."""
-        return {action.stage: rank for rank, order in enumerate(self.orders) for action in order}
+    def _ranks(self):
+        return {
+            (stage, microbatch): rank
+            for rank, order in enumerate(self.orders)
+            for stage, _, microbatch in order
+        }
+
+    def rank_of(self, stage, microbatch):
+        """The rank on which a micro-batch passes a stage."""
+        return self._ranks[stage, microbatch]
+
+    @cached_property
+    def ranks_of_stage(self):
+        """The ranks of every stage, as a dictionary of tuples: one, or the replicas in turn."""
+        ranks = {}
+        for stage, microbatch in sorted(self._ranks):
+            ranks.setdefault(stage, {})[self.rank_of(stage, microbatch)] = None
+        return {stage: tuple(found) for stage, found in ranks.items()}
+
+    def needs_of(self, action):
+        """The results that must exist before `action` can start: see the function below."""
+        return needs_of(action, self.num_stages, len(self.ranks_of_stage[action.stage]))
 
     def message_after(self, action):
         """The message that `action` sends to another rank, or None."""
@@ -90,8 +114,8 @@ class Schedule:
         consumer_stage = action.stage + (1 if action.kind == "F" else -1)
         if not 0 <= consumer_stage < self.num_stages:
             return None
-        source = self.stage_to_rank[action.stage]
-        destination = self.stage_to_rank[consumer_stage]
+        source = self.rank_of(action.stage, action.microbatch)
+        destination = self.rank_of(consumer_stage, action.microbatch)
         if source == destination:
             return None
         return Message(source, destination, action, consumer_stage)
@@ -108,17 +132,29 @@ def result_of(action):
     return Action(action.stage, "I", action.microbatch) if action.kind == "B" else action
 
 
-def needs_of(action, num_stages):
-    """The results (in the sense of `result_of`) that must exist before `action` can start."""
+def needs_of(action, num_stages, replicas=1):
+    """The results (in the sense of `result_of`) that must exist before `action` can start.
+
+    `replicas` is the number of ranks that have the stage: each update adds up the gradients of as
+    many consecutive micro-batches, one from each replica.
+    """
     stage, kind, microbatch = action
     if kind == "F":
         return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
-    if kind in "WU":
+    if kind == "W":
         return [Action(stage, "I", microbatch)]
+    if kind == "U":
+        return [Action(stage, "I", k) for k in update_group(microbatch, replicas)]
     own_forward = Action(stage, "F", microbatch)
     if stage == num_stages - 1:
         return [own_forward]
     return [own_forward, Action(stage + 1, "I", microbatch)]
+
+
+def update_group(microbatch, replicas):
+    """The micro-batches whose gradients go into the same update of a stage with replicas."""
+    first = microbatch - microbatch % replicas
+    return range(first, first + replicas)
 
 
 def playable_order(schedule):
@@ -127,7 +163,7 @@ def playable_order(schedule):
     Linear in the number of actions. Raises ScheduleError with the ranks that wait for each other
     when the schedule comes to a stop before its end.
     """
-    orders, num_stages = schedule.orders, schedule.num_stages
+    orders = schedule.orders
     played = []
     done = set()
     waiting = {}  # result -> ranks that wait for it
@@ -138,7 +174,7 @@ def playable_order(schedule):
         order = orders[rank]
         while step[rank] < len(order):
             action = order[step[rank]]
-            missing = [need for need in needs_of(action, num_stages) if need not in done]
+            missing = [need for need in schedule.needs_of(action) if need not in done]
             if missing:
                 waiting.setdefault(missing[0], []).append(rank)
                 break
@@ -155,16 +191,24 @@ def playable_order(schedule):
 
 def _explain_deadlock(schedule, step, waiting, stuck):
     needed = {rank: result for result, ranks in waiting.items() for rank in ranks}
+    made_by = {result_of(a): rank for rank, order in enumerate(schedule.orders) for a in order}
+
+    def waits(rank):
+        return (
+            f"rank {rank} cannot take step {step[rank]} ({schedule.orders[rank][step[rank]]}) "
+            f"before {needed[rank].describe().replace(' for the input', '')}"
+        )
+
+    for rank in stuck:
+        if needed[rank] not in made_by:
+            return f"{waits(rank)}, which no rank takes"
     # Follow who waits for whom until a rank comes up twice: the ranks from there on are the cycle.
     chain = [stuck[0]]
     while chain.count(chain[-1]) < 2:
-        chain.append(schedule.stage_to_rank[needed[chain[-1]].stage])
+        chain.append(made_by[needed[chain[-1]]])
     cycle = chain[chain.index(chain[-1]) : -1]
     sentences = [
-        f"rank {rank} cannot take step {step[rank]} ({schedule.orders[rank][step[rank]]}) before "
-        f"{needed[rank].describe().replace(' for the input', '')}, "
-        f"which rank {schedule.stage_to_rank[needed[rank].stage]} has still ahead of it"
-        for rank in cycle
+        f"{waits(rank)}, which rank {made_by[needed[rank]]} has still ahead of it" for rank in cycle
     ]
     return "deadlock: " + "; ".join(sentences)
 
@@ -172,13 +216,14 @@ def _explain_deadlock(schedule, step, waiting, stuck):
 def validate(schedule):
     """Return `schedule` if it can be performed to its end, else raise ScheduleError.
 
-    Each stage belongs to one rank; each micro-batch passes each stage once forward and once
+    Each stage belongs to one rank, or with updates to several in turn; each micro-batch passes each stage once forward and once
     backward, in full (B) or split (I, then W); on a rank every action comes after what it needs
     there; and the ranks together can be played to the end without a deadlock.
     """
     if not schedule.orders or not any(schedule.orders):
         raise ScheduleError("the schedule has no actions")
     owner, steps = {}, {}
+    updated = {action.stage for order in schedule.orders for action in order if action.kind == "U"}
     for rank, order in enumerate(schedule.orders):
         if not order:
             raise ScheduleError(f"rank {rank} has no actions")
@@ -188,10 +233,12 @@ def validate(schedule):
                 raise ScheduleError(f"{where}: the kind is one of {', '.join(KINDS)}")
             if action.stage < 0 or action.microbatch < 0:
                 raise ScheduleError(f"{where}: stages and micro-batches are counted from 0")
-            if owner.setdefault(action.stage, rank) != rank:
+            if owner.setdefault(action.stage, rank) != rank and action.stage not in updated:
                 raise ScheduleError(
                     f"{where}: stage {action.stage} already belongs to rank {owner[action.stage]}"
                 )
+            if action.stage in updated:
+                _validate_turn(schedule, rank, action, where)
             if action in steps:
                 raise ScheduleError(
                     f"rank {rank} runs {action.describe()} twice, at steps {steps[action]} and {step}"
@@ -200,10 +247,27 @@ def validate(schedule):
     for stage in range(schedule.num_stages):
         if stage not in owner:
             raise ScheduleError(f"stage {stage} belongs to no rank")
+        ranks = schedule.ranks_of_stage[stage]
         for microbatch in range(schedule.num_microbatches):
-            _validate_passage(owner[stage], stage, microbatch, steps)
+            _validate_passage(ranks[microbatch % len(ranks)], stage, microbatch, steps)
+        if len(ranks) > 1:
+            _validate_joint_updates(schedule, stage, ranks, steps)
     playable_order(schedule)
     return schedule
+
+
+def _validate_turn(schedule, rank, action, where):
+    """The replicas of a stage take its micro-batches in turn."""
+    ranks = schedule.ranks_of_stage[action.stage]
+    in_turn = ranks[action.microbatch % len(ranks)]
+    if rank == in_turn:
+        return
+    if len(ranks) == 1:
+        raise ScheduleError(f"{where}: stage {action.stage} belongs to rank {in_turn}")
+    raise ScheduleError(
+        f"{where}: stage {action.stage} belongs to ranks {', '.join(map(str, ranks))}, which take "
+        f"its micro-batches in turn, and this one is rank {in_turn}'s"
+    )
 
 
 def _validate_passage(rank, stage, microbatch, steps):
@@ -233,6 +297,24 @@ def _validate_passage(rank, stage, microbatch, steps):
             raise ScheduleError(
                 f"rank {rank} runs {second.describe()} at step {steps[second]}, "
                 f"but {first.describe()} comes at step {steps[first]}"
+            )
+
+
+def _validate_joint_updates(schedule, stage, ranks, steps):
+    """The replicas of a stage update after each complete group of micro-batches, and only then."""
+    for microbatch in range(schedule.num_microbatches):
+        update = Action(stage, "U", microbatch)
+        rank = ranks[microbatch % len(ranks)]
+        last = update_group(microbatch, len(ranks))[-1]
+        if last >= schedule.num_microbatches and update in steps:
+            raise ScheduleError(
+                f"rank {rank} runs {update.describe()} at step {steps[update]}, but there is no "
+                f"micro-batch {last} to complete the group of {len(ranks)}"
+            )
+        if last < schedule.num_microbatches and update not in steps:
+            raise ScheduleError(
+                f"rank {rank} never runs {update.describe()}, which the {len(ranks)} replicas of "
+                "the stage make together"
             )
 
 
