@@ -115,15 +115,18 @@ def draw_place(place, unit, title):
         _text(LEFT, place.title, title, anchor="start"),
         *names,
         f'<path d="{rows}" fill="{TEXT}" fill-opacity="0.13"/>',
-        *_draw_blocks(place, unit, outline=0.7 if few else 0.4),
+        *_draw_blocks(place, unit),
         *(_draw_messages(place) if few else []),
         *(_draw_numbers(place) if few else []),  # on top of the lines
         *_draw_axis(timeline, place.bottom + 2, place.x, unit),
     ]
 
 
-def _draw_blocks(place, unit, outline):
+def _draw_blocks(place, unit):
     timeline = place.timeline
+    # An outline as thin as the blocks ask for, or in a dense drawing there is little else to see.
+    widths = sorted((event.end - event.start) * place.scale for event in timeline.events)
+    outline = min(0.7, 0.1 * widths[len(widths) // 4])
     chunk = _chunks(timeline)
     fills = {}
     parts, updates, hatches = [], [], []
@@ -149,7 +152,7 @@ def _draw_blocks(place, unit, outline):
             hatches.append(f"M{left:.1f} {y}h{width:.1f}v{ROW}h-{width:.1f}z")
     hatch = f'<path d="{"".join(hatches)}" fill="url(#hatch)" pointer-events="none"/>'
     return [
-        f'<g class="blocks" stroke="#ffffff" stroke-width="{outline}">',
+        f'<g class="blocks" stroke="#ffffff" stroke-width="{outline:.2f}">',
         *parts,
         *updates,
         "</g>",

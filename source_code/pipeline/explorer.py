@@ -14,16 +14,17 @@ from functools import cached_property
 
 import ipywidgets as widgets
 
-from pipeline.explorer_view import CHUNKED, Settings, View, is_split
+from pipeline.explorer_view import LOOPED, Settings, View, is_split
 from pipeline.schedule import Schedule
 from pipeline.schedules import GENERATORS
+from pipeline.story import short
 
 NOTHING = "nothing"
 # Set to 1 where a notebook is run in order to be stored: without a kernel a page would show an
 # error in the panel's place, so the picture alone is stored.
 STORED = "PIPELINE_STORED_PICTURES"
 STYLE = """<style>
-.pipeline-explorer svg { display: block; width: 100%; height: auto; }
+.pipeline-explorer svg { display: block; width: 100%; height: auto; max-width: 1000px !important; }
 .pipeline-explorer .blocks text { display: none; fill: currentColor; stroke: none; }
 .pipeline-explorer .blocks text { font-size: 13px; }
 .pipeline-explorer .blocks g:hover text { display: inline; }
@@ -34,8 +35,26 @@ STYLE = """<style>
 .pipeline-explorer caption { text-align: left; font-weight: bold; }
 .pipeline-explorer th, .pipeline-explorer td { text-align: left; padding: 1px 14px 1px 0; }
 .pipeline-explorer th, .pipeline-explorer td { vertical-align: top; font-size: 13px; }
+.pipeline-explorer th { white-space: nowrap; }
 .pipeline-explorer .jupyter-button:focus-visible { outline: 2px solid currentColor; }
 </style>"""
+# What ipywidgets leaves undone for those who use the keyboard or hear the page, done in it by a
+# picture of one pixel whenever that is loaded. JupyterLab's own keys, of which an arrow moves to the
+# next cell and two letters delete one, do not count in the panel. The handles of sliders and the
+# signs on the player get the names that stand beside them, and the cursor's time is read out.
+KEYS_AND_NAMES = (
+    '<img alt="" style="display:none" src="data:image/gif;base64,'
+    'R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw==" onload="'
+    "const panel = this.closest('.pipeline-explorer'); if (panel) {"
+    "panel.querySelectorAll('select, button, [tabindex]').forEach(control => "
+    "control.setAttribute('data-lm-suppress-shortcuts', 'true'));"
+    "panel.querySelectorAll('.widget-slider').forEach(slider => slider.querySelector("
+    "'[role=slider]')?.setAttribute('aria-label', slider.querySelector('label').textContent));"
+    "panel.querySelectorAll('.widget-play button').forEach((button, i) => "
+    "button.setAttribute('aria-label', ['play', 'stop', 'repeat'][i]));"
+    "panel.querySelector('.pipeline-explorer-now')?.setAttribute('aria-live', 'polite'); }"
+    '">'
+)
 PLAYED = 20_000  # milliseconds that playing a whole schedule takes, about
 NARROWEST = "760px"  # below that the text of the picture would be smaller than 9 pt
 
@@ -55,8 +74,9 @@ def explore(
 
     `schedule` is a name such as "1f1b" or a Schedule; `compare`, of the same kind, is laid
     underneath on the same scale. `chunks` is the number of stages of a rank, for the schedules that
-    can choose it. Costs are in milliseconds and per stage and micro-batch; `weight` is the part of
-    the backward that a split backward does later, half of it unless given.
+    can choose it. `forward` and `backward` are the milliseconds that the layers of one rank take for
+    one micro-batch, however many stages they are cut into, so that the same model is compared;
+    `weight` is the part of the backward that a split backward does later, half of it unless given.
 
     Raises ValueError for an unknown name. What a generator refuses is said in the picture's place.
     """
@@ -129,9 +149,9 @@ class Panel:
             "compare": _dropdown("compare with", [NOTHING, *names], chosen.compare or NOTHING),
             "ranks": _whole("ranks", chosen.ranks, 1, 8),
             "microbatches": _whole("micro-batches", chosen.microbatches, 1, 64),
-            "chunks": _whole("stages a rank", chosen.chunks, 1, 4),
-            "forward": _time("forward, ms", chosen.forward, 0.5, 50),
-            "backward": _time("backward, ms", chosen.backward, 1, 100),
+            "chunks": _whole("stages a rank", chosen.chunks, 2, 4),
+            "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
+            "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
             "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),
             "transfer": _time("transfer, ms", chosen.transfer, 0, 20),
         }
@@ -155,6 +175,8 @@ class Panel:
             tooltip="the moment of the cursor",
             layout=widgets.Layout(flex="1 1 auto"),
         )
+        self.now = widgets.HTML(layout=widgets.Layout(width="90px"))
+        self.now.add_class("pipeline-explorer-now")
 
     def make_outputs(self):
         self.figures, self.moment = widgets.HTML(), widgets.HTML()
@@ -180,7 +202,7 @@ class Panel:
                 self.shown,
                 self.drawing,
                 self.table,
-                widgets.HBox([self.play, self.back, self.on, self.cursor]),
+                widgets.HBox([self.play, self.back, self.on, self.cursor, self.now]),
                 self.moment,
             ]
         )
@@ -216,7 +238,7 @@ class Panel:
         chosen = (self.settings.schedule, self.settings.compare)
         made = any(isinstance(choice, str) for choice in chosen)
         self.controls["ranks"].disabled = self.controls["microbatches"].disabled = not made
-        self.controls["chunks"].disabled = not set(map(str, chosen)) & set(CHUNKED)
+        self.controls["chunks"].disabled = not set(map(str, chosen)) & set(LOOPED)
         split = any(is_split(each.schedule) for each in self.view.predictions)
         # Where a refusal may be about the weights' part, it must be possible to move it.
         self.controls["weight"].disabled = not split and not self.view.refusal
@@ -238,7 +260,8 @@ class Panel:
     def show_moment(self):
         time = self.view.times[min(self.cursor.value, len(self.view.times) - 1)]
         self.line.value = self.view.cursor(time)
-        self.moment.value = self.view.moment(time)
+        self.moment.value = self.view.moment(time) + KEYS_AND_NAMES
+        self.now.value = f"at {short(time)} ms" if self.view.predictions else ""
 
     def step(self, by):
         self.cursor.value = min(max(self.cursor.value + by, 0), len(self.view.times) - 1)
@@ -263,6 +286,6 @@ def _named(description):
     return {
         "description": description,
         "tooltip": description,
-        "style": {"description_width": "140px"},
-        "layout": widgets.Layout(width="370px"),
+        "style": {"description_width": "150px"},
+        "layout": widgets.Layout(width="380px"),
     }

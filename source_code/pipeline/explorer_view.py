@@ -8,21 +8,18 @@ from itertools import groupby
 from pipeline.drawing import draw_cursor
 from pipeline.figures import draw_timelines
 from pipeline.schedule import KINDS, Schedule, ScheduleError
-from pipeline.schedules import GENERATORS
+from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs, simulate
 from pipeline.story import moments_at, name_of_message, short, stories_of, times_of, waits_of
 from pipeline.timeline import Timeline
 
-CHUNKED = ()
-
-
-def build_schedule(name, num_ranks, num_microbatches, num_chunks=None):
-    return GENERATORS[name](num_ranks, num_microbatches)
+# Those of which one chooses how many stages a rank has. In a V there are always two.
+LOOPED = ("interleaved-1f1b", "looped-bfs")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be chosen. Costs are those of one action of one stage, in milliseconds.
+    """What can be chosen. Costs are in milliseconds and per micro-batch: see `costs_of`.
 
     `schedule` and `compare` are names of generators or a Schedule of one's own, whose numbers of
     ranks and micro-batches are its own. `compare` is None where nothing lies underneath.
@@ -45,6 +42,7 @@ class Prediction:
 
     label: str
     schedule: Schedule
+    costs: Costs
     timeline: Timeline
 
 
@@ -60,7 +58,7 @@ class View:
         try:
             self.predictions = predict(settings)
         except ScheduleError as error:
-            self.refusal = f"{error}"
+            self.refusal = str(error)
         self.timelines = {each.label: each.timeline for each in self.predictions}
         self.times = times_of(self.timelines.values()) if self.predictions else [0.0]
 
@@ -87,7 +85,7 @@ class View:
 
     @property
     def figures(self):
-        return figures_table([(each.schedule, each.timeline) for each in self.predictions])
+        return figures_table(self.predictions)
 
     def cursor(self, time):
         return draw_cursor(self.timelines, time, reading=True) if self.predictions else ""
@@ -110,12 +108,26 @@ def predict(settings):
             f"the weights' part, {short(settings.weight)} ms, must be less than the backward, "
             f"{short(settings.backward)} ms, of which it is a part"
         )
-    weight = settings.weight if split else None  # where nothing is split, any will do
-    costs = Costs(settings.forward, settings.backward, weight, settings.transfer)
     return [
-        Prediction(label, schedule, simulate(schedule, costs))
+        Prediction(label, schedule, costs, simulate(schedule, costs))
         for label, schedule in schedules.items()
+        for costs in [costs_of(settings, schedule)]
     ]
+
+
+def costs_of(settings, schedule):
+    """What one stage costs in `schedule`.
+
+    The settings say what the layers of one rank cost where each rank has one stage. In every
+    schedule the model is the same, so that with two stages a rank each stage costs half of that.
+    """
+    share = schedule.num_ranks / schedule.num_stages
+    return Costs(
+        settings.forward * share,
+        settings.backward * share,
+        settings.weight * share,
+        settings.transfer,
+    )
 
 
 def is_split(schedule):
@@ -124,15 +136,12 @@ def is_split(schedule):
 
 
 def schedule_of(settings):
-    """The Schedule that `settings.schedule` names, or is. Raises ScheduleError with its name."""
+    """The Schedule that `settings.schedule` names, or is. Raises ScheduleError with a sentence."""
     name = settings.schedule
     if isinstance(name, Schedule):
         return name
-    chunks = settings.chunks if name in CHUNKED else None
-    try:
-        return build_schedule(name, settings.ranks, settings.microbatches, chunks)
-    except ScheduleError as error:
-        raise ScheduleError(f"{name}: {error}") from None
+    chunks = settings.chunks if name in LOOPED else None
+    return build_schedule(name, settings.ranks, settings.microbatches, chunks)
 
 
 def problem(sentence):
@@ -140,21 +149,26 @@ def problem(sentence):
     return f'<p role="alert" style="font-size:14px;padding:24px 0"><b>{escape(sentence)}</b></p>'
 
 
-def figures_table(predicted):
-    """The numbers of one schedule or several, side by side; `predicted` are (schedule, timeline)."""
-    timelines = [timeline for _, timeline in predicted]
+def figures_table(predictions):
+    """The numbers of one Prediction or several, side by side."""
+    timelines = [each.timeline for each in predictions]
     rows = {
         "makespan": [f"{short(each.makespan)} ms" for each in timelines],
         "ideal (the busiest rank's work)": [f"{short(each.ideal)} ms" for each in timelines],
         "bubble over total (GPipe's)": [f"{each.bubble_over_total:.1%}" for each in timelines],
         "bubble over ideal (Megatron's)": [f"{each.bubble_over_ideal:.1%}" for each in timelines],
-        "peak held, rank by rank": [_numbers(each.peak_held_per_rank) for each in timelines],
+        "peak held (stage x micro-batch)": [
+            _numbers(each.peak_held_per_rank) for each in timelines
+        ],
     }
-    if any(is_split(schedule) for schedule, _ in predicted):
+    if any(is_split(each.schedule) for each in predictions):
         rows["the same until W has ended"] = [
             _numbers(each.peak_held_until_weight_per_rank) for each in timelines
         ]
-    rows["messages"] = [str(len(schedule.messages)) for schedule, _ in predicted]
+    rows["messages"] = [len(each.schedule.messages) for each in predictions]
+    rows["forward and backward of a stage"] = [
+        f"{short(each.costs.forward)} and {short(each.costs.backward)} ms" for each in predictions
+    ]
     return _table("", ["", *(each.name for each in timelines)], _with_heads(rows))
 
 
@@ -179,7 +193,8 @@ def action_table(timeline, unit="ms"):
     heads = ["", "does", "stage", "micro-batch", f"from, {unit}", f"to, {unit}", "why then"]
     name = escape(f"What {timeline.name} does, block by block")
     return (
-        f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{name}">'
+        f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{name}" '
+        'data-lm-suppress-shortcuts="true">'
         f"{_table(name, heads, rows)}</div>"
     )
 
@@ -218,15 +233,13 @@ def _waits(wait, timeline, unit):
 
 def _holds(held):
     """Some (stage, micro-batch) pairs: how many, and which; stages are named where there are two."""
-    if not held:
+    stages = {stage: [m for _, m in pairs] for stage, pairs in groupby(held, lambda pair: pair[0])}
+    if not stages:
         return "none"
-    by_stage = {
-        stage: [m for _, m in pairs] for stage, pairs in groupby(held, lambda pair: pair[0])
-    }
-    if len(by_stage) == 1:
-        return f"{len(held)}: {_runs(*by_stage.values())}"
-    parts = (f"stage {stage} {_runs(numbers)}" for stage, numbers in by_stage.items())
-    return f"{len(held)}: {'; '.join(parts)}"
+    if len(stages) == 1:
+        return f"{len(held)} ({_runs(*stages.values())})"
+    parts = (f"stage {stage}: {_runs(numbers)}" for stage, numbers in stages.items())
+    return f"{len(held)} ({'; '.join(parts)})"
 
 
 def _runs(numbers):

@@ -15,7 +15,8 @@ class Wait(NamedTuple):
 
     `free` is when its rank had ended the action before (for the first one: when the timeline
     starts). `source` is the event on another rank that made what was sent to it, or None where it
-    needs no message. `for_message` says that the message is what the rank waited for.
+    needs no message; an update that several ranks make together needs several, and it is the last.
+    `for_message` says that the message is what the rank waited for.
     """
 
     event: Event
@@ -57,7 +58,12 @@ def waits_of(timeline):
             free[event] = ready
             ready = event.end
     made = {result_of(event.action): event for event in timeline.events}
-    sources = [_source_of(event, made, timeline.num_stages) for event in timeline.events]
+    replicas = {stage: len(ranks) for stage, ranks in _ranks_by_stage(timeline).items()}
+    sources = []
+    for event in timeline.events:
+        needs = needs_of(event.action, timeline.num_stages, replicas[event.action.stage])
+        sent = [made[need] for need in needs if need in made and made[need].rank != event.rank]
+        sources.append(max(sent, key=lambda source: source.end, default=None))
     lags = [event.start - source.end for event, source in zip(timeline.events, sources) if source]
     fastest = min(lags, default=0.0)
     smallest = smallest_time(timeline)
@@ -75,13 +81,11 @@ def waits_of(timeline):
     return waits
 
 
-def _source_of(event, made, num_stages):
-    """The event on another rank whose message `event` needs. No action needs two messages."""
-    for need in needs_of(event.action, num_stages):
-        source = made.get(need)
-        if source is not None and source.rank != event.rank:
-            return source
-    return None
+def _ranks_by_stage(timeline):
+    ranks = {}
+    for event in timeline.events:
+        ranks.setdefault(event.action.stage, set()).add(event.rank)
+    return ranks
 
 
 def smallest_time(timeline):
