@@ -10,7 +10,7 @@ from pipeline.figures import draw_timelines
 from pipeline.schedule import KINDS, Schedule, ScheduleError
 from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs, simulate
-from pipeline.story import moments_at, name_of_message, short, stories_of, times_of, waits_of
+from pipeline.story import moments_at, name_of_message, short, stories_of, tell, times_of, waits_of
 from pipeline.timeline import Timeline
 
 # Those of which one chooses how many stages a rank has. In a V there are always two.
@@ -90,8 +90,15 @@ class View:
     def cursor(self, time):
         return draw_cursor(self.timelines, time, reading=True) if self.predictions else ""
 
+    @cached_property
+    def waits(self):
+        """{event: its Wait} of each timeline."""
+        return [{w.event: w for w in waits_of(each)} for each in self.timelines.values()]
+
     def moment(self, time):
-        return moment_tables(self.timelines.values(), time)
+        """What every rank does and holds at `time`, counted as the timelines count."""
+        both = zip(self.timelines.values(), self.waits)
+        return "".join(moment_table(timeline, waits, time) for timeline, waits in both)
 
 
 def predict(settings):
@@ -199,22 +206,16 @@ def action_table(timeline, unit="ms"):
     )
 
 
-def moment_tables(timelines, time):
-    """What every rank of each timeline does and holds at `time`, counted as the timelines count."""
-    return "".join(moment_table(timeline, time) for timeline in timelines)
-
-
-def moment_table(timeline, time, unit="ms"):
-    """What every rank of one timeline does and holds at `time`, and why."""
-    stories = dict(zip(timeline.events, stories_of(timeline, unit)))
-    waits = {wait.event: wait for wait in waits_of(timeline)}
+def moment_table(timeline, waits, time, unit="ms"):
+    """What every rank of one timeline does and holds at `time`, and why; {event: its Wait}."""
     split = any(event.action.kind == "W" for event in timeline.events)
     until_weight = moments_at(timeline, time, until="BW")
     rows = []
     for moment, later in zip(moments_at(timeline, time), until_weight):
         cells = [_holds(moment.held), *([_holds(later.held)] if split else [])]
         if moment.doing:
-            does = " Then: ".join("; ".join(stories[event]) for event in moment.doing)
+            told = (tell(waits[event], timeline, unit) for event in moment.doing)
+            does = ". Then: ".join("; ".join(story) for story in told)
         elif moment.next is None:
             does = "has done everything"
         else:

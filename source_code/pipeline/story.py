@@ -94,19 +94,17 @@ def smallest_time(timeline):
 
 
 def stories_of(timeline, unit="ms"):
-    """Two half-sentences for each event, in the order of `timeline.events`: what and when; why then.
+    """What `tell` says of each event, in the order of `timeline.events`."""
+    return [tell(wait, timeline, unit) for wait in waits_of(timeline)]
+
+
+def tell(wait, timeline, unit="ms"):
+    """Two half-sentences on an event: what it is and when; why then.
 
     ("forward of micro-batch 3 on stage 1, rank 1, 40 to 50 ms",
      "waited 10 ms for the activation of micro-batch 3 from rank 0")
     """
-    smallest = smallest_time(timeline)
-    return [
-        (
-            _what_and_when(wait.event, timeline.start, unit),
-            _why_then(wait, timeline, smallest, unit),
-        )
-        for wait in waits_of(timeline)
-    ]
+    return _what_and_when(wait.event, timeline.start, unit), _why_then(wait, timeline, unit)
 
 
 def _what_and_when(event, start, unit):
@@ -117,7 +115,8 @@ def _what_and_when(event, start, unit):
     )
 
 
-def _why_then(wait, timeline, smallest, unit):
+def _why_then(wait, timeline, unit):
+    smallest = smallest_time(timeline)
     unit = f" {unit}" if unit else ""
     late = wait.gap > smallest
     after = f"began {short(wait.gap)}{unit} after rank {wait.event.rank} was free"
