@@ -380,14 +380,20 @@ def test_the_cursor_keeps_its_time_when_a_setting_changes():
     assert panel.play.max == panel.cursor.max == len(panel.view.times) - 1
 
 
-def test_a_refusal_leaves_the_panel_usable():
-    panel = Panel(replace(SETTINGS, schedule="dualpipe-v", microbatches=7))
+def test_a_refusal_leaves_the_panel_usable_and_the_cursor_where_it_was():
+    panel = Panel(replace(SETTINGS, schedule="dualpipe-v"))
+    panel.cursor.value = 4
+    before = panel.now.value
+    panel.controls["microbatches"].value = 7
     assert 'role="alert"' in panel.picture.value
-    panel.on.click()
-    assert panel.now.value == ""
+    assert panel.cursor.disabled and panel.play.disabled
+    for move in (panel.on.click, panel.back.click, lambda: panel.cursor.set_trait("value", 1)):
+        move()
+        assert panel.now.value == panel.line.value == ""
     panel.controls["microbatches"].value = 8
     assert "<svg" in panel.picture.value
-    assert panel.now.value == "at 0 ms"
+    assert panel.now.value == before != "at 0 ms"
+    assert not panel.cursor.disabled
 
 
 def test_the_table_is_shown_in_the_pictures_place_and_follows_the_sliders():
@@ -413,6 +419,26 @@ def test_a_schedule_of_ones_own_can_be_explored_beside_those_of_the_field():
     panel.controls["schedule"].value = "1f1b"
     panel.controls["schedule"].value = "own"
     assert panel.view.predictions[0].schedule is own
+
+
+def test_two_schedules_of_ones_own_may_have_the_same_name():
+    one = from_csv("0F0,0B0,0F1,0B1", name="own")
+    other = from_csv("0F0,0F1,0B0,0B1", name="own")
+    panel = Panel(explore(one, compare=other).settings)
+    panel.controls["forward"].value = 30.0
+    assert [each.schedule for each in panel.view.predictions] == [one, other]
+
+
+@EVERY_SCHEDULE
+def test_wherever_the_sliders_stand_there_is_a_picture_or_a_sentence(name):
+    for ranks, microbatches, chunks in [(1, 1, 2), (1, 8, 4), (2, 3, 2), (5, 7, 3), (8, 64, 2)]:
+        view = view_of(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+        if view.refusal:
+            assert view.refusal.startswith(name) and "Error" not in view.refusal
+            continue
+        ElementTree.fromstring(view.picture)
+        at_the_end = rows_of(view.moment(view.times[-1]))[1][-1]
+        assert re.match("has done everything|update of micro-batch", at_the_end)
 
 
 # Stored

@@ -121,11 +121,8 @@ class Panel:
 
     def __init__(self, settings):
         self.settings = settings
-        self.own = {
-            choice.name: choice
-            for choice in (settings.schedule, settings.compare)
-            if isinstance(choice, Schedule)
-        }
+        self.own = _by_name(settings.schedule, settings.compare)
+        self.time = 0.0  # of the cursor
         self.moving = False  # while the cursor is set from here
         self.make_controls()
         self.make_outputs()
@@ -144,9 +141,13 @@ class Panel:
         """One control for each of the Settings, under the same name."""
         chosen = self.settings
         names = [*self.own, *(name for name in GENERATORS if name not in self.own)]
+        first, second = (
+            next((name for name, own in self.own.items() if own is choice), choice)
+            for choice in (chosen.schedule, chosen.compare)
+        )
         self.controls = {
-            "schedule": _dropdown("schedule", names, chosen.schedule),
-            "compare": _dropdown("compare with", [NOTHING, *names], chosen.compare or NOTHING),
+            "schedule": _dropdown("schedule", names, first),
+            "compare": _dropdown("compare with", [NOTHING, *names], second or NOTHING),
             "ranks": _whole("ranks", chosen.ranks, 1, 8),
             "microbatches": _whole("micro-batches", chosen.microbatches, 1, 64),
             "chunks": _whole("stages a rank", chosen.chunks, 2, 4),
@@ -218,18 +219,18 @@ class Panel:
 
     def redraw(self):
         """Everything anew. The cursor stays at its time, as nearly as there is a moment."""
-        before = self.view.times[self.cursor.value] if hasattr(self, "view") else 0.0
         self.view = View(self.settings)
         self.picture.value = self.view.picture
         self.figures.value = self.view.figures
         self.show_table()
         self.disable_what_does_not_count()
         times = self.view.times
-        place = max(0, bisect_right(times, before) - 1)
+        place = max(0, bisect_right(times, self.time) - 1)
         self.moving = True
         for control in (self.play, self.cursor):
             control.max = max(1, len(times) - 1)
             control.value = place
+            control.disabled = bool(self.view.refusal)
         self.moving = False
         self.play.interval = int(min(600, max(80, PLAYED / len(times))))
         self.show_moment()
@@ -258,17 +259,27 @@ class Panel:
             self.show_moment()
 
     def show_moment(self):
-        time = self.view.times[min(self.cursor.value, len(self.view.times) - 1)]
-        self.line.value = self.view.cursor(time)
-        self.moment.value = self.view.moment(time) + KEYS_AND_NAMES
-        self.now.value = f"at {short(time)} ms" if self.view.predictions else ""
+        if self.view.predictions:  # else the time stays, until there is something to draw again
+            self.time = self.view.times[min(self.cursor.value, len(self.view.times) - 1)]
+        self.line.value = self.view.cursor(self.time)
+        self.moment.value = self.view.moment(self.time) + KEYS_AND_NAMES
+        self.now.value = f"at {short(self.time)} ms" if self.view.predictions else ""
 
     def step(self, by):
         self.cursor.value = min(max(self.cursor.value + by, 0), len(self.view.times) - 1)
 
 
-def _dropdown(description, options, choice):
-    value = choice.name if isinstance(choice, Schedule) else choice
+def _by_name(*choices):
+    """The Schedules among them, each under a name of its own."""
+    own = {}
+    for choice in choices:
+        if isinstance(choice, Schedule):
+            taken = own.get(choice.name, choice) is not choice
+            own[f"{choice.name} (the other)" if taken else choice.name] = choice
+    return own
+
+
+def _dropdown(description, options, value):
     return widgets.Dropdown(options=options, value=value, **_named(description))
 
 
