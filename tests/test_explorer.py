@@ -127,11 +127,15 @@ def test_a_story_is_the_same_on_a_clock_that_does_not_start_at_zero():
 
 
 def test_an_update_that_ranks_make_together_waits_for_the_last_of_their_gradients():
-    timeline = simulate(pipedream_round_robin((2, 1), 4), Costs([20, 10], [40, 20]))
-    waits = {str(wait.event.action): wait for wait in waits_of(timeline)}
-    update = next(wait for action, wait in waits.items() if re.fullmatch("0U0|0U1", action))
-    assert update.source.action.stage == 0
-    assert update.source.rank != update.event.rank
+    timeline = simulate(pipedream_round_robin((3, 1), 3), Costs([30, 10], [60, 20]))
+    backwards = sorted(
+        (event for event in timeline.events if event.action[:2] == (0, "B")),
+        key=lambda event: event.end,
+    )
+    waits = {wait.event.rank: wait for wait in waits_of(timeline) if wait.event.action.kind == "U"}
+    for rank in range(3):
+        others = [event for event in backwards if event.rank != rank]
+        assert waits[rank].source == others[-1]
 
 
 @pytest.mark.parametrize(
@@ -181,9 +185,12 @@ def test_at_70_ms_of_1f1b_two_ranks_work_and_two_wait():
 
 
 def test_the_last_of_several_times_that_differ_by_rounding_alone_is_taken():
-    timeline = simulate(gpipe(8, 16), Costs(0.1, 0.3))
+    timeline = simulate(one_f_one_b(8, 16), Costs(0.1, 0.3))
+    exact = {time for event in timeline.events for time in event[2:]}
+    rounded = {round(time, 6) for time in exact}
+    assert len(exact) > len(rounded)
     times = times_of([timeline])
-    assert len(times) == len({round(time, 6) for time in times})
+    assert [round(time, 6) for time in times] == sorted(rounded)
     assert times[-1] == timeline.start + timeline.makespan
 
 
