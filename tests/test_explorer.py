@@ -186,7 +186,7 @@ def test_at_70_ms_of_1f1b_two_ranks_work_and_two_wait():
 
 def test_the_last_of_several_times_that_differ_by_rounding_alone_is_taken():
     timeline = simulate(one_f_one_b(8, 16), Costs(0.1, 0.3))
-    exact = {time for event in timeline.events for time in event[2:]}
+    exact = {time for event in timeline.events for time in (event.start, event.end)}
     rounded = {round(time, 6) for time in exact}
     assert len(exact) > len(rounded)
     times = times_of([timeline])

@@ -145,7 +145,8 @@ def short(time):
 
 def times_of(timelines):
     """Every time at which something starts or ends in one of the timelines, in order."""
-    times = {time for timeline in timelines for event in timeline.events for time in event[2:]}
+    events = [event for timeline in timelines for event in timeline.events]
+    times = {event.start for event in events} | {event.end for event in events}
     smallest = max(map(smallest_time, timelines))
     ordered = sorted(times)
     # Of several that differ by rounding alone, the last: by then all of them have happened.
