@@ -14,13 +14,16 @@ from pipeline.schedule import needs_of, result_of
 
 TEXT = "#7a7a7a"
 FILL = {"F": "#56B4E9", "B": "#009E73", "I": "#66C5AB", "W": "#E69F00", "U": "#D55E00"}
+FILL["R"] = FILL["F"]  # a forward run again has a dashed outline
 NUMBER = {"F": "#000000", "B": "#ffffff", "I": "#000000", "W": "#000000", "U": "#000000"}
+NUMBER["R"] = NUMBER["F"]
 LEGEND = {
     "F": "forward",
     "B": "backward",
     "I": "backward for the input",
     "W": "backward for the weights",
     "U": "update",
+    "R": "recomputed forward",  # no action of a schedule: a part of a backward
 }
 
 WIDTH = 820  # of the drawing, in its own units; a page shows it about as large in pixels
@@ -60,7 +63,9 @@ def draw_timelines(timelines, unit="ms", caption=""):
         top += FONT + 9
         parts += _draw_one(timeline, top, scale, unit)
         top += timeline.num_ranks * (ROW + ROW_GAP) + 30
-    kinds = {event.action.kind for timeline in timelines.values() for event in timeline.events}
+    events = [event for timeline in timelines.values() for event in timeline.events]
+    kinds = {event.action.kind for event in events}
+    kinds |= {"R"} if any(event.recompute for event in events) else set()
     parts += _draw_legend(top, [kind for kind in FILL if kind in kinds])
     top += ROW + 4
     alt = caption or "; ".join(
@@ -122,10 +127,12 @@ def _stages_by_rank(timeline):
 def _draw_block(event, x, y, chunk, numbers):
     kind = event.action.kind
     least = 3 if kind == "U" else 0.5  # an update is a bar, however short
-    left, width = x(event.start), max(x(event.end) - x(event.start), least)
+    left = x(event.start + event.recompute)
+    width = max(x(event.end) - left, least)
     shade = max(0.45, 1 - 0.25 * chunk)  # stages of one rank differ in shade
     story = f"{event.action.describe()}, rank {event.rank}, {event.start:.4g} to {event.end:.4g}"
-    parts = [
+    again = _draw_recomputed(event, x, y, shade, numbers) if event.recompute else []
+    parts = again + [
         f'<rect x="{left:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{FILL[kind]}" '
         f'fill-opacity="{shade}" stroke="#ffffff" stroke-width="0.7">'
         f"<title>{escape(story)}</title></rect>"
@@ -136,13 +143,33 @@ def _draw_block(event, x, y, chunk, numbers):
             'fill="url(#hatch)" pointer-events="none"/>'
         )
     number = f"{event.action.microbatch}" + ("·" if kind == "I" else "")
-    if numbers and width >= 7.5 * len(number) + 2:
-        parts.append(
-            f'<text x="{left + width / 2:.2f}" y="{y + ROW / 2 + 4.5}" text-anchor="middle" '
-            f'font-size="{FONT}" font-weight="bold" fill="{NUMBER[kind]}" '
-            f'pointer-events="none">{number}</text>'
-        )
-    return parts
+    return parts + (_draw_number(number, left, width, y, NUMBER[kind]) if numbers else [])
+
+
+def _draw_recomputed(event, x, y, shade, numbers):
+    """The part of a backward in which the forward is run again, with a dashed outline."""
+    left, width = x(event.start), x(event.start + event.recompute) - x(event.start)
+    story = f"of it {event.recompute:.4g} for the forward of micro-batch {event.action.microbatch}"
+    return [
+        f'<rect x="{left + 0.6:.2f}" y="{y + 0.6}" width="{max(width - 1.2, 0.5):.2f}" '
+        f'height="{ROW - 1.2}" fill="{FILL["R"]}" fill-opacity="{shade}" stroke="{TEXT}" '
+        f'stroke-width="1.2" stroke-dasharray="3 2.4"><title>{escape(story)} again</title></rect>',
+        *(
+            _draw_number(f"{event.action.microbatch}", left, width, y, NUMBER["R"])
+            if numbers
+            else []
+        ),
+    ]
+
+
+def _draw_number(number, left, width, y, color):
+    if width < 7.5 * len(number) + 2:
+        return []
+    return [
+        f'<text x="{left + width / 2:.2f}" y="{y + ROW / 2 + 4.5}" text-anchor="middle" '
+        f'font-size="{FONT}" font-weight="bold" fill="{color}" '
+        f'pointer-events="none">{number}</text>'
+    ]
 
 
 def _draw_messages(timeline, x, y):
@@ -193,8 +220,9 @@ def _round_step(least):
 def _draw_legend(top, kinds):
     parts, left = [], LEFT
     for kind in kinds:
+        dashes = f' stroke="{TEXT}" stroke-dasharray="3 2.4"' if kind == "R" else ""
         parts.append(
-            f'<rect x="{left}" y="{top}" width="{ROW}" height="18" fill="{FILL[kind]}"/>'
+            f'<rect x="{left}" y="{top}" width="{ROW}" height="18" fill="{FILL[kind]}"{dashes}/>'
             f'<text x="{left + ROW / 2}" y="{top + 13.5}" text-anchor="middle" '
             f'font-size="{FONT}" font-weight="bold" fill="{NUMBER[kind]}">'
             f"{'0·' if kind == 'I' else 0}</text>"
