@@ -249,6 +249,16 @@ def test_zero_bubble_what_was_recomputed_for_i_stays_until_w(job):
         assert ours["held between"] == plain["held between"] > 0, mode
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_within_an_i_the_pieces_that_are_done_have_left_their_share_for_w(job, pieces):
+    plain = work(build_stage(job, "inner", "none"), 1, split=True)
+    ours = work(build_stage(job, "inner", "stage", pieces), 1, split=True)
+    inside, for_weights = plain["held before"] / pieces, plain["held between"] / pieces
+    assert ours["peak"] == max(
+        (pieces - 1 - done) * INPUT + inside + done * for_weights for done in range(pieces)
+    )
+
+
 def test_torch_s_own_checkpoint_of_every_layer_makes_the_same_bits_in_both_kinds_of_backward(job):
     for split in (False, True):
         ours = work(build_stage(job, "inner", "layer"), split=split)
