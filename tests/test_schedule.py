@@ -10,7 +10,6 @@ from pipeline.schedule import (
     Schedule,
     ScheduleError,
     from_csv,
-    playable_order,
     read_csv,
     result_of,
     to_csv,
@@ -120,7 +119,7 @@ def test_round_robin_of_every_replication_can_be_played_to_its_end(beyond_the_le
     for replicas in REPLICAS:
         num_minibatches = max(replicas) + beyond_the_least
         schedule = pipedream_round_robin(replicas, num_minibatches)
-        assert len(playable_order(schedule)) == sum(map(len, schedule.orders))
+        assert len(schedule.playable_order) == sum(map(len, schedule.orders))
         ranks = iter(range(sum(replicas)))
         assert schedule.ranks_of_stage == {
             stage: tuple(itertools.islice(ranks, count)) for stage, count in enumerate(replicas)
@@ -153,9 +152,9 @@ def test_every_complete_group_of_minibatches_is_updated_and_no_other():
 
 def test_an_update_of_replicas_needs_the_gradients_of_the_whole_group():
     schedule = pipedream_round_robin((2, 1, 1), 4)
-    assert list(map(str, schedule.needs_of(Action(0, "U", 2)))) == ["0I2", "0I3"]
-    assert list(map(str, schedule.needs_of(Action(0, "U", 3)))) == ["0I2", "0I3"]
-    assert list(map(str, schedule.needs_of(Action(1, "U", 3)))) == ["1I3"]
+    assert schedule.needs_of(Action(0, "U", 2)) == [(0, "I", 2), (0, "I", 3)]
+    assert schedule.needs_of(Action(0, "U", 3)) == [(0, "I", 2), (0, "I", 3)]
+    assert schedule.needs_of(Action(1, "U", 3)) == [(1, "I", 3)]
 
 
 @pytest.mark.parametrize(
@@ -332,6 +331,11 @@ ILLEGAL = {
     ),
     "a forward that is missing": (
         "0F0,0F1,0B0,0B1\n1F0,1B0,1B1",
+        "rank 1 runs the backward of micro-batch 1 on stage 1 at step 2, but never the forward of "
+        "micro-batch 1 on stage 1",
+    ),
+    "a micro-batch that leaves out a stage": (
+        "0F0,0F1,0B0,0B1\n1F0,1B0",
         "rank 1 never runs the forward of micro-batch 1 on stage 1",
     ),
     "a backward that is missing": (
@@ -453,7 +457,7 @@ def test_a_deadlock_sentence_names_the_ranks_of_the_cycle_and_no_other(what):
 
 def test_a_schedule_that_lacks_an_action_is_played_up_to_there():
     with pytest.raises(ScheduleError) as refused:
-        playable_order(from_csv("0F0,0B0\n1F0"))
+        from_csv("0F0,0B0\n1F0").playable_order  # noqa: B018
     assert str(refused.value) == (
         "rank 0 cannot take step 1 (0B0) before the backward of micro-batch 0 on stage 1, which "
         "no rank takes"
@@ -548,10 +552,10 @@ def test_the_playable_order_has_every_action_once_after_all_it_needs(
     schedule = GENERATORS[name](num_ranks, num_microbatches)
     done = set()
     next_step = [0] * num_ranks
-    for rank, step in playable_order(schedule):
-        action = schedule.orders[rank][step]
-        assert step == next_step[rank]
-        assert done.issuperset(schedule.needs_of(action))
+    for rank, action, needs in schedule.playable_order:
+        assert action is schedule.orders[rank][next_step[rank]]
+        assert needs == schedule.needs_of(action)
+        assert done.issuperset(needs)
         done.add(result_of(action))
         next_step[rank] += 1
     assert next_step == [len(order) for order in schedule.orders]

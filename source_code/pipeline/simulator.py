@@ -6,7 +6,7 @@ message takes `transfer` after the action that made it; the sender is not held u
 
 from dataclasses import dataclass
 
-from pipeline.schedule import playable_order, result_of
+from pipeline.schedule import result_of
 from pipeline.timeline import Event, Timeline
 
 
@@ -56,10 +56,9 @@ def simulate(schedule, costs):
     made = {}  # result -> the rank that made it, and when it was done
     cost_of = {}  # (stage, kind) -> cost
     events = []
-    for rank, step in playable_order(schedule):
-        action = schedule.orders[rank][step]
+    for rank, action, needs in schedule.playable_order:
         start = free[rank]
-        for need in schedule.needs_of(action):
+        for need in needs:
             maker, arrived = made[need]
             if maker != rank:
                 arrived += costs.transfer
