@@ -55,16 +55,16 @@ def parse_arguments():
     kept = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
     add("--recompute", choices=list(MODES), default="stage", help=kept)
     add(
-        "--checkpoints",
+        "--pieces",
         type=positive_integer,
         metavar="C",
-        help="inputs that --recompute stage keeps of a stage, 1 unless given",
+        help="of a stage, whose inputs --recompute stage keeps; 1 unless given",
     )
     synchronous = [name for name in GENERATORS if name != "pipedream"]
     add("--schedule", choices=synchronous, default="gpipe", help="order of the actions")
     add("--chunks", type=positive_integer, metavar="V", help="stages a rank")
     arguments = parse_training_arguments(parser, number_of_stages)
-    check_checkpoints(arguments)
+    check_pieces(arguments)
     arguments.paced = pace_with_recompute(arguments)
     return arguments, choose_schedule(arguments)
 
@@ -73,21 +73,18 @@ def number_of_stages(flags):
     return flags.num_ranks * (flags.chunks or (2 if flags.schedule in CHUNKED else 1))
 
 
-def check_checkpoints(arguments):
-    """Refuse a number of checkpoints that no stage has, or that nothing asks for."""
-    if arguments.checkpoints is None:
-        arguments.checkpoints = 1
+def check_pieces(arguments):
+    """Refuse more pieces than a stage has layers, or pieces that nothing asks for."""
+    if arguments.pieces is None:
+        arguments.pieces = 1
     elif arguments.recompute != "stage":
         refuse(
-            f"--checkpoints is for --recompute stage, not {arguments.recompute}; leave it out, "
+            f"--pieces are for --recompute stage, not {arguments.recompute}; leave it out, "
             "or change --recompute"
         )
     fewest = min(last - first for first, last in arguments.stage_layers)
-    if arguments.checkpoints > fewest:
-        refuse(
-            f"--checkpoints {arguments.checkpoints}: a stage has {fewest} layers; "
-            f"use at most {fewest}"
-        )
+    if arguments.pieces > fewest:
+        refuse(f"--pieces {arguments.pieces}: a stage has {fewest} layers; use at most {fewest}")
 
 
 def pace_with_recompute(arguments):
@@ -121,7 +118,7 @@ def build_stages(arguments, job, schedule, recorder):
         )
         stages[index] = build_recomputing_stage(
             arguments.recompute,
-            arguments.checkpoints,
+            arguments.pieces,
             part,
             index,
             schedule.num_stages,

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import arguments
-from pipeline.report import write_whole
+from pipeline import refusal as refusing
+from pipeline.files import write_whole
 from pipeline.schedule import to_csv
 from pipeline.schedules import gpipe
 
@@ -102,7 +102,7 @@ class Refusal:
     def __init__(self, monkeypatch, capsys):
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(arguments, "HEAD_START", 0.0)
+        monkeypatch.setattr(refusing, "HEAD_START", 0.0)
         for name in [name for name in os.environ if name.startswith(("SLURM_", "LOCAL_"))]:
             monkeypatch.delenv(name)
 

@@ -67,7 +67,7 @@ def test_losses_keep_every_bit_and_are_those_of_one_process(schedule, mode):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_pieces_of_a_stage_keep_every_bit(schedule):
-    losses, _, _ = train(schedule, "stage", "--checkpoints 3")
+    losses, _, _ = train(schedule, "stage", "--pieces 3")
     assert losses == train(schedule, "none")[0]
 
 
@@ -110,9 +110,9 @@ def test_where_nothing_is_recomputed_no_time_is_noted_for_it():
     ("flags", "sentence"),
     [
         ("--recompute all", "--recompute: invalid choice: 'all'"),
-        ("--checkpoints 0", "--checkpoints: must be a whole number of at least 1"),
-        ("--checkpoints 5", "--checkpoints 5: a stage has 4 layers; use at most 4"),
-        ("--checkpoints 2 --recompute layer", "--checkpoints is for --recompute stage, not layer"),
+        ("--pieces 0", "--pieces: must be a whole number of at least 1"),
+        ("--pieces 5", "--pieces 5: a stage has 4 layers; use at most 4"),
+        ("--pieces 2 --recompute layer", "--pieces are for --recompute stage, not layer"),
         ("--schedule pipedream", "--schedule: invalid choice: 'pipedream'"),
         ("--chunks 2", "gpipe has one stage a rank, not 2 chunks"),
         ("--schedule zb-v --chunks 3", "zb-v has 2 chunks a rank"),
@@ -137,10 +137,10 @@ def job():
     leave_job(job)
 
 
-def build_stage(job, which, mode, checkpoints=1):
+def build_stage(job, which, mode, pieces=1):
     part = build_part(CONFIG, *PARTS[which])
     index = list(PARTS).index(which)
-    return build_recomputing_stage(mode, checkpoints, part, index, 3, Recorder(job), token_loss)
+    return build_recomputing_stage(mode, pieces, part, index, 3, Recorder(job), token_loss)
 
 
 def work(stage, microbatches=3, split=False):
@@ -180,11 +180,11 @@ def same_bits(ours, theirs):
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("mode", "checkpoints"), WAYS)
+@pytest.mark.parametrize(("mode", "pieces"), WAYS)
 @pytest.mark.parametrize("which", PARTS)
-def test_outputs_and_gradients_keep_every_bit(job, which, mode, checkpoints, split):
+def test_outputs_and_gradients_keep_every_bit(job, which, mode, pieces, split):
     plain = work(build_stage(job, which, "none"), split=split)
-    ours = work(build_stage(job, which, mode, checkpoints), split=split)
+    ours = work(build_stage(job, which, mode, pieces), split=split)
     assert same_bits(ours["out"], plain["out"])
     assert same_bits(ours["gradients"], plain["gradients"])
     assert ours["held after"] == 0
@@ -192,18 +192,18 @@ def test_outputs_and_gradients_keep_every_bit(job, which, mode, checkpoints, spl
     assert [again > 0 for again in ours["again"]] == [False] * 3 + [True] * 3 + [False] * 3 * split
 
 
-@pytest.mark.parametrize("checkpoints", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_held_are_the_inputs_of_all_and_the_inside_of_one_piece_of_one_gpipe_section_2_3(
-    job, microbatches, checkpoints
+    job, microbatches, pieces
 ):
     inside_of_stage = work(build_stage(job, "inner", "none"), 1)["peak"]
-    ours = work(build_stage(job, "inner", "stage", checkpoints), microbatches)
-    assert ours["held before"] == microbatches * checkpoints * INPUT
+    ours = work(build_stage(job, "inner", "stage", pieces), microbatches)
+    assert ours["held before"] == microbatches * pieces * INPUT
     # Every layer keeps its own input, and the layers are alike.
-    inside = inside_of_stage / checkpoints
+    inside = inside_of_stage / pieces
     # The piece's own input is one of those that are kept.
-    assert ours["peak"] == (microbatches * checkpoints - 1) * INPUT + inside
+    assert ours["peak"] == (microbatches * pieces - 1) * INPUT + inside
 
 
 def test_a_checkpoint_a_layer_is_the_mode_layer(job):
@@ -242,8 +242,8 @@ def test_selective_keeps_no_result_of_attention_but_the_one_at_work(job):
 
 def test_zero_bubble_what_was_recomputed_for_i_stays_until_w(job):
     plain = work(build_stage(job, "inner", "none"), split=True)
-    for mode, checkpoints in WAYS:
-        ours = work(build_stage(job, "inner", mode, checkpoints), split=True)
+    for mode, pieces in WAYS:
+        ours = work(build_stage(job, "inner", mode, pieces), split=True)
         # From F to I little is held, from I to W exactly what is held without recomputation.
         assert ours["held before"] < plain["held before"], mode
         assert ours["held between"] == plain["held between"] > 0, mode

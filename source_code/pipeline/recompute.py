@@ -17,20 +17,21 @@ from pipeline.stage import Stage
 
 MODES = {
     "none": "everything is kept",
-    "stage": "the inputs of --checkpoints equal pieces of a stage are kept, one unless given",
+    "stage": "the inputs of --pieces equal parts of a stage are kept, one unless given",
     "layer": "the input of every layer is kept",
     "selective": "everything but the inside of attention is kept",
 }
 
 
-def build_recomputing_stage(mode, checkpoints, part, index, num_stages, recorder, loss_function):
+def build_recomputing_stage(mode, num_pieces, part, index, num_stages, recorder, loss_function):
     """A Stage that recomputes as `mode`, a key of MODES, says; the rest is what Stage takes.
 
-    `checkpoints` is the number of inputs kept in mode `stage`, at most the number of layers.
+    `num_pieces` is how many parts of the stage keep their input in mode `stage`, at most as many as
+    it has layers.
     """
     if mode in ("stage", "layer"):
-        pieces = checkpoints if mode == "stage" else len(part.layers)
-        return PiecewiseStage(part, index, num_stages, recorder, loss_function, pieces)
+        num_pieces = num_pieces if mode == "stage" else len(part.layers)
+        return PiecewiseStage(part, index, num_stages, recorder, loss_function, num_pieces)
     if mode == "selective":
         recompute_attention(part, recorder)
     return Stage(part, index, num_stages, recorder, loss_function)
