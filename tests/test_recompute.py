@@ -323,5 +323,11 @@ def test_a_recomputed_forward_is_drawn_in_the_backward_s_place_with_a_dashed_out
         draw_timelines({"": simulate(gpipe(2, 2), Costs(10, 20, recompute=r))}).svg for r in (0, 10)
     )
     assert "dasharray" not in plain and "recomputed" not in plain
-    assert again.count("stroke-dasharray") == 4 + 1  # and in the legend
+    overlay = re.search(r'<g class="recomputed".*?</g>', again)[0]
+    assert overlay.count("<rect") == 4 and "stroke-dasharray" in overlay
+    assert again.count("stroke-dasharray") == 1 + 1  # and in the legend
     assert again.count("recomputed forward") == 1
+    assert again.count("its first 10 ms the forward again") == 4
+    # The number stands in both parts of a backward: 4 forwards, 4 backwards.
+    numbers = re.search(r'<g class="numbers".*?</g>', again)[0]
+    assert numbers.count("<text") == 4 + 2 * 4
