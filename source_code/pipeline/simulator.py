@@ -16,13 +16,15 @@ class Costs:
 
     Each of `forward`, `backward` and `backward_weight` is a number, or a list with a number for
     each stage. `backward` is the full backward; `backward_weight` is the part of it that a split
-    backward does later, half of it unless given. `transfer` is the latency of a message. An update costs nothing.
+    backward does later, half of it unless given. `transfer` is the latency of a message, or a
+    dictionary with that between two ranks, {(source, destination): cost}; pairs that are not in it
+    cost nothing. An update costs nothing.
     """
 
     forward: float | list = 1.0
     backward: float | list = 2.0
     backward_weight: float | list | None = None
-    transfer: float = 0.0
+    transfer: float | dict = 0.0
 
     def of(self, action):
         """The cost of one action."""
@@ -34,6 +36,12 @@ class Costs:
             weight = _of_stage(self.backward_weight, action.stage)
         costs = {"F": forward, "B": backward, "I": backward - weight, "W": weight, "U": 0.0}
         return costs[action.kind]
+
+    def between(self, source, destination):
+        """The latency of a message from one rank to another."""
+        if isinstance(self.transfer, dict):
+            return self.transfer.get((source, destination), 0.0)
+        return self.transfer
 
 
 def _of_stage(cost, stage):
@@ -56,7 +64,7 @@ def simulate(schedule, costs):
         for need in needs_of(action, num_stages):
             arrived = ready[need]
             if stage_to_rank[need.stage] != rank:
-                arrived += costs.transfer
+                arrived += costs.between(stage_to_rank[need.stage], rank)
             start = max(start, arrived)
         key = action[:2]
         if key not in cost_of:
