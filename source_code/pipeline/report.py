@@ -27,7 +27,7 @@ class Report:
         self.arguments, self.job, self.schedule = arguments, job, schedule
         self.recorder = recorder
         self.what = what  # what one pass through the schedule is
-        self.has_loss = job.rank == schedule.stage_to_rank[schedule.num_stages - 1]
+        self.has_loss = job.rank in schedule.ranks_of_stage[schedule.num_stages - 1]
         self.losses = []
         self.events_per_step = []
         if job.rank == 0:

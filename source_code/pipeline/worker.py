@@ -99,7 +99,7 @@ class Worker:
 
     def take(self, result):
         """What a neighbouring stage made, waiting for it if it has not arrived."""
-        source = self.schedule.stage_to_rank[result.stage]
+        source = self.schedule.rank_of(result.stage, result.microbatch)
         while result not in self.results:
             message, receiving = self.posted[source].popleft()
             self.results[result_of(message.producer)] = receiving.wait()
