@@ -31,7 +31,7 @@ read_arguments() {
     command=${1:-}
     [[ $command =~ ^(start|stop|status|env)$ ]] || refuse "$usage"
     shift
-    nodes=2 gpus=4 cpus=4 port=26817 first=0
+    nodes=2 gpus=4 cpus=4 port="" first=0
     # Short, because the name of a socket has at most 107 characters.
     folder=${COURSE_CLUSTER_FOLDER:-${TMPDIR:-/tmp}/course-cluster-$(id -u)}
     while [ $# -gt 0 ]; do
@@ -106,6 +106,7 @@ node_names() {
 
 write_configuration() {
     local user memory i
+    [ -n "$port" ] || port=$(free_ports)
     user=$(id -un)
     memory=$(awk '/^MemTotal/ { print int($2 * 0.9 / 1024) }' /proc/meminfo)
     for ((i = 0; i < gpus; i++)); do
@@ -168,6 +169,17 @@ CONFIGURATION
         echo "127.0.0.1 localhost $(node_names | xargs)"
         cat /etc/hosts
     } >"$folder/hosts"
+}
+
+# The first of as many ports in a row as are needed that nobody listens on.
+free_ports() {
+    local first=26817 i
+    for ((i = 0; i <= nodes; i++)); do
+        if (exec 3<>"/dev/tcp/127.0.0.1/$((first + i))") 2>/dev/null; then
+            first=$((first + 20)) i=-1
+        fi
+    done
+    echo "$first"
 }
 
 start_munge() {

@@ -65,4 +65,4 @@ export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 LOGS=build/jobs/$SLURM_JOB_ID
 [ "${SLURM_RESTART_COUNT:-0}" != 0 ] || rm -rf "$LOGS"  # of an older cluster, which began at 1, too
 mkdir -p "$LOGS"
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, attempt $((${SLURM_RESTART_COUNT:-0} + 1)), Python: ${PYTHON[*]}"
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"

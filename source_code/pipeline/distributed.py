@@ -41,6 +41,7 @@ class Job:
     watch: Watch
     channels: dict = field(default_factory=dict)  # (source, destination) -> process group
     nodes: list = field(default_factory=list)  # the name of each rank's node
+    node_delay: float = 0.0  # seconds that messages between nodes are made to take longer
     slow_links: dict = field(default_factory=dict)  # destination -> SlowLink
     message_arrived_at: float = 0.0  # time.perf_counter() at the end of the last wait for a message
 
@@ -52,6 +53,12 @@ class Job:
     def message_has_arrived(self):
         """Note the time: the action that needed the message can start (see recorder.py)."""
         self.message_arrived_at = time.perf_counter()
+
+    def latencies(self):
+        """The pretended latency of each pair of ranks on different nodes, in ms, as `Costs` takes."""
+        ranks = range(self.num_ranks)
+        pairs = [(a, b) for a in ranks for b in ranks if self.nodes[a] != self.nodes[b]]
+        return {pair: 1000 * self.node_delay for pair in pairs} if self.node_delay else 0.0
 
     def describe(self):
         """Which way was taken, in one line."""
@@ -149,6 +156,7 @@ def _learn_nodes(job, store):
     store.set(str(job.rank), mine)
     job.nodes = [name.decode() for name in store.multi_get(list(map(str, range(job.num_ranks))))]
     if delay:
+        job.node_delay = delay
         others = [rank for rank, name in enumerate(job.nodes) if name != mine]
         job.slow_links = {rank: SlowLink(delay) for rank in others}
 
