@@ -9,13 +9,14 @@ there and --from-step N continues from an older checkpoint: both write to a new 
 folder, and nothing that was saved is touched.
 
 SIGTERM or SIGUSR1, to any rank, lets the step end, saves, and ends every rank with status 75.
-torchrun turns every status into 1, so FOLDER/stopped says the same: it is there exactly while a
-run was stopped in this way and has not been started again. A job script requeues on either:
+torchrun turns every status into 1, so the file FOLDER/stopped says the same: it is there from such
+an end until the training is started again. A job script goes on with
 
-    srun bash -c 'trap "" USR1; exec torchrun ... --checkpoints FOLDER' || [ -e FOLDER/stopped ] &&
-        scontrol requeue "$SLURM_JOB_ID"
+    srun bash -c 'trap "" USR1; exec torchrun ... --checkpoints FOLDER'; status=$?
+    [ -e FOLDER/stopped ] && scontrol requeue "$SLURM_JOB_ID"
+    exit $status
 
-(torchrun itself would die of SIGUSR1, hence the trap: it is inherited, and the ranks listen anew.)
+(torchrun itself would die of SIGUSR1, hence the trap, which it inherits; the ranks listen anew.)
 
     python source_code/distributed_checkpointing.py --checkpoints build/run --export build/model.pt
 
@@ -45,7 +46,7 @@ from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
 from pipeline.report import Report
 from pipeline.schedule import ScheduleError
-from pipeline.schedules import GENERATORS
+from pipeline.schedules import build_schedule
 from pipeline.stage import Stage
 from pipeline.stop_request import STOPPED, StopRequest
 from pipeline.worker import Worker
@@ -55,10 +56,10 @@ def main():
     arguments = parse_arguments()
     if arguments.export:
         return export_newest(arguments)
-    stop_request = StopRequest() if arguments.checkpoints else None
     schedule = arguments.built_schedule
     pairs = [(message.source, message.destination) for message in schedule.messages]
     job = join_job(arguments.device, arguments.timeout, pairs)
+    stop_request = StopRequest() if arguments.checkpoints else None
     recorder = Recorder(job, arguments.paced)
     stages = build_stages(arguments, job, schedule, recorder)
     training = build_training(arguments, stages)
@@ -121,13 +122,10 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b"]
 
 def schedule_of(arguments):
     """The schedule that --schedule and --chunks name."""
-    if arguments.chunks > 1 and arguments.schedule != "interleaved-1f1b":
-        refuse(
-            f"--chunks {arguments.chunks} needs --schedule interleaved-1f1b: with "
-            f"{arguments.schedule} each rank has one stage; leave --chunks out"
-        )
     try:
-        return GENERATORS[arguments.schedule](arguments.num_ranks, arguments.microbatches)
+        return build_schedule(
+            arguments.schedule, arguments.num_ranks, arguments.microbatches, arguments.chunks
+        )
     except ScheduleError as error:
         refuse(f"--schedule {arguments.schedule}: {error}")
 
@@ -140,8 +138,8 @@ def build_stages(arguments, job, schedule, recorder):
         return token_loss(scores, targets) / arguments.microbatches
 
     stages = {}
-    for index in sorted(schedule.stage_to_rank):
-        if schedule.stage_to_rank[index] == job.rank:
+    for index, ranks in sorted(schedule.ranks_of_stage.items()):
+        if job.rank in ranks:
             first, last = arguments.stage_layers[index]
             part = build_part(
                 arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device

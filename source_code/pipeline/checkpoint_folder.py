@@ -13,7 +13,8 @@ older ones go. At no moment does a crash leave less than the checkpoint before.
 
 A training that does not continue the newest checkpoint (--fresh, --from-step, --import) is given a
 run folder of its own, and `latest` moves there with its first checkpoint. So nothing that was saved
-is ever overwritten, and older runs are never thinned out.
+is ever overwritten, and older runs are never thinned out. Write another run's name into `latest` to
+go back to it.
 """
 
 import contextlib
@@ -69,6 +70,7 @@ def runs_of(folder):
 
 
 def entries_of(folder):
+    """The names in a folder, none where there is no folder."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
