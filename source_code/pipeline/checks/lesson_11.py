@@ -87,9 +87,7 @@ def to_blame(blame):
             return f"{case}, but rank {right} waits for nobody: it is doing something else"
         waited_for = list(waits.values())
         if answer in waits and waited_for.count(answer) == max(map(waited_for.count, waits)):
-            return (
-                f"{case}, for whom most wait; but rank {answer} itself waits for {waits[answer]}"
-            )
+            return f"{case}, for whom most wait; but rank {answer} itself waits for {waits[answer]}"
         if answer in waits:
             return f"{case}, which waits for rank {waits[answer]}: follow the chain to its end"
         return f"{case}, which is none of the ranks"
