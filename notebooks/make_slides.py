@@ -18,7 +18,7 @@ NOTEBOOKS = Path(__file__).resolve().parent
 SLIDES = NOTEBOOKS.parent / "build" / "slides"
 MOST_CODE = 16  # lines; longer code is in the notebook
 MOST_OUTPUT = 18
-MOST_SOURCE = 22
+MOST_SOURCE = 27
 LEFT_OUT = ("Sources", "Where to go from here")
 
 
@@ -125,7 +125,8 @@ def pages_of(source, outputs):
         elif "text/markdown" in data:
             where, *code = "".join(data["text/markdown"]).replace("```python\n", "").splitlines()
             code = [line for line in code if line != "```"]
-            parts = [code[i : i + MOST_SOURCE] for i in range(0, len(code), MOST_SOURCE)]
+            count = -(-len(code) // -(-len(code) // MOST_SOURCE))  # equally long parts
+            parts = [code[i : i + count] for i in range(0, len(code), count)]
             parts = [html_of("\n".join([where, "```python", *part, "```"])) for part in parts]
             pictures.append(parts[0])
             further += [[part] for part in parts[1:]]
