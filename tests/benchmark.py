@@ -12,8 +12,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +25,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from pipeline import launch
-from pipeline.arguments import Parser
-from pipeline.report import write_whole
+from pipeline.explorer import Panel, explore
+from pipeline.files import write_whole
+from pipeline.refusal import Parser
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
 
@@ -66,6 +69,8 @@ def main():
         ("Start", measure_start(repeats)),
         ("Paced steps", measure_paced_steps(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
+        ("A large prediction", measure_prediction(repeats)),
+        ("The explorer", measure_explorer(repeats)),
     ]
     text = "\n\n".join([machine] + [as_table(title, rows) for title, rows in tables])
     print(text.removeprefix(machine).lstrip("\n"))
@@ -187,6 +192,40 @@ def measure_speed_up(repeats):
         Row("the same, torch's", "", fractions("torch's"), "{:.1%}"),
         Row("losses, ours - torch's (float32)", "", differences, "{:.1e}"),
     ]
+
+
+def measure_prediction(repeats):
+    """Seconds that a process takes to predict a schedule of 262,144 actions, and one of half."""
+    call = [sys.executable, launch.ROOT / "source_code" / "predict.py", "interleaved-1f1b"]
+    seconds = {512: [], 256: []}
+    for _ in each_round("prediction", repeats):
+        for microbatches, times in seconds.items():
+            flags = f"--ranks 64 --chunks 4 --microbatches {microbatches} --json".split()
+            start = time.perf_counter()
+            subprocess.run([*call, *flags], check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+    what = "predict.py interleaved-1f1b, 64 ranks, 4 chunks, {} micro-batches"
+    return [
+        Row(what.format(512), "under 3 s", seconds[512], "{:.2f} s"),
+        Row(what.format(256), "", seconds[256], "{:.2f} s"),
+    ]
+
+
+def measure_explorer(repeats):
+    """Milliseconds from a slider to new text for the page: 8 ranks, 64 micro-batches."""
+    settings = explore("1f1b", ranks=8, microbatches=63).settings
+    rows = []
+    for name in ("1f1b", "gpipe", "zb-v"):
+        panel = Panel(replace(settings, schedule=name))
+        times = []
+        for _ in each_round(f"explorer, {name}", repeats):
+            panel.controls["microbatches"].value = 63
+            start = time.perf_counter()
+            panel.controls["microbatches"].value = 64
+            times.append((time.perf_counter() - start) * 1000)
+        blocks = len(panel.view.predictions[0].timeline.events)
+        rows.append(Row(f"{name}, {blocks} blocks: slider to text", "under 60 ms", times))
+    return rows
 
 
 def each_round(name, repeats):

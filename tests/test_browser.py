@@ -1,5 +1,6 @@
 """A lesson in a real browser: JupyterLab on loopback, headless Chromium, every cell run."""
 
+import json
 import os
 import re
 import shutil
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,17 +78,19 @@ def wait_until_it_answers(address, server):
     raise TimeoutError("JupyterLab did not answer within 60 s")
 
 
-def test_lesson_01_runs_in_jupyterlab_without_an_error_or_a_request_that_leaves(chromium, lab):
+@contextmanager
+def open_notebook(chromium, lab, path):
+    """The page of a notebook under ROOT, and the lists of its errors and of requests elsewhere."""
     playwright = pytest.importorskip("playwright.sync_api")
     problems, elsewhere = [], []
-    # A copy, since JupyterLab saves what it shows.
-    copy = ROOT / "build" / "browser" / "01_naive_model_parallelism.ipynb"
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "notebooks" / copy.name, copy)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=CHROMIUM)
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console",
+            lambda message: problems.append(message.text) if message.type == "error" else None,
+        )
         page.on(
             "request",
             lambda request: (
@@ -94,16 +99,32 @@ def test_lesson_01_runs_in_jupyterlab_without_an_error_or_a_request_that_leaves(
                 else elsewhere.append(request.url)
             ),
         )
-        page.goto(f"{lab}/lab/tree/{copy.relative_to(ROOT)}?reset")
+        page.goto(f"{lab}/lab/tree/{path.relative_to(ROOT)}?reset")
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
         page.wait_for_selector(
             ".jp-Notebook-ExecutionIndicator[data-status=idle]", state="attached", timeout=60_000
         )
+        # The indicator is idle before there is a kernel; a cell run by then asks which one to take.
+        page.get_by_text(re.compile(r"ipykernel\) \| Idle")).wait_for(timeout=60_000)
+        yield page, problems, elsewhere
+        browser.close()
+
+
+def run_all_cells(page):
+    page.get_by_text("Run", exact=True).first.click()
+    page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
+
+
+def test_lesson_01_runs_in_jupyterlab_without_an_error_or_a_request_that_leaves(chromium, lab):
+    # A copy, since JupyterLab saves what it shows.
+    copy = ROOT / "build" / "browser" / "01_naive_model_parallelism.ipynb"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "notebooks" / copy.name, copy)
+    with open_notebook(chromium, lab, copy) as (page, problems, elsewhere):
         page.get_by_text("Edit", exact=True).first.click()
         page.locator('.lm-Menu-item[data-command="editmenu:clear-all"]').click()
         assert executed(page) == [], "what is stored does not count"
-        page.get_by_text("Run", exact=True).first.click()
-        page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
+        run_all_cells(page)
         # The last check of the lesson stands at its very end, so all cells have run by then.
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and len(executed(page)) < 2:
@@ -111,7 +132,6 @@ def test_lesson_01_runs_in_jupyterlab_without_an_error_or_a_request_that_leaves(
             page.keyboard.press("End")
         text = "\n".join(executed(page))
         page.screenshot(path=copy.with_suffix(".png"))
-        browser.close()
     assert text.count("Not attempted yet") == 2
     assert problems == []
     assert elsewhere == []
@@ -121,3 +141,111 @@ def executed(page):
     """The answers of the checks that are in the page by now."""
     outputs = page.locator(".jp-OutputArea-output").all_inner_texts()
     return [output for output in outputs if re.search("Not attempted yet", output)]
+
+
+EXPLORER = """
+import sys
+sys.path.insert(0, "{folder}")
+from pipeline.explorer import explore
+explore("gpipe", compare="1f1b")
+"""
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
+    chromium, lab, tmp_path, theme
+):
+    choose_theme(tmp_path, theme)
+    path = ROOT / "build" / "browser" / f"explorer_{theme.lower()}.ipynb"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_notebook(path, EXPLORER.format(folder=ROOT / "source_code").strip())
+    with open_notebook(chromium, lab, path) as (page, problems, elsewhere):
+        run_all_cells(page)
+        panel = page.locator(".pipeline-explorer")
+        picture = panel.locator("svg[role=img]")
+        picture.wait_for(timeout=60_000)
+        assert picture.get_attribute("aria-label") == (
+            "predicted: gpipe, 4 ranks, 330 ms, 27.3% idle; "
+            "to compare: 1f1b, 4 ranks, 330 ms, 27.3% idle"
+        )
+        smallest = min(picture.locator("text:visible").evaluate_all(HEIGHTS_IN_PIXELS))
+        assert smallest >= 12  # which is 9 pt
+
+        # A slider, by name, with the arrow keys.
+        slider = panel.get_by_role("slider", name="micro-batches")
+        slider.focus()
+        page.keyboard.press("ArrowRight")
+        becomes(picture, r"gpipe, 4 ranks, 360 ms, 25.0% idle")
+        assert panel.locator(".blocks > g").count() == 2 * 2 * 4 * 9
+
+        # Another schedule, one that refuses, and one that does not.
+        choose = panel.get_by_label("schedule", exact=True)
+        choose.focus()
+        page.keyboard.type("looped")
+        becomes(picture, r"predicted: looped-bfs")
+        panel.get_by_role("slider", name="micro-batches").focus()
+        for _ in range(2):
+            page.keyboard.press("ArrowLeft")
+        becomes(picture, r"looped-bfs.*1f1b, 4 ranks, 300 ms")
+        choose.focus()
+        page.keyboard.press("End")  # of the list: dualpipe-v
+        panel.get_by_role("alert").wait_for()
+        assert "at least two micro-batches a rank" in panel.get_by_role("alert").inner_text()
+        page.keyboard.press("Home")
+        becomes(picture, r"predicted: naive")
+        page.keyboard.press("ArrowDown")
+        becomes(picture, r"predicted: gpipe")
+
+        # The cursor, with buttons and with the arrow keys.
+        now = panel.locator(".pipeline-explorer-now")
+        panel.get_by_role("button", name="step on").focus()
+        page.keyboard.press("Enter")
+        now.get_by_text("at 10 ms").wait_for()
+        panel.get_by_role("slider", name="cursor").focus()
+        page.keyboard.press("ArrowRight")
+        now.get_by_text("at 20 ms").wait_for()
+        told = panel.get_by_text("waited 20 ms for the activation of micro-batch 0 from rank 1")
+        told.locator("visible=true").first.wait_for()
+        assert panel.locator(".pipeline-explorer-cursor svg rect").count() == 6
+        panel.get_by_role("button", name="play").focus()
+        page.keyboard.press("Enter")
+        now.get_by_text("at 60 ms").wait_for()
+        page.keyboard.press("Enter")
+
+        # A block's story is there as soon as it is pointed at, and the table has all of them.
+        panel.locator(".blocks > g > rect").nth(9).hover()
+        shown = panel.locator(".blocks text:visible")
+        assert shown.count() == 1 and shown.text_content().startswith("forward of micro-batch")
+        page.screenshot(path=path.with_suffix(".png"))
+        panel.get_by_role("button", name="table").focus()
+        page.keyboard.press("Enter")
+        panel.get_by_role("region").first.wait_for()
+        assert panel.get_by_role("region").first.locator("tbody tr").count() == 2 * 4 * 7
+        assert not picture.is_visible()
+    assert problems == []
+    assert elsewhere == []
+
+
+HEIGHTS_IN_PIXELS = """texts => texts.map(text =>
+    parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"""
+
+
+def becomes(picture, pattern):
+    """Wait until the picture's words match."""
+    expect = pytest.importorskip("playwright.sync_api").expect
+    expect(picture).to_have_attribute("aria-label", re.compile(pattern))
+
+
+def choose_theme(tmp_path, theme):
+    settings = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True, exist_ok=True)
+    chosen = json.dumps({"theme": f"JupyterLab {theme}"})
+    (settings / "themes.jupyterlab-settings").write_text(chosen)
+
+
+def write_notebook(path, *cells):
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell, id=f"cell-{i}") for i, cell in enumerate(cells)],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+    )
+    nbformat.write(notebook, path)

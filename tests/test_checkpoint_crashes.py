@@ -292,7 +292,7 @@ def train_with_little_room(rank, folder, flags, limit):
 
 
 @pytest.mark.parametrize("how", ["", "--asynchronous"])
-@pytest.mark.parametrize("limit", [3000, 60000])  # of the tensors; of the list of tensors
+@pytest.mark.parametrize("limit", [3000, 60000])  # at the first tensor; in the middle of them
 def test_a_full_disk_fails_the_save_in_a_sentence_and_training_and_older_ones_stay(
     tmp_path, how, limit, capfd
 ):

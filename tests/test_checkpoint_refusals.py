@@ -156,10 +156,15 @@ def test_an_older_step_that_is_not_there_is_refused_with_those_that_are(refusal,
     assert "use one of 5, 10" in refusal.check(SCRIPT, *flags, names="--from-step 7")
 
 
-def test_latest_that_names_nothing_is_refused(refusal, saved):
-    (saved / "latest").write_text("run-0009/step-00000001\n")
+@pytest.mark.parametrize("content", [b"run-0009/step-00000001\n", b"", b"..", b"\xff\xfe", None])
+def test_latest_that_names_nothing_is_refused(refusal, saved, content):
+    (saved / "latest").unlink()
+    if content is None:
+        (saved / "latest").mkdir()
+    else:
+        (saved / "latest").write_bytes(content)
     flags = ["--checkpoints", str(saved), "--optimizer", "adamw"]
-    assert "latest names run-0009" in refusal.check(SCRIPT, *flags, names="--checkpoints")
+    assert "latest names" in refusal.check(SCRIPT, *flags, names="--checkpoints")
 
 
 def test_without_latest_the_newest_run_that_has_a_checkpoint_goes_on(saved, monkeypatch):

@@ -7,8 +7,10 @@ import functools
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -115,6 +117,38 @@ def test_asynchronous_and_synchronous_saving_write_the_same_bits(tmp_path):
         states.append(saved_state(folder))
     assert equal(*states)
     assert len(states[0]["model"]) == len(states[0]["optimizer"]) == 8 * 9 + 3
+
+
+class SlowToWrite(checkpoint.Checkpoints):
+    """Training is two steps further when the writing begins."""
+
+    def write(self, *arguments):
+        time.sleep(0.3)
+        return super().write(*arguments)
+
+
+def train_while_it_is_slow_to_write(rank, flags, copies):
+    with mock.patch.object(sys, "argv", shlex.split(flags)):
+        with mock.patch.object(distributed_checkpointing, "Checkpoints", SlowToWrite):
+            if copies:
+                return distributed_checkpointing.main()
+            with mock.patch.object(checkpoint, "copy_to_host", lambda state: state):
+                return distributed_checkpointing.main()
+
+
+def test_without_the_copy_a_checkpoint_in_the_background_holds_weights_of_later_steps(tmp_path):
+    train(tmp_path, "--optimizer momentum", ranks=2, steps=3)
+    expected = saved_state(tmp_path)
+    for copies in (True, False):
+        folder = tmp_path / f"copies {copies}"
+        where = f"--checkpoints '{folder / 'saved'}' --save-every 3 --keep 9 --asynchronous"
+        flags = f"{FLAGS} --optimizer momentum --steps 5 {where}"
+        folder.mkdir()
+        run_on_ranks(train_while_it_is_slow_to_write, 2, flags, copies)
+        shutil.rmtree(folder / "saved" / "run-0001" / "step-00000005")
+        state = saved_state(folder)
+        assert state["progress"] == expected["progress"] == {"step": 3, "batches": 3}
+        assert equal(state["model"], expected["model"]) is copies
 
 
 def test_names_are_those_of_the_whole_model_and_nothing_tells_the_cut(tmp_path):
@@ -266,6 +300,14 @@ def test_clipping_by_the_norm_of_the_whole_model_equals_one_process():
 
 def test_clipping_each_stage_by_its_own_norm_is_found_out():
     assert run_on_ranks(train_clipping_by_stage, 2, CLIPPED) == [0, 1]
+
+
+def test_the_norm_does_not_depend_on_the_order_in_which_ranks_bring_their_parts():
+    squares = {f"layers.{i}.weight": 10.0 ** (i % 17) / 3 for i in range(40)}
+    norm = distributed_checkpointing.norm_of(squares)
+    backwards = dict(reversed(squares.items()))
+    assert distributed_checkpointing.norm_of(backwards) == norm
+    assert sum(backwards.values()) != sum(squares.values())  # the order of adding does matter
 
 
 def test_one_process_clips_as_torch_does():

@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.figures import MOST_NUMBERS, draw_timelines, table
+from pipeline.drawing import MOST_NUMBERS, NUMBER, ROW, arrange, draw_cursor, shade_of
+from pipeline.figures import draw_timelines, table
 from pipeline.schedule import from_csv
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
@@ -160,19 +161,28 @@ def blocks_of(root):
     ]
 
 
+def group_of(root, name):
+    """What has this class in a drawing; None if there is nothing of the kind."""
+    return next((found for found in root.iter() if found.get("class") == name), None)
+
+
 def numbers_of(root):
     """The numbers on the blocks, which let the pointer through to the block's story."""
-    return [text.text for text in root.iter(f"{SVG}text") if text.get("pointer-events") == "none"]
+    group = group_of(root, "numbers")
+    assert group is None or group.get("pointer-events") == "none"
+    return [] if group is None else list(group)
 
 
 def test_every_event_is_a_block_that_tells_its_story():
     picture = draw_timelines({"predicted": LATE_AND_UNEVEN})
     stories = [story for story, *_ in blocks_of(ElementTree.fromstring(picture.svg))]
     assert stories == [
-        "the forward of micro-batch 0 on stage 0, rank 0, 2 to 3",
-        "the backward of micro-batch 0 on stage 0, rank 0, 9 to 11",
-        "the forward of micro-batch 0 on stage 1, rank 1, 4 to 6",
-        "the backward of micro-batch 0 on stage 1, rank 1, 6 to 9",
+        "forward of micro-batch 0 on stage 0, rank 0, 0 to 1 ms; needs no message",
+        "backward of micro-batch 0 on stage 0, rank 0, 7 to 9 ms; "
+        "waited 6 ms for the gradient of micro-batch 0 from rank 1",
+        "forward of micro-batch 0 on stage 1, rank 1, 2 to 4 ms; "
+        "waited 2 ms for the activation of micro-batch 0 from rank 0, sent at 1 ms",
+        "backward of micro-batch 0 on stage 1, rank 1, 4 to 7 ms; needs no message",
     ]
 
 
@@ -232,7 +242,8 @@ def test_a_picture_is_saved_as_it_is(tmp_path):
 def test_blocks_carry_the_number_of_their_microbatch():
     timeline = simulate(gpipe(2, 3), Costs(1, 2))
     root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
-    assert numbers_of(root) == [str(event.action.microbatch) for event in timeline.events]
+    numbers = [text.text for text in numbers_of(root)]
+    assert numbers == [str(event.action.microbatch) for event in timeline.events]
 
 
 def test_a_drawing_of_more_than_400_blocks_drops_the_numbers():
@@ -242,42 +253,91 @@ def test_a_drawing_of_more_than_400_blocks_drops_the_numbers():
         wide = Event(first.rank, first.action, first.start, others[-1].end)
         timeline = Timeline("mine", (wide, *others))
         root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
-        return len(blocks_of(root)), numbers_of(root)
+        return len(blocks_of(root)), [text.text for text in numbers_of(root)]
 
     assert MOST_NUMBERS == 400
     assert numbers(100) == (400, ["0"])
     assert numbers(101) == (404, [])
 
 
+def corners_of(path):
+    """Where the parts of an SVG path begin."""
+    return [tuple(map(float, at)) for at in re.findall(r"M([\d.]+) ([\d.]+)", path.get("d"))]
+
+
 def test_kinds_differ_in_more_than_their_colour():
     # Light and dark text, a dot, a hatch: one mark each, so that no colour carries meaning alone.
     timeline = timeline_of("0F0 0-9, 0B0 9-18, 1F0 18-27, 1I0 27-36, 1W0 36-45")
     root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
-    marks = {
-        story.split(" of ")[0]: (fill, text.text, text.get("fill"))
-        for (story, *_, fill), text in zip(
-            blocks_of(root),
-            [text for text in root.iter(f"{SVG}text") if text.get("pointer-events") == "none"],
-        )
-    }
-    assert marks["the forward"][1:] == ("0", "#000000")
-    assert marks["the backward"][1:] == ("0", "#ffffff")
-    assert marks["the backward for the input"][1:] == ("0·", "#000000")
-    assert marks["the backward for the weights"][1:] == ("0", "#000000")
-    hatched = [
-        rect.get("x") for rect in root.iter(f"{SVG}rect") if rect.get("fill") == "url(#hatch)"
+    blocks = {str(event.action): block for event, block in zip(timeline.events, blocks_of(root))}
+    ink = [text.get("fill") for text in numbers_of(root)]
+    assert ink == ["#000000", "#ffffff", "#000000", "#000000", "#000000"]
+    (dot,) = corners_of(group_of(root, "dots"))
+    _, left, top, width, _ = blocks["1I0"]
+    assert left < dot[0] < left + width and top < dot[1] < top + ROW
+    hatched = [path for path in root.iter(f"{SVG}path") if path.get("fill") == "url(#hatch)"]
+    assert [corners_of(path) for path in hatched] == [[blocks["1W0"][1:3]]]
+    assert len({blocks[action][-1] for action in ("0F0", "0B0", "1I0", "1W0")}) == 4
+
+
+def luminance(colour):
+    """Relative luminance of #RRGGBB, WCAG 2.1."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+@pytest.mark.parametrize("kind", "FBIW")
+def test_each_stage_of_a_rank_has_a_shade_on_which_its_number_stands_out_more(kind):
+    shades = [shade_of(kind, chunk) for chunk in range(4)]
+    assert len(set(shades)) == 4
+
+    def contrast(shade):
+        light, dark = sorted((luminance(shade), luminance(NUMBER[kind])), reverse=True)
+        return (light + 0.05) / (dark + 0.05)
+
+    contrasts = [contrast(shade) for shade in shades]
+    assert contrasts == sorted(contrasts)
+    assert contrasts[0] >= 3  # of bold text
+
+
+def test_the_legend_stays_within_the_picture_and_explains_every_mark_that_is_there():
+    timeline = simulate(from_csv("0F0,1F0,1I0,0B0,1W0", name="all"), Costs(1, 2))
+    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+    _, _, width, height = map(float, root.get("viewBox").split())
+    texts = [text for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "start"]
+    legend = [text for text in texts if "predicted" not in text.text]
+    assert [text.text for text in legend] == [
+        "forward of micro-batch 0",
+        "backward",
+        "backward for the input",
+        "backward for the weights",
+        "stages of one rank",
+        "waiting",
+        "message",
     ]
-    weights = [left for story, left, *_ in blocks_of(root) if "for the weights" in story]
-    assert float(hatched[0]) == weights[0]
-    assert len({fill for fill, *_ in marks.values()}) == 4
+    for text in legend:
+        assert float(text.get("x")) + 7.2 * len(text.text) <= width
+        assert float(text.get("y")) < height
+
+
+def test_a_cursor_lies_on_its_time_and_outlines_what_is_under_way():
+    timelines = {"predicted": simulate(gpipe(4, 8), Costs(10, 20))}
+    (place,), height = arrange(timelines)
+    root = ElementTree.fromstring(draw_cursor(timelines, 75))
+    assert root.get("viewBox").split()[2:] == ["820", f"{height:.0f}"]
+    (line,) = root.iter(f"{SVG}path")
+    assert corners_of(line)[0][0] == pytest.approx(place.x(75), abs=0.1)
+    outlined = {(float(r.get("x")), float(r.get("y"))) for r in root.iter(f"{SVG}rect")}
+    wanted = {(70, 0), (70, 1), (70, 2), (70, 3)}
+    assert outlined == {(round(place.x(start), 1), place.y(rank)) for start, rank in wanted}
 
 
 @pytest.mark.parametrize("p, m", [(2, 3), (4, 8)])
 def test_every_message_is_a_line(p, m):
     timeline = simulate(gpipe(p, m), Costs(1, 2))
     root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
-    lines = [line for line in root.iter(f"{SVG}line") if line.get("pointer-events") == "none"]
-    assert len(lines) == 2 * m * (p - 1)
+    assert len(corners_of(group_of(root, "messages"))) == 2 * m * (p - 1)
 
 
 @pytest.mark.parametrize(

@@ -89,11 +89,14 @@ def current_run(folder):
     """
     latest = Path(folder) / "latest"
     if latest.exists():
-        run = latest.read_text().split("/")[0]
-        if not steps_of(folder, run):
+        try:
+            run = latest.read_text().split("/")[0].strip()
+        except (OSError, UnicodeDecodeError):
+            run = "something unreadable"
+        if run not in runs_of(folder) or not steps_of(folder, run):
             raise CheckpointError(
-                f"--checkpoints {folder}: latest names {run}, which has no checkpoint; remove the "
-                "file latest to continue the last run that has one"
+                f"--checkpoints {folder}: latest names {run}, where no checkpoint is; remove latest to "
+                "continue the last run that has one"
             )
         return run
     return next((run for run in reversed(runs_of(folder)) if steps_of(folder, run)), None)

@@ -1,16 +1,14 @@
 """What every training script prints and writes: losses, progress, a summary, files."""
 
 import dataclasses
-import errno
 import json
-import os
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 
 from pipeline.distributed import gather
+from pipeline.files import write_whole
 from pipeline.profiler import StepProfiler
 from pipeline.recorder import gather_timelines
 from pipeline.reference import train_one_process
@@ -25,15 +23,20 @@ PROMISED = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2
 class Report:
     """Follows one training run on one rank. `schedule` predicts the summary's idle fraction.
 
+    `loss_rank` is the rank that has the losses and prints them: by default that of the last stage.
     `first_step` is the first that is still to be trained, above 0 when a run is continued.
     """
 
-    def __init__(self, arguments, job, schedule, recorder, what="step", first_step=0):
+    def __init__(
+        self, arguments, job, schedule, recorder, what="step", loss_rank=None, first_step=0
+    ):
         self.arguments, self.job, self.schedule = arguments, job, schedule
         self.recorder = recorder
         self.first_step = first_step
         self.what = what  # what one pass through the schedule is
-        self.has_loss = job.rank in schedule.ranks_of_stage[schedule.num_stages - 1]
+        if loss_rank is None:
+            loss_rank = schedule.rank_of(schedule.num_stages - 1, 0)
+        self.has_loss = job.rank == loss_rank
         self.losses = []
         self.events_per_step = []
         self.profiler = None
@@ -137,15 +140,20 @@ def write_losses(arguments, losses, first_step=0):
 
 def measured_costs(timelines):
     """What each stage's actions took in the median step, as the simulator's costs."""
-    costs = {}
-    for kind in "FB":
-        durations = {}
-        for timeline in timelines:
-            for event in timeline.events:
-                if event.action.kind == kind:
-                    durations.setdefault(event.action.stage, []).append(event.end - event.start)
-        costs[kind] = [statistics.median(durations[stage]) for stage in sorted(durations)]
-    return Costs(costs["F"], costs["B"])
+    durations = {}  # (kind, stage) -> milliseconds
+    for timeline in timelines:
+        for event in timeline.events:
+            key = event.action.kind, event.action.stage
+            durations.setdefault(key, []).append(event.end - event.start)
+    stages = range(timelines[0].num_stages)
+
+    def typical(kind, stage):
+        return statistics.median(durations.get((kind, stage), [0.0]))
+
+    # A stage's backwards are whole or in two halves; a schedule may have both.
+    weight = [typical("W", stage) for stage in stages]
+    full = [typical("B", stage) or typical("I", stage) + weight[stage] for stage in stages]
+    return Costs([typical("F", stage) for stage in stages], full, weight)
 
 
 def peak_memory(device):
@@ -160,13 +168,3 @@ def peak_memory(device):
         return psutil.Process().memory_info().peak_wset
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def write_whole(path, text):
-    """Write a file so that it is either the old one or the new one, never half of it."""
-    path = Path(path).resolve()  # a link stays a link
-    if path.exists() and not path.is_file():  # /dev/null must not become a file
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, path)
