@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run notebooks images benchmark
+.PHONY: help lab test run notebooks images slides benchmark
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ NOTEBOOKS = $(or $(ONLY),$(wildcard notebooks/*.ipynb notebooks/solutions/*.ipyn
 
 images: $(INSTALLED) ## draw the figures in images/ anew
 	$(BIN)/python images/make_images.py
+
+slides: $(INSTALLED) ## make slides of all lessons in build/slides, which any browser shows
+	$(BIN)/python notebooks/make_slides.py
 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
 	$(BIN)/python tests/benchmark.py

@@ -66,8 +66,11 @@ def parse_arguments():
     )
     if arguments.single_process and arguments.num_ranks > 1:
         refuse("--single-process is for one process; start it with python instead of torchrun")
-    if arguments.single_process and (arguments.pace or arguments.timeline):
-        refuse("--single-process has no ranks to pace or draw; leave out --pace and --timeline")
+    if arguments.single_process and (arguments.pace or arguments.timeline or arguments.profile):
+        refuse(
+            "--single-process has no ranks to pace or draw; leave out --pace, "
+            "--timeline and --profile"
+        )
     return arguments
 
 

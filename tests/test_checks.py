@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from pipeline.checks import lesson_00, lesson_01, lesson_02, lesson_03, lesson_04, lesson_07
+from pipeline.checks import (
+    lesson_00,
+    lesson_01,
+    lesson_02,
+    lesson_03,
+    lesson_04,
+    lesson_07,
+    lesson_11,
+)
 from pipeline.checks.answer import NOT_ATTEMPTED
 from pipeline.model import cut_evenly, token_loss
 
@@ -34,6 +42,9 @@ def stub(*arguments):
         lesson_04.version_seen,
         lesson_04.stash_bytes,
         lesson_04.even_cut,
+        lesson_11.crossings,
+        lesson_11.to_blame,
+        lesson_11.gpus_needed,
         lesson_07.files_to_open,
         lesson_07.time_between_saves,
     ],
@@ -415,3 +426,75 @@ def test_time_between_saves_takes_youngs_and_dalys(capsys):
 
     for answer in (young, daly):
         assert answer_to(lesson_07.time_between_saves, capsys, answer).startswith("Right: ")
+
+
+def cyclic_or_block(block, cyclic):
+    return lambda nodes, ranks, how: block(nodes, ranks) if how == "block" else cyclic(nodes, ranks)
+
+
+RIGHT_BLOCK = lambda nodes, ranks: nodes - 1  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("crossings", "sentence"),
+    [
+        (lambda nodes, ranks, how: nodes * ranks - 1, "most neighbours share a node"),
+        (lambda nodes, ranks, how: nodes, "after the last node there is no boundary"),
+        (lambda nodes, ranks, how: nodes - 1, "here rank r is on node r modulo nodes"),
+        (cyclic_or_block(RIGHT_BLOCK, lambda n, r: n * r), "ranks have one pair less"),
+        (cyclic_or_block(RIGHT_BLOCK, lambda n, r: n * r - 1), "with one node nothing leaves it"),
+    ],
+)
+def test_crossings_explains(crossings, sentence, capsys):
+    answer = answer_to(lesson_11.crossings, capsys, crossings)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def most_waited_for(waits):
+    waited = [peer for peer in waits.values() if peer is not None]
+    return max(waited, key=waited.count)
+
+
+def end_of_chain(waits):
+    rank = 0
+    while waits[rank] is not None:
+        rank = waits[rank]
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("to_blame", "sentence"),
+    [
+        (lambda waits: 0, "waits for rank 1: follow the chain to its end"),
+        (most_waited_for, "for whom most wait; but rank 1 itself waits for 3"),
+        (end_of_chain, "a ring of waits has no end"),
+        (lambda waits: "deadlock", "rank 2 waits for nobody"),
+        (
+            lambda waits: next((r for r, peer in waits.items() if peer is None), 0),
+            "none of them can go on first",
+        ),
+        (lambda waits: 9, "none of the ranks"),
+    ],
+)
+def test_to_blame_explains(to_blame, sentence, capsys):
+    answer = answer_to(lesson_11.to_blame, capsys, to_blame)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def gpus(factor=8.0, seconds=86400, to_nodes=lambda n: 8 * math.ceil(n / 8)):
+    return lambda p, t, days, x: to_nodes(factor * t * p / (days * seconds * x))
+
+
+@pytest.mark.parametrize(
+    ("needed", "sentence"),
+    [
+        (gpus(to_nodes=math.ceil), "round up"),
+        (gpus(factor=6.0), "6 T P"),
+        (gpus(seconds=24), "a day has 86400 seconds"),
+        (gpus(to_nodes=lambda n: 8 * math.floor(n / 8)), "a node too few"),
+        (gpus(to_nodes=lambda n: 64 * math.ceil(n / 64)), "operations are to be done"),
+    ],
+)
+def test_gpus_needed_explains(needed, sentence, capsys):
+    answer = answer_to(lesson_11.gpus_needed, capsys, needed)
+    assert answer.startswith("Not yet: ") and sentence in answer

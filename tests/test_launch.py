@@ -220,7 +220,8 @@ def test_inside_a_slurm_allocation_torchrun_is_started_by_srun(monkeypatch):
     words = ["torchrun", "--standalone", "--nproc-per-node", "2", "source_code/gpipe.py"]
     assert launch_words("gpipe.py", ["--verify"], 2) == [*words, "--verify"]
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    srun = ["srun", "--nodes=1", "--ntasks=1"]
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
+    srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=4"]
     assert launch_words("gpipe.py", ["--verify"], 2) == [*srun, *words, "--verify"]
 
 

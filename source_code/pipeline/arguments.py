@@ -61,6 +61,9 @@ def training_parser(description):
         help="least time of a stage's forward and backward, and of the weights' part of it",
     )
     add("--timeline", metavar="FILE", help="write the performed timeline of the last step")
+    add(
+        "--profile", metavar="FILE", help="write torch.profiler's trace of the last step, all ranks"
+    )
     add("--losses", metavar="FILE", help="write the losses, one JSON object a line")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
     return parser
@@ -132,7 +135,7 @@ def check_sizes(arguments):
 def check_outputs(arguments):
     """Refuse an output that could not be written when the training is over."""
     taken = {os.path.realpath(arguments.data): "--data"} if arguments.data else {}
-    for flag in ("--timeline", "--losses"):
+    for flag in ("--timeline", "--profile", "--losses"):
         path = getattr(arguments, flag.removeprefix("--"))
         if path is None:
             continue

@@ -5,8 +5,11 @@ direction, so that with NCCL a send never waits behind a receive of the other di
 create all channels at the start, in one fixed order.
 """
 
+import faulthandler
 import os
+import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,6 +17,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from pipeline.nodes import (
+    NodesError,
+    SlowLink,
+    node_delay,
+    node_name,
+    rank_in_node_order,
+    set_meeting_point,
+)
 from pipeline.watch import Watch, end_process
 
 AT_ONCE = 0.0002  # seconds: a wait that is shorter did not wait for anything
@@ -30,6 +41,9 @@ class Job:
     backend: str
     watch: Watch
     channels: dict = field(default_factory=dict)  # (source, destination) -> process group
+    nodes: list = field(default_factory=list)  # the name of each rank's node
+    node_delay: float = 0.0  # seconds that messages between nodes are made to take longer
+    slow_links: dict = field(default_factory=dict)  # destination -> SlowLink
     groups: dict = field(
         default_factory=dict
     )  # ranks that average with each other -> process group
@@ -44,9 +58,17 @@ class Job:
         """Note the time: the action that needed the message can start (see recorder.py)."""
         self.message_arrived_at = time.perf_counter()
 
+    def latencies(self):
+        """The pretended latency of each pair of ranks on different nodes, in ms, as `Costs` takes."""
+        ranks = range(self.num_ranks)
+        pairs = [(a, b) for a in ranks for b in ranks if self.nodes[a] != self.nodes[b]]
+        return {pair: 1000 * self.node_delay for pair in pairs} if self.node_delay else 0.0
+
     def describe(self):
         """Which way was taken, in one line."""
         how = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''} on {self.device.type}"
+        if len(set(self.nodes)) > 1:
+            how += f" of nodes {' '.join(self.nodes)}"
         if self.through_host:
             return f"{how}, sharing GPUs, gloo messages staged through host memory"
         return f"{how}, {self.backend} messages"
@@ -61,9 +83,11 @@ def ranks_from_environment():
     env = os.environ
     if "RANK" in env:
         local = int(env.get("LOCAL_RANK", env["RANK"])), int(env.get("LOCAL_WORLD_SIZE", 1))
-        return int(env["RANK"]), int(env["WORLD_SIZE"]), *local
+        return rank_in_node_order(int(env["RANK"]), *local), int(env["WORLD_SIZE"]), *local
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        local = int(env["SLURM_LOCALID"]), int(env["SLURM_STEP_TASKS_PER_NODE"].split("(")[0])
+        # The most ranks of any node: "4(x2),3" are two nodes of four ranks and one of three.
+        counts = [int(n.split("(")[0]) for n in env["SLURM_STEP_TASKS_PER_NODE"].split(",")]
+        local = int(env["SLURM_LOCALID"]), max(counts)
         return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), *local
     return 0, 1, 0, 1
 
@@ -87,6 +111,7 @@ def join_job(device="auto", timeout=60.0, pairs=None, groups=()):
     """
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
+    _dump_stacks_when_asked()
     device, backend = choose_device(device, local_rank, local_ranks)
     _load_autograd(device)
     store = _meet(rank, num_ranks, max(timeout, LONGEST_START))
@@ -101,6 +126,7 @@ def join_job(device="auto", timeout=60.0, pairs=None, groups=()):
         collectives, store=store, rank=rank, world_size=num_ranks, timeout=limit
     )
     job = Job(rank, num_ranks, device, backend, watch)
+    _learn_nodes(job, store)
     if pairs is None:
         pairs = [(i, i + 1) for i in range(num_ranks - 1)]
         pairs += [(i + 1, i) for i in range(num_ranks - 1)]
@@ -121,10 +147,36 @@ def _load_autograd(device):
     torch.autograd.backward(tensor * 1, torch.ones(1, device=device))
 
 
+def _dump_stacks_when_asked():
+    """On SIGUSR2 a rank prints where each of its threads is, and goes on."""
+    if hasattr(signal, "SIGUSR2"):
+        # Not sys.stderr, which a notebook or a test may have replaced by something without a file.
+        faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
+
+
+def _learn_nodes(job, store):
+    """Tell the others on which node this rank is, and slow down messages to other nodes if asked."""
+    try:
+        mine, delay = node_name(job.rank), node_delay()
+    except NodesError as error:
+        end_process(str(error))
+    store = dist.PrefixStore("node", store)
+    store.set(str(job.rank), mine)
+    job.nodes = [name.decode() for name in store.multi_get(list(map(str, range(job.num_ranks))))]
+    if delay:
+        job.node_delay = delay
+        others = [rank for rank, name in enumerate(job.nodes) if name != mine]
+        job.slow_links = {rank: SlowLink(delay) for rank in others}
+
+
 def _meet(rank, num_ranks, timeout):
     """The store through which ranks find each other."""
     if num_ranks == 1:
         return dist.HashStore()
+    try:
+        set_meeting_point()
+    except NodesError as error:
+        end_process(str(error))
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(num_ranks))
     try:
@@ -156,7 +208,14 @@ class Sending:
         self.buffer = tensor.detach().to("cpu" if job.through_host else job.device).contiguous()
         with job.watch.waiting_for(destination, what):
             channel = job.channels[job.rank, destination]
-            self.work = dist.isend(self.buffer, destination, group=channel)
+            self.work = self._start(channel)
+
+    def _start(self, channel):
+        def start(buffer=self.buffer):
+            return dist.isend(buffer, self.destination, group=channel)
+
+        link = self.job.slow_links.get(self.destination)
+        return link.send(start) if link else start()
 
     def wait(self):
         """Block until the message is taken, then let go of the buffer."""

@@ -100,7 +100,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     words = launch_words(script, flags, ranks)
     if show:
         print("$ " + shlex.join(words), flush=True)
-    warm = warm and can_fork() and ranks is not None
+    warm = warm and can_fork() and ranks is not None and not _is_away()
     if warm:
         _wait_for_fork_server()
     started = None
@@ -122,9 +122,22 @@ def launch_words(script, flags, ranks):
     if ranks is None:
         return ["python", f"source_code/{script}"] + flags
     words = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), f"source_code/{script}"]
-    if "SLURM_JOB_ID" in os.environ:
-        words = ["srun", "--nodes=1", "--ntasks=1"] + words
-    return words + flags
+    return srun_words() + words + flags
+
+
+def srun_words():
+    """Inside a SLURM allocation: srun, with all cores that the job has on its node; else nothing."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return []
+    # The notebook is part of the same job and keeps its share: the ranks overlap with it.
+    words = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
+    cores = os.environ.get("SLURM_CPUS_ON_NODE")
+    return words + [f"--cpus-per-task={cores}"] if cores else words
+
+
+def _is_away():
+    """Whether this process is outside the nodes of its allocation, as after salloc."""
+    return "SLURM_JOB_ID" in os.environ and "SLURMD_NODENAME" not in os.environ
 
 
 def _value_of(flag, flags):
@@ -190,10 +203,13 @@ class LaunchedRanks:
         environment["PYTHONUNBUFFERED"] = "1"
         if words[0] != "srun":  # whose ranks run on other machines
             environment[LAUNCHER_VARIABLE] = str(os.getpid())
-        if words[0] == "torchrun":
-            words = [sys.executable, "-m", "torch.distributed.run"] + words[1:]
-        elif words[0] == "python":
-            words = [sys.executable] + words[1:]
+        # This very Python, which is the one that has torch: not the first one of the PATH.
+        programs = {
+            "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+            "python": [sys.executable],
+        }
+        at = next(i for i, word in enumerate(words) if word in programs)
+        words = words[:at] + programs[words[at]] + words[at + 1 :]
         self.process = subprocess.Popen(
             words,
             cwd=ROOT,
@@ -238,6 +254,7 @@ class WarmRanks:
         self.ranks = []
         for rank in range(num_ranks):
             environment = {
+                **{name: value for name, value in os.environ.items() if _is_ours(name)},
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(num_ranks),
@@ -333,12 +350,18 @@ def _without_main():
         sys.modules["__main__"] = main
 
 
+def _is_ours(variable):
+    return variable.startswith("PIPELINE_")
+
+
 def _be_a_rank(script, flags, environment, out, errors):
     """In the forked process: become a rank of `script`, as if torchrun had started it."""
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
+    for name in filter(_is_ours, list(os.environ)):  # of the time when the fork server started
+        del os.environ[name]
     os.environ.update(environment)
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -5,7 +5,7 @@ core, so eight ranks on two cores show the timeline that eight devices would.
 """
 
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -25,6 +25,8 @@ class Recorder:
         self.job = job
         self.pace = pace
         self.on_device = job.device.type == "cuda" and pace is None
+        self.profiler = None  # a StepProfiler, which is told of every pass through the schedule
+        self.annotate = False  # name the actions in torch.profiler's trace, too
         # (action, start, end, recompute); device events until `take_events` resolves them
         self.records = []
         self.again = []  # (start, end) of each forward that the action under way has run again
@@ -41,8 +43,17 @@ class Recorder:
     def _now(self):
         return (time.perf_counter() - self.origin) * 1000
 
-    @contextmanager
     def record(self, action):
+        """Around the work of one action; see `_record`."""
+        if not self.annotate:
+            return self._record(action)
+        stack = ExitStack()
+        stack.enter_context(self._record(action))
+        stack.enter_context(torch.profiler.record_function(str(action)))
+        return stack
+
+    @contextmanager
+    def _record(self, action):
         """Around the work of one action.
 
         It starts when the action before it has ended and the message it needs has arrived; what
@@ -109,6 +120,8 @@ class Recorder:
         self.records = []
         self.free_at = None
         self.meter.active = False  # counting takes time, and every step holds the same
+        if self.profiler:
+            self.profiler.pass_ended(events)
         return events
 
     def _in_milliseconds(self, mark):

@@ -1,5 +1,6 @@
 """What every training script prints and writes: losses, progress, a summary, files."""
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -8,6 +9,7 @@ import torch
 
 from pipeline.distributed import gather
 from pipeline.files import write_whole
+from pipeline.profiler import StepProfiler
 from pipeline.recorder import gather_timelines
 from pipeline.reference import train_one_process
 from pipeline.simulator import Costs, simulate
@@ -37,6 +39,11 @@ class Report:
         self.has_loss = job.rank == loss_rank
         self.losses = []
         self.events_per_step = []
+        self.profiler = None
+        if arguments.profile:
+            # The first step of several pays for what is done once; leave it out.
+            several = what == "step" and arguments.steps - first_step > 1
+            self.profiler = recorder.profiler = StepProfiler(job, recorder, int(several))
         if job.rank == 0:
             self.say(f"{schedule.name}: {job.describe()}")
 
@@ -70,6 +77,10 @@ class Report:
             self.say(self.summary(timelines, memory))
             if self.arguments.timeline:
                 write_whole(self.arguments.timeline, to_chrome_trace(timelines[-1]))
+        if self.profiler:
+            trace = self.profiler.trace()
+            if trace:
+                write_whole(self.arguments.profile, trace)
         if self.has_loss:
             write_losses(self.arguments, self.losses, self.first_step)
 
@@ -79,6 +90,7 @@ class Report:
         step = statistics.median(timeline.makespan for timeline in timelines)
         idle = statistics.median(timeline.idle_fraction for timeline in timelines)
         costs = self.arguments.paced or measured_costs(timelines)
+        costs = dataclasses.replace(costs, transfer=self.job.latencies())
         predicted = simulate(self.schedule, costs)
         peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
         held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)

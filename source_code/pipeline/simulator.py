@@ -16,15 +16,16 @@ class Costs:
 
     Each of `forward`, `backward`, `backward_weight` and `recompute` is a number, or a list with a
     number for each stage. `backward` is the full backward; `backward_weight` is the part of it that
-    a split backward does later, half of it unless given. `transfer` is the latency of a message.
-    `recompute` is the forward that a backward runs again before it starts, and comes on top of it.
-    An update costs nothing.
+    a split backward does later, half of it unless given. `transfer` is the latency of a message, or
+    a dictionary with that between two ranks, {(source, destination): cost}; pairs that are not in
+    it cost nothing. `recompute` is the forward that a backward runs again before it starts, and
+    comes on top of it. An update costs nothing.
     """
 
     forward: float | list = 1.0
     backward: float | list = 2.0
     backward_weight: float | list | None = None
-    transfer: float = 0.0
+    transfer: float | dict = 0.0
     recompute: float | list = 0.0
 
     def of(self, action):
@@ -41,6 +42,12 @@ class Costs:
     def recompute_of(self, action):
         """The part of that in which the stage's forward is run again."""
         return _of_stage(self.recompute, action.stage) if action.kind in "BI" else 0.0
+
+    def between(self, source, destination):
+        """The latency of a message from one rank to another."""
+        if isinstance(self.transfer, dict):
+            return self.transfer.get((source, destination), 0.0)
+        return self.transfer
 
 
 def _of_stage(cost, stage):
@@ -61,7 +68,7 @@ def simulate(schedule, costs):
         for need in needs:
             maker, arrived = made[need]
             if maker != rank:
-                arrived += costs.transfer
+                arrived += costs.between(maker, rank)
             start = max(start, arrived)
         key = action[:2]
         if key not in cost_of:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
+FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for what each rank sent last
 STORE_TIMEOUT = 2  # seconds that a store may take for an answer
 last_words = threading.Lock()
 
@@ -80,8 +81,23 @@ class Watch(threading.Thread):
         self.stopped.set()
 
     def give_up(self, wait):
+        self.write_flight_recorder()
         sentence, silent = self.explain_silence(wait)
         end_process(sentence, before_leaving=lambda: self.end_rank(silent))
+
+    def write_flight_recorder(self):
+        """If asked for: torch's record of the last messages of this rank, as rankN.json.
+
+        torch keeps one where TORCH_FR_BUFFER_SIZE says how many; NCCL has it, and gloo since 2.13.
+        """
+        folder = os.environ.get(FLIGHT_VARIABLE)
+        if folder:
+            with suppress(ImportError, OSError, RuntimeError):
+                from torch._C._distributed_c10d import _dump_fr_trace_json
+
+                os.makedirs(folder, exist_ok=True)
+                with open(os.path.join(folder, f"rank{self.rank}.json"), "wb") as file:
+                    file.write(_dump_fr_trace_json())
 
     def _launcher_lives(self):
         if os.getppid() != self.parent:

@@ -1,0 +1,66 @@
+"""Collect the timelines of sweep.sbatch into a table and a figure.
+
+python slurm/collect_sweep.py build/sweep-17
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from pipeline.figures import new_plot, picture_of  # noqa: E402
+from pipeline.files import write_whole  # noqa: E402
+from pipeline.timeline import from_chrome_trace  # noqa: E402
+
+
+def main():
+    folder = Path(sys.argv[1])
+    timelines = {
+        int(path.stem): from_chrome_trace(path.read_text())
+        for path in folder.glob("*.json")
+        if re.fullmatch(r"\d+", path.stem)
+    }
+    if not timelines:
+        sys.exit(f"{folder} holds no timeline; did an element of the array end well?")
+    table = table_of(timelines)
+    write_whole(folder / "sweep.md", table)
+    write_whole(folder / "sweep.svg", figure_of(timelines).svg)
+    print(table, end="")
+    return 0
+
+
+def table_of(timelines):
+    """A row for each number of micro-batches; idle is the share of all ranks' time."""
+    rows = ["| micro-batches | step in ms | idle | (p - 1)/(m + p - 1) |", "|---|---|---|---|"]
+    for m, timeline in sorted(timelines.items()):
+        idle = f"{timeline.makespan:.0f} | {timeline.idle_fraction:.1%}"
+        rows.append(f"| {m} | {idle} | {bubble(timeline, m):.1%} |")
+    return "\n".join(rows) + "\n"
+
+
+def bubble(timeline, m):
+    p = timeline.num_ranks
+    return (p - 1) / (m + p - 1)
+
+
+def figure_of(timelines):
+    numbers = sorted(timelines)
+    figure, axes = new_plot("micro-batches", "idle, per cent of all ranks' time")
+    performed = [100 * timelines[m].idle_fraction for m in numbers]
+    theory = [100 * bubble(timelines[m], m) for m in numbers]
+    axes.plot(numbers, theory, "--", color="#009E73", label="(p - 1)/(m + p - 1)", linewidth=2)
+    axes.plot(numbers, performed, "o-", color="#56B4E9", label="performed", linewidth=2)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    last = numbers[-1]
+    return picture_of(
+        figure,
+        f"Idle share against micro-batches, performed and theory: from {performed[0]:.0f} % with "
+        f"{numbers[0]} to {performed[-1]:.0f} % with {last}.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

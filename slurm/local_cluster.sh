@@ -1,0 +1,310 @@
+#!/usr/bin/env bash
+# A real SLURM cluster on this one machine, to learn and to test with.
+#
+#   slurm/local_cluster.sh start [--nodes N] [--gpus N] [--cpus N] [--port N] [--folder DIR]
+#   eval "$(slurm/local_cluster.sh env)"      # from here on sinfo, srun and sbatch mean this cluster
+#   slurm/local_cluster.sh status
+#   slurm/local_cluster.sh stop
+#
+# One controller, one daemon for each pretend node, and the munge daemon with which they recognise
+# each other. All of them belong to you, root or not, listen on 127.0.0.1 only and keep everything
+# in one folder. The GPUs are pretended: SLURM hands them out like real ones, and there is nothing
+# behind them. Cores are declared, not separated. Needs Linux and Debian's or Ubuntu's packages.
+set -euo pipefail
+
+PACKAGES="slurmctld slurmd slurm-client munge"
+INSTALL="apt-get install --no-install-recommends $PACKAGES"
+PATH=$PATH:/usr/sbin:/sbin
+
+main() {
+    read_arguments "$@"
+    case $command in
+        start) start ;;
+        stop) stop ;;
+        status) status ;;
+        env) print_environment ;;
+    esac
+}
+
+read_arguments() {
+    local usage="usage: slurm/local_cluster.sh start|stop|status|env [--nodes N] [--gpus N] [--cpus N] [--port N] [--first N] [--folder DIR]"
+    command=${1:-}
+    [[ $command =~ ^(start|stop|status|env)$ ]] || refuse "$usage"
+    shift
+    nodes=2 gpus=4 cpus=4 port="" first=0
+    # Short, because the name of a socket has at most 107 characters.
+    folder=${COURSE_CLUSTER_FOLDER:-${TMPDIR:-/tmp}/course-cluster-$(id -u)}
+    while [ $# -gt 0 ]; do
+        [ $# -ge 2 ] || refuse "$1 needs a value; $usage"
+        case $1 in
+            --nodes) nodes=$(whole_number "$1" "$2" 1 16) ;;
+            --gpus) gpus=$(whole_number "$1" "$2" 0 16) ;;
+            --cpus) cpus=$(whole_number "$1" "$2" 1 256) ;;
+            --port) port=$(whole_number "$1" "$2" 1024 65000) ;;
+            --first) first=$(whole_number "$1" "$2" 0 9999) ;;  # number in the first node's name
+            --folder) folder=$2 ;;
+            *) refuse "$1 is no flag of this program; $usage" ;;
+        esac
+        shift 2
+    done
+    folder=$(realpath -m "$folder")
+    export SLURM_CONF=$folder/slurm.conf
+}
+
+whole_number() {
+    [[ $2 =~ ^[0-9]{1,5}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] ||
+        refuse "$1 must be a whole number from $3 to $4, not '$2'"
+    echo "$2"
+}
+
+refuse() {
+    echo "$1" >&2
+    exit 2
+}
+
+start() {
+    check_machine
+    mkdir -p "$folder"/{log,run,state,gpu,munge}
+    chmod 755 "$folder" "$folder/munge"
+    if any_running && [ -e "$SLURM_CONF" ]; then
+        echo "a cluster is running already; what it lacks is started again"
+    else
+        write_configuration
+    fi
+    start_munge
+    is_running slurmctld || within 5 slurmctld -i ||
+        fail "slurmctld, the controller, did not start" "$folder/log/slurmctld.log"
+    local name
+    for name in $(node_names); do
+        is_running "slurmd.$name" || start_node "$name" ||
+            fail "slurmd, the daemon of node $name, did not start" "$folder/log/slurmd.$name.log"
+    done
+    wait_until_idle
+    echo "$(node_names | wc -w) nodes are up: $(node_names | xargs). This shell uses them after:"
+    echo "  eval \"\$(slurm/local_cluster.sh env$(folder_flag))\""
+}
+
+check_machine() {
+    [ "$(uname)" = Linux ] ||
+        refuse "SLURM runs on Linux; on macOS and Windows use torchrun, or a Linux virtual machine"
+    local program missing=""
+    for program in slurmctld slurmd srun sbatch munged; do
+        type -P "$program" >/dev/null || missing+=" $program"
+    done
+    [ -z "$missing" ] ||
+        refuse "not installed:$missing; on Debian and Ubuntu, as root: $INSTALL"
+    [ ${#folder} -le 80 ] ||
+        refuse "--folder $folder is too long a name for the sockets in it; use one of 80 characters or less"
+    [[ $folder =~ ^[A-Za-z0-9/._-]+$ ]] ||
+        refuse "--folder $folder: SLURM's configuration takes letters, digits and / . _ - only; use such a name"
+}
+
+# With SLURM's own file, so that a cluster that is running keeps the names it was started with.
+node_names() {
+    sed -n 's/^NodeName=\([^ ]*\) .*/\1/p' "$SLURM_CONF"
+}
+
+write_configuration() {
+    local user memory i
+    [ -n "$port" ] || port=$(free_ports)
+    user=$(id -un)
+    memory=$(awk '/^MemTotal/ { print int($2 * 0.9 / 1024) }' /proc/meminfo)
+    for ((i = 0; i < gpus; i++)); do
+        ln -sf /dev/null "$folder/gpu/nvidia$i"  # SLURM wants a device behind every GPU
+    done
+    {
+        echo "AutoDetect=off"
+        [ "$gpus" = 0 ] || echo "Name=gpu File=$folder/gpu/nvidia[0-$((gpus - 1))]"
+    } >"$folder/gres.conf"
+    local gres=""
+    [ "$gpus" = 0 ] || gres="Gres=gpu:$gpus"
+    cat >"$SLURM_CONF" <<CONFIGURATION
+ClusterName=course
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort=$port
+SlurmUser=$user
+SlurmdUser=$user
+AuthType=auth/munge
+# The second value lets a job start again 10 s after it ended instead of 120.
+AuthInfo=socket=$folder/munge/socket,cred_expire=10
+# Both are needed, or the controller listens to the whole network.
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+StateSaveLocation=$folder/state
+SlurmctldPidFile=$folder/run/slurmctld.pid
+SlurmctldLogFile=$folder/log/slurmctld.log
+SlurmdSpoolDir=$folder/spool.%n
+SlurmdPidFile=$folder/run/slurmd.%n.pid
+SlurmdLogFile=$folder/log/slurmd.%n.log
+# No cgroups, which take root and often a systemd.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/filetxt
+JobCompLoc=$folder/log/jobcomp.log
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SwitchType=switch/none
+MpiDefault=none
+MailProg=/bin/true
+GresTypes=gpu
+PropagateResourceLimits=NONE
+# Another number for every fresh start, so that no job writes into the folder of an older one.
+FirstJobId=$(($(date +%s) / 10 % 1000000))
+ReturnToService=2
+KillWait=5
+MinJobAge=3600
+# A request that can never be granted is refused, not queued for ever.
+EnforcePartLimits=ALL
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=2,bf_interval=2
+$(for ((i = 0; i < nodes; i++)); do
+    echo "NodeName=pp$((first + i)) NodeHostname=localhost NodeAddr=127.0.0.1 Port=$((port + 1 + i))" \
+        "CPUs=$cpus Sockets=1 CoresPerSocket=$cpus ThreadsPerCore=1 RealMemory=$memory $gres"
+done)
+PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=30:00 State=UP
+CONFIGURATION
+    {
+        echo "127.0.0.1 localhost $(node_names | xargs)"
+        cat /etc/hosts
+    } >"$folder/hosts"
+}
+
+# The first of as many ports in a row as are needed that nobody listens on.
+free_ports() {
+    local first=26817 i
+    for ((i = 0; i <= nodes; i++)); do
+        if (exec 3<>"/dev/tcp/127.0.0.1/$((first + i))") 2>/dev/null; then
+            first=$((first + 20)) i=-1
+        fi
+    done
+    echo "$first"
+}
+
+start_munge() {
+    is_running munged && return
+    [ -s "$folder/munge/key" ] ||
+        (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/key")
+    # --force: it would refuse a folder that others cannot enter, and only you are to use it.
+    within 5 munged --force --key-file "$folder/munge/key" --socket "$folder/munge/socket" \
+        --log-file "$folder/munge/log" --pid-file "$folder/run/munged.pid" \
+        --seed-file "$folder/munge/seed" || fail "munged did not start" "$folder/munge/log"
+}
+
+# A daemon that thinks its machine is called pp0, so that a job sees the names of its nodes. Where
+# the system forbids that, the node keeps this machine's name, and `env` says where ranks meet.
+start_node() {
+    local inside="hostname $1 && mount --bind $folder/hosts /etc/hosts"
+    local unshare=(unshare --uts --mount) drop=(setpriv --ambient-caps -all --inh-caps -all)
+    [ "$(id -u)" = 0 ] || unshare+=(--user --map-current-user --keep-caps)
+    if [ ! -e "$folder/plain" ] && "${unshare[@]}" bash -c "$inside" 2>"$folder/log/unshare.$1"; then
+        within 10 "${unshare[@]}" bash -c "$inside && exec ${drop[*]} slurmd -N $1"
+    else
+        touch "$folder/plain"
+        within 10 slurmd -N "$1"
+    fi
+}
+
+within() {
+    timeout --signal=KILL "$@" </dev/null >>"$folder/log/start" 2>&1
+}
+
+wait_until_idle() {
+    local i
+    for ((i = 0; i < 100; i++)); do
+        [ "$(sinfo --noheader --Node --format=%t 2>/dev/null | grep -cE '^(idle|mix|alloc|comp)$')" \
+            = "$(node_names | wc -w)" ] && return
+        sleep 0.05
+    done
+    fail "the nodes are not ready after 5 s: $(sinfo --noheader --Node --format='%N %t' | xargs)" \
+        "$folder/log/slurmctld.log"
+}
+
+fail() {
+    echo "$1; the end of $2:" >&2
+    tail -n 5 "$2" "$folder/log/start" >&2 || true
+    stop >/dev/null
+    exit 1
+}
+
+# By recorded process id, and only if the number has not gone to another program since. What has
+# ended and was not collected by its parent (state Z) does not count as running.
+is_running() {
+    local file=$folder/run/$1.pid id
+    [ -s "$file" ] || return 1
+    id=$(<"$file")
+    [ "$(sed -n 's/^Name:\t//p' "/proc/$id/status" 2>/dev/null)" = "${1%%.*}" ] &&
+        ! grep -q '^State:.*Z' "/proc/$id/status" 2>/dev/null
+}
+
+daemons() {
+    [ -e "$SLURM_CONF" ] || return 0
+    node_names | sed 's/^/slurmd./'
+    printf '%s\n' slurmctld munged
+}
+
+any_running() {
+    local name
+    for name in $(daemons); do
+        is_running "$name" && return
+    done
+    return 1
+}
+
+stop() {
+    any_running || { echo "no cluster is running in $folder"; return; }
+    local name i
+    if is_running slurmctld && is_running munged; then
+        timeout 5 scancel --user="$(id -un)" 2>/dev/null || true
+        timeout 5 scancel --user="$(id -un)" --signal=KILL --full 2>/dev/null || true
+        for ((i = 0; i < 200; i++)); do
+            [ -n "$(timeout 5 squeue --noheader 2>/dev/null)" ] || break
+            sleep 0.05
+        done
+    fi
+    for name in $(daemons); do
+        end_daemon "$name"
+    done
+    echo "stopped; $folder keeps its logs and job numbers, and may be deleted"
+}
+
+end_daemon() {
+    local i id
+    is_running "$1" || return 0
+    id=$(<"$folder/run/$1.pid")
+    kill "$id" 2>/dev/null || true
+    for ((i = 0; i < 100; i++)); do
+        is_running "$1" || { rm -f "$folder/run/$1.pid"; return 0; }
+        sleep 0.05
+    done
+    kill -KILL "$id" 2>/dev/null || true
+    rm -f "$folder/run/$1.pid"
+}
+
+status() {
+    any_running || { echo "no cluster is running in $folder"; exit 3; }
+    local name
+    for name in $(daemons); do
+        if is_running "$name"; then
+            printf '%-14s process %s\n' "$name" "$(<"$folder/run/$name.pid")"
+        else
+            printf '%-14s not running; start starts it again\n' "$name"
+        fi
+    done
+    timeout 5 sinfo || true
+    timeout 5 squeue || true
+}
+
+print_environment() {
+    any_running || refuse "no cluster is running in $folder; first: slurm/local_cluster.sh start$(folder_flag)"
+    echo "export SLURM_CONF=$SLURM_CONF"
+    [ ! -e "$folder/plain" ] || echo "export MASTER_ADDR=127.0.0.1  # the nodes' names do not resolve here"
+}
+
+folder_flag() {
+    [ "$folder" = "$(realpath -m "${COURSE_CLUSTER_FOLDER:-${TMPDIR:-/tmp}/course-cluster-$(id -u)}")" ] ||
+        echo " --folder $folder"
+}
+
+main "$@"

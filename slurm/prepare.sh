@@ -1,0 +1,68 @@
+# Sourced by every job script, in the repository's root: reads slurm/site.env, says which of its
+# values is wrong, and sets what the scripts use:
+#   PYTHON, TORCHRUN   the words that start them, container included
+#   RANKS_PER_NODE     for torchrun
+#   HEAD, PORT         where the ranks of this job meet
+#   LOGS               a folder of this job for what each rank prints
+set -euo pipefail
+
+site=${COURSE_SITE:-slurm/site.env}
+if [ ! -f "$site" ]; then
+    echo "$site is not there; submit jobs from the course's own folder, or let COURSE_SITE name a file" >&2
+    exit 2
+fi
+# shellcheck source=slurm/site.env
+. "$site"
+
+wrong_value() {
+    echo "$site: $1=${!1} is wrong: $2" >&2
+    exit 2
+}
+
+for name in COURSE_GPUS_PER_NODE COURSE_RANKS_PER_NODE; do
+    [[ ${!name} =~ ^[0-9]*$ ]] || wrong_value $name "it must be a whole number"
+done
+[ "$COURSE_RANKS_PER_NODE" != 0 ] || wrong_value COURSE_RANKS_PER_NODE "a node needs a rank"
+
+if [ -n "$COURSE_MODULES" ]; then
+    type module >/dev/null 2>&1 ||
+        wrong_value COURSE_MODULES "$(hostname) has no module command; leave it empty"
+    # shellcheck disable=SC2086  # several modules
+    module load $COURSE_MODULES || wrong_value COURSE_MODULES "module load fails; see module avail"
+fi
+
+read -ra PYTHON <<<"$COURSE_CONTAINER"
+if [ -n "$COURSE_CONTAINER" ] && ! type -P "${PYTHON[0]}" >/dev/null; then
+    wrong_value COURSE_CONTAINER "there is no program ${PYTHON[0]} on $(hostname)"
+fi
+if [ -n "$COURSE_PYTHON" ]; then
+    PYTHON+=("$COURSE_PYTHON")
+elif [ -x .venv/bin/python ]; then
+    PYTHON+=("$PWD/.venv/bin/python")
+else
+    PYTHON+=(python3)
+fi
+has_torch="import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+"${PYTHON[@]}" -c "$has_torch" 2>/dev/null ||
+    wrong_value COURSE_PYTHON "'${PYTHON[*]}' does not start on $(hostname), or has no torch; name the Python that has the course's packages"
+# shellcheck disable=SC2034  # for the job scripts, as the rest
+TORCHRUN=("${PYTHON[@]}" -m torch.distributed.run)
+
+if [ -n "$COURSE_INTERFACE" ]; then
+    [ -e "/sys/class/net/$COURSE_INTERFACE" ] ||
+        wrong_value COURSE_INTERFACE "$(hostname) has $(ls -m /sys/class/net)"
+    export GLOO_SOCKET_IFNAME=$COURSE_INTERFACE NCCL_SOCKET_IFNAME=$COURSE_INTERFACE
+fi
+
+RANKS_PER_NODE=${COURSE_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
+# The first node of the list. The ranks of a pipeline are numbered along it.
+HEAD=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+# Jobs may share a node; each has a port of its own, below those that the system hands out.
+PORT=$((10000 + SLURM_JOB_ID % 20000))
+# srun does not take this over from sbatch by itself.
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+LOGS=build/jobs/$SLURM_JOB_ID
+[ "${SLURM_RESTART_COUNT:-0}" != 0 ] || rm -rf "$LOGS"  # of an older cluster, which began at 1, too
+mkdir -p "$LOGS"
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, attempt $((${SLURM_RESTART_COUNT:-0} + 1))"

@@ -1,0 +1,101 @@
+"""The instructor's pack says what is there: minutes that add up, every exercise, slides that fit."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.launch import ROOT
+
+TEXT = (ROOT / "INSTRUCTORS.md").read_text()
+LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+SLIDES = ROOT / "build" / "slides"
+
+
+def section(heading):
+    return re.search(rf"^#+ {heading}\n(.*?)(?=^#+ |\Z)", TEXT, re.MULTILINE | re.DOTALL)[1]
+
+
+def minutes(part):
+    return [int(n) for n in re.findall(r"^\| (\d+) \|", part, re.MULTILINE)]
+
+
+def test_the_minutes_of_each_agenda_add_up():
+    half, day, second = re.split(r"\*\*One day|\*\*Two days", section("Agendas"))
+    assert sum(minutes(half)) == 4 * 60
+    assert sum(minutes(day)) == 8 * 60
+    assert sum(minutes(second)) == 8 * 60
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_every_lesson_has_its_exercises_and_a_sheet(path):
+    cells = json.loads(path.read_text())["cells"]
+    prose = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    exercises = re.findall(r"^\*\*\d+\. (.*?)\.?\*\*", prose, re.MULTILINE)
+    table = section(f"Lesson {path.stem[:2]}")
+    assert len(exercises) >= 2
+    for exercise in exercises:
+        assert f"| {exercise} |" in table, f"say what is answered wrongly in '{exercise}'"
+    assert re.search(rf"^\*\*{path.stem[:2]} ", section("A sheet for each lesson"), re.MULTILINE)
+
+
+def test_what_the_pack_names_is_there():
+    for name in re.findall(r"\b(?:slurm|source_code|notebooks)/[\w./]+\w", TEXT):
+        assert (ROOT / name).exists(), name
+    site = (ROOT / "slurm" / "site.env").read_text()
+    for name in set(re.findall(r"\bCOURSE_[A-Z_]+\b", TEXT)) - {"COURSE_"}:
+        assert f"\n{name}=" in site, name
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`make (\w+)", TEXT)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.fixture(scope="module")
+def slides():
+    made = subprocess.run(
+        [sys.executable, ROOT / "notebooks" / "make_slides.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert made.returncode == 0, made.stderr
+    return {path.stem: (SLIDES / f"{path.stem}.html").read_text() for path in LESSONS}
+
+
+def test_slides_of_every_lesson_are_whole_and_need_no_network(slides):
+    for name, page in slides.items():
+        assert page.count("<section>") >= 12, name
+        assert not re.search(r"""(?:src|href)=["']?(?!data:|#)\w""", page), name
+        assert "Not attempted yet" not in page and "check." not in page, name
+        assert all('role="img" aria-label="' in svg for svg in re.findall(r"<svg [^>]*>", page))
+
+
+def test_slides_tell_the_exercises_and_not_the_answers(slides):
+    assert "Write GPipe&#8217;s schedule yourself" in slides["02_gpipe"] or (
+        "Write GPipe's schedule yourself" in slides["02_gpipe"]
+    )
+    assert "Solutions are in" not in slides["02_gpipe"]
+
+
+def test_every_slide_fits_its_page(slides, chromium):
+    from playwright.sync_api import sync_playwright
+
+    program = """slides.map(slide => {
+        slide.style.display = 'block';
+        const page = slide.getBoundingClientRect(), box = slide.firstElementChild.getBoundingClientRect();
+        const zoom = parseFloat(slide.firstElementChild.style.zoom || '100');
+        slide.style.display = '';
+        return [(box.bottom - page.top) / page.height, (box.right - page.left) / page.width, zoom];
+    })"""
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=flags)
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        for name in slides:
+            page.goto((SLIDES / f"{name}.html").as_uri())
+            for number, (bottom, right, zoom) in enumerate(page.evaluate(program), 1):
+                assert bottom <= 0.97 and right <= 1.0, f"{name}, slide {number}"
+                assert zoom >= 50, f"{name}, slide {number} is too small to read"
+        browser.close()

@@ -1,0 +1,182 @@
+"""What a job on several nodes needs: names, a place to meet, an order, and a network to pretend."""
+
+import signal
+import time
+
+import pytest
+
+from pipeline import nodes
+from pipeline.distributed import ranks_from_environment
+from pipeline.launch import ROOT, RunFailed, WarmRanks, _follow, launch_words, run
+from pipeline.nodes import NodesError, first_node
+from pipeline.schedules import gpipe
+from pipeline.simulator import Costs, simulate
+
+SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
+SLURM_VARIABLES = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """A function that sets variables, in an environment without those of launchers."""
+    for name in [*nodes.os.environ]:
+        if name.startswith(("SLURM", "MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+        ):
+            monkeypatch.delenv(name)
+    return lambda **variables: [monkeypatch.setenv(*pair) for pair in variables.items()]
+
+
+@pytest.mark.parametrize(
+    ("short_form", "first"),
+    [
+        ("pp0", "pp0"),
+        ("pp[0-1]", "pp0"),
+        ("pp[003-010,012],gpu1", "pp003"),
+        ("gpu7,pp[3-4]", "gpu7"),
+        ("rack[2-3]node[5,9]-ib", "rack2node5-ib"),
+    ],
+)
+def test_the_first_node_of_a_list(short_form, first):
+    assert first_node(short_form) == first
+
+
+def test_under_srun_alone_the_ranks_of_an_uneven_job_find_their_numbers(environment):
+    environment(**SLURM_VARIABLES)
+    assert ranks_from_environment() == (5, 7, 1, 4)  # the fullest node has four
+    environment(SLURM_STEP_TASKS_PER_NODE="4(x2),3")
+    assert ranks_from_environment()[3] == 4
+
+
+def test_under_srun_alone_ranks_meet_on_the_first_node_at_a_port_of_the_job(environment):
+    environment(**SLURM_VARIABLES)
+    ports = set()
+    for job, step in [("17", "0"), ("18", "0"), ("17", "1")]:
+        environment(SLURM_JOB_ID=job, SLURM_STEP_ID=step)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            nodes.os.environ.pop(name, None)
+        nodes.set_meeting_point()
+        assert nodes.os.environ["MASTER_ADDR"] == "localhost"
+        ports.add(int(nodes.os.environ["MASTER_PORT"]))
+    assert len(ports) == 3 and all(10_000 <= port < 30_000 for port in ports)
+
+
+def test_what_torchrun_or_the_learner_has_set_stays(environment):
+    environment(**SLURM_VARIABLES, MASTER_ADDR="10.0.0.7", MASTER_PORT="4321")
+    nodes.set_meeting_point()
+    assert (nodes.os.environ["MASTER_ADDR"], nodes.os.environ["MASTER_PORT"]) == (
+        "10.0.0.7",
+        "4321",
+    )
+
+
+def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment):
+    environment(**{**SLURM_VARIABLES, "SLURM_STEP_NODELIST": "nowhere.invalid"})
+    with pytest.raises(NodesError, match="on node nowhere.invalid.* export MASTER_ADDR"):
+        nodes.set_meeting_point()
+
+
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "rank"),
+    [
+        ({}, 2),  # torchrun's first node is SLURM's second
+        ({"SLURM_NODEID": "0", "LOCAL_RANK": "1"}, 1),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, 0),  # another torchrun
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, 0),  # rank 0 keeps the store
+    ],
+)
+def test_stages_follow_slurm_s_order_of_the_nodes_where_torchrun_s_differs(
+    environment, changed, rank
+):
+    step = {**SLURM_VARIABLES, "SLURM_STEP_NUM_TASKS": "2"}
+    environment(**{**step, **TORCHRUN, **changed})
+    assert ranks_from_environment()[0] == rank
+
+
+def test_an_allocation_without_a_compute_node_below_starts_no_warm_ranks(environment, capsys):
+    environment(SLURM_JOB_ID="17", PATH="")  # after salloc on a login node
+    with pytest.raises(FileNotFoundError, match="srun"):
+        run("gpipe.py --steps 1", warm=True)
+    assert capsys.readouterr().out.startswith("$ srun --overlap --nodes=1 --ntasks=1 torchrun ")
+    assert launch_words("gpipe.py", [], 2)[0] == "srun"
+
+
+# A slow network.
+
+
+def test_a_delay_between_nodes_is_in_the_timeline_and_not_in_the_losses(monkeypatch):
+    command = f"gpipe.py {SMALL} --steps 2 --microbatches 2 --timeline build/tests/delay.json"
+    plain = run(command, warm=True, show=False)
+    monkeypatch.setenv(nodes.PRETENDED_VARIABLE, "2")
+    monkeypatch.setenv(nodes.DELAY_VARIABLE, "60")
+    slow = run(command, warm=True, show=False)
+    assert slow.losses == plain.losses
+    assert "4 ranks on cpu of nodes node0 node0 node1 node1" in slow.output
+    events = {(str(e.action)): e for e in slow.timeline.events}
+    for sent, used in [("1F0", "2F0"), ("1F1", "2F1"), ("2B0", "1B0"), ("2B1", "1B1")]:
+        assert events[used].start - events[sent].end >= 55  # ms; clocks are aligned to less
+    # The sender is not held up: both of its messages are under way at once.
+    assert events["1F1"].start < events["2F0"].start
+
+
+def test_the_simulator_takes_a_latency_for_each_pair_of_ranks():
+    across = {(1, 2): 30.0, (2, 1): 30.0}
+    # One slow boundary on the way of the last micro-batch, forward and back.
+    assert simulate(gpipe(4, 8), Costs(10, 20, transfer=across)).makespan == 330 + 2 * 30
+    every = simulate(gpipe(4, 8), Costs(10, 20, transfer=30.0))
+    assert every.makespan == 330 + 2 * 3 * 30
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        (nodes.DELAY_VARIABLE, "fast", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
+        (nodes.DELAY_VARIABLE, "-1", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
+        (nodes.PRETENDED_VARIABLE, "0", "PIPELINE_RANKS_PER_NODE must be a whole number"),
+    ],
+)
+def test_a_network_that_cannot_be_pretended_is_refused(monkeypatch, name, value, sentence):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RunFailed, match=sentence):
+        run(f"gpipe.py {SMALL} --steps 1", ranks=2, warm=True, show=False)
+
+
+# A look into a running rank.
+
+
+def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
+    ranks = WarmRanks(
+        ROOT / "source_code/broken_mutual_wait.py", ["--timeout", "4", *SMALL.split()], 2
+    )
+    try:
+        time.sleep(2)
+        for process in ranks.ranks:
+            nodes.os.kill(process.pid, signal.SIGUSR2)
+        with pytest.raises(RunFailed) as failed:
+            _follow(ranks, show=False, limit=60)
+    finally:
+        ranks.end()
+    text = str(failed.value)
+    assert text.count('broken_mutual_wait.py", line 19 in main') == 2
+    assert "a deadlock, each of these ranks waits for the next" in text

@@ -1,0 +1,439 @@
+"""The job scripts on a real SLURM cluster: two nodes, pretended on this machine.
+
+Their names are pp9 and pp10, whose order as text is not their order in the cluster.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
+
+from pipeline.launch import run
+
+JOB_SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
+needs_slurm = pytest.mark.skipif(
+    bool(MISSING),
+    reason=f"SLURM is not on this machine ({', '.join(MISSING)} missing); .ci/run installs it",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if MISSING:
+        pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing); .ci/run installs it")
+    port = free_ports(3)
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), "--first", "9", "--port", str(port))
+    begun = time.monotonic()
+    try:
+        cluster.start()
+        cluster.started_in = time.monotonic() - begun
+        yield cluster
+    finally:
+        cluster.stop()
+        assert_gone(cluster)
+
+
+@pytest.fixture(scope="module")
+def one_machine():
+    """What the jobs must print: the losses of four ranks on this machine."""
+    return losses_of(run(f"gpipe.py --steps 3 {' '.join(SMALL)}", warm=True, show=False).output)
+
+
+def assert_gone(cluster, limit=5):
+    end = time.monotonic() + limit
+    while left := [process for process in cluster.processes() if runs(process)]:
+        assert time.monotonic() < end, f"still there: {[process.cmdline() for process in left]}"
+        time.sleep(0.05)
+
+
+def runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# The cluster.
+
+
+def test_two_nodes_with_pretended_gpus_are_up_within_five_seconds(cluster):
+    assert cluster.started_in < 5
+    shown = cluster.run("sinfo", "--noheader", "--Node", "--format=%N %G %t").stdout
+    assert re.findall(r"^(\S+) gpu:4 (idle|mix|alloc)$", shown, re.MULTILINE)
+    assert [line.split()[0] for line in shown.splitlines()] == ["pp9", "pp10"]
+
+
+def test_nothing_of_the_cluster_listens_beyond_loopback(cluster):
+    listening = [
+        (process.name(), connection.laddr.ip)
+        for process in cluster.daemons()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert sorted({name for name, _ in listening}) == ["slurmctld", "slurmd"]
+    assert {address for _, address in listening} == {"127.0.0.1"}
+
+
+def test_starting_a_cluster_that_runs_starts_only_what_is_missing(cluster):
+    before = {process.pid for process in cluster.daemons()}
+    (node,) = [p for p in cluster.daemons() if p.name() == "slurmd" and "pp10" in p.cmdline()]
+    node.kill()
+    psutil.wait_procs([node], timeout=5)
+    cluster.start()
+    after = {process.pid for process in cluster.daemons()}
+    assert before - after == {node.pid} and len(after) == len(before)
+
+
+def test_stop_ends_a_running_job_and_leaves_no_process(tmp_path):
+    if MISSING:
+        pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
+    other = Cluster(tmp_path, "--nodes", "1", "--gpus", "0", "--port", str(free_ports(2)))
+    try:
+        other.start()
+        job = other.submit("--gres=none", "--nodes=1", "--wrap=echo started; sleep 600")
+        other.wait_for(job, "started")
+        assert len(other.processes()) >= 5  # controller, node, munge, the job's keeper, the job
+    finally:
+        other.stop()
+    assert_gone(other)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="everything else here runs as an ordinary user")
+def test_an_ordinary_user_starts_one_too():
+    if MISSING:
+        pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
+    folder = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
+    os.chown(folder, 65534, 65534)
+    script = shutil.copy(LOCAL_CLUSTER, folder)
+    environment = {"PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
+    flags = f"--folder {folder}/cluster --port {free_ports(3)}"
+    commands = f"""
+        set -e
+        trap '{script} stop {flags}' EXIT
+        {script} start {flags}
+        eval "$({script} env {flags})"
+        srun --nodes=2 --gres=gpu:2 bash -c 'echo "$(id -u) $CUDA_VISIBLE_DEVICES"'
+    """
+    try:
+        ended = subprocess.run(
+            ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "bash", "-c", commands],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.count("65534 0,1\n") == 2
+        assert ended.stdout.splitlines()[-1].startswith("stopped; ")
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "usage: slurm/local_cluster.sh start|stop|status|env"),
+        (["start", "--nodes", "0"], "--nodes must be a whole number from 1 to 16, not '0'"),
+        (["start", "--gpus", "two"], "--gpus must be a whole number from 0 to 16, not 'two'"),
+        (["start", "--nodes"], "--nodes needs a value"),
+        (["start", "--node", "2"], "--node is no flag of this program"),
+        (["env", "--folder", "/nowhere/at/all"], "first: slurm/local_cluster.sh start --folder"),
+    ],
+)
+def test_the_cluster_refuses_in_one_sentence(arguments, sentence):
+    ended = subprocess.run([LOCAL_CLUSTER, *arguments], capture_output=True, text=True, timeout=10)
+    assert ended.returncode == 2
+    assert sentence in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="says first that SLURM needs Linux")
+def test_without_slurm_it_says_what_to_install(tmp_path):
+    for name in ("bash", "realpath", "id", "uname"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    text = LOCAL_CLUSTER.read_text().replace("PATH=$PATH:/usr/sbin:/sbin", "")
+    ended = subprocess.run(
+        ["bash", "-c", text, "local_cluster.sh", "start"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "not installed: slurmctld slurmd srun sbatch munged; on Debian and Ubuntu, as root: "
+        "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge\n"
+    )
+
+
+# The job scripts.
+
+
+@pytest.mark.parametrize("script", JOB_SCRIPTS, ids=lambda path: path.stem)
+def test_slurm_parses_every_line_of_a_job_script(cluster, script):
+    lines = script.read_text().splitlines()
+    options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert options and options[-1] < first_command, "SLURM reads no option after a command"
+    assert not [line for line in lines if re.match(r"#\s+SBATCH|#SBATCH\S", line)], "a comment"
+    ended = cluster.run("sbatch", "--test-only", str(script))
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"Job \d+ to start at", ended.stderr)
+
+
+@pytest.mark.parametrize("script", [*JOB_SCRIPTS, ROOT / "slurm/prepare.sh"], ids=lambda p: p.stem)
+def test_bash_parses_a_job_script(script):
+    subprocess.run(["bash", "-n", script], check=True, timeout=10)
+
+
+def test_two_nodes_print_the_same_six_decimals_and_stages_follow_the_nodes(cluster, one_machine):
+    job = cluster.submit("slurm/train.sbatch", "gpipe.py", "--steps", 3, *SMALL)
+    output = cluster.wait_for_end(job)
+    assert losses_of(output) == one_machine and len(one_machine) == 3
+    assert "4 ranks on cpu of nodes pp9 pp9 pp10 pp10, gloo messages" in output
+    assert cluster.state(job) == "COMPLETED"
+    logs = list((ROOT / "build/jobs" / job).glob("node*/*/attempt_0/*/stdout.log"))
+    assert len(logs) == 4
+    assert sum("step 2  loss" in log.read_text() for log in logs) == 1
+
+
+def test_srun_alone_prints_the_same_six_decimals(cluster, one_machine):
+    job = cluster.submit("slurm/train_srun.sbatch", "gpipe.py", "--steps", 3, *SMALL)
+    output = cluster.wait_for_end(job)
+    assert losses_of(output) == one_machine
+    assert "0: gpipe: 4 ranks on cpu of nodes pp9 pp9 pp10 pp10, gloo messages" in output
+    assert cluster.state(job) == "COMPLETED"
+    assert "step 2  loss" in (ROOT / "build/jobs" / job / "rank3.log").read_text()
+
+
+def test_a_killed_rank_fails_the_job_within_15_seconds_and_is_named(cluster):
+    job = cluster.submit(
+        "--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", "--steps", 9999, "--pace", 5, 10, *SMALL
+    )
+    cluster.wait_for(job, "step 1  loss")
+    (last,) = [
+        process
+        for process in cluster.processes()
+        if "gpipe.py" in " ".join(process.cmdline())
+        and "torch.distributed.run" not in " ".join(process.cmdline())
+        and process.environ().get("SLURM_JOB_ID") == job
+        and process.environ().get("SLURMD_NODENAME") == "pp10"
+        and process.environ().get("RANK")
+    ]
+    last.kill()
+    output = cluster.wait_for_end(job, limit=15)
+    assert cluster.state(job) == "FAILED"
+    assert "rank 0 lost rank 1" in output and "SIGKILL" in output
+    assert re.search(r"ends with exit status (?!0)\d+\n\Z", output)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (["--nodes=3"], "Node count specification invalid|configuration is not available"),
+        (["--gres=gpu:9"], "configuration is not available"),
+        (["--partition=nope"], "invalid partition specified: nope"),
+    ],
+)
+def test_a_request_beyond_the_cluster_is_refused_at_once(cluster, request_, words):
+    ended = cluster.run("sbatch", *request_, "slurm/train.sbatch", "gpipe.py", limit=10)
+    assert ended.returncode != 0 and re.search(words, ended.stderr)
+    assert "Submitted" not in ended.stdout
+
+
+def test_sourced_in_a_shell_site_env_sets_what_slurm_s_own_commands_read(cluster):
+    cluster.use_site(COURSE_ACCOUNT="physics", COURSE_PARTITION="nope", COURSE_GPUS_PER_NODE=3)
+    try:
+        command = 'source "$COURSE_SITE"; env; sbatch slurm/train.sbatch gpipe.py'
+        ended = cluster.run("bash", "-c", command)
+    finally:
+        cluster.use_site()
+    assert "invalid partition specified: nope" in ended.stderr
+    for line in ("SBATCH_ACCOUNT=physics", "SLURM_PARTITION=nope", "SBATCH_GRES=gpu:3"):
+        assert line in ended.stdout.splitlines()
+
+
+def test_a_job_with_a_wrong_site_value_says_which(cluster):
+    cluster.use_site(COURSE_INTERFACE="ib7")
+    try:
+        job = cluster.submit("slurm/train.sbatch", "gpipe.py")
+        output = cluster.wait_for_end(job)
+    finally:
+        cluster.use_site()
+    assert re.search(r"site.env: COURSE_INTERFACE=ib7 is wrong: pp9 has .*\blo\b", output)
+    assert cluster.state(job) == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("COURSE_PYTHON", "/nowhere/python", "does not start on"),
+        ("COURSE_MODULES", "cuda/99", "has no module command; leave it empty|module load fails"),
+        ("COURSE_CONTAINER", '"apptainer-nope exec x.sif"', "there is no program apptainer-nope"),
+        ("COURSE_GPUS_PER_NODE", "two", "it must be a whole number"),
+        ("COURSE_RANKS_PER_NODE", "0", "a node needs a rank"),
+        ("COURSE_INTERFACE", "ib7", "has .*lo"),
+    ],
+)
+def test_every_wrong_site_value_is_named(tmp_path, name, value, why):
+    text = (ROOT / "slurm/site.env").read_text()
+    for key, to in {"COURSE_PYTHON": sys.executable, name: value}.items():
+        text = re.sub(rf"^{key}=.*$", f"{key}={to}", text, flags=re.MULTILINE)
+    (tmp_path / "site.env").write_text(text)
+    ended = subprocess.run(
+        ["bash", "-c", ". slurm/prepare.sh"],
+        cwd=ROOT,
+        env={**os.environ, "COURSE_SITE": str(tmp_path / "site.env"), "SLURM_JOB_ID": "1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.returncode == 2
+    value = value.strip('"')
+    assert re.search(rf"site.env: {name}={value} is wrong: .*{why}", ended.stderr), ended.stderr
+
+
+def test_a_job_that_names_no_script_says_so(cluster):
+    job = cluster.submit("slurm/train.sbatch", "gpip.py")
+    assert "there is no source_code/gpip.py" in cluster.wait_for_end(job)
+    assert cluster.state(job) == "FAILED"
+
+
+def test_a_checkpointed_job_stops_saves_queues_again_and_resumes_digit_for_digit(cluster):
+    flags = ["--steps", 12, "--save-every", 4, "--pace", 10, 20, *SMALL]
+    plain = " ".join(map(str, flags)).replace("--save-every 4", "")
+    whole = run(f"distributed_checkpointing.py {plain}", 2, True, False)
+    job = cluster.submit("--gres=gpu:1", "slurm/checkpointed.sbatch", *flags)
+    output = cluster.wait_for(job, "step 5  loss")
+    cluster.run("scancel", "--signal=USR1", f"{job}.0")
+    output = cluster.wait_for(job, "attempt 2", limit=60)
+    trained = int(re.search(r"stopped by SIGUSR1 after (\d+) steps, saved", output)[1])
+    assert "back into the queue" in output
+    output = cluster.wait_for_end(job)
+    assert cluster.state(job) == "COMPLETED"
+    first, second = output.split("attempt 2")
+    assert set(losses_of(first)) | set(losses_of(second)) == {str(step) for step in range(12)}
+    assert min(map(int, losses_of(second))) == trained  # steps count from 0
+    assert {**losses_of(first), **losses_of(second)} == losses_of(whole.output)
+
+
+def test_a_sweep_leaves_a_table_and_a_figure(cluster):
+    flags = ["1", "4", "--", "gpipe.py", "--pace", 10, 20, "--steps", 3, *SMALL]
+    job = cluster.submit("--array=0-1", "slurm/sweep.sbatch", *flags)
+    output = cluster.wait_for_end(job)
+    folder = ROOT / "build" / f"sweep-{job}"
+    rows = (folder / "sweep.md").read_text().splitlines()
+    assert re.match(r"\| 1 \| \d+ \| \d+\.\d% \| 50\.0% \|", rows[2]), output
+    assert re.match(r"\| 4 \| \d+ \| \d+\.\d% \| 20\.0% \|", rows[3]), output
+    assert 'role="img" aria-label="Idle share' in (folder / "sweep.svg").read_text()
+
+
+def test_preflight_checks_every_node_and_every_pair_of_neighbours(cluster):
+    output = cluster.wait_for_end(cluster.submit("--ntasks-per-node=1", "slurm/preflight.sbatch"))
+    assert "text on pp10" in output
+    assert re.search(r"rank 0 to 1 .* GB/s", output) and re.search(r"rank 1 to 0 ", output)
+    assert "FAIL\n" not in output.split("\n", 2)[2], output
+
+
+# Interactive.
+
+
+def with_this_python_first(cluster):
+    path = Path(sys.executable).parent
+    return {**cluster.environment, "PATH": f"{path}{os.pathsep}{cluster.environment['PATH']}"}
+
+
+def test_the_interactive_command_of_the_readme_works_as_printed(cluster):
+    (command,) = set(re.findall(r"^srun .*$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert command == (
+        "srun -p gpu -N 1 --gres=gpu:4 torchrun --nproc-per-node 4 source_code/gpipe.py"
+    )
+    ended = subprocess.run(
+        f"{command} --steps 1",
+        shell=True,
+        cwd=ROOT,
+        env=with_this_python_first(cluster),
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert losses_of(ended.stdout) == {"0": "5.929890"}, ended.stderr
+
+
+INSIDE = """
+import os, signal, threading, time
+from pipeline.launch import run
+
+class Interrupt:
+    def write(self, text):
+        os.write(1, text.encode())
+        if text.startswith("step 1 "):
+            os.kill(os.getpid(), signal.SIGINT)
+    def flush(self):
+        pass
+
+import sys
+sys.stdout = Interrupt()
+try:
+    run("gpipe.py --steps 999 --pace 10 20 --dim 16 --heads 2 --kv-heads 2 --seq-len 8", ranks=2)
+except KeyboardInterrupt:
+    os.write(1, b"interrupted\\n")
+"""
+
+
+def test_a_notebook_in_an_allocation_starts_srun_and_an_interrupt_ends_its_ranks(cluster):
+    environment = {**cluster.environment, "PYTHONPATH": str(ROOT / "source_code")}
+    environment.pop("PIPELINE_WARM_RUNS", None)
+    ended = subprocess.run(
+        ["salloc", "--nodes=1", "--gres=gpu:2", "srun", "--ntasks=1", sys.executable, "-c", INSIDE],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert re.match(
+        r"\$ srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=\d+ torchrun --standalone "
+        r"--nproc-per-node 2 source_code/gpipe.py --steps 999 ",
+        ended.stdout,
+    ), ended.stderr
+    assert "step 1  loss" in ended.stdout and ended.stdout.endswith("interrupted\n")
+    end = time.monotonic() + 5
+    while left := [p for p in cluster.processes() if "gpipe.py" in " ".join(p.cmdline())]:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+
+
+def test_jupyter_listens_on_its_node_wants_a_token_and_says_how_to_get_there(cluster):
+    job = cluster.submit("slurm/jupyter.sbatch")
+    try:
+        cluster.wait_for(job, "Jupyter Server")
+        output = cluster.output(job)
+        port = int(re.search(r"ssh -N -L (\d+):pp9:\1 LOGIN$", output, re.MULTILINE)[1])
+        card = ROOT / re.search(r"^ +cat (\S+)$", output, re.MULTILINE)[1]
+        assert card.stat().st_mode & 0o777 == 0o600
+        token = re.search(r"token=(\w{48})$", card.read_text().strip())[1]
+        assert token not in output
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/api/contents", timeout=10)
+        address = f"http://127.0.0.1:{port}/api/contents?token={token}"
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            names = {entry["name"] for entry in json.load(answer)["content"]}
+        assert "notebooks" in names
+        (server,) = [p for p in cluster.processes() if "jupyterlab" in p.cmdline()]
+        assert {c.laddr.ip for c in server.net_connections("inet") if c.status == "LISTEN"} == {
+            "127.0.0.1"
+        }
+    finally:
+        cluster.run("scancel", job)
+        cluster.wait_for_end(job, limit=30)
