@@ -317,7 +317,8 @@ def draw_legend(timelines, top):
             )
         else:
             kind = "F" if sign == "recomputed" else sign
-            parts.append(f'{box}fill="{FILL[kind]}" {DASHED if sign != kind else ""}/>')
+            dashes = f" {DASHED}" if sign != kind else ""
+            parts.append(f'{box}fill="{FILL[kind]}"{dashes}/>')
             parts += [f'{box}fill="url(#hatch)"/>'] if sign == "W" else []
             parts.append(
                 f'<text x="{left + ROW / 2:.1f}" y="{y + 13.5}" text-anchor="middle" '
