@@ -28,6 +28,7 @@ import functools
 import sys
 
 from pipeline.arguments import (
+    choose_schedule,
     parse_training_arguments,
     positive_integer,
     positive_number,
@@ -45,11 +46,12 @@ from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
 from pipeline.report import Report
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import build_schedule
+from pipeline.schedules import GENERATORS
 from pipeline.stage import Stage
 from pipeline.stop_request import STOPPED, StopRequest
 from pipeline.worker import Worker
+
+SCHEDULES = [name for name in GENERATORS if name not in ("naive", "pipedream")]
 
 
 def main():
@@ -57,8 +59,7 @@ def main():
     if arguments.export:
         return export_newest(arguments)
     schedule = arguments.built_schedule
-    pairs = [(message.source, message.destination) for message in schedule.messages]
-    job = join_job(arguments.device, arguments.timeout, pairs)
+    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
     stop_request = StopRequest() if arguments.checkpoints else None
     recorder = Recorder(job, arguments.paced)
     stages = build_stages(arguments, job, schedule, recorder)
@@ -113,21 +114,8 @@ def parse_arguments():
             f"--decay-steps {arguments.decay_steps} must be more than --warm-up-steps "
             f"{arguments.warm_up_steps}, where the cosine begins; lower the one or raise the other"
         )
-    arguments.built_schedule = schedule_of(arguments)
+    arguments.built_schedule = choose_schedule(arguments)
     return arguments
-
-
-SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b"]
-
-
-def schedule_of(arguments):
-    """The schedule that --schedule and --chunks name."""
-    try:
-        return build_schedule(
-            arguments.schedule, arguments.num_ranks, arguments.microbatches, arguments.chunks
-        )
-    except ScheduleError as error:
-        refuse(f"--schedule {arguments.schedule}: {error}")
 
 
 def build_stages(arguments, job, schedule, recorder):
@@ -138,13 +126,12 @@ def build_stages(arguments, job, schedule, recorder):
         return token_loss(scores, targets) / arguments.microbatches
 
     stages = {}
-    for index, ranks in sorted(schedule.ranks_of_stage.items()):
-        if job.rank in ranks:
-            first, last = arguments.stage_layers[index]
-            part = build_part(
-                arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
-            )
-            stages[index] = Stage(part, index, schedule.num_stages, recorder, share_of_loss)
+    for index in schedule.stages_of(job.rank):
+        first, last = arguments.stage_layers[index]
+        part = build_part(
+            arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
+        )
+        stages[index] = Stage(part, index, schedule.num_stages, recorder, share_of_loss)
     return stages
 
 

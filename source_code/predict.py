@@ -24,7 +24,11 @@ def main():
     arguments = parse_arguments()
     schedule = schedule_of(arguments)
     costs = Costs(
-        arguments.forward, arguments.backward, arguments.backward_weight, arguments.transfer
+        arguments.forward,
+        arguments.backward,
+        arguments.backward_weight,
+        arguments.transfer,
+        arguments.recompute,
     )
     timeline = simulate(schedule, costs)
     figures = measure(schedule, timeline)
@@ -49,6 +53,7 @@ def parse_arguments():
     add("--backward", type=positive_number, default=2.0, metavar="T", help="full, of one stage")
     add("--backward-weight", type=positive_number, metavar="T", help="its part for the weights")
     add("--transfer", type=not_negative, default=0.0, metavar="T", help="latency of a message")
+    add("--recompute", type=not_negative, default=0.0, metavar="T", help="on top of a backward")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--performed", metavar="FILE", help="a run's --timeline, to draw below the prediction")

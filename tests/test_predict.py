@@ -334,3 +334,11 @@ def test_a_performed_timeline_that_is_none_is_named(tmp_path, capsys):
     sentence = f"--performed {path}: it is no timeline of this course; name another file\n"
     assert (status, err) == (2, sentence)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_recompute_adds_a_forward_to_every_backward(capsys):
+    words = printed_in_this_process(
+        capsys, "1f1b", "--forward", "10", "--backward", "20", "--recompute", "10"
+    )
+    assert "makespan            440" in words
+    assert "bubble over total   0.2727" in words

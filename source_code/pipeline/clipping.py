@@ -3,8 +3,8 @@
 Clipping turns a gradient that is too long into one of the allowed length and the same direction.
 The length is that of the whole model's gradient. A rank that clips by the norm of its own stage
 shortens each stage by a factor of its own: the direction changes, and no number of ranks gives the
-update of another. The squares are added per parameter, in the order of names, so that the sum has
-the same digits for every cut of the model.
+update of another. The squares are added exactly and rounded once, so that the sum has the same
+digits in whatever order the ranks bring their parts.
 """
 
 import math
@@ -37,8 +37,8 @@ def clip_gradients(job, named_parameters, largest_norm):
 
 
 def norm_of(squares):
-    """The norm from the sums of squares by name, added in the order of names."""
-    return math.sqrt(sum(squares[name] for name in sorted(squares)))
+    """The norm from the sums of squares by name."""
+    return math.sqrt(math.fsum(squares.values()))  # sum() rounds otherwise from Python 3.12 on
 
 
 @torch.no_grad()

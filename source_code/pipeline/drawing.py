@@ -32,6 +32,8 @@ MOST_NUMBERS = 400
 READING = 16  # the height of a line of a block's story
 SHADE = 0.24  # how far the blocks of one stage differ from those of the rank's stage before
 
+DASHED = 'stroke="#555555" stroke-dasharray="3 2.4"'  # the outline of a forward run again
+
 
 @dataclass(frozen=True)
 class Place:
@@ -157,7 +159,22 @@ def _draw_blocks(place, unit):
         *updates,
         "</g>",
         *([hatch] if hatches else []),
+        *_draw_recomputed(place, chunk),
     ]
+
+
+def _draw_recomputed(place, chunk):
+    """The forwards run again, over the start of the backwards that they are a part of."""
+    parts = []
+    for event in place.timeline.events:
+        if event.recompute:
+            width = max(event.recompute * place.scale - 1, 0.5)
+            parts.append(
+                f'<rect x="{place.x(event.start) + 0.5:.1f}" y="{place.y(event.rank) + 0.5}" '
+                f'width="{width:.1f}" height="{ROW - 1}" '
+                f'fill="{shade_of("F", chunk[event.rank, event.action.stage])}"/>'
+            )
+    return [f'<g class="recomputed" {DASHED} pointer-events="none">', *parts, "</g>"] * bool(parts)
 
 
 def _chunks(timeline):
@@ -184,12 +201,14 @@ def _draw_numbers(place):
     numbers, dots = [], []
     for event in place.timeline.events:
         kind, number = event.action.kind, str(event.action.microbatch)
-        left, right, y = place.x(event.start), place.x(event.end), place.y(event.rank)
-        if right - left >= 7.5 * len(number) + 2:
-            numbers.append(
-                f'<text x="{(left + right) / 2:.1f}" y="{y + ROW / 2 + 4.5}" '
-                f'fill="{NUMBER[kind]}">{number}</text>'
-            )
+        middle, y = place.x(event.start + event.recompute), place.y(event.rank)
+        left, right = place.x(event.start), place.x(event.end)
+        for start, end, color in ((left, middle, NUMBER["F"]), (middle, right, NUMBER[kind])):
+            if end - start >= 7.5 * len(number) + 2:
+                numbers.append(
+                    f'<text x="{(start + end) / 2:.1f}" y="{y + ROW / 2 + 4.5}" '
+                    f'fill="{color}">{number}</text>'
+                )
         if kind == "I":
             dots.append(_dot(right, y))
     return [
@@ -262,6 +281,8 @@ def _legend_of(timelines):
     for kind in (kind for kind in FILL if kind in kinds):
         first = few and not entries
         entries.append((kind, LEGEND[kind] + (" of micro-batch 0" if first else "")))
+    if any(event.recompute for timeline in timelines for event in timeline.events):
+        entries.append(("recomputed", "recomputed forward"))
     if any(chunk for timeline in timelines for chunk in _chunks(timeline).values()):
         entries.append(("shades", "stages of one rank"))
     entries.append(("waiting", "waiting"))
@@ -287,6 +308,8 @@ def draw_legend(timelines, top):
             for i in range(3):
                 part = f'<rect x="{left + i * ROW / 3:.1f}" y="{y}" width="{ROW / 3:.1f}" '
                 parts.append(f'{part}height="18" fill="{shade_of("F", i)}"/>')
+        elif sign == "recomputed":
+            parts.append(f'{box}fill="{FILL["F"]}" {DASHED}/>')
         elif sign == "waiting":
             parts.append(f'{box}fill="{TEXT}" fill-opacity="0.13"/>')
         elif sign == "message":

@@ -42,10 +42,11 @@ class HeldMeter:
             yield
         self.peak = max(self.peak, self.held())
 
-    def replace(self, key, tensors):
-        """After half of a backward: of what was held under `key` only `tensors` are left."""
-        if key in self.storages:
-            storages = (tensor.untyped_storage() for tensor in tensors)
+    def hold(self, key, tensors):
+        """From now on `tensors` are held under `key`, and nothing else."""
+        if self.active:
+            floats = (tensor for tensor in tensors if tensor.is_floating_point())
+            storages = (tensor.untyped_storage() for tensor in floats)
             self.storages[key] = {storage.data_ptr(): storage.nbytes() for storage in storages}
             self.peak = max(self.peak, self.held())
 

@@ -84,8 +84,12 @@ class Attention(nn.Module):
         query = rotate(in_heads(self.query(x)), *rotary)
         key = rotate(in_heads(self.key(x)), *rotary)
         value = in_heads(self.value(x))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = self.mix(query, key, value)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+    def mix(self, query, key, value):
+        """What each position takes from those before it: (batch, heads, length, head_dim)."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 class FeedForward(nn.Module):
@@ -138,14 +142,19 @@ class ModelPart(nn.Module):
             table = torch.empty(config.seq_len, config.head_dim // 2, device="meta")
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, x):
-        if self.is_first:
+    def forward(self, x, start=0, end=None):
+        """Run the part, or of its layers only `start` to `end` - 1, counted within the part.
+
+        The embedding goes with the first layer, the last norm and the head with the last one.
+        """
+        layers = list(self.layers.values())
+        if self.is_first and start == 0:
             x = self.embedding(x)
         length = x.shape[1]
         rotary = self.cosine[:length], self.sine[:length]
-        for layer in self.layers.values():
+        for layer in layers[start:end]:
             x = layer(x, rotary)
-        return self.head(self.norm(x)) if self.is_last else x
+        return self.head(self.norm(x)) if self.is_last and end in (None, len(layers)) else x
 
 
 def rotate(x, cosine, sine):

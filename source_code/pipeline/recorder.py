@@ -27,7 +27,9 @@ class Recorder:
         self.on_device = job.device.type == "cuda" and pace is None
         self.profiler = None  # a StepProfiler, which is told of every pass through the schedule
         self.annotate = False  # name the actions in torch.profiler's trace, too
-        self.records = []  # (action, start, end); device events until `take_events` resolves them
+        # (action, start, end, recompute); device events until `take_events` resolves them
+        self.records = []
+        self.again = []  # (start, end) of each forward that the action under way has run again
         self.free_at = None  # when the last action of this step ended
         self.pace_from = 0.0  # when the last action with a pace ended
         self.meter = HeldMeter()
@@ -59,11 +61,9 @@ class Recorder:
         update has no pace: it is part of the time that the action after it may take.
         """
         if self.on_device:
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record()
+            start = self.mark()
             yield
-            end.record()
+            end = self.mark()
         else:
             start = pace_from = self._now()
             if self.free_at is not None:
@@ -77,7 +77,25 @@ class Recorder:
             end = self.free_at = self._now()
             if action.kind != "U":
                 self.pace_from = end
-        self.records.append((action, start, end))
+        self.records.append((action, start, end, self.again))
+        self.again = []
+
+    @contextmanager
+    def recomputing(self):
+        """Inside `record`, around a forward that the action runs again."""
+        start = self.mark()
+        try:
+            yield
+        finally:  # torch.utils.checkpoint leaves by an exception once it has what it needs
+            self.again.append((start, self.mark()))
+
+    def mark(self):
+        """This moment: milliseconds, or an event on the device."""
+        if not self.on_device:
+            return self._now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def sleep_until(self, moment):
         # A sleep ends 0.1 to 0.2 ms late, and a step has dozens of them: stay awake at the end.
@@ -89,18 +107,34 @@ class Recorder:
         """The events since the last call, in the order in which they ran."""
         if self.on_device:
             torch.cuda.synchronize()
-            mark, at = self.origin_mark, self.origin_mark_at
-            self.records = [
-                (action, at + mark.elapsed_time(start), at + mark.elapsed_time(end))
-                for action, start, end in self.records
-            ]
-        events = [Event(self.job.rank, *record) for record in self.records]
+        events = [
+            Event(
+                self.job.rank,
+                action,
+                self._in_milliseconds(start),
+                self._in_milliseconds(end),
+                self._recompute_time(action, again),
+            )
+            for action, start, end, again in self.records
+        ]
         self.records = []
         self.free_at = None
         self.meter.active = False  # counting takes time, and every step holds the same
         if self.profiler:
             self.profiler.pass_ended(events)
         return events
+
+    def _in_milliseconds(self, mark):
+        if self.on_device:
+            return self.origin_mark_at + self.origin_mark.elapsed_time(mark)
+        return mark
+
+    def _recompute_time(self, action, again):
+        """Milliseconds of an action that went into forwards run again; paced, at least its pace."""
+        took = sum(
+            self._in_milliseconds(end) - self._in_milliseconds(start) for start, end in again
+        )
+        return max(took, self.pace.recompute_of(action)) if again and self.pace else took
 
 
 def shared_origin(job):

@@ -143,8 +143,12 @@ def measured_costs(timelines):
     durations = {}  # (kind, stage) -> milliseconds
     for timeline in timelines:
         for event in timeline.events:
-            key = event.action.kind, event.action.stage
-            durations.setdefault(key, []).append(event.end - event.start)
+            kind, stage = event.action.kind, event.action.stage
+            durations.setdefault((kind, stage), []).append(
+                event.end - event.start - event.recompute
+            )
+            if kind in "BI":
+                durations.setdefault(("again", stage), []).append(event.recompute)
     stages = range(timelines[0].num_stages)
 
     def typical(kind, stage):
@@ -153,7 +157,8 @@ def measured_costs(timelines):
     # A stage's backwards are whole or in two halves; a schedule may have both.
     weight = [typical("W", stage) for stage in stages]
     full = [typical("B", stage) or typical("I", stage) + weight[stage] for stage in stages]
-    return Costs([typical("F", stage) for stage in stages], full, weight)
+    forward = [typical("F", stage) for stage in stages]
+    return Costs(forward, full, weight, recompute=[typical("again", stage) for stage in stages])
 
 
 def peak_memory(device):

@@ -14,17 +14,19 @@ from pipeline.timeline import Event, Timeline
 class Costs:
     """What one action of one stage costs, in any one unit of time.
 
-    Each of `forward`, `backward` and `backward_weight` is a number, or a list with a number for
-    each stage. `backward` is the full backward; `backward_weight` is the part of it that a split
-    backward does later, half of it unless given. `transfer` is the latency of a message, or a
-    dictionary with that between two ranks, {(source, destination): cost}; pairs that are not in it
-    cost nothing. An update costs nothing.
+    Each of `forward`, `backward`, `backward_weight` and `recompute` is a number, or a list with a
+    number for each stage. `backward` is the full backward; `backward_weight` is the part of it that
+    a split backward does later, half of it unless given. `transfer` is the latency of a message, or
+    a dictionary with that between two ranks, {(source, destination): cost}; pairs that are not in
+    it cost nothing. `recompute` is the forward that a backward runs again before it starts, and
+    comes on top of it. An update costs nothing.
     """
 
     forward: float | list = 1.0
     backward: float | list = 2.0
     backward_weight: float | list | None = None
     transfer: float | dict = 0.0
+    recompute: float | list = 0.0
 
     def of(self, action):
         """The cost of one action."""
@@ -35,7 +37,11 @@ class Costs:
         else:
             weight = _of_stage(self.backward_weight, action.stage)
         costs = {"F": forward, "B": backward, "I": backward - weight, "W": weight, "U": 0.0}
-        return costs[action.kind]
+        return costs[action.kind] + self.recompute_of(action)
+
+    def recompute_of(self, action):
+        """The part of that in which the stage's forward is run again."""
+        return _of_stage(self.recompute, action.stage) if action.kind in "BI" else 0.0
 
     def between(self, source, destination):
         """The latency of a message from one rank to another."""
@@ -70,5 +76,5 @@ def simulate(schedule, costs):
         end = start + cost_of[key]
         free[rank] = end
         made[result_of(action)] = rank, end
-        events.append(Event(rank, action, start, end))
+        events.append(Event(rank, action, start, end, costs.recompute_of(action)))
     return Timeline(schedule.name, tuple(events))

@@ -75,6 +75,11 @@ def weight_gradient(inputs, gradient):
     return gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
 
 
+def tensors_of(work):
+    """What stays in memory for a list of PutOffs."""
+    return [tensor for layer in work for tensor in (layer.inputs, layer.gradient)]
+
+
 @torch.no_grad()
 def catch_up(work):
     """Do what was put off: add each weight's gradient to its `.grad`."""

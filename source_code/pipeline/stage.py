@@ -3,7 +3,7 @@
 import torch
 
 from pipeline.schedule import Action
-from pipeline.split_backward import SplitBackward, catch_up
+from pipeline.split_backward import SplitBackward, catch_up, tensors_of
 
 
 class Stage:
@@ -36,15 +36,10 @@ class Stage:
         `inputs` are tokens (b, length) on the first stage, else activations (b, length, dim).
         Returns the activation for the next stage, or on the last stage the loss, a scalar.
         """
-        action = Action(self.index, "F", microbatch)
-        weights = [*self.part.parameters(), *self.part.buffers()]
-        with self.recorder.record(action), self.meter.holding(weights, (self.index, microbatch)):
+        with self.recorder.record(Action(self.index, "F", microbatch)):
             if not self.is_first:
                 inputs.requires_grad_()
-            output = self.part(inputs)
-            if self.is_last:
-                output = self.loss_function(output, targets)
-        self.held[microbatch] = (inputs, output)
+            output = self.run_forward(microbatch, inputs, targets)
         return output.detach()
 
     def backward(self, microbatch, gradient=None):
@@ -53,11 +48,10 @@ class Stage:
         `gradient` is that of the output, (b, length, dim); None on the last stage. Returns the
         gradient of the input for the previous stage, None on the first stage.
         """
-        inputs, output = self.held.pop(microbatch)
         with self.recorder.record(Action(self.index, "B", microbatch)):
-            torch.autograd.backward(output, gradient)
+            gradient = self.run_backward(microbatch, gradient)
         self.meter.release((self.index, microbatch))
-        return None if self.is_first else inputs.grad
+        return gradient
 
     def backward_input(self, microbatch, gradient=None):
         """Run the half of the backward that the stage before waits for.
@@ -65,17 +59,31 @@ class Stage:
         Arguments and result are those of `backward`. Of what the forward had kept, only the inputs
         of the linear layers stay, with the gradients of their outputs, until `backward_weight`.
         """
-        inputs, output = self.held.pop(microbatch)
         with self.recorder.record(Action(self.index, "I", microbatch)):
             with self.split.putting_off() as work:
-                torch.autograd.backward(output, gradient)
+                gradient = self.run_backward(microbatch, gradient)
         self.put_off[microbatch] = work
-        kept = [tensor for layer in work for tensor in (layer.inputs, layer.gradient)]
-        self.meter.replace((self.index, microbatch), kept)
-        return None if self.is_first else inputs.grad
+        self.meter.hold((self.index, microbatch), tensors_of(work))
+        return gradient
 
     def backward_weight(self, microbatch):
         """Run the other half, and add to the gradients of the weights."""
         with self.recorder.record(Action(self.index, "W", microbatch)):
             catch_up(self.put_off.pop(microbatch))
         self.meter.release((self.index, microbatch))
+
+    def run_forward(self, microbatch, inputs, targets):
+        """The work of a forward: the output, with the graph that its backward needs in `held`."""
+        weights = [*self.part.parameters(), *self.part.buffers()]
+        with self.meter.holding(weights, (self.index, microbatch)):
+            output = self.part(inputs)
+            if self.is_last:
+                output = self.loss_function(output, targets)
+        self.held[microbatch] = (inputs, output)
+        return output
+
+    def run_backward(self, microbatch, gradient):
+        """The work of a backward: the gradient of the input, None on the first stage."""
+        inputs, output = self.held.pop(microbatch)
+        torch.autograd.backward(output, gradient)
+        return None if self.is_first else inputs.grad

@@ -109,9 +109,12 @@ def tell(wait, timeline, unit="ms"):
 
 def _what_and_when(event, start, unit):
     stage, kind, microbatch = event.action
+    unit = f" {unit}" if unit else ""
+    again = f", its first {short(event.recompute)}{unit} the forward again"
     return (
         f"{KINDS[kind]} of micro-batch {microbatch} on stage {stage}, rank {event.rank}, "
-        f"{short(event.start - start)} to {short(event.end - start)}" + (f" {unit}" if unit else "")
+        f"{short(event.start - start)} to {short(event.end - start)}{unit}"
+        + (again if event.recompute else "")
     )
 
 

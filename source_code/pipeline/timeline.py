@@ -16,12 +16,17 @@ from typing import NamedTuple
 
 from pipeline.schedule import KINDS, Action
 
+RECOMPUTED = "recomputed forward"  # a part of a backward's time, in a trace and in a picture
+
 
 class Event(NamedTuple):
+    """One action of a rank. Of its time, `recompute` went into a forward that was run again."""
+
     rank: int
     action: Action
     start: float
     end: float
+    recompute: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,18 +129,20 @@ def to_chrome_trace(timeline):
         for rank in range(timeline.num_ranks)
     ]
     for event in timeline.events:
-        rows.append(
-            {
-                "name": str(event.action),
-                "cat": KINDS[event.action.kind],
-                "ph": "X",
-                "pid": event.rank,
-                "tid": 0,
-                "ts": (event.start - timeline.start) * 1000,
-                "dur": (event.end - event.start) * 1000,
-                "args": event.action._asdict(),
-            }
-        )
+        row = {
+            "name": str(event.action),
+            "cat": KINDS[event.action.kind],
+            "ph": "X",
+            "pid": event.rank,
+            "tid": 0,
+            "ts": (event.start - timeline.start) * 1000,
+            "dur": (event.end - event.start) * 1000,
+            "args": event.action._asdict(),
+        }
+        rows.append(row)
+        if event.recompute:  # a slice within the slice, as viewers draw it
+            again = {"name": f"{event.action._replace(kind='F')} again", "cat": RECOMPUTED}
+            rows.append({**row, **again, "dur": event.recompute * 1000})
     trace = {
         "traceEvents": rows,
         "displayTimeUnit": "ms",
@@ -147,9 +154,14 @@ def to_chrome_trace(timeline):
 def from_chrome_trace(text):
     """Read what `to_chrome_trace` wrote. Times come back in milliseconds from the first start."""
     trace = json.loads(text)
-    events = tuple(
-        Event(row["pid"], Action(**row["args"]), row["ts"] / 1000, (row["ts"] + row["dur"]) / 1000)
-        for row in trace["traceEvents"]
-        if row["ph"] == "X"
-    )
-    return Timeline(trace["otherData"]["name"], events)
+    rows = [row for row in trace["traceEvents"] if row["ph"] == "X"]
+    recomputed = {
+        Action(**row["args"]): row["dur"] / 1000 for row in rows if row["cat"] == RECOMPUTED
+    }
+    events = []
+    for row in rows:
+        if row["cat"] != RECOMPUTED:
+            action = Action(**row["args"])
+            start, end = row["ts"] / 1000, (row["ts"] + row["dur"]) / 1000
+            events.append(Event(row["pid"], action, start, end, recomputed.get(action, 0.0)))
+    return Timeline(trace["otherData"]["name"], tuple(events))
