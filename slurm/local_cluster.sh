@@ -32,8 +32,7 @@ read_arguments() {
     [[ $command =~ ^(start|stop|status|env)$ ]] || refuse "$usage"
     shift
     nodes=2 gpus=4 cpus=4 port="" first=0
-    # Short, because the name of a socket has at most 107 characters.
-    folder=${COURSE_CLUSTER_FOLDER:-${TMPDIR:-/tmp}/course-cluster-$(id -u)}
+    folder=$(usual_folder)
     while [ $# -gt 0 ]; do
         [ $# -ge 2 ] || refuse "$1 needs a value; $usage"
         case $1 in
@@ -49,6 +48,14 @@ read_arguments() {
     done
     folder=$(realpath -m "$folder")
     export SLURM_CONF=$folder/slurm.conf
+}
+
+# One for each user and each copy of the course. Short, because the name of a socket has at most
+# 107 characters.
+usual_folder() {
+    local copy
+    copy=$(dirname "$(realpath "$0")" | cksum)
+    realpath -m "${COURSE_CLUSTER_FOLDER:-${TMPDIR:-/tmp}/course-cluster-$(id -u)-${copy%% *}}"
 }
 
 whole_number() {
@@ -303,7 +310,7 @@ print_environment() {
 }
 
 folder_flag() {
-    [ "$folder" = "$(realpath -m "${COURSE_CLUSTER_FOLDER:-${TMPDIR:-/tmp}/course-cluster-$(id -u)}")" ] ||
+    [ "$folder" = "$(usual_folder)" ] ||
         echo " --folder $folder"
 }
 

@@ -122,6 +122,14 @@ def test_an_allocation_without_a_compute_node_below_starts_no_warm_ranks(environ
     assert launch_words("gpipe.py", [], 2)[0] == "srun"
 
 
+def test_without_a_watch_a_hang_takes_half_an_hour_with_gloo_and_ten_minutes_with_nccl():
+    from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+    assert default_pg_timeout.total_seconds() == 30 * 60
+    # A build of torch without NCCL does not say.
+    assert default_pg_nccl_timeout is None or default_pg_nccl_timeout.total_seconds() == 10 * 60
+
+
 # A slow network.
 
 

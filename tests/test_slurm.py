@@ -108,6 +108,27 @@ def test_stop_ends_a_running_job_and_leaves_no_process(tmp_path):
     assert_gone(other)
 
 
+def test_where_nodes_cannot_have_names_of_their_own_their_ranks_meet_all_the_same(
+    tmp_path, one_machine
+):
+    if MISSING:
+        pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
+    other = Cluster(tmp_path, "--port", str(free_ports(3)))
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "plain").touch()  # what start leaves where unshare is refused
+    try:
+        other.start()
+        assert other.environment["MASTER_ADDR"] == "127.0.0.1"
+        names = other.run("srun", "--nodes=2", "hostname").stdout.split()
+        assert "pp0" not in names and len(set(names)) == 1
+        words = ["--ntasks-per-node=1", "slurm/train_srun.sbatch", "gpipe.py", "--steps", 3, *SMALL]
+        output = other.wait_for_end(other.submit(*words))
+        assert losses_of(output) == one_machine and "of nodes pp0 pp1" in output
+    finally:
+        other.stop()
+    assert_gone(other)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="everything else here runs as an ordinary user")
 def test_an_ordinary_user_starts_one_too():
     if MISSING:
@@ -159,7 +180,7 @@ def test_the_cluster_refuses_in_one_sentence(arguments, sentence):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="says first that SLURM needs Linux")
 def test_without_slurm_it_says_what_to_install(tmp_path):
-    for name in ("bash", "realpath", "id", "uname"):
+    for name in ("bash", "realpath", "id", "uname", "dirname", "cksum"):
         (tmp_path / name).symlink_to(shutil.which(name))
     text = LOCAL_CLUSTER.read_text().replace("PATH=$PATH:/usr/sbin:/sbin", "")
     ended = subprocess.run(

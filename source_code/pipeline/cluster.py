@@ -26,7 +26,7 @@ RECORD_VARIABLE = "PIPELINE_RECORD"  # 1: what the cluster says is recorded anew
 REPLAY_VARIABLE = "PIPELINE_REPLAY"  # 1: the record is shown, though there may be a cluster
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
-SMALL_PATHS = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class ClusterFailed(RuntimeError):
@@ -53,7 +53,7 @@ def open_cluster():
         print("You see what a cluster of two pretended nodes has said elsewhere.")
         return Cluster(None)
     if "SLURM_CONF" not in environment and not _answers(environment):
-        if any(shutil.which(program, path=SMALL_PATHS) is None for program in PROGRAMS):
+        if any(shutil.which(program, path=SEARCHED) is None for program in PROGRAMS):
             print(
                 "SLURM is not on this machine: you see what a cluster of two pretended nodes has "
                 f"said elsewhere.\nTo have your own, on Debian or Ubuntu, as root: {INSTALL}"
