@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.value = linear(config.dim, kv_dim)
         self.output = linear(config.dim, config.dim)
 
-    def forward(self, x, rotary):
+    def forward(self, x, rotary, mask=None):
         batch, length, dim = x.shape
 
         def in_heads(projected):  # (batch, length, width) -> (batch, heads, length, head_dim)
@@ -84,7 +84,9 @@ class Attention(nn.Module):
         query = rotate(in_heads(self.query(x)), *rotary)
         key = rotate(in_heads(self.key(x)), *rotary)
         value = in_heads(self.value(x))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
         return self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
 
 
@@ -111,8 +113,8 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dim)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x, rotary):
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x, rotary, mask=None):
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -120,7 +122,9 @@ class ModelPart(nn.Module):
     """Layers `first` to `last` - 1 of the model, laid out without memory (see `build_part`).
 
     Takes tokens (batch, length) if it is the first part, else activations (batch, length, dim);
-    returns scores (batch, length, VOCABULARY) if it is the last part, else activations.
+    returns scores (batch, length, VOCABULARY) if it is the last part, else activations. `mask`,
+    (batch, 1, length, length), is True where a position may look at another one; without it each
+    position looks at itself and all before it.
     """
 
     def __init__(self, config, first, last):
@@ -138,13 +142,13 @@ class ModelPart(nn.Module):
             table = torch.empty(config.seq_len, config.head_dim // 2, device="meta")
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, x):
+    def forward(self, x, mask=None):
         if self.is_first:
             x = self.embedding(x)
         length = x.shape[1]
         rotary = self.cosine[:length], self.sine[:length]
         for layer in self.layers.values():
-            x = layer(x, rotary)
+            x = layer(x, rotary, mask)
         return self.head(self.norm(x)) if self.is_last else x
 
 
@@ -178,7 +182,14 @@ def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
     gets its memory together with its weight. This is how a model that fits on no single device is
     built.
     """
-    part = ModelPart(config, first, last)
+    return materialise(ModelPart(config, first, last), config, seed, dtype, device)
+
+
+def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
+    """Give a laid out part of the model its memory and its starting weights; return it.
+
+    `part` may be any module whose parameters have their names in the whole model.
+    """
     for path, module in part.named_modules():
         for name, layout in list(module.named_parameters(recurse=False)):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)

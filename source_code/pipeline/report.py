@@ -117,16 +117,29 @@ def write_losses(arguments, losses):
 
 
 def measured_costs(timelines):
-    """What each stage's actions took in the median step, as the simulator's costs."""
-    costs = {}
-    for kind in "FB":
-        durations = {}
-        for timeline in timelines:
-            for event in timeline.events:
-                if event.action.kind == kind:
-                    durations.setdefault(event.action.stage, []).append(event.end - event.start)
-        costs[kind] = [statistics.median(durations[stage]) for stage in sorted(durations)]
-    return Costs(costs["F"], costs["B"])
+    """What each stage's actions took in the median step, as the simulator's costs.
+
+    A split backward costs as a whole what its two parts cost, also where a stage takes both kinds.
+    """
+    durations = {}
+    for timeline in timelines:
+        for event in timeline.events:
+            key = event.action.kind, event.action.stage
+            durations.setdefault(key, []).append(event.end - event.start)
+    medians = {key: statistics.median(values) for key, values in durations.items()}
+    stages = range(timelines[0].num_stages)
+    forward = [medians["F", stage] for stage in stages]
+    weight = [medians.get(("W", stage)) for stage in stages]
+    if not any(weight):
+        return Costs(forward, [medians["B", stage] for stage in stages])
+    weight = [
+        medians.get(("B", stage), 0.0) / 2 if w is None else w for stage, w in enumerate(weight)
+    ]
+    backward = [
+        medians["I", stage] + weight[stage] if ("I", stage) in medians else medians["B", stage]
+        for stage in stages
+    ]
+    return Costs(forward, backward, weight)
 
 
 def peak_memory(device):
