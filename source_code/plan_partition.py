@@ -150,9 +150,10 @@ def in_words(arguments, profile, plan):
         f"data parallel           {plan.data_parallel_seconds:.6g}  (all layers on every worker)",
         f"speed-up                {speed_up:.2f}  (data parallel / this plan)",
     ]
-    if all(stage.replicas == 1 for stage in plan.stages):
-        lines.append(f"for a training script   --cut {','.join(map(str, plan.cut))}")
-    return "\n".join(lines)
+    flags = f"--cut {','.join(map(str, plan.cut))}"
+    if any(stage.replicas > 1 for stage in plan.stages):
+        flags = f"--replicas {'-'.join(str(stage.replicas) for stage in plan.stages)} {flags}"
+    return "\n".join([*lines, f"for pipedream.py        {flags}"])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ python source_code/predict.py gpipe --ranks 4 --microbatches 8
 """
 
 import argparse
+import gc
 import json
 import math
 import sys
@@ -12,14 +13,16 @@ from pipeline.arguments import Parser, positive_integer, positive_number, refuse
 from pipeline.figures import draw_timelines
 from pipeline.report import write_whole
 from pipeline.schedule import ScheduleError, read_csv, to_csv
-from pipeline.schedules import GENERATORS
+from pipeline.schedules import CHUNKED, GENERATORS, build_schedule
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import from_chrome_trace
+
+CHUNKED_NAMES = ", ".join(CHUNKED)
 
 
 def main():
     arguments = parse_arguments()
-    schedule = build_schedule(arguments)
+    schedule = schedule_of(arguments)
     costs = Costs(
         arguments.forward, arguments.backward, arguments.backward_weight, arguments.transfer
     )
@@ -41,6 +44,7 @@ def parse_arguments():
     add("schedule", help=f"{', '.join(GENERATORS)}, or a CSV file")
     add("--ranks", type=positive_integer, default=4, metavar="P")
     add("--microbatches", type=positive_integer, default=8, metavar="M")
+    add("--chunks", type=positive_integer, metavar="V", help=f"stages a rank, for {CHUNKED_NAMES}")
     add("--forward", type=positive_number, default=1.0, metavar="T", help="of one stage")
     add("--backward", type=positive_number, default=2.0, metavar="T", help="full, of one stage")
     add("--backward-weight", type=positive_number, metavar="T", help="its part for the weights")
@@ -71,17 +75,19 @@ def not_negative(text):
     return value
 
 
-def build_schedule(arguments):
+def schedule_of(arguments):
+    name = arguments.schedule
     try:
-        if arguments.schedule in GENERATORS:
-            return GENERATORS[arguments.schedule](arguments.ranks, arguments.microbatches)
-        return read_csv(arguments.schedule)
+        if name in GENERATORS:
+            return build_schedule(name, arguments.ranks, arguments.microbatches, arguments.chunks)
+        if arguments.chunks:
+            refuse(f"--chunks is for {CHUNKED_NAMES}; a file says itself where its stages are")
+        return read_csv(name)
     except ScheduleError as error:
-        refuse(f"{arguments.schedule}: {error}")
+        refuse(f"{name}: {error}")
     except (OSError, UnicodeDecodeError):
         refuse(
-            f"'{arguments.schedule}' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV "
-            "file that can be read"
+            f"'{name}' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV file that can be read"
         )
 
 
@@ -136,4 +142,7 @@ def write_files(arguments, schedule, timeline):
 
 
 if __name__ == "__main__":
+    # A large schedule is a million small objects and no cycle among them: looking for cycles would
+    # take as long as the work.
+    gc.disable()
     sys.exit(main())

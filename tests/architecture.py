@@ -16,12 +16,13 @@ def main():
 def module_imports(package):
     """{module: the modules of the package that it imports}, names as in `checks.lesson_01`.
 
-    Imports within functions count: they run the same way.
+    A folder's `__init__.py` goes by the name of the folder. Imports within functions count: they
+    run the same way.
     """
     modules = {
-        ".".join(path.relative_to(package).with_suffix("").parts): path
+        ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sorted(package.rglob("*.py"))
-        if path.name != "__init__.py"
+        if path != package / "__init__.py"
     }
     imports = {}
     for module, path in modules.items():

@@ -353,7 +353,7 @@ def test_in_words_a_straight_plan_ends_with_the_cut_for_a_training_script(monkey
     flags = ["--layers", 5, "--dim", 16, "--seq-len", 8, "--workers", 5, "--bandwidth", "1e9"]
     status, output, _ = call(monkeypatch, capsys, *flags, "--straight")
     assert status == 0
-    assert output.splitlines()[-1].split() == "for a training script --cut 1,1,1,1,1".split()
+    assert output.splitlines()[-1].split() == "for pipedream.py --cut 1,1,1,1,1".split()
     flags = ["--profile", VGG16, "--workers", 4, "--bandwidth", "1e9", "--memory", "1e12"]
     status, output, _ = call(monkeypatch, capsys, *flags)
     assert status == 0 and "--cut" not in output

@@ -17,7 +17,7 @@ import torch
 from ranks import run_on_ranks
 
 from pipeline import asynchronous_reference, weight_stash
-from pipeline.distributed import join_job, leave_job
+from pipeline.distributed import gather, join_job, leave_job
 from pipeline.launch import RunFailed, run
 from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
@@ -49,15 +49,15 @@ def train(rank, flags, fault=None):
         arguments = pipedream.parse_arguments()
     if fault:
         FAULTS[fault]()
-    job = join_job("cpu", timeout=20)
-    stage = pipedream.build_stage(arguments, job, Recorder(job))
-    pieces = arguments.steps * arguments.microbatches
-    schedule = pipedream_schedule(job.num_ranks, pieces, arguments.microbatches)
+    schedule = pipedream.build_schedule(arguments)
+    replicated = [ranks for ranks in schedule.ranks_of_stage.values() if len(ranks) > 1]
+    job = join_job("cpu", timeout=20, pairs=schedule.pairs, groups=replicated)
+    stage = pipedream.build_stage(arguments, job, schedule, Recorder(job))
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, {rank: stage}, shape, torch.float64)
+    worker = Worker(job, schedule, {stage.index: stage}, shape, torch.float64)
     worker.run_step(*pipedream.microbatches_of(arguments, job))
+    losses = pipedream.losses_of_steps(arguments, gather(job, worker.losses))
     leave_job(job)
-    losses = pipedream.losses_of_steps(worker.losses, arguments.microbatches)
     return {
         "losses": [loss.item() for loss in losses],
         "used": stage.used,
@@ -73,10 +73,25 @@ def performed(mode, num_ranks=4, optimizer="sgd"):
     return run_on_ranks(train, num_ranks, flags), flags
 
 
+ROUND_ROBIN = {"2-1-1": 12, "3-1": 13, "1-2": 9, "2-2": 8, "1-2-1": 11, "4": 8}
+
+
+@functools.cache
+def performed_round_robin(replicas, optimizer="sgd"):
+    """What real ranks did with stages on several of them; the steps leave some groups incomplete."""
+    flags = f"{SMALL} --batch-size 4 --optimizer {optimizer} --replicas {replicas}"
+    flags += f" --steps {ROUND_ROBIN[replicas]}"
+    return run_on_ranks(train, sum(map(int, replicas.split("-"))), flags), flags
+
+
 def use_versions_one_too_old():
     right = weight_stash.forward_version
     weight_stash.forward_version = lambda mode, k, *rest: right(mode, max(0, k - 1), *rest)
     weight_stash.StashingStage.oldest_needed = lambda stage: 0  # else it would not be there
+
+
+def do_not_average():
+    weight_stash.mean_over_ranks = lambda job, tensors, ranks: None
 
 
 def do_not_keep_versions():
@@ -88,13 +103,17 @@ def do_not_keep_versions():
     weight_stash.WeightStash.__init__ = without_stash
 
 
-FAULTS = {"a version too old": use_versions_one_too_old, "no stash": do_not_keep_versions}
+FAULTS = {
+    "a version too old": use_versions_one_too_old,
+    "no stash": do_not_keep_versions,
+    "no averaging": do_not_average,
+}
 
 
 def largest_difference_from_rule(results, flags):
-    losses = results[-1]["losses"]
+    losses = results[0]["losses"]
     rule = asynchronous_reference.train_by_rule(arguments_of(flags, len(results)))
-    assert len(losses) == len(rule) == 8
+    assert len(losses) == len(rule) >= 8
     return max(abs(ours - theirs) for ours, theirs in zip(losses, rule))
 
 
@@ -112,7 +131,7 @@ def test_momentum_and_adamw_follow_the_rule_too(mode, optimizer):
     assert largest_difference_from_rule(*performed(mode, 4, optimizer)) <= 1e-10
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["a version too old", "no stash"])
 def test_a_planted_fault_breaks_the_rule(fault):
     flags = f"{SMALL} {MODES['stashed']}"
     results = run_on_ranks(train, 4, flags, fault)
@@ -140,7 +159,7 @@ def test_one_stage_without_delay_is_plain_gradient_descent():
 def test_forward_of_minibatch_k_at_stage_s_sees_max_0_k_minus_1_minus_n_minus_s():
     for s in range(1, 5):
         for k in range(1, 9):
-            seen = forward_version("stashed", k - 1, s - 1, 4)
+            seen = forward_version("stashed", k - 1, s - 1, [1, 1, 1, 1])
             assert seen == max(0, k - 1 - (4 - s))
 
 
@@ -202,6 +221,49 @@ def test_after_the_warm_up_one_minibatch_ends_every_forward_plus_backward():
     assert timeline.makespan == 40 * 30 + 3 * 30
 
 
+@pytest.mark.parametrize("replicas", ROUND_ROBIN)
+def test_1f1b_rr_updates_once_for_r_minibatches_with_their_mean_gradient(replicas):
+    assert largest_difference_from_rule(*performed_round_robin(replicas)) <= 1e-10
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw --learning-rate 0.01"])
+def test_1f1b_rr_follows_its_rule_with_momentum_and_adamw(optimizer):
+    assert largest_difference_from_rule(*performed_round_robin("2-1-1", optimizer)) <= 1e-10
+
+
+def test_a_stage_whose_replicas_do_not_average_breaks_the_rule():
+    results, flags = performed_round_robin("2-1-1")
+    faulty = run_on_ranks(train, 4, flags, "no averaging")
+    assert largest_difference_from_rule(results, flags) <= 1e-10
+    assert largest_difference_from_rule(faulty, flags) > 1e-4
+
+
+def test_1f1b_rr_gives_each_minibatch_to_replica_k_modulo_r_pipedream_section_3_2():
+    results = performed_round_robin("2-1-1")[0]
+    assert [use.minibatch for use in results[0]["used"]] == [0, 2, 4, 6, 8, 10]
+    assert [use.minibatch for use in results[1]["used"]] == [1, 3, 5, 7, 9, 11]
+    for result in results:
+        assert all(use.forward == use.backward for use in result["used"])
+
+
+def test_1f1b_rr_counts_versions_by_updates_and_keeps_warm_up_plus_one():
+    results = performed_round_robin("2-1-1")[0]
+    # Warm-up: floor(3 / 2) on the two replicas of the first stage, then 1 and 0.
+    assert [use.forward for use in results[0]["used"]] == [0, 0, 1, 2, 3, 4]
+    assert [use.forward for use in results[2]["used"]] == [0, *range(11)]
+    assert [use.forward for use in results[3]["used"]] == list(range(12))
+    assert [result["peak"] for result in results] == [2, 2, 2, 1]
+
+
+def test_one_stage_on_four_ranks_is_data_parallel_training():
+    """Four mini-batches from one version and then their mean gradient: one batch four times as large."""
+    results, flags = performed_round_robin("4")
+    losses = results[0]["losses"]
+    assert [use.forward for result in results for use in result["used"]] == [0, 1] * 4
+    rule = asynchronous_reference.train_by_rule(arguments_of(flags, 4))
+    assert losses == pytest.approx(rule, abs=1e-12)
+
+
 def test_the_script_prints_the_rule_and_the_versions(tmp_path):
     file = tmp_path / "losses"
     result = run(f"pipedream.py {SMALL} --verify --losses {file}", warm=True, show=False)
@@ -218,6 +280,10 @@ def test_the_script_prints_the_rule_and_the_versions(tmp_path):
         ("--weights stashed --microbatches 2", "has no use for --microbatches"),
         ("--weights double-buffered --microbatches 2", "needs --microbatches of at least the 4"),
         ("--weights double-buffered", "needs --microbatches of at least the 4"),
+        ("--replicas 2-1", "--replicas 2-1 adds up to 3 ranks, and this job has 4; name as many"),
+        ("--replicas 2-2 --weights latest", "has no rule for stages with several --replicas"),
+        ("--replicas 2-0-2", "must be a whole number of at least 1, not '0'"),
+        ("--replicas 2-2 --cut 4,3,1", "--cut 4,3,1 must name 2 stages with 8 layers in all"),
         ("--steps 3", "--steps 3 is less than the warm-up of 4 ranks"),
     ],
 )

@@ -10,14 +10,20 @@ from pipeline.schedule import (
     Schedule,
     ScheduleError,
     from_csv,
-    needs_of,
-    playable_order,
     read_csv,
     result_of,
     to_csv,
     validate,
 )
-from pipeline.schedules import GENERATORS, gpipe, naive
+from pipeline.schedules import (
+    GENERATORS,
+    gpipe,
+    naive,
+    noam,
+    pipedream,
+    pipedream_round_robin,
+    round_robin_warm_up,
+)
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (4, 8), (5, 2), (8, 16)]
 
@@ -69,7 +75,7 @@ def test_a_generated_schedule_has_the_sizes_asked_for(name, num_ranks, num_micro
     assert schedule.name == name
     assert schedule.num_ranks == schedule.num_stages == num_ranks
     assert schedule.num_microbatches == num_microbatches
-    assert schedule.stage_to_rank == {stage: stage for stage in range(num_ranks)}
+    assert schedule.ranks_of_stage == {stage: (stage,) for stage in range(num_ranks)}
     assert validate(schedule) is schedule
 
 
@@ -81,6 +87,111 @@ def test_a_generator_refuses_less_than_one_rank_or_microbatch(name, sizes):
     assert str(refused.value) == (
         f"a schedule needs at least one rank and one micro-batch, not {sizes[0]} and {sizes[1]}"
     )
+
+
+# Stages on several ranks: PipeDream's 1F1B-RR
+
+REPLICAS = [
+    replicas
+    for num_stages in range(1, 5)
+    for replicas in itertools.product(range(1, 5), repeat=num_stages)
+]
+
+
+def test_pipedream_of_2_1_1_replicas_written_out():
+    assert rows(pipedream_round_robin((2, 1, 1), 5)) == [
+        "0F0,0F2,0B0,0U0,0F4,0B2,0U2,0B4",
+        "0F1,0F3,0B1,0U1,0B3,0U3",
+        "1F0,1F1,1B0,1U0,1F2,1B1,1U1,1F3,1B2,1U2,1F4,1B3,1U3,1B4,1U4",
+        "2F0,2B0,2U0,2F1,2B1,2U1,2F2,2B2,2U2,2F3,2B3,2U3,2F4,2B4,2U4",
+    ]
+
+
+@pytest.mark.parametrize("num_ranks, num_minibatches", SIZES)
+def test_with_one_replica_of_each_stage_round_robin_is_pipedream(num_ranks, num_minibatches):
+    assert pipedream_round_robin([1] * num_ranks, num_minibatches) == pipedream(
+        num_ranks, num_minibatches
+    )
+
+
+@pytest.mark.parametrize("beyond_the_least", [0, 1, 7, 24])
+def test_round_robin_of_every_replication_can_be_played_to_its_end(beyond_the_least):
+    for replicas in REPLICAS:
+        num_minibatches = max(replicas) + beyond_the_least
+        schedule = pipedream_round_robin(replicas, num_minibatches)
+        assert len(schedule.playable_order) == sum(map(len, schedule.orders))
+        ranks = iter(range(sum(replicas)))
+        assert schedule.ranks_of_stage == {
+            stage: tuple(itertools.islice(ranks, count)) for stage, count in enumerate(replicas)
+        }
+
+
+def test_a_replica_never_waits_for_others_between_its_backward_and_its_update():
+    # So that ranks that stop at an update until all replicas are there cannot block each other.
+    for replicas in REPLICAS:
+        for order in pipedream_round_robin(replicas, 2 * max(replicas) + 1).orders:
+            for before, action in zip(order, order[1:]):
+                assert action.kind != "U" or before == action._replace(kind="B")
+
+
+def test_every_complete_group_of_minibatches_is_updated_and_no_other():
+    for replicas in REPLICAS:
+        num_minibatches = max(replicas) + 5
+        updates = [
+            (action.stage, action.microbatch)
+            for order in pipedream_round_robin(replicas, num_minibatches).orders
+            for action in order
+            if action.kind == "U"
+        ]
+        assert sorted(updates) == [
+            (stage, k)
+            for stage, count in enumerate(replicas)
+            for k in range(num_minibatches // count * count)
+        ]
+
+
+def test_an_update_of_replicas_needs_the_gradients_of_the_whole_group():
+    schedule = pipedream_round_robin((2, 1, 1), 4)
+    assert schedule.needs_of(Action(0, "U", 2)) == [(0, "I", 2), (0, "I", 3)]
+    assert schedule.needs_of(Action(0, "U", 3)) == [(0, "I", 2), (0, "I", 3)]
+    assert schedule.needs_of(Action(1, "U", 3)) == [(1, "I", 3)]
+
+
+@pytest.mark.parametrize(
+    "replicas, in_flight",
+    [((1, 1, 1, 1), 4), ((2, 1, 1), 2), ((3, 1), 2), ((1, 3), 4), ((2, 2, 1), 3), ((4,), 1)],
+)
+def test_noam_is_the_ranks_over_the_replicas_of_the_input_stage_pipedream_section_3_2(
+    replicas, in_flight
+):
+    assert noam(replicas) == in_flight == round_robin_warm_up(replicas, 0) + 1
+    for order in pipedream_round_robin(replicas, 30).orders[: replicas[0]]:
+        kinds = "".join(action.kind for action in order)
+        assert kinds.index("B") == in_flight
+
+
+def test_a_message_goes_to_the_replica_whose_turn_the_minibatch_is():
+    schedule = pipedream_round_robin((2, 3), 6)
+    ways = {(str(m.producer), m.source, m.destination) for m in schedule.messages}
+    assert ways == {
+        way
+        for k in range(6)
+        for way in ((f"0F{k}", k % 2, 2 + k % 3), (f"1B{k}", 2 + k % 3, k % 2))
+    }
+
+
+def test_fewer_minibatches_than_replicas_are_refused():
+    with pytest.raises(ScheduleError) as refused:
+        pipedream_round_robin((1, 3), 2)
+    assert str(refused.value) == (
+        "a stage on 3 ranks needs at least 3 mini-batches, one for each, not 2"
+    )
+
+
+@pytest.mark.parametrize("replicas", [(), (1, 0), (2, -1)])
+def test_a_stage_without_a_rank_is_refused(replicas):
+    with pytest.raises(ScheduleError, match="^a schedule needs at least one rank"):
+        pipedream_round_robin(replicas, 4)
 
 
 # Messages
@@ -191,6 +302,25 @@ ILLEGAL = {
         "0F0,0B0\n1F0,0B0,1B0",
         "rank 1, step 1 (0B0): stage 0 already belongs to rank 0",
     ),
+    "a stage on two ranks that do not take turns": (
+        "0F0,0F1,0B0,0U0,0B1,0U1\n0F2,0F3,0B2,0U2,0B3,0U3",
+        "rank 0, step 1 (0F1): stage 0 belongs to ranks 0, 1, which take its micro-batches in "
+        "turn, and this one is rank 1's",
+    ),
+    "one action on another rank": (
+        "0F0,0B0,0U0,1F1\n1F0,1B0,1U0,1B1,1U1,0F1,0B1,0U1",
+        "rank 0, step 3 (1F1): stage 1 belongs to rank 1",
+    ),
+    "an update by one replica alone": (
+        "0F0,0B0,0U0\n0F1,0B1",
+        "rank 1 never runs the update of micro-batch 1 on stage 0, which the 2 replicas of the "
+        "stage make together",
+    ),
+    "an update of an incomplete group": (
+        "0F0,0B0,0U0,0F2,0B2,0U2\n0F1,0B1,0U1",
+        "rank 0 runs the update of micro-batch 2 on stage 0 at step 5, but there is no "
+        "micro-batch 3 to complete the group of 2",
+    ),
     "a stage on no rank": (
         "0F0,0B0\n2F0,2B0",
         "stage 1 belongs to no rank",
@@ -201,6 +331,11 @@ ILLEGAL = {
     ),
     "a forward that is missing": (
         "0F0,0F1,0B0,0B1\n1F0,1B0,1B1",
+        "rank 1 runs the backward of micro-batch 1 on stage 1 at step 2, but never the forward of "
+        "micro-batch 1 on stage 1",
+    ),
+    "a micro-batch that leaves out a stage": (
+        "0F0,0F1,0B0,0B1\n1F0,1B0",
         "rank 1 never runs the forward of micro-batch 1 on stage 1",
     ),
     "a backward that is missing": (
@@ -295,6 +430,14 @@ DEADLOCKS = {
         "0 (1F1) before the forward of micro-batch 1 on stage 0, which rank 0 has still ahead of "
         "it",
     ),
+    "replicas that wait for each other's gradients before an update": (
+        "0F0,0B0,0U0,0F2,0B2,0U2\n0F1,0F3,0B3,0B1,0U1,0U3\n1F0,1B0,1F1,1F2,1B2,1B1,1F3,1B3",
+        "deadlock: rank 0 cannot take step 2 (0U0) before the backward of micro-batch 1 on stage "
+        "0, which rank 1 has still ahead of it; rank 1 cannot take step 2 (0B3) before the "
+        "backward of micro-batch 3 on stage 1, which rank 2 has still ahead of it; rank 2 cannot "
+        "take step 3 (1F2) before the forward of micro-batch 2 on stage 0, which rank 0 has still "
+        "ahead of it",
+    ),
     "a split backward whose input part comes too late": (
         "0F0,0I0,0F1,0I1,0W0,0W1\n1F0,1F1,1I0,1W0,1I1,1W1",
         "deadlock: rank 0 cannot take step 1 (0I0) before the backward of micro-batch 0 on stage "
@@ -310,6 +453,15 @@ def test_a_deadlock_sentence_names_the_ranks_of_the_cycle_and_no_other(what):
     with pytest.raises(ScheduleError) as refused:
         validate(from_csv(text))
     assert str(refused.value) == sentence
+
+
+def test_a_schedule_that_lacks_an_action_is_played_up_to_there():
+    with pytest.raises(ScheduleError) as refused:
+        from_csv("0F0,0B0\n1F0").playable_order  # noqa: B018
+    assert str(refused.value) == (
+        "rank 0 cannot take step 1 (0B0) before the backward of micro-batch 0 on stage 1, which "
+        "no rank takes"
+    )
 
 
 # Validity is playability
@@ -400,10 +552,10 @@ def test_the_playable_order_has_every_action_once_after_all_it_needs(
     schedule = GENERATORS[name](num_ranks, num_microbatches)
     done = set()
     next_step = [0] * num_ranks
-    for rank, step in playable_order(schedule):
-        action = schedule.orders[rank][step]
-        assert step == next_step[rank]
-        assert done.issuperset(needs_of(action, schedule.num_stages))
+    for rank, action, needs in schedule.playable_order:
+        assert action is schedule.orders[rank][next_step[rank]]
+        assert needs == schedule.needs_of(action)
+        assert done.issuperset(needs)
         done.add(result_of(action))
         next_step[rank] += 1
     assert next_step == [len(order) for order in schedule.orders]

@@ -6,8 +6,8 @@ The costs are sums of powers of two, so that every time is exact and nothing is 
 
 import pytest
 
-from pipeline.schedule import ScheduleError, from_csv, needs_of, result_of
-from pipeline.schedules import gpipe, naive, one_f_one_b
+from pipeline.schedule import ScheduleError, from_csv, result_of
+from pipeline.schedules import gpipe, naive, one_f_one_b, pipedream, pipedream_round_robin
 from pipeline.simulator import Costs, simulate
 
 RANKS = range(1, 9)
@@ -204,7 +204,7 @@ def test_an_action_starts_at_the_first_moment_at_which_it_can(make, costs):
             event = events[result_of(action)]
             arrivals = [
                 needed.end + (costs.transfer if needed.rank != rank else 0)
-                for needed in (events[need] for need in needs_of(action, schedule.num_stages))
+                for needed in (events[need] for need in schedule.needs_of(action))
             ]
             assert event.rank == rank
             assert event.start == max([free, *arrivals])
@@ -266,3 +266,36 @@ def test_1f1b_rank_r_holds_min_m_p_minus_r_microbatches(num_ranks, num_microbatc
     timeline = simulate(one_f_one_b(num_ranks, num_microbatches), Costs(1, 2))
     wanted = [min(num_microbatches, num_ranks - rank) for rank in range(num_ranks)]
     assert timeline.peak_held_per_rank == wanted
+
+
+# Stages on several ranks: PipeDream's 1F1B-RR
+
+
+def pace_of_round_robin(replicas):
+    """Time from one mini-batch to the next where a stage costs as much as it has replicas."""
+    costs = Costs(forward=list(replicas), backward=[2 * count for count in replicas])
+    timeline = simulate(pipedream_round_robin(replicas, 120), costs)
+    ends = sorted(event.end for event in timeline.events if event.action[:2] == (0, "B"))
+    return (ends[95] - ends[35]) / 60
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (3, 1), (3, 3), (4, 4, 4)])
+def test_replicas_of_a_slow_stage_make_it_as_fast_as_the_others_pipedream_section_3_2(replicas):
+    assert pace_of_round_robin(replicas) == 3  # a forward of 1 and a backward of 2
+
+
+def test_replicas_that_wait_for_each_others_gradients_may_lose_half_a_pace():
+    # The other gradient comes half a round later, and meanwhile the next forward is not taken.
+    assert pace_of_round_robin((2, 1, 1)) == 4.5
+
+
+def test_the_update_of_a_replica_waits_for_the_gradient_of_the_other_and_its_way():
+    timeline = simulate(from_csv("0F0,0B0,0U0\n0F1,0B1,0U1"), Costs(1, 2, transfer=0.5))
+    times = {str(event.action): event.start for event in timeline.events}
+    assert (times["0U0"], times["0U1"]) == (3.5, 3.5)
+
+
+def test_the_updates_of_pipedream_cost_nothing_and_delay_nothing():
+    with_updates = simulate(pipedream(4, 8), Costs(1, 2)).events
+    without = simulate(one_f_one_b(4, 8), Costs(1, 2)).events
+    assert [event for event in with_updates if event.action.kind != "U"] == list(without)

@@ -15,6 +15,8 @@ import torch
 from pipeline.data import DataError, load_text
 from pipeline.distributed import ranks_from_environment
 from pipeline.model import VOCABULARY, ModelConfig, cut_as, cut_evenly
+from pipeline.schedule import ScheduleError
+from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -83,6 +85,10 @@ def layer_counts(text):
     return [positive_integer(count) for count in text.split(",")]
 
 
+def replica_counts(text):
+    return [positive_integer(count) for count in text.split("-")]
+
+
 def training_parser(description):
     """The parser with the flags that every training script has."""
     parser = Parser(description=description)
@@ -145,6 +151,17 @@ def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_
     check_memory(arguments)
     arguments.paced = pace_costs(arguments.pace, arguments.timeout)
     return arguments
+
+
+def choose_schedule(arguments):
+    """The schedule that --schedule names, for the job's ranks, --microbatches and --chunks."""
+    chunks = getattr(arguments, "chunks", None)
+    try:
+        return build_schedule(
+            arguments.schedule, arguments.num_ranks, arguments.microbatches, chunks
+        )
+    except ScheduleError as error:
+        refuse(f"--schedule {arguments.schedule} --microbatches {arguments.microbatches}: {error}")
 
 
 def check_sizes(arguments):
@@ -233,13 +250,13 @@ def stage_layers(arguments, num_stages):
     if arguments.cut is None:
         if arguments.layers < num_stages:
             refuse(
-                f"--layers {arguments.layers} is too few for {num_stages} stages, one a rank; use "
-                "at least one layer a stage, or fewer ranks"
+                f"--layers {arguments.layers} is too few for {num_stages} stages; use at least one "
+                "layer a stage, or fewer stages"
             )
         return cut_evenly(arguments.layers, num_stages)
     if len(arguments.cut) != num_stages or sum(arguments.cut) != arguments.layers:
         refuse(
-            f"--cut {','.join(map(str, arguments.cut))} must name {num_stages} stages, one a rank, "
+            f"--cut {','.join(map(str, arguments.cut))} must name {num_stages} stages "
             f"with {arguments.layers} layers in all"
         )
     return cut_as(arguments.cut)

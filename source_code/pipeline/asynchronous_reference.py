@@ -14,42 +14,47 @@ from pipeline.weight_stash import forward_version
 
 
 def train_by_rule(arguments, device="cpu"):
-    """The loss of every mini-batch under the rule of `arguments.weights`."""
+    """The loss of every mini-batch under the rule of `arguments.weights`.
+
+    A stage of r replicas takes the mean gradient of r consecutive mini-batches for an update.
+    """
     model = build_model(arguments.config, arguments.seed, arguments.torch_dtype, device)
-    num_stages = len(arguments.stage_layers)
-    names = names_of_stages(arguments)
     parameters = dict(model.named_parameters())
-    optimizer = build_optimizer(arguments.optimizer, parameters.values(), arguments.learning_rate)
-    history = [copy_of(parameters)]  # history[t]: every weight after t updates
+    stages = [{name: parameters[name] for name in names} for names in names_of_stages(arguments)]
+    optimizers = [
+        build_optimizer(arguments.optimizer, stage.values(), arguments.learning_rate)
+        for stage in stages
+    ]
+    history = [[copy_of(stage)] for stage in stages]  # history[stage][t]: after t updates
+    gathered = [[] for _ in stages]  # gradients that the next update will take
     losses = []
     for step in range(arguments.steps):
         inputs, targets = arguments.text.batch(
             step, arguments.batch_size, arguments.seq_len, arguments.seed
         )
-        versions = [
-            forward_version(
-                arguments.weights,
-                step * arguments.microbatches,
-                stage,
-                num_stages,
-                arguments.microbatches,
+        weights = {}
+        for stage, versions in enumerate(history):
+            first_piece = step * arguments.microbatches
+            version = forward_version(
+                arguments.weights, first_piece, stage, arguments.replicas, arguments.microbatches
             )
-            for stage in range(num_stages)
-        ]
-        weights = {
-            name: history[versions[stage]][name].clone().requires_grad_()
-            for stage in range(num_stages)
-            for name in names[stage]
-        }
+            for name, weight in versions[version].items():
+                weights[name] = weight.clone().requires_grad_()
         loss = token_loss(functional_call(model, weights, inputs.to(device)), targets.to(device))
         if arguments.weights == "latest":
-            for name, weight in weights.items():
-                weight.data.copy_(history[step][name])  # what the backward finds in its place
-        gradients = torch.autograd.grad(loss, list(weights.values()))
-        for name, gradient in zip(weights, gradients):
-            parameters[name].grad = gradient
-        optimizer.step()
-        history.append(copy_of(parameters))
+            for versions in history:
+                for name, weight in versions[-1].items():
+                    weights[name].data.copy_(weight)  # what the backward finds in its place
+        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
+        for stage, optimizer in enumerate(optimizers):
+            gathered[stage].append(gradients)
+            if len(gathered[stage]) < arguments.replicas[stage]:
+                continue
+            for name, parameter in stages[stage].items():
+                parameter.grad = sum(each[name] for each in gathered[stage]) / len(gathered[stage])
+            optimizer.step()
+            history[stage].append(copy_of(stages[stage]))
+            gathered[stage].clear()
         losses.append(loss.item())
     return losses
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pipeline.watch import Watch, end_process
 
+AT_ONCE = 0.0002  # seconds: a wait that is shorter did not wait for anything
 LONGEST_START = 60.0  # seconds from the first rank's start to the last one's, at least
 
 
@@ -29,6 +30,9 @@ class Job:
     backend: str
     watch: Watch
     channels: dict = field(default_factory=dict)  # (source, destination) -> process group
+    groups: dict = field(
+        default_factory=dict
+    )  # ranks that average with each other -> process group
     message_arrived_at: float = 0.0  # time.perf_counter() at the end of the last wait for a message
 
     @property
@@ -74,16 +78,17 @@ def choose_device(wanted, local_rank, local_ranks):
     return device, "nccl" if local_ranks <= gpus and dist.is_nccl_available() else "gloo"
 
 
-def join_job(device="auto", timeout=60.0, pairs=None):
+def join_job(device="auto", timeout=60.0, pairs=None, groups=()):
     """Join the process group, open the channels and start the watch.
 
     `pairs` are the ordered pairs of ranks that will exchange messages; by default each rank with
-    the next, in both directions. Every rank must pass the same pairs. `timeout` in seconds.
+    the next, in both directions. `groups` are tuples of ranks that will average tensors with each
+    other. Every rank must pass the same ones. `timeout` in seconds.
     """
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
-    _load_autograd()
     device, backend = choose_device(device, local_rank, local_ranks)
+    _load_autograd(device)
     store = _meet(rank, num_ranks, max(timeout, LONGEST_START))
     watch = Watch(rank, timeout)
     if num_ranks > 1:
@@ -101,16 +106,19 @@ def join_job(device="auto", timeout=60.0, pairs=None):
         pairs += [(i + 1, i) for i in range(num_ranks - 1)]
     for pair in sorted(set(pairs)):
         job.channels[pair] = dist.new_group(list(pair), backend=backend, timeout=limit)
+    for ranks in groups:
+        job.groups[ranks] = dist.new_group(list(ranks), backend=backend, timeout=limit)
     return job
 
 
-def _load_autograd():
+def _load_autograd(device):
     """Run a first backward from a given gradient, which imports half a second of code.
 
-    Here all ranks do it at once; in the first step each would wait for the one behind it.
+    Here all ranks do it at once; in the first step each would wait for the one behind it. On a GPU
+    it also makes the thread that runs backwards known to the driver.
     """
-    tensor = torch.ones(1, requires_grad=True)
-    torch.autograd.backward(tensor * 1, torch.ones(1))
+    tensor = torch.ones(1, device=device, requires_grad=True)
+    torch.autograd.backward(tensor * 1, torch.ones(1, device=device))
 
 
 def _meet(rank, num_ranks, timeout):
@@ -170,10 +178,25 @@ class Receiving:
 
     def wait(self):
         """Block until the message is there and return it, on the device of this rank."""
+        asked_at = time.perf_counter()
         with self.job.watch.waiting_for(self.source, self.what):
             self.work.wait()
-        self.job.message_has_arrived()
+        if time.perf_counter() - asked_at > AT_ONCE:  # else it had been there before
+            self.job.message_has_arrived()
         return self.buffer.to(self.job.device)
+
+
+def mean_over_ranks(job, tensors, ranks):
+    """Replace each tensor by its mean over `ranks`, one of the job's groups, in one message."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flat.to("cpu" if job.through_host else job.device)
+    following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
+    with job.watch.waiting_for(following, "its gradients"):
+        dist.all_reduce(flat, group=job.groups[ranks])
+    job.message_has_arrived()
+    flat = flat.to(job.device) / len(ranks)
+    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def waiting_for_all(job, what):

@@ -42,6 +42,13 @@ class HeldMeter:
             yield
         self.peak = max(self.peak, self.held())
 
+    def replace(self, key, tensors):
+        """After half of a backward: of what was held under `key` only `tensors` are left."""
+        if key in self.storages:
+            storages = (tensor.untyped_storage() for tensor in tensors)
+            self.storages[key] = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            self.peak = max(self.peak, self.held())
+
     def release(self, key):
         """After a backward: its forward's tensors are gone."""
         self.storages.pop(key, None)

@@ -27,6 +27,7 @@ class Recorder:
         self.on_device = job.device.type == "cuda" and pace is None
         self.records = []  # (action, start, end); device events until `take_events` resolves them
         self.free_at = None  # when the last action of this step ended
+        self.pace_from = 0.0  # when the last action with a pace ended
         self.meter = HeldMeter()
         self.origin = shared_origin(job)
         if job.device.type == "cuda":
@@ -43,7 +44,8 @@ class Recorder:
         """Around the work of one action.
 
         It starts when the action before it has ended and the message it needs has arrived; what
-        the host does in between, such as handing over the last result, counts as its work.
+        the host does in between, such as handing over the last result, counts as its work. An
+        update has no pace: it is part of the time that the action after it may take.
         """
         if self.on_device:
             start = torch.cuda.Event(enable_timing=True)
@@ -52,16 +54,18 @@ class Recorder:
             yield
             end.record()
         else:
-            start = self._now()
+            start = pace_from = self._now()
             if self.free_at is not None:
                 arrived = (self.job.message_arrived_at - self.origin) * 1000
-                start = max(self.free_at, arrived)
+                start, pace_from = max(self.free_at, arrived), max(self.pace_from, arrived)
             yield
             if self.pace is not None:
                 if self.job.device.type == "cuda":
                     torch.cuda.synchronize()
-                self.sleep_until(start + self.pace.of(action))
+                self.sleep_until(pace_from + self.pace.of(action))
             end = self.free_at = self._now()
+            if action.kind != "U":
+                self.pace_from = end
         self.records.append((action, start, end))
 
     def sleep_until(self, moment):

@@ -21,13 +21,18 @@ PROMISED = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2
 
 
 class Report:
-    """Follows one training run on one rank. `schedule` predicts the summary's idle fraction."""
+    """Follows one training run on one rank. `schedule` predicts the summary's idle fraction.
 
-    def __init__(self, arguments, job, schedule, recorder, what="step"):
+    `loss_rank` is the rank that has the losses and prints them: by default that of the last stage.
+    """
+
+    def __init__(self, arguments, job, schedule, recorder, what="step", loss_rank=None):
         self.arguments, self.job, self.schedule = arguments, job, schedule
         self.recorder = recorder
         self.what = what  # what one pass through the schedule is
-        self.has_loss = job.rank == schedule.stage_to_rank[schedule.num_stages - 1]
+        if loss_rank is None:
+            loss_rank = schedule.rank_of(schedule.num_stages - 1, 0)
+        self.has_loss = job.rank == loss_rank
         self.losses = []
         self.events_per_step = []
         if job.rank == 0:
@@ -117,29 +122,21 @@ def write_losses(arguments, losses):
 
 
 def measured_costs(timelines):
-    """What each stage's actions took in the median step, as the simulator's costs.
-
-    A split backward costs as a whole what its two parts cost, also where a stage takes both kinds.
-    """
-    durations = {}
+    """What each stage's actions took in the median step, as the simulator's costs."""
+    durations = {}  # (kind, stage) -> milliseconds
     for timeline in timelines:
         for event in timeline.events:
             key = event.action.kind, event.action.stage
             durations.setdefault(key, []).append(event.end - event.start)
-    medians = {key: statistics.median(values) for key, values in durations.items()}
     stages = range(timelines[0].num_stages)
-    forward = [medians["F", stage] for stage in stages]
-    weight = [medians.get(("W", stage)) for stage in stages]
-    if not any(weight):
-        return Costs(forward, [medians["B", stage] for stage in stages])
-    weight = [
-        medians.get(("B", stage), 0.0) / 2 if w is None else w for stage, w in enumerate(weight)
-    ]
-    backward = [
-        medians["I", stage] + weight[stage] if ("I", stage) in medians else medians["B", stage]
-        for stage in stages
-    ]
-    return Costs(forward, backward, weight)
+
+    def typical(kind, stage):
+        return statistics.median(durations.get((kind, stage), [0.0]))
+
+    # A stage's backwards are whole or in two halves; a schedule may have both.
+    weight = [typical("W", stage) for stage in stages]
+    full = [typical("B", stage) or typical("I", stage) + weight[stage] for stage in stages]
+    return Costs([typical("F", stage) for stage in stages], full, weight)
 
 
 def peak_memory(device):

@@ -6,7 +6,7 @@ message takes `transfer` after the action that made it; the sender is not held u
 
 from dataclasses import dataclass
 
-from pipeline.schedule import needs_of, playable_order, result_of
+from pipeline.schedule import result_of
 from pipeline.timeline import Event, Timeline
 
 
@@ -45,17 +45,15 @@ def simulate(schedule, costs):
 
     Linear in the number of actions.
     """
-    num_stages, stage_to_rank = schedule.num_stages, schedule.stage_to_rank
     free = [0.0] * schedule.num_ranks
-    ready = {}  # result -> when it was done
+    made = {}  # result -> the rank that made it, and when it was done
     cost_of = {}  # (stage, kind) -> cost
     events = []
-    for rank, step in playable_order(schedule):
-        action = schedule.orders[rank][step]
+    for rank, action, needs in schedule.playable_order:
         start = free[rank]
-        for need in needs_of(action, num_stages):
-            arrived = ready[need]
-            if stage_to_rank[need.stage] != rank:
+        for need in needs:
+            maker, arrived = made[need]
+            if maker != rank:
                 arrived += costs.transfer
             start = max(start, arrived)
         key = action[:2]
@@ -63,6 +61,6 @@ def simulate(schedule, costs):
             cost_of[key] = costs.of(action)
         end = start + cost_of[key]
         free[rank] = end
-        ready[result_of(action)] = end
+        made[result_of(action)] = rank, end
         events.append(Event(rank, action, start, end))
     return Timeline(schedule.name, tuple(events))

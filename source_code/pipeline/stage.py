@@ -1,8 +1,9 @@
-"""One stage of the model at work: forward, backward, and what it holds in between."""
+"""One stage of the model at work: forward, backward in one or in two, what it holds in between."""
 
 import torch
 
 from pipeline.schedule import Action
+from pipeline.split_backward import SplitBackward, catch_up
 
 
 class Stage:
@@ -22,6 +23,12 @@ class Stage:
         self.meter = recorder.meter
         self.loss_function = loss_function
         self.held = {}  # micro-batch -> (input, output), from its forward to its backward
+        self.split = None  # a SplitBackward, once somebody asks for it
+        self.put_off = {}  # micro-batch -> the work for its weights, from I to W
+
+    def allow_split_backward(self):
+        """Called before the first forward, when the schedule has backwards in two halves."""
+        self.split = SplitBackward(self.part)
 
     def forward(self, microbatch, inputs, targets=None):
         """Run one micro-batch forward.
@@ -51,3 +58,24 @@ class Stage:
             torch.autograd.backward(output, gradient)
         self.meter.release((self.index, microbatch))
         return None if self.is_first else inputs.grad
+
+    def backward_input(self, microbatch, gradient=None):
+        """Run the half of the backward that the stage before waits for.
+
+        Arguments and result are those of `backward`. Of what the forward had kept, only the inputs
+        of the linear layers stay, with the gradients of their outputs, until `backward_weight`.
+        """
+        inputs, output = self.held.pop(microbatch)
+        with self.recorder.record(Action(self.index, "I", microbatch)):
+            with self.split.putting_off() as work:
+                torch.autograd.backward(output, gradient)
+        self.put_off[microbatch] = work
+        kept = [tensor for layer in work for tensor in (layer.inputs, layer.gradient)]
+        self.meter.replace((self.index, microbatch), kept)
+        return None if self.is_first else inputs.grad
+
+    def backward_weight(self, microbatch):
+        """Run the other half, and add to the gradients of the weights."""
+        with self.recorder.record(Action(self.index, "W", microbatch)):
+            catch_up(self.put_off.pop(microbatch))
+        self.meter.release((self.index, microbatch))

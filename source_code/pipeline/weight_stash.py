@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch.func import functional_call
 
+from pipeline.distributed import mean_over_ranks
 from pipeline.schedule import Action
+from pipeline.schedules import round_robin_warm_up
 from pipeline.stage import Stage
 
 MODES = {
@@ -26,17 +28,19 @@ MODES = {
 }
 
 
-def forward_version(mode, minibatch, rank, num_ranks, minibatches_per_update=1):
+def forward_version(mode, minibatch, stage, replicas, minibatches_per_update=1):
     """The version that the forward of a mini-batch uses on a stage.
 
-    `stashed` and `latest`: the newest there is, version 0 while the pipeline fills. In the
-    paper's counting from 1, mini-batch k at stage s of n sees max(0, k - 1 - (n - s)).
-    `vertical-sync`: what the input stage sees. `double-buffered`: 2BW, section 3.1.
+    `replicas` has the number of ranks of each stage. `stashed` and `latest`: the newest there is,
+    version 0 while the pipeline fills. In the paper's counting from 1 and with a rank a stage,
+    mini-batch k at stage s of n sees max(0, k - 1 - (n - s)); a stage of r replicas counts its
+    updates, one for r mini-batches. `vertical-sync`: what the input stage sees. `double-buffered`:
+    2BW, section 3.1.
     """
     if mode == "double-buffered":
         return max(0, minibatch // minibatches_per_update - 1)
-    behind = num_ranks - 1 if mode == "vertical-sync" else num_ranks - 1 - rank
-    return max(0, minibatch - behind)
+    seen_by = 0 if mode == "vertical-sync" else stage
+    return max(0, minibatch // replicas[seen_by] - round_robin_warm_up(replicas, seen_by))
 
 
 class Use(NamedTuple):
@@ -118,14 +122,16 @@ class WeightStash:
 class StashingStage(Stage):
     """A stage whose forwards and backwards name the version of the weights that they use.
 
-    `mode` is a key of MODES. `used` collects a `Use` for each mini-batch.
+    `mode` is a key of MODES, `replicas` has the number of ranks of each stage, and `ranks` are
+    those of this one. `used` collects a `Use` for each mini-batch.
     """
 
     def __init__(
-        self, part, index, num_stages, recorder, loss_function, optimizer, mode, per_update
+        self, part, index, replicas, recorder, loss_function, optimizer, mode, per_update, ranks
     ):
-        super().__init__(part, index, num_stages, recorder, loss_function)
-        self.num_stages = num_stages
+        super().__init__(part, index, len(replicas), recorder, loss_function)
+        self.replicas = replicas
+        self.ranks = ranks
         self.optimizer = optimizer
         self.mode = mode
         self.per_update = per_update
@@ -134,7 +140,7 @@ class StashingStage(Stage):
         self.gradients = None
 
     def version_for(self, minibatch):
-        return forward_version(self.mode, minibatch, self.index, self.num_stages, self.per_update)
+        return forward_version(self.mode, minibatch, self.index, self.replicas, self.per_update)
 
     def forward(self, minibatch, inputs, targets=None):
         """As Stage.forward, with the weights of the version that `mode` asks for."""
@@ -175,7 +181,9 @@ class StashingStage(Stage):
         return input_gradient
 
     def update(self, minibatch):
-        """Apply what the backwards since the last update have gathered."""
+        """Apply what the backwards since the last update have gathered, on all replicas alike."""
+        if len(self.ranks) > 1:
+            mean_over_ranks(self.recorder.job, list(self.gradients.values()), self.ranks)
         with self.recorder.record(Action(self.index, "U", minibatch)):
             self.stash.update(self.optimizer, self.gradients, self.oldest_needed())
         self.gradients = None

@@ -25,7 +25,15 @@ class Worker:
         self.schedule = schedule
         self.stages = stages
         self.shape, self.dtype = shape, dtype
-        self.perform = {"F": self.forward, "B": self.backward, "U": self.update}
+        self.perform = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward,
+            "W": self.backward_weight,
+            "U": self.update,
+        }
+        for index in {action.stage for action in schedule.orders[job.rank] if action.kind == "I"}:
+            stages[index].allow_split_backward()
         # When its rank takes each action: this says when a message that was sent has been used.
         self.step_of = {
             result_of(action): step
@@ -46,7 +54,7 @@ class Worker:
         """
         ranks = range(self.job.num_ranks)
         self.inputs, self.targets = inputs, targets
-        self.losses = []  # of the micro-batches, on the rank of the last stage
+        self.losses = {}  # micro-batch -> its loss, on the rank of the last stage
         self.results = {}  # what this rank's next actions need, until they take it
         self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Sending)
         self.expected = {rank: deque() for rank in ranks}  # messages, in the order they are sent
@@ -61,7 +69,7 @@ class Worker:
         for sent in self.sent.values():
             for _, sending in sent:
                 sending.wait()
-        return sum(self.losses) if self.losses else None
+        return sum(self.losses.values()) if self.losses else None
 
     def forward(self, action):
         stage, microbatch = self.stages[action.stage], action.microbatch
@@ -71,7 +79,7 @@ class Worker:
             activation = self.take(Action(action.stage - 1, "F", microbatch))
         output = stage.forward(microbatch, activation, self.targets[microbatch])
         if stage.is_last:
-            self.losses.append(output)
+            self.losses[microbatch] = output
         else:
             self.give(action, output)
 
@@ -80,9 +88,13 @@ class Worker:
         gradient = None
         if not stage.is_last:
             gradient = self.take(Action(action.stage + 1, "I", microbatch))
-        gradient = stage.backward(microbatch, gradient)
+        backward = stage.backward if action.kind == "B" else stage.backward_input
+        gradient = backward(microbatch, gradient)
         if not stage.is_first:
             self.give(action, gradient)
+
+    def backward_weight(self, action):
+        self.stages[action.stage].backward_weight(action.microbatch)
 
     def update(self, action):
         self.stages[action.stage].update(action.microbatch)
@@ -99,7 +111,7 @@ class Worker:
 
     def take(self, result):
         """What a neighbouring stage made, waiting for it if it has not arrived."""
-        source = self.schedule.stage_to_rank[result.stage]
+        source = self.schedule.rank_of(result.stage, result.microbatch)
         while result not in self.results:
             message, receiving = self.posted[source].popleft()
             self.results[result_of(message.producer)] = receiving.wait()

@@ -1,14 +1,12 @@
-"""The generators: each writes down one schedule of the field, as data.
+"""Pipelines with one stage a rank: stage s is on rank s, and a batch is one flush of micro-batches."""
 
-Every generator takes the number of ranks and of micro-batches and returns a valid `Schedule`.
-"""
-
-from pipeline.schedule import Action, Schedule, ScheduleError, validate
+from pipeline.schedule import Action, Schedule, validate
+from pipeline.schedules.order import require_positive
 
 
 def naive(num_ranks, num_microbatches=1):
     """One micro-batch at a time through all stages and back: one rank works, the others wait."""
-    _require_positive(num_ranks, num_microbatches)
+    require_positive(num_ranks, num_microbatches)
     orders = []
     for rank in range(num_ranks):
         order = []
@@ -25,7 +23,7 @@ def gpipe(num_ranks, num_microbatches):
     The backwards run in the order of the forwards; the paper's figure runs them in reverse, which
     takes the same time.
     """
-    _require_positive(num_ranks, num_microbatches)
+    require_positive(num_ranks, num_microbatches)
     orders = []
     for rank in range(num_ranks):
         forwards = [Action(rank, "F", microbatch) for microbatch in range(num_microbatches)]
@@ -40,7 +38,7 @@ def one_f_one_b(num_ranks, num_microbatches):
     The same bubble as GPipe, but a rank holds at most as many micro-batches as there are stages
     from it to the end, itself included.
     """
-    _require_positive(num_ranks, num_microbatches)
+    require_positive(num_ranks, num_microbatches)
     orders = []
     for rank in range(num_ranks):
         warm_up = min(num_microbatches, num_ranks - 1 - rank)
@@ -57,31 +55,3 @@ def one_f_one_b(num_ranks, num_microbatches):
             order.append(Action(rank, "B", microbatch))
         orders.append(tuple(order))
     return validate(Schedule("1f1b", tuple(orders)))
-
-
-def pipedream(num_ranks, num_minibatches, minibatches_per_update=1):
-    """1F1B without a flush: an update after each backward (PipeDream: Narayanan et al. 2019, section 3.2).
-
-    With `minibatches_per_update` above 1 the pieces are micro-batches, and an update follows the
-    last of each group (PipeDream-2BW: Narayanan et al. 2021, section 3).
-    """
-    orders = []
-    for order in one_f_one_b(num_ranks, num_minibatches).orders:
-        with_updates = []
-        for action in order:
-            with_updates.append(action)
-            if action.kind == "B" and (action.microbatch + 1) % minibatches_per_update == 0:
-                with_updates.append(action._replace(kind="U"))
-        orders.append(tuple(with_updates))
-    return validate(Schedule("pipedream", tuple(orders)))
-
-
-GENERATORS = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "pipedream": pipedream}
-
-
-def _require_positive(num_ranks, num_microbatches):
-    if num_ranks < 1 or num_microbatches < 1:
-        raise ScheduleError(
-            f"a schedule needs at least one rank and one micro-batch, not {num_ranks} and "
-            f"{num_microbatches}"
-        )

@@ -1,0 +1,78 @@
+"""Several stages (chunks) a rank, in loops: chunk c of rank i is stage c * num_ranks + i.
+
+A micro-batch passes all ranks once for each chunk. That makes each step of the pipeline shorter,
+and with it the bubble, for as many more messages.
+"""
+
+from pipeline.schedule import Action, Schedule, ScheduleError, validate
+from pipeline.schedules.order import require_positive, require_several_chunks
+
+
+def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2):
+    """1F1B with several chunks a rank (Megatron-LM: Narayanan et al. 2021, section 2.2.2).
+
+    Micro-batches go through the chunks in groups: all of a group through one chunk, then all
+    through the next. In the paper a group has one micro-batch for each rank, so their number is a
+    multiple of the ranks. Larger groups work too, as in torch.distributed.pipelining, as long as
+    all are equally large.
+    """
+    require_positive(num_ranks, num_microbatches)
+    require_several_chunks("interleaved-1f1b", num_chunks, "1f1b")
+    num_groups = max(1, num_microbatches // num_ranks)
+    if num_microbatches % num_groups:
+        least = num_groups * num_ranks
+        raise ScheduleError(
+            f"interleaved-1f1b takes micro-batches in groups of {num_ranks} or more, all equally "
+            f"large, and {num_microbatches} do not part into {num_groups} groups; "
+            f"use {least} or {least + num_ranks}"
+        )
+    group = num_microbatches // num_groups
+    passages = num_chunks * num_microbatches  # of a micro-batch through a chunk
+    orders = []
+    for rank in range(num_ranks):
+        warm_up = min(passages, (num_chunks - 1) * group + 2 * (num_ranks - 1 - rank))
+        forwards, backwards = [], []
+        for passage in range(passages):
+            chunk, microbatch = _chunk_and_microbatch(passage, group, num_chunks)
+            forwards.append(Action(chunk * num_ranks + rank, "F", microbatch))
+            back = num_chunks - 1 - chunk
+            backwards.append(Action(back * num_ranks + rank, "B", microbatch))
+        # Warm-up: all chunks but the last for one group, and two forwards more for each rank behind.
+        order = forwards[:warm_up]
+        # Steady: one forward, one backward.
+        for forward, backward in zip(forwards[warm_up:], backwards):
+            order.append(forward)
+            order.append(backward)
+        # Cool-down: the backwards that are left.
+        order += backwards[passages - warm_up :]
+        orders.append(tuple(order))
+    return validate(Schedule("interleaved-1f1b", tuple(orders)))
+
+
+def _chunk_and_microbatch(passage, group, num_chunks):
+    """Which chunk and which micro-batch the n-th passage is, groups going through chunk by chunk."""
+    number_of_group, within = divmod(passage, group * num_chunks)
+    chunk, member = divmod(within, group)
+    return chunk, number_of_group * group + member
+
+
+def looped_bfs(num_ranks, num_microbatches, num_chunks=2):
+    """Breadth first: chunk after chunk for the whole batch (Lamy-Poirier 2022, arXiv 2211.05953).
+
+    GPipe with several chunks a rank, with the bubble of interleaved 1F1B and the memory of GPipe.
+    The backwards run in the order of the forwards, as in `gpipe`.
+    """
+    require_positive(num_ranks, num_microbatches)
+    require_several_chunks("looped-bfs", num_chunks, "gpipe")
+    orders = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        order = []
+        for stage in stages:
+            for microbatch in range(num_microbatches):
+                order.append(Action(stage, "F", microbatch))
+        for stage in reversed(stages):
+            for microbatch in range(num_microbatches):
+                order.append(Action(stage, "B", microbatch))
+        orders.append(tuple(order))
+    return validate(Schedule("looped-bfs", tuple(orders)))

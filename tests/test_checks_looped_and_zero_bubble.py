@@ -1,0 +1,175 @@
+"""The checks of lessons 05 and 09 know a stub, the right answer and typical wrong ones."""
+
+import pytest
+
+from pipeline.checks import lesson_05, lesson_09
+from pipeline.checks.answer import NOT_ATTEMPTED
+from pipeline.schedule import Schedule, to_csv
+from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from pipeline.simulator import Costs, simulate
+
+
+def answer_to(check, capsys, answer):
+    check(answer)
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lesson_05.stages_of,
+        lesson_05.interleaved_bubble,
+        lesson_05.best_chunks,
+        lesson_09.zero_bubble_idle,
+        lesson_09.best_that_fits,
+    ],
+)
+def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
+    assert answer_to(check, capsys, lambda *arguments: ...) == NOT_ATTEMPTED
+
+
+def test_untouched_rows_are_not_attempted_yet(capsys):
+    assert answer_to(lesson_09.fill_the_bubble, capsys, ...) == NOT_ATTEMPTED
+
+
+@pytest.mark.parametrize(
+    ("stages", "sentence"),
+    [
+        (lambda rank, p, v: [rank * v + c for c in range(v)], "are one large stage"),
+        (lambda rank, p, v: [rank + c for c in range(v)], "are one large stage"),
+        (lambda rank, p, v: [rank], "2 stages are needed, one for each chunk"),
+        (lambda rank, p, v: [rank + p * c for c in reversed(range(v))], "in the wrong order"),
+        (lambda rank, p, v: [p - 1 - rank + p * c for c in range(v)], "the schedule places [0, 4]"),
+        (lambda rank, p, v: rank, "return a list of stages, not 0"),
+    ],
+)
+def test_stages_of_explains(stages, sentence, capsys):
+    answer = answer_to(lesson_05.stages_of, capsys, stages)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("bubble", "sentence"),
+    [
+        (lambda p, m, v: (p - 1) / m, "which is 1F1B's"),
+        (lambda p, m, v: (p - 1) / (v * m + p - 1), "idle over total"),
+        (lambda p, m, v: (p * v - 1) / (v * m), "one rank for every stage"),
+        (lambda p, m, v: 0, "the simulator says 0.1875"),
+    ],
+)
+def test_interleaved_bubble_explains(bubble, sentence, capsys):
+    answer = answer_to(lesson_05.interleaved_bubble, capsys, bubble)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def with_simulator(p, m, forward, backward, transfer):
+    def seconds(v):
+        schedule = one_f_one_b(p, m) if v == 1 else interleaved_1f1b(p, m, v)
+        return simulate(schedule, Costs(forward / v, backward / v, transfer=transfer)).makespan
+
+    return min((1, 2, 4), key=seconds)
+
+
+@pytest.mark.parametrize(
+    ("best", "sentence"),
+    [
+        (lambda *sizes: 4, "since fewer messages wait"),
+        (lambda *sizes: 1, "since the bubble is shorter"),
+        (lambda *sizes: 3, "choose from 1, 2 and 4"),
+    ],
+)
+def test_best_chunks_explains(best, sentence, capsys):
+    answer = answer_to(lesson_05.best_chunks, capsys, best)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def split_at_once(schedule):
+    """Every backward as I and, right behind it, W."""
+    orders = []
+    for order in schedule.orders:
+        split = []
+        for action in order:
+            halves = "IW" if action.kind == "B" else "F"
+            split += [action._replace(kind=kind) for kind in halves]
+        orders.append(tuple(split))
+    return Schedule("split", tuple(orders))
+
+
+def rows_of(schedule):
+    return to_csv(schedule).split()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (rows_of(split_at_once(one_f_one_b(3, 4))), "16 units long, and 14 are possible: rank 0"),
+        (rows_of(one_f_one_b(3, 4)), "rank 0 still has a whole backward (B)"),
+        (rows_of(zb_h1(4, 4)), "keep three ranks"),
+        ([row.replace("2F1,2I1,", "2F1,") for row in rows_of(zb_h1(3, 4))], "rank 2 never runs"),
+        (
+            [row.replace("0F0,0F1,0F2,0I0", "0F0,0F1,0I0,0F2") for row in rows_of(zb_h1(3, 4))],
+            "rank 0: leave the order of F and I as it was",
+        ),
+        ("0F0", "one text for each rank"),
+    ],
+)
+def test_fill_the_bubble_explains(rows, sentence, capsys):
+    answer = answer_to(lesson_09.fill_the_bubble, capsys, rows)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("idle", "sentence"),
+    [
+        (lambda name, p, f, i, w: (p - 1) * (f + i + w), "all of 1F1B's"),
+        (
+            lambda name, p, f, i, w: (p - 1) * (f + i + w) / (1 if name == "1f1b" else 3),
+            "a third of 1F1B's, which holds only where",
+        ),
+        (
+            lambda name, p, f, i, w: (p - 1) * (f + i + (w if name == "1f1b" else 0)),
+            "it does not fill yet",
+        ),
+        (lambda name, p, f, i, w: 0, "the simulator says 9"),
+    ],
+)
+def test_zero_bubble_idle_explains(idle, sentence, capsys):
+    answer = answer_to(lesson_09.zero_bubble_idle, capsys, idle)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("best", "sentence"),
+    [
+        (lambda p, m, room: "zb-h2", "but a rank holds up to 7 there"),
+        (lambda p, m, room: "1f1b", "zb-h1 fits too and has"),
+        (lambda p, m, room: "none", "but zb-h1 fits"),
+        (lambda p, m, room: "gpipe", 'choose from "1f1b"'),
+    ],
+)
+def test_best_that_fits_explains(best, sentence, capsys):
+    answer = answer_to(lesson_09.best_that_fits, capsys, best)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("check", "answer"),
+    [
+        (lesson_05.stages_of, lambda rank, p, v: [rank + p * c for c in range(v)]),
+        (lesson_05.interleaved_bubble, lambda p, m, v: (p - 1) / (v * m)),
+        (lesson_05.best_chunks, with_simulator),
+        (lesson_09.fill_the_bubble, rows_of(zb_h1(3, 4))),
+        (
+            lesson_09.zero_bubble_idle,
+            lambda name, p, f, i, w: (p - 1) * (f + i + {"1f1b": w, "zb-h1": -w}.get(name, -2 * w)),
+        ),
+        (
+            lesson_09.best_that_fits,
+            lambda p, m, room: (
+                "zb-h2" if room >= min(m, 2 * p - 1) else "zb-h1" if room >= min(m, p) else "none"
+            ),
+        ),
+    ],
+)
+def test_right_answers_are_right(check, answer, capsys):
+    assert answer_to(check, capsys, answer).startswith("Right: ")

@@ -1,0 +1,135 @@
+"""Every synchronous schedule is performed by real processes and takes the step of one process.
+
+Several stages a rank, loops and V's, backwards in halves: the losses and gradients are those of the
+whole model, and the ranks take exactly the actions of the schedule.
+"""
+
+import json
+
+import pytest
+from test_equals_one_process import ADAMW, SGD, one_process
+
+from pipeline.launch import RunFailed, run
+from pipeline.schedule import Action, to_csv
+from pipeline.schedules import CHUNKED, build_schedule, zb_h1
+
+INTERLEAVED, ZERO = "interleaved_1f1b.py", "zero_bubble.py"
+TWELVE = "--layers 12"
+CASES = [  # script, schedule, ranks, micro-batches, chunks, further flags
+    (INTERLEAVED, "interleaved-1f1b", 4, 8, 2, ""),
+    (INTERLEAVED, "interleaved-1f1b", 2, 6, 3, ""),
+    (INTERLEAVED, "interleaved-1f1b", 3, 3, 4, TWELVE),
+    (INTERLEAVED, "looped-bfs", 4, 3, 2, ""),
+    (INTERLEAVED, "looped-bfs", 2, 8, 4, ""),
+    (ZERO, "zb-h1", 4, 8, 1, ""),
+    (ZERO, "zb-h1", 3, 2, 1, ""),
+    (ZERO, "zb-h2", 4, 8, 1, ""),
+    (ZERO, "zb-h2", 2, 1, 1, ""),
+    (ZERO, "zb-v", 4, 8, 2, ""),
+    (ZERO, "zb-v", 2, 2, 2, ""),
+    (ZERO, "dualpipe-v", 4, 8, 2, ""),
+    (ZERO, "dualpipe-v", 3, 6, 2, ""),
+]
+
+
+def train(script, ranks, flags, folder):
+    """Losses in full precision, and the order of actions that each rank took."""
+    run(
+        f"{script} {flags} --losses {folder}/losses --timeline {folder}/timeline",
+        ranks=ranks,
+        warm=True,
+        show=False,
+        limit=60,
+    )
+    rows = [json.loads(row) for row in (folder / "losses").read_text().splitlines()]
+    events = json.loads((folder / "timeline").read_text())["traceEvents"]
+    orders = [[] for _ in range(ranks)]
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"]):
+        orders[event["pid"]].append(Action(**event["args"]))
+    return [row["loss"] for row in rows], tuple(map(tuple, orders))
+
+
+def largest_difference(losses, flags):
+    reference = one_process(flags)["losses"]
+    assert len(losses) == len(reference) == 4
+    return max(abs(ours - theirs) for ours, theirs in zip(losses, reference))
+
+
+@pytest.mark.parametrize(("script", "name", "ranks", "microbatches", "chunks", "more"), CASES)
+def test_losses_are_those_of_one_process_and_actions_those_of_the_schedule(
+    script, name, ranks, microbatches, chunks, more, tmp_path
+):
+    flags = f"{SGD} {more} --microbatches {microbatches}"
+    own = f"--schedule {name}" + (f" --chunks {chunks}" if script == INTERLEAVED else "")
+    losses, orders = train(script, ranks, f"{flags} {own}", tmp_path)
+    assert largest_difference(losses, flags) <= 1e-12
+    schedule = build_schedule(name, ranks, microbatches, chunks if name in CHUNKED else None)
+    assert orders == schedule.orders
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_adamw_takes_the_gradients_of_both_halves(name, tmp_path):
+    flags = f"{ADAMW} --microbatches 8"
+    losses, _ = train(ZERO, 4, f"{flags} --schedule {name}", tmp_path)
+    assert largest_difference(losses, flags) <= 1e-12
+
+
+def test_a_schedule_from_a_file_is_performed(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(to_csv(zb_h1(4, 8)))
+    flags = f"{SGD} --microbatches 8"
+    losses, orders = train(f"custom_schedule.py {file}", 4, SGD, tmp_path)
+    assert largest_difference(losses, flags) <= 1e-12
+    assert orders == zb_h1(4, 8).orders
+
+
+def test_a_file_may_place_stages_and_mix_whole_and_halved_backwards_as_it_likes(tmp_path):
+    file = tmp_path / "mine.csv"
+    # Rank 1 has the two stages in the middle, rank 0 both ends.
+    file.write_text("0F0,0F1,3F0,3I0,3F1,3B1,3W0,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1I0,2B1,1B1,1W0\n")
+    flags = f"{SGD} --microbatches 2"
+    losses, _ = train(f"custom_schedule.py {file}", 2, SGD, tmp_path)
+    assert largest_difference(losses, flags) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "sentence"),
+    [
+        ("0F0,0B0\n", "", "mine.csv is for 1 ranks, one a row, and this job has 2; start it with"),
+        ("0F0,0B0\n1F0\n", "", "rank 1 never runs the backward of micro-batch 0 on stage 1"),
+        ("0F0,0B0\n1B0,1F0\n", "", "rank 1 runs the backward of micro-batch 0 on stage 1 at step"),
+        ("0F0,0X0\n1F0,1B0\n", "", "'0X0' is no action"),
+        ("0F0,0B0,0U0\n1F0,1B0,1U0\n", "", "has updates (U) in the middle of the step"),
+        ("0F0,0B0\n1F0,1B0\n", "--microbatches 8", "--microbatches 8 contradicts"),
+        ("0F0,0B0\n1F0,1B0\n", "--cut 5,4", "--cut 5,4 must name 2 stages with 8 layers in all"),
+        (None, "", "is no CSV file that can be read"),
+    ],
+)
+def test_a_file_that_cannot_be_performed_is_refused_before_the_first_message(
+    text, flags, sentence, tmp_path
+):
+    file = tmp_path / "mine.csv"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(RunFailed) as failure:
+        run(f"custom_schedule.py {file} {flags}", ranks=2, warm=True, show=False)
+    assert sentence in str(failure.value)
+    assert "Traceback" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (f"{INTERLEAVED} --microbatches 9 --batch-size 9", "interleaved-1f1b takes micro-batches"),
+        (f"{INTERLEAVED} --chunks 1", "has at least 2 chunks a rank, not 1"),
+        (f"{INTERLEAVED} --chunks 3", "--layers 8 is too few for 12 stages"),
+        (f"{ZERO} --schedule dualpipe-v --microbatches 4", "dualpipe-v needs at least two"),
+        (f"{ZERO} --schedule zb-v --layers 4", "--layers 4 is too few for 8 stages"),
+        (f"{ZERO} --schedule gpipe", "--schedule: invalid choice: 'gpipe'"),
+    ],
+)
+def test_sizes_that_a_schedule_does_not_allow_are_refused(call, sentence):
+    with pytest.raises(RunFailed) as failure:
+        run(call, warm=True, show=False)
+    assert sentence in str(failure.value)
+    assert "Traceback" not in str(failure.value)

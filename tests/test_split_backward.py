@@ -1,0 +1,140 @@
+"""A backward in two halves does what a whole one does, once, and keeps less in between."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.distributed import join_job, leave_job
+from pipeline.model import ModelConfig, build_part, token_loss
+from pipeline.recorder import Recorder
+from pipeline.stage import Stage
+
+CONFIG = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, seq_len=8)
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul"}
+PARTS = {"first": (0, 2), "inner": (1, 3), "last": (2, 4), "whole": (0, 4)}
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts the matrix multiplications that reach the device, and their multiplications."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in PRODUCTS:
+            left, right = args[-2], args[-1]
+            self.products.append(left.numel() * right.shape[-1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def job():
+    job = join_job("cpu", timeout=20)
+    yield job
+    leave_job(job)
+
+
+def build_stage(job, which):
+    first, last = PARTS[which]
+    stage_index, num_stages = (1, 3) if which == "inner" else (0 if first == 0 else 1, 2)
+    if which == "whole":
+        num_stages = 1
+    part = build_part(CONFIG, first, last)
+    return Stage(part, stage_index, num_stages, Recorder(job), token_loss)
+
+
+def run(stage, split, microbatches=2):
+    """Forward and backward of some micro-batches; what came out, and the products of the backward."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 256, (microbatches, 2, 8), generator=generator)
+    activations = torch.randn(microbatches, 2, 8, 16, generator=generator, dtype=torch.float64)
+    gradients = torch.randn(microbatches, 2, 8, 16, generator=generator, dtype=torch.float64)
+    if split:
+        stage.allow_split_backward()
+    for k in range(microbatches):
+        inputs = tokens[k] if stage.is_first else activations[k].clone()
+        stage.forward(k, inputs, tokens[k])
+    sent = []
+    with CountProducts() as count:
+        for k in range(microbatches):
+            backward = stage.backward_input if split else stage.backward
+            sent.append(backward(k, None if stage.is_last else gradients[k]))
+        halfway = len(count.products)
+        held_halfway = stage.meter.held()
+        if split:
+            for k in reversed(range(microbatches)):
+                stage.backward_weight(k)
+    return {
+        "sent": sent,
+        "gradients": {name: p.grad for name, p in stage.part.named_parameters()},
+        "products": sorted(count.products),
+        "halfway": halfway,
+        "held halfway": held_halfway,
+        "held": stage.meter.peak,
+        "held at the end": stage.meter.held(),
+    }
+
+
+@pytest.mark.parametrize("which", PARTS)
+def test_both_halves_together_make_the_gradients_of_the_whole_backward(job, which):
+    whole, halves = (run(build_stage(job, which), split) for split in (False, True))
+    for ours, theirs in zip(halves["sent"], whole["sent"]):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert (ours - theirs).abs().max() <= 1e-12
+    assert halves["gradients"].keys() == whole["gradients"].keys()
+    for name, gradient in whole["gradients"].items():
+        assert (halves["gradients"][name] - gradient).abs().max() <= 1e-12, name
+
+
+@pytest.mark.parametrize("which", PARTS)
+def test_both_halves_together_do_the_same_matrix_products_as_the_whole_backward(job, which):
+    whole, halves = (run(build_stage(job, which), split) for split in (False, True))
+    assert halves["products"] == whole["products"]
+    # Seven matrices a layer, and the head: for each of them one product is put off.
+    first, last = PARTS[which]
+    matrices = 7 * (last - first) + (last == CONFIG.layers)
+    assert len(whole["products"]) - halves["halfway"] == 2 * matrices  # of two micro-batches
+
+
+def test_a_whole_backward_of_a_stage_that_can_split_is_still_whole(job):
+    plain, able = build_stage(job, "inner"), build_stage(job, "inner")
+    able.allow_split_backward()
+    theirs, ours = run(plain, split=False), run(able, split=False)
+    assert ours["products"] == theirs["products"]
+    for name, gradient in theirs["gradients"].items():
+        assert torch.equal(ours["gradients"][name], gradient), name
+
+
+def test_between_the_halves_only_inputs_and_output_gradients_of_the_matrices_are_held(job):
+    halves = run(build_stage(job, "inner"), split=True)
+    positions, number = 2 * 8, 8  # of a micro-batch; bytes
+    dim, kv_dim, hidden = CONFIG.dim, CONFIG.kv_heads * CONFIG.head_dim, CONFIG.hidden_dim
+    # Query, key and value share an input, gate and up another.
+    inputs = dim + dim + dim + hidden
+    outputs = dim + kv_dim + kv_dim + dim + hidden + hidden + dim
+    a_layer = positions * (inputs + outputs) * number
+    assert halves["held halfway"] <= 2 * 2 * a_layer  # two layers, two micro-batches
+    assert halves["held halfway"] > 0
+    assert halves["held halfway"] < halves["held"]
+    assert halves["held at the end"] == 0
+
+
+def test_a_frozen_weight_stays_frozen(job):
+    stage = build_stage(job, "inner")
+    frozen = stage.part.layers["1"].attention.query.weight
+    frozen.requires_grad_(False)
+    halves = run(stage, split=True)
+    assert frozen.grad is None
+    assert halves["gradients"]["layers.1.attention.key.weight"] is not None
+
+
+def test_a_bias_gets_its_gradient_too(job):
+    gradients = []
+    for split in (False, True):
+        stage = build_stage(job, "inner")
+        layer = stage.part.layers["1"].attention.query
+        layer.bias = torch.nn.Parameter(torch.zeros(CONFIG.dim, dtype=torch.float64))
+        gradients.append(run(stage, split)["gradients"]["layers.1.attention.query.bias"])
+    assert (gradients[0] - gradients[1]).abs().max() <= 1e-12
