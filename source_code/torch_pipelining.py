@@ -353,7 +353,7 @@ def generate(arguments, job, schedule, stages, report, shown=2):
     """
     has_first = any(stage.is_first for stage in stages)
     texts = prompts_of(arguments).to(job.device)
-    last_rank = report.schedule.stage_to_rank[report.schedule.num_stages - 1]
+    last_rank = report.schedule.rank_of(report.schedule.num_stages - 1, 0)
     start = texts.shape[1]
     for _ in range(arguments.generate):
         window, end = window_of(texts, arguments.seq_len)
@@ -399,6 +399,11 @@ def window_of(texts, length):
 
 def train_one_process(arguments, device="cpu"):
     """The loss of every step without ranks, stages and schedule: what --verify compares with."""
+    return one_process(arguments, device)[1]
+
+
+def one_process(arguments, device="cpu"):
+    """The whole model trained on the whole batches, and the loss of every step."""
     model = build_model(arguments.config, arguments.seed, arguments.torch_dtype, device)
     optimizer, rates = build_optimizer(arguments, model.parameters())
     losses = []
@@ -412,7 +417,7 @@ def train_one_process(arguments, device="cpu"):
         optimizer.step()
         rates.step()
         losses.append(loss.item())
-    return losses
+    return model, losses
 
 
 if __name__ == "__main__":

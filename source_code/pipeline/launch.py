@@ -60,8 +60,12 @@ class Run:
     timeline: Timeline | None
 
 
-def warm_up():
-    """Let the fork server import torch in the background. Returns at once."""
+def warm_up(*modules):
+    """Let the fork server import torch in the background. Returns at once.
+
+    `modules` are what a lesson's scripts import besides, by name, where that takes long.
+    """
+    PRELOAD.extend(module for module in modules if module not in PRELOAD)
     if can_fork():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
