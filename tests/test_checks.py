@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from pipeline.checks import lesson_00, lesson_01, lesson_02, lesson_03, lesson_04
+from pipeline.checks import lesson_00, lesson_01, lesson_02, lesson_03, lesson_04, lesson_08
 from pipeline.checks.answer import NOT_ATTEMPTED
 from pipeline.model import token_loss
 
@@ -34,6 +34,9 @@ def stub(*arguments):
         lesson_04.version_seen,
         lesson_04.stash_bytes,
         lesson_04.even_cut,
+        lesson_08.placement,
+        lesson_08.what_to_pass,
+        lesson_08.clip_factor,
     ],
 )
 def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
@@ -319,4 +322,53 @@ def test_stash_bytes_explains(total, sentence, capsys):
 )
 def test_even_cut_explains(cut, sentence, capsys):
     answer = answer_to(lesson_04.even_cut, capsys, cut)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("place", "sentence"),
+    [
+        (lambda shape, r, p: [2 * r, 2 * r + 1], "one large stage again"),
+        (lambda shape, r, p: [r, r + p], "with it ZB-V waits for ever"),
+        (lambda shape, r, p: [r, r + p if shape == "loop" else 2 * p - r], "counted from 0"),
+        (lambda shape, r, p: [r], "it is [0, 4]"),
+        (lambda shape, r, p: 3, "return a list of two numbers"),
+    ],
+)
+def test_placement_explains(place, sentence, capsys):
+    answer = answer_to(lesson_08.placement, capsys, place)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("passed", "sentence"),
+    [
+        (lambda first, last: {"inputs"} if first else set(), "do not travel"),
+        (lambda first, last: {"inputs", "mask"}, "comes from the stage before"),
+        (lambda first, last: {"mask", "target"} | ({"inputs"} if first else set()), "no scores"),
+        (
+            lambda first, last: (
+                {"inputs", "mask"} if first else {"mask", "target", "losses"} if last else {"mask"}
+            ),
+            "rank 0 of a V",
+        ),
+        (lambda first, last: 3, "return a set of names"),
+    ],
+)
+def test_what_to_pass_explains(passed, sentence, capsys):
+    answer = answer_to(lesson_08.what_to_pass, capsys, passed)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("factor", "sentence"),
+    [
+        (lambda norms, most: most / sum(norm**2 for norm in norms) ** 0.5, "short enough"),
+        (lambda norms, most: min(1.0, most / sum(norms)), "their squares do"),
+        (lambda norms, most: min(1.0, most / max(norms)), "the longest part alone"),
+        (lambda norms, most: 1.0, "so it is 0.2"),
+    ],
+)
+def test_clip_factor_explains(factor, sentence, capsys):
+    answer = answer_to(lesson_08.clip_factor, capsys, factor)
     assert answer.startswith("Not yet: ") and sentence in answer

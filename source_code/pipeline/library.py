@@ -7,6 +7,7 @@ waits when nothing moves, and the library's schedules as the data that the simul
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -68,7 +69,8 @@ def schedule_as_data(name, num_ranks, num_microbatches, chunks):
     order, which is that of our `one_f_one_b`. An overlapped pair counts as two actions.
     """
     if name in ONE_STAGE:
-        return {"GPipe": gpipe, "1F1B": one_f_one_b}[name](num_ranks, num_microbatches)
+        ours = {"GPipe": gpipe, "1F1B": one_f_one_b}[name](num_ranks, num_microbatches)
+        return replace(ours, name=name)
     orders = []
     for row in get_schedule_ops(name, num_ranks, num_microbatches, chunks):
         actions = [action for entry in row if entry for action in entry.sub_actions or [entry]]
