@@ -43,6 +43,7 @@ from pipeline.library import (
     schedule_as_data,
     stages_of_rank,
     watched,
+    without_messages_to_itself,
 )
 from pipeline.model import VOCABULARY, ModelPart, build_model, materialise, token_loss
 from pipeline.recorder import Recorder
@@ -113,12 +114,6 @@ def check_combination(arguments):
     )
     if complaint:
         refuse(complaint)
-    if arguments.schedule in V_SHAPED and arguments.split != "manual":
-        refuse(
-            f"--schedule {arguments.schedule} with --split {arguments.split}: the library has "
-            "traced neighbours on one rank write to themselves, which gloo refuses; "
-            "use --split manual"
-        )
     if arguments.documents and arguments.split != "manual":
         refuse(
             f"--documents with --split {arguments.split}: the tracer would send the mask through "
@@ -135,9 +130,11 @@ def build_stages(arguments, job):
     """This rank's stages, as torch's own objects, in the order in which the model runs them."""
     indices = stages_of_rank(arguments.schedule, job.rank, job.num_ranks, arguments.chunks)
     if arguments.split == "manual":
-        return [cut_by_hand(arguments, job, index) for index in indices]
-    pipe = traced(arguments)
-    return [stage_of(pipe, arguments, job, index) for index in indices]
+        stages = [cut_by_hand(arguments, job, index) for index in indices]
+    else:
+        pipe = traced(arguments)
+        stages = [stage_of(pipe, arguments, job, index) for index in indices]
+    return [without_messages_to_itself(stage) for stage in stages]
 
 
 def cut_by_hand(arguments, job, index):

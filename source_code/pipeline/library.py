@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from pipeline.schedule import Action, Schedule, validate
@@ -166,6 +167,22 @@ def _root_of(error):
     while error.__cause__ is not None:
         error = error.__cause__
     return error
+
+
+def without_messages_to_itself(stage):
+    """Let a stage's warm-up leave out the neighbours on its own rank; returns the stage.
+
+    Before the first step a stage exchanges an empty message with each neighbour, so that NCCL
+    builds its connections. In a V a neighbour may be on the same rank, and gloo refuses to write
+    to itself. Traced stages do this, and in torch 2.11 all stages.
+    """
+    exchanges = stage._get_init_p2p_neighbors_ops
+
+    def with_other_ranks():
+        return [message for message in exchanges() if message.peer != dist.get_rank()]
+
+    stage._get_init_p2p_neighbors_ops = with_other_ranks
+    return stage
 
 
 @contextmanager
