@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch_pipelining
 import torch_pipelining_gpt2
-from ranks import PRELOAD  # whose ranks these are
+from ranks import PRELOAD, run_on_ranks
 
 from pipeline import schedules
 from pipeline.arguments import parse_training_arguments, training_parser
@@ -257,6 +257,41 @@ def test_twelve_layers_of_width_64_are_cut_in_168384_149952_149952_and_166464_pa
         "149,952",
         "166,464",
     ]
+
+
+def train_traced(rank, model):
+    """Trace a Hugging Face model, take one step on 4 ranks; the error, or None."""
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, build_stage, pipeline
+
+    from pipeline.distributed import join_job
+
+    job = join_job("cpu", timeout=20, pairs=[])
+    arguments = arguments_of(f"{TINY} --model {model}", torch_pipelining_gpt2)
+    whole = torch_pipelining_gpt2.build_whole(arguments).to_empty(device="cpu")
+    layers = "model.layers" if model == "llama" else "transformer.h"
+    tokens = torch.ones((2, 16), dtype=torch.int64)
+    try:
+        split = {f"{layers}.{i}": SplitPoint.BEGINNING for i in (1, 2, 3)}
+        pipe = pipeline(whole, mb_args=(tokens,), split_spec=split)
+        stage = build_stage(pipe.get_stage_module(rank), rank, pipe.info(), job.device)
+        schedule = ScheduleGPipe(stage, 8, loss_fn=lambda scores, targets: scores.mean())
+        torch_pipelining_gpt2.run_step(schedule, stage, tokens.repeat(8, 1), tokens.repeat(8, 1), {})
+    except Exception as error:
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt2-classifier", "expected non-root _RecvInfo but got root arg at index"),
+        ("llama", "Backward of skip connections not supported yet"),
+    ],
+)
+def test_a_traced_classifier_and_a_traced_llama_do_not_train(model, message):
+    errors = run_on_ranks(train_traced, 4, model)
+    assert any(message in (error or "") for error in errors), errors
 
 
 @pytest.mark.parametrize("model", torch_pipelining_gpt2.MODELS)
