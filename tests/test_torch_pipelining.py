@@ -275,7 +275,9 @@ def train_traced(rank, model):
         pipe = pipeline(whole, mb_args=(tokens,), split_spec=split)
         stage = build_stage(pipe.get_stage_module(rank), rank, pipe.info(), job.device)
         schedule = ScheduleGPipe(stage, 8, loss_fn=lambda scores, targets: scores.mean())
-        torch_pipelining_gpt2.run_step(schedule, stage, tokens.repeat(8, 1), tokens.repeat(8, 1), {})
+        torch_pipelining_gpt2.run_step(
+            schedule, stage, tokens.repeat(8, 1), tokens.repeat(8, 1), {}
+        )
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
