@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
+from jupyter_client import KernelManager
 
 from pipeline.launch import run
 
@@ -195,6 +196,36 @@ def test_without_slurm_it_says_what_to_install(tmp_path):
         "not installed: slurmctld slurmd srun sbatch munged; on Debian and Ubuntu, as root: "
         "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge\n"
     )
+
+
+@needs_slurm
+@pytest.mark.parametrize("end", ["shutdown", "kill"])
+def test_the_cluster_of_a_notebook_ends_with_its_kernel(tmp_path, monkeypatch, end):
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "COURSE_"))]:
+        monkeypatch.delenv(name)
+    folder = tmp_path / "cluster"
+    monkeypatch.setenv("COURSE_CLUSTER_FOLDER", str(folder))
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        source = str(ROOT / "source_code")
+        client.execute_interactive(
+            f"import sys; sys.path.insert(0, {source!r})\n"
+            "from pipeline.cluster import open_cluster\n"
+            "open_cluster().ask('', 'srun --quiet --nodes=2 true')",
+            timeout=60,
+            output_hook=lambda message: None,
+        )
+        daemons = [psutil.Process(int(file.read_text())) for file in folder.glob("run/*.pid")]
+        assert len(daemons) == 4 and all(map(runs, daemons))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=end == "kill")
+    _, left = psutil.wait_procs(daemons, timeout=10)
+    assert [process for process in left if runs(process)] == []
 
 
 # The job scripts.

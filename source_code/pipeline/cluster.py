@@ -83,14 +83,16 @@ def _start_local():
     if started.returncode:
         raise ClusterFailed(started.stderr)
     if not running:
-        # A kernel may be killed, and then runs no farewell of its own.
+        # A kernel may be killed, and then runs no farewell of its own. If it ends in peace it ends
+        # its children first, so this must not be one: setsid --fork leaves it without a parent.
         waiting = 'tail --pid="$1" -f /dev/null; exec "$2" stop'
-        subprocess.Popen(
-            ["bash", "-c", waiting, "end_with", str(os.getpid()), str(LOCAL_CLUSTER)],
+        words = ["bash", "-c", waiting, "end_with", str(os.getpid()), str(LOCAL_CLUSTER)]
+        subprocess.run(
+            ["setsid", "--fork", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            check=True,
         )
     said = subprocess.run([LOCAL_CLUSTER, "env"], capture_output=True, text=True, check=True)
     return dict(re.findall(r"^export (\w+)=(\S+)", said.stdout, re.MULTILINE))
