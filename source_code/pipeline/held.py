@@ -50,6 +50,10 @@ class HeldMeter:
             self.storages[key] = {storage.data_ptr(): storage.nbytes() for storage in storages}
             self.peak = max(self.peak, self.held())
 
+    def hold_for_a_moment(self, num_bytes):
+        """Beside what is held there are `num_bytes` more, and soon they are not."""
+        self.peak = max(self.peak, self.held() + num_bytes)
+
     def release(self, key):
         """After a backward: its forward's tensors are gone."""
         self.storages.pop(key, None)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pipeline.held import HeldMeter
 from pipeline.model import cut_evenly
 from pipeline.split_backward import tensors_of
 from pipeline.stage import Stage
@@ -103,9 +104,11 @@ def _checkpointed(mix, recorder, *inputs):
 
 def _mix_again(mix, recorder, *inputs):
     if recorder.meter.active:
-        # Here the hooks of `checkpoint` see what is saved, and nobody else's: look on the side.
-        with recorder.meter.holding([], "attention"):
+        # Here the hooks of `checkpoint` see what is saved, and nobody else's: look on the side. With
+        # a meter of its own, since by now the backward has let go of memory that is used again.
+        inside = HeldMeter()
+        with inside.holding(inputs, "attention"):
             mix(*inputs)
-        recorder.meter.release("attention")
+        recorder.meter.hold_for_a_moment(inside.peak)
     with recorder.recomputing():
         return mix(*inputs)
