@@ -27,11 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 from pipeline import launch
 from pipeline.explorer import Panel, explore
 from pipeline.files import write_whole
+from pipeline.library import ONE_STAGE, SCHEDULES, schedule_as_data
 from pipeline.refusal import Parser
+from pipeline.schedule import to_csv
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
 
-OURS, TORCHS, NAIVE = "gpipe.py", "../tests/benchmark_torch.py", "naive_model_parallelism.py"
+OURS, NAIVE = "gpipe.py", "naive_model_parallelism.py"
+TORCHS = "torch_pipelining.py --schedule GPipe"
 # Small enough for the computing to hide in the pace, also with eight ranks on two cores.
 TINY = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 PACED = f"{TINY} --pace 10 20 --steps 9"
@@ -40,6 +43,7 @@ LARGE = (
     "--layers 8 --dim 256 --heads 8 --kv-heads 4 --seq-len 128 --batch-size 16 --dtype float32 "
     "--learning-rate 0.05 --steps 6"
 )
+HEAD_TO_HEAD = "Every schedule of torch, ours beside it"
 LIMIT = 120  # seconds that any one run may take
 RESULT = launch.ROOT / "build" / "benchmark.md"
 
@@ -62,17 +66,19 @@ def main():
     print(f"{machine}\n", flush=True)
     # torch's schedules take seconds to import. In the fork server they make our warm start a
     # little slower, never faster.
-    launch.PRELOAD.append("torch.distributed.pipelining")
+    launch.PRELOAD.extend(["torch.distributed.pipelining", "pipeline.library"])
     launch.run(f"{OURS} {TINY} --steps 1", warm=True, show=False)
 
     tables = [
         ("Start", measure_start(repeats)),
         ("Paced steps", measure_paced_steps(repeats)),
+        (HEAD_TO_HEAD, measure_every_schedule(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
         ("The explorer", measure_explorer(repeats)),
     ]
     text = "\n\n".join([machine] + [as_table(title, rows) for title, rows in tables])
+    text += f"\n\n{where_ours_is_worse(dict(tables)[HEAD_TO_HEAD])}"
     print(text.removeprefix(machine).lstrip("\n"))
     write_whole(RESULT, text + "\n")
 
@@ -98,10 +104,11 @@ def processor():
 
 def measure_start(repeats):
     """Seconds until ranks are at work: warm, and cold beside the least that a script can do."""
-    warm, cold, bare = [], [], []
+    warm, cold, bare, library = [], [], [], []
     for round in each_round("start", repeats):
         warm.append(timed_run(OURS, "", 4).first_loss)
-        for script, times in in_turns(round, (OURS, cold), ("../tests/benchmark_bare.py", bare)):
+        scripts = (OURS, cold), ("../tests/benchmark_bare.py", bare), (TORCHS, library)
+        for script, times in in_turns(round, *scripts):
             start = time.perf_counter()
             launch.run(script, warm=False, show=False, limit=LIMIT)
             times.append(time.perf_counter() - start)
@@ -111,6 +118,7 @@ def measure_start(repeats):
         Row("cold, torchrun of gpipe.py, 4 ranks, 10 steps", "", cold, "{:.2f} s"),
         Row("cold, torchrun of a bare script, 4 ranks", "", bare, "{:.2f} s"),
         Row("gpipe.py over the bare script", "at most 1.6", ratios, "{:.2f}"),
+        Row("cold, torchrun of torch_pipelining.py, 4 ranks, 10 steps", "", library, "{:.2f} s"),
     ]
 
 
@@ -142,6 +150,62 @@ def measure_paced_steps(repeats):
     between = [steady_interval() for _ in each_round("PipeDream", repeats)]
     target = "30 ms, 5% more at most"
     return rows + [Row("PipeDream, 4 ranks: a mini-batch in the steady state", target, between)]
+
+
+def measure_every_schedule(repeats):
+    """The same list of actions, the same stages and ranks: our worker beside the library.
+
+    The list is the library's own, written to a file that our worker performs.
+    """
+    rows = []
+    for name in SCHEDULES:
+        schedule = schedule_as_data(name, 4, 8, 1 if name in ONE_STAGE else 2)
+        file = RESULT.with_name("benchmark_schedule.csv")
+        file.write_text(to_csv(schedule))
+        ours, torchs, differences = [], [], []
+        flags = f"{TINY} --pace 20 40 --steps 5 --batch-size 8"
+        for round in each_round(name, repeats):
+            scripts = (
+                (f"custom_schedule.py {file}", ours),
+                (f"torch_pipelining.py --schedule {name} --microbatches 8", torchs),
+            )
+            for script, runs in in_turns(round, *scripts):
+                runs.append(timed_run(script, flags, 4))
+            differences.append(largest_difference(ours[-1], torchs[-1]))
+        file.unlink()
+        theory = f"{simulate(schedule, Costs(20, 40)).makespan:g} ms"
+        for whose, runs in (("ours", ours), ("torch's", torchs)):
+            rows += [
+                Row(f"{name}: step, {whose}", theory, [run.step for run in runs]),
+                Row(
+                    f"{name}: warm, to the first loss, {whose}",
+                    "",
+                    [run.first_loss for run in runs],
+                    "{:.2f} s",
+                ),
+                Row(
+                    f"{name}: peak memory of the largest rank, {whose}",
+                    "",
+                    [run.peak for run in runs],
+                    "{:.0f} MiB",
+                ),
+            ]
+        rows.append(Row(f"{name}: losses, ours - torch's", "at most 1e-12", differences, "{:.1e}"))
+    return rows
+
+
+def where_ours_is_worse(rows):
+    """A sentence that names every measurement in which our median is above torch's."""
+    medians = {row.what: (statistics.median(row.values), row.form) for row in rows}
+    worse = []
+    for what, (ours, form) in medians.items():
+        theirs = medians.get(what.replace(", ours", ", torch's"), (ours, form))[0]
+        if what.endswith(", ours") and ours > theirs:
+            worse.append(f"{what.removesuffix(', ours')} ({form.format(ours)}, "
+                         f"torch's {form.format(theirs)})")  # fmt: skip
+    if not worse:
+        return "Ours is worse than torch's in none of these medians."
+    return "Ours is worse than torch's in: " + "; ".join(worse) + "."
 
 
 def steady_interval():
@@ -245,6 +309,7 @@ class TimedRun(NamedTuple):
     between_losses: float  # milliseconds, the median, the first step left out
     step: float  # milliseconds from the first action to the last, the script's own median
     idle: float  # as a fraction, likewise
+    peak: float  # MiB of the largest rank's process
     losses: list  # in full precision
 
 
@@ -265,6 +330,7 @@ def timed_run(script, flags, ranks):
         between_losses=statistics.median(gaps),
         step=float(summary[1]),
         idle=float(summary[summary.index("idle") + 1].rstrip("%")) / 100,
+        peak=max(map(float, summary[summary.index("memory") + 1 : summary.index("MiB,")])),
         losses=[row["loss"] for row in rows],
     )
 

@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.distributed import join_job, leave_job
 from pipeline.figures import draw_timelines
-from pipeline.launch import ROOT, RunFailed, run
+from pipeline.launch import RunFailed, run
 from pipeline.model import ModelConfig, build_part, token_loss
 from pipeline.recompute import MODES, build_recomputing_stage
 from pipeline.recorder import Recorder
@@ -37,14 +39,15 @@ INPUT = 2 * 8 * 16 * 8  # bytes of one micro-batch's activation between two laye
 @functools.cache
 def train(schedule, mode, more=""):
     """Losses in full precision, and the bytes each rank held."""
-    done = run(
-        f"{SCRIPT} {FLAGS} --schedule {schedule} --recompute {mode} {more} "
-        "--losses build/test_recompute.losses --timeline build/test_recompute.json",
-        warm=True,
-        show=False,
-        limit=60,
-    )
-    rows = (ROOT / "build/test_recompute.losses").read_text().splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(
+            f"{SCRIPT} {FLAGS} --schedule {schedule} --recompute {mode} {more} "
+            f"--losses {folder}/losses --timeline {folder}/timeline",
+            warm=True,
+            show=False,
+            limit=60,
+        )
+        rows = Path(f"{folder}/losses").read_text().splitlines()
     held = re.search(r"held for backwards ([\d. ]+) MiB", done.output)[1]
     orders = tuple(tuple(event.action for event in events) for events in done.timeline.by_rank)
     return [json.loads(row)["loss"] for row in rows], [float(n) for n in held.split()], orders
@@ -77,9 +80,9 @@ def test_adamw_keeps_every_bit():
     assert all(each == losses[0] for each in losses)
 
 
-def test_a_paced_backward_lasts_a_forward_longer():
+def test_a_paced_backward_lasts_a_forward_longer(tmp_path):
     done = run(
-        f"{SCRIPT} {SMALL} --steps 2 --pace 4 6 --schedule 1f1b --timeline build/test_again.json",
+        f"{SCRIPT} {SMALL} --steps 2 --pace 4 6 --schedule 1f1b --timeline {tmp_path}/timeline",
         ranks=2,
         warm=True,
         show=False,
@@ -96,9 +99,9 @@ def test_a_paced_backward_lasts_a_forward_longer():
     assert "(predicted 126.0)" in done.output
 
 
-def test_where_nothing_is_recomputed_no_time_is_noted_for_it():
+def test_where_nothing_is_recomputed_no_time_is_noted_for_it(tmp_path):
     done = run(
-        f"{SCRIPT} {SMALL} --steps 1 --recompute none --timeline build/test_again.json",
+        f"{SCRIPT} {SMALL} --steps 1 --recompute none --timeline {tmp_path}/timeline",
         ranks=2,
         warm=True,
         show=False,

@@ -308,8 +308,6 @@ def draw_legend(timelines, top):
             for i in range(3):
                 part = f'<rect x="{left + i * ROW / 3:.1f}" y="{y}" width="{ROW / 3:.1f}" '
                 parts.append(f'{part}height="18" fill="{shade_of("F", i)}"/>')
-        elif sign == "recomputed":
-            parts.append(f'{box}fill="{FILL["F"]}" {DASHED}/>')
         elif sign == "waiting":
             parts.append(f'{box}fill="{TEXT}" fill-opacity="0.13"/>')
         elif sign == "message":
@@ -318,11 +316,13 @@ def draw_legend(timelines, top):
                 f'stroke="{TEXT}"/>'
             )
         else:
-            parts.append(f'{box}fill="{FILL[sign]}"/>')
+            kind = "F" if sign == "recomputed" else sign
+            dashes = f" {DASHED}" if sign != kind else ""
+            parts.append(f'{box}fill="{FILL[kind]}"{dashes}/>')
             parts += [f'{box}fill="url(#hatch)"/>'] if sign == "W" else []
             parts.append(
                 f'<text x="{left + ROW / 2:.1f}" y="{y + 13.5}" text-anchor="middle" '
-                f'font-size="{FONT}" font-weight="bold" fill="{NUMBER[sign]}">'
+                f'font-size="{FONT}" font-weight="bold" fill="{NUMBER[kind]}">'
                 f"{0 if few else ''}</text>"
             )
             parts += _draw_dots([_dot(left + ROW, y)] if sign == "I" else [])

@@ -67,8 +67,11 @@ class Run:
 
 
 def warm_up(*modules):
-    """Let the fork server import torch in the background, and further modules. Returns at once."""
-    PRELOAD.extend(modules)
+    """Let the fork server import torch in the background. Returns at once.
+
+    `modules` are what a lesson's scripts import besides, by name, where that takes long.
+    """
+    PRELOAD.extend(module for module in modules if module not in PRELOAD)
     if can_fork():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)

@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.value = linear(config.dim, kv_dim)
         self.output = linear(config.dim, config.dim)
 
-    def forward(self, x, rotary):
+    def forward(self, x, rotary, mask=None):
         batch, length, dim = x.shape
 
         def in_heads(projected):  # (batch, length, width) -> (batch, heads, length, head_dim)
@@ -84,12 +84,14 @@ class Attention(nn.Module):
         query = rotate(in_heads(self.query(x)), *rotary)
         key = rotate(in_heads(self.key(x)), *rotary)
         value = in_heads(self.value(x))
-        mixed = self.mix(query, key, value)
+        mixed = self.mix(query, key, value, mask)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
 
-    def mix(self, query, key, value):
+    def mix(self, query, key, value, mask=None):
         """What each position takes from those before it: (batch, heads, length, head_dim)."""
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
 
 
 class FeedForward(nn.Module):
@@ -115,8 +117,8 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dim)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x, rotary):
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x, rotary, mask=None):
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -124,7 +126,9 @@ class ModelPart(nn.Module):
     """Layers `first` to `last` - 1 of the model, laid out without memory (see `build_part`).
 
     Takes tokens (batch, length) if it is the first part, else activations (batch, length, dim);
-    returns scores (batch, length, VOCABULARY) if it is the last part, else activations.
+    returns scores (batch, length, VOCABULARY) if it is the last part, else activations. `mask`,
+    (batch, 1, length, length), is True where a position may look at another one; without it each
+    position looks at itself and all before it.
     """
 
     def __init__(self, config, first, last):
@@ -142,7 +146,7 @@ class ModelPart(nn.Module):
             table = torch.empty(config.seq_len, config.head_dim // 2, device="meta")
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, x, start=0, end=None):
+    def forward(self, x, mask=None, start=0, end=None):
         """Run the part, or of its layers only `start` to `end` - 1, counted within the part.
 
         The embedding goes with the first layer, the last norm and the head with the last one.
@@ -153,7 +157,7 @@ class ModelPart(nn.Module):
         length = x.shape[1]
         rotary = self.cosine[:length], self.sine[:length]
         for layer in layers[start:end]:
-            x = layer(x, rotary)
+            x = layer(x, rotary, mask)
         return self.head(self.norm(x)) if self.is_last and end in (None, len(layers)) else x
 
 
@@ -187,7 +191,14 @@ def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
     gets its memory together with its weight. This is how a model that fits on no single device is
     built.
     """
-    part = ModelPart(config, first, last)
+    return materialise(ModelPart(config, first, last), config, seed, dtype, device)
+
+
+def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
+    """Give a laid out part of the model its memory and its starting weights; return it.
+
+    `part` may be any module whose parameters have their names in the whole model.
+    """
     for path, module in part.named_modules():
         for name, layout in list(module.named_parameters(recurse=False)):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)

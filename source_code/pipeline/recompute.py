@@ -80,7 +80,7 @@ class PiecewiseStage(Stage):
         return gradient
 
     def run_piece(self, piece, x, targets):
-        x = self.part(x, *piece)
+        x = self.part(x, start=piece[0], end=piece[1])
         is_end = self.is_last and piece == self.pieces[-1]
         return self.loss_function(x, targets) if is_end else x
 

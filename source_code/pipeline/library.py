@@ -1,0 +1,210 @@
+"""torch.distributed.pipelining beside the course's own tools: placed, recorded, watched, as data.
+
+The library performs a schedule by itself. What stands here lets this course look at it: which rank
+a schedule wants which stage on, when each of a stage's actions started and ended, for whom a rank
+waits when nothing moves, and the library's schedules as the data that the simulator predicts.
+"""
+
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from pipeline.schedule import Action, Schedule, validate
+from pipeline.schedules import gpipe, one_f_one_b
+from pipeline.watch import Wait, end_process
+
+ONE_STAGE = ("GPipe", "1F1B")  # a rank has one stage
+LOOPS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = ONE_STAGE + LOOPS + V_SHAPED
+
+
+def stages_of_rank(name, rank, num_ranks, chunks):
+    """The stages that schedule `name` expects on `rank`. The library does not check it.
+
+    A loop deals the stages out round after round; a V comes back, so that rank 0 has the first
+    and the last stage.
+    """
+    if name in V_SHAPED:
+        return [rank, 2 * num_ranks - 1 - rank]
+    return [rank + chunk * num_ranks for chunk in range(chunks)]
+
+
+def complaint_about(name, num_ranks, num_microbatches, chunks):
+    """Why the library would refuse these numbers, as a sentence with the fix, or None."""
+    flags = f"--schedule {name}"
+    if name in ONE_STAGE and chunks != 1:
+        return f"{flags} has one stage a rank; use --chunks 1"
+    if name in LOOPS and chunks < 2:
+        return f"{flags} needs several stages a rank; use --chunks 2 or more"
+    if name in V_SHAPED and chunks != 2:
+        return f"{flags} has exactly two stages a rank; use --chunks 2"
+    if name == "1F1B" and num_microbatches < num_ranks:
+        return (
+            f"{flags}: --microbatches {num_microbatches} is less than the {num_ranks} stages; "
+            f"use {num_ranks} or more"
+        )
+    if name == "DualPipeV" and num_microbatches < 2 * num_ranks:
+        return (
+            f"{flags}: --microbatches {num_microbatches} is less than the {2 * num_ranks} stages; "
+            f"use {2 * num_ranks} or more"
+        )
+    rounds = max(1, num_microbatches // num_ranks)
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and num_microbatches % rounds:
+        return (
+            f"{flags}: --microbatches {num_microbatches} is no multiple of its {rounds} rounds "
+            f"on {num_ranks} ranks; use a multiple of {num_ranks}"
+        )
+    return None
+
+
+def schedule_as_data(name, num_ranks, num_microbatches, chunks):
+    """The actions that the library takes, as a Schedule to simulate and draw.
+
+    They are the library's own list. Only for 1F1B it is not: there the list has a fault on the
+    last rank (it leaves F0 out and runs one too many at the end) and the library performs another
+    order, which is that of our `one_f_one_b`. An overlapped pair counts as two actions.
+    """
+    if name in ONE_STAGE:
+        ours = {"GPipe": gpipe, "1F1B": one_f_one_b}[name](num_ranks, num_microbatches)
+        return replace(ours, name=name)
+    orders = []
+    for row in get_schedule_ops(name, num_ranks, num_microbatches, chunks):
+        actions = [action for entry in row if entry for action in entry.sub_actions or [entry]]
+        orders.append(
+            tuple(
+                Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+                for action in actions
+            )
+        )
+    return validate(Schedule(name, tuple(orders)))
+
+
+def recorded(stage, job, recorder):
+    """Let `recorder` time and pace what the library asks of one of its stages; returns the stage.
+
+    Works for both kinds of stage, cut by hand and traced. The library calls each of these methods
+    as soon as the message that it needs has arrived, as our worker does.
+    """
+    forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
+    backward_weight = stage.backward_weight_one_chunk
+    tensors = [*stage.submod.parameters(), *stage.submod.buffers()]
+
+    @contextmanager
+    def act(kind, microbatch):
+        job.watch.wait = None
+        action = Action(stage.stage_index, kind, microbatch)
+        if kind != "W":
+            job.message_has_arrived()
+        with recorder.record(action):
+            yield
+        _wait_again(job, f"what it needs after {action}")
+
+    def recorded_forward(microbatch, *arguments, **keywords):
+        if not stage.has_backward:
+            return forward(microbatch, *arguments, **keywords)
+        key = stage.stage_index, microbatch
+        with act("F", microbatch), recorder.meter.holding(tensors, key):
+            return forward(microbatch, *arguments, **keywords)
+
+    def recorded_backward(microbatch, *arguments, full_backward=True, **keywords):
+        keywords["full_backward"] = full_backward
+        if not stage.has_backward:
+            return backward(microbatch, *arguments, **keywords)
+        with act("B" if full_backward else "I", microbatch):
+            backward(microbatch, *arguments, **keywords)
+        if full_backward:
+            recorder.meter.release((stage.stage_index, microbatch))
+
+    def recorded_backward_weight(microbatch, *arguments, **keywords):
+        if not stage.has_backward:
+            return backward_weight(microbatch, *arguments, **keywords)
+        with act("W", microbatch):
+            backward_weight(microbatch, *arguments, **keywords)
+        recorder.meter.release((stage.stage_index, microbatch))
+
+    stage.forward_one_chunk = recorded_forward
+    stage.backward_one_chunk = recorded_backward
+    stage.backward_weight_one_chunk = recorded_backward_weight
+    return stage
+
+
+@contextmanager
+def watched(job, what):
+    """Around a call into the library that waits for other ranks.
+
+    The library's own waits end after the process group's limit, in the words of the transport.
+    Here a rank that has waited for `--timeout` seconds since its last action ends the job, and a
+    lost connection is named.
+    """
+    job.watch.wait = None
+    _wait_again(job, what)
+    try:
+        yield
+    except RuntimeError as error:
+        cause = _root_of(error)
+        if any(words in str(cause) for words in ("closed by peer", "reset by peer", "Timed out")):
+            end_process(job.watch.explain_loss(_next_rank(job), what, cause))
+        raise
+    finally:
+        job.watch.wait = None
+
+
+def _wait_again(job, what):
+    if job.num_ranks > 1:
+        job.watch.wait = Wait(_next_rank(job), what, time.monotonic())
+
+
+def _next_rank(job):
+    return (job.rank + 1) % job.num_ranks
+
+
+def _root_of(error):
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def without_messages_to_itself(stage):
+    """Let a stage's warm-up leave out the neighbours on its own rank; returns the stage.
+
+    Before the first step a stage exchanges an empty message with each neighbour, so that NCCL
+    builds its connections. In a V a neighbour may be on the same rank, and gloo refuses to write
+    to itself. Traced stages do this, and in torch 2.11 all stages.
+    """
+    exchanges = stage._get_init_p2p_neighbors_ops
+
+    def with_other_ranks():
+        return [message for message in exchanges() if message.peer != dist.get_rank()]
+
+    stage._get_init_p2p_neighbors_ops = with_other_ranks
+    return stage
+
+
+@contextmanager
+def forwards_only(schedule):
+    """Within it `schedule.eval()` also works for the V-shaped schedules.
+
+    The library's eval() walks through the backwards, too, and leaves the computing out. Where two
+    neighbouring stages are on one rank it stumbles there over a gradient that nobody made. So the
+    backwards are taken out of its list of actions, a private one, for as long as this lasts.
+    """
+    orders = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [part for action in order for part in action.sub_actions or [action]
+               if part.computation_type.name in ("FORWARD", "SEND_F", "RECV_F")]
+        for rank, order in orders.items()
+    }  # fmt: skip
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = orders
+
+
+def mean_of(losses):
+    """The loss of a batch, from the list that `schedule.step(losses=...)` has filled."""
+    return torch.stack(losses).mean().detach() if losses else None

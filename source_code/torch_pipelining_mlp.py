@@ -1,0 +1,128 @@
+"""A three-stage network of no particular form, cut by torch's tracer (lesson 08).
+
+    torchrun --standalone --nproc-per-node 3 source_code/torch_pipelining_mlp.py --verify
+
+The gentlest case of torch.distributed.pipelining: write the model as for one device, say at the end
+of which submodules to cut, train.
+"""
+
+import sys
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, pipeline
+
+from pipeline.arguments import Parser, positive_integer, refuse, seconds
+from pipeline.distributed import join_job, leave_job, ranks_from_environment
+from pipeline.library import mean_of, watched
+
+SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
+
+
+def main():
+    arguments = parse_arguments()
+    job = join_job("cpu", arguments.timeout, pairs=[])
+    pipe = cut(arguments.batch_size // arguments.microbatches)
+    stage = build_stage(pipe.get_stage_module(job.rank), job.rank, pipe.info(), job.device)
+    schedule = Schedule1F1B(stage, arguments.microbatches, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
+
+    losses = []
+    for step in range(arguments.steps):
+        inputs, targets = batch_of(step, arguments.batch_size)
+        optimizer.zero_grad()
+        of_microbatches = [] if stage.is_last else None
+        with watched(job, f"step {step}"):
+            schedule.step(
+                *([inputs] if stage.is_first else []),
+                target=targets if stage.is_last else None,
+                losses=of_microbatches,
+                return_outputs=False,
+            )
+        optimizer.step()
+        if stage.is_last:
+            losses.append(mean_of(of_microbatches).item())
+            print(f"step {step}  loss {losses[-1]:.6f}", flush=True)
+
+    leave_job(job)
+    return 0 if not (arguments.verify and stage.is_last) or verify(arguments, losses) else 1
+
+
+def parse_arguments():
+    parser = Parser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--steps", type=positive_integer, default=5, metavar="N", help="updates to train")
+    add("--batch-size", type=positive_integer, default=24, metavar="N", help="rows a step")
+    add("--microbatches", type=positive_integer, default=6, metavar="M", help="parts of a batch")
+    add("--verify", action="store_true", help="compare with one process training the whole model")
+    add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
+    arguments = parser.parse_args()
+    if arguments.batch_size % arguments.microbatches:
+        refuse(
+            f"--microbatches {arguments.microbatches} does not divide --batch-size "
+            f"{arguments.batch_size}; use a divisor"
+        )
+    if arguments.microbatches < 3:
+        refuse(f"--microbatches {arguments.microbatches} is less than the 3 stages; use 3 or more")
+    if ranks_from_environment()[1] != 3:
+        refuse("the model is cut in three: use --nproc-per-node 3")
+    return arguments
+
+
+class Network(nn.Module):
+    """Written without a thought of pipelines: branches, widths and a sum, as one likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 16))
+        self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.middle = nn.Linear(16, 12)
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(12, 1))
+
+    def forward(self, x):
+        x = self.encoder(x)
+        x = torch.relu(self.left(x)) + torch.sigmoid(self.right(x))
+        x = self.middle(x)
+        return self.head(x)
+
+
+def build_network():
+    torch.manual_seed(0)
+    return Network().double()
+
+
+def cut(microbatch_size):
+    """The traced network as a Pipe of three stages; every rank traces the whole of it."""
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch's own
+    example = torch.zeros(microbatch_size, 8, dtype=torch.float64)
+    return pipeline(build_network(), mb_args=(example,), split_spec=SPLIT)
+
+
+def batch_of(step, batch_size):
+    """Inputs (batch_size, 8) and targets (batch_size, 1): the sine of the inputs' sum."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(batch_size, 8, generator=generator, dtype=torch.float64)
+    return inputs, inputs.sum(1, keepdim=True).sin()
+
+
+def verify(arguments, losses):
+    """Train the uncut network in this process, print the largest difference, say if it is small."""
+    network = build_network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    largest = 0.0
+    for step, ours in enumerate(losses):
+        inputs, targets = batch_of(step, arguments.batch_size)
+        loss = nn.functional.mse_loss(network(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        largest = max(largest, abs(loss.item() - ours))
+    kept = largest <= 1e-12
+    verdict = "as promised" if kept else "MORE THAN PROMISED"
+    print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,362 @@
+"""torch.distributed.pipelining trains the course's model, and Hugging Face's, as one process does."""
+
+import os
+import re
+import shlex
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import torch_pipelining
+import torch_pipelining_gpt2
+from ranks import PRELOAD, run_on_ranks
+
+from pipeline import schedules
+from pipeline.arguments import parse_training_arguments, training_parser
+from pipeline.distributed import ranks_from_environment
+from pipeline.launch import RunFailed, run
+from pipeline.library import LOOPS, SCHEDULES, V_SHAPED, schedule_as_data, stages_of_rank
+from pipeline.model import token_loss
+from pipeline.reference import train_one_process
+from pipeline.schedule import validate
+from pipeline.simulator import Costs, simulate
+
+PRELOAD.extend(["torch.distributed.pipelining", "pipeline.library", "transformers"])
+SCRIPT = "torch_pipelining.py"
+SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 4 --device cpu"
+EVERYTHING = "--optimizer adamw --clip 0.5 --warm-up 2 --documents --batch-size 16"
+KEPT = "as promised"
+
+
+def arguments_of(flags, script=torch_pipelining):
+    with mock.patch.object(sys, "argv", [script.__name__, *shlex.split(flags)]):
+        return script.parse_arguments()
+
+
+def performed(flags, ranks=4, script=SCRIPT):
+    return run(f"{script} {SMALL} {flags}", ranks, warm=True, show=False, limit=60)
+
+
+# All seven schedules
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_of_seven_schedules_equals_one_process_to_1e_12_and_takes_the_listed_actions(name):
+    one_run = performed(f"--schedule {name} --verify --timeline build/torch.json")
+    assert KEPT in one_run.output
+    lesson_02 = run(f"gpipe.py {SMALL}", 4, warm=True, show=False)
+    assert one_run.losses == lesson_02.losses and len(one_run.losses) == 4
+    chunks = 2 if name in LOOPS + V_SHAPED else 1
+    expected = schedule_as_data(name, 4, 8, chunks)
+    actions = [tuple(event.action for event in events) for events in one_run.timeline.by_rank]
+    assert actions == list(expected.orders)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ("--split spec", 4),
+        ("--split calls", 3),
+        ("--split spec --schedule Interleaved1F1B", 2),
+        ("--split calls --schedule InterleavedZeroBubble --microbatches 16 --batch-size 16", 2),
+        ("--split spec --schedule ZBVZeroBubble", 2),
+        ("--split calls --schedule DualPipeV", 2),
+        ("--split spec --schedule ZBVZeroBubble", 1),
+        ("--cut 1,4,2,1 --schedule GPipe", 4),
+        ("--schedule LoopedBFS --chunks 4", 2),
+        ("--schedule ZBVZeroBubble", 1),
+        ("", 1),
+    ],
+)
+def test_each_way_to_cut_the_model_equals_one_process_to_1e_12(flags, ranks):
+    assert KEPT in performed(f"{flags} --verify", ranks).output
+
+
+@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_clipping_cosine_rates_adamw_and_masks_equal_one_process_to_1e_12(name):
+    with_mask = performed(f"--schedule {name} --verify --seq-len 64 {EVERYTHING}")
+    assert KEPT in with_mask.output
+    flags = f"{SMALL} --seq-len 64 {EVERYTHING}".replace("--documents ", "")
+    without = torch_pipelining.train_one_process(arguments_of(flags))
+    assert abs(without[0] - with_mask.losses[0]) > 1e-6, "the mask changes the first loss"
+
+
+def test_the_reference_with_clipping_and_rates_left_out_is_that_of_lesson_02():
+    flags = f"{SMALL} --steps 3"
+    with mock.patch.object(sys, "argv", ["x", *shlex.split(flags)]):
+        plain = train_one_process(parse_training_arguments(training_parser("")))
+    assert torch_pipelining.train_one_process(arguments_of(flags)) == plain
+
+
+def test_the_rate_rises_for_the_warm_up_and_falls_as_a_cosine_to_almost_nothing():
+    arguments = arguments_of("--steps 10 --warm-up 4 --learning-rate 1")
+    optimizer, rates = torch_pipelining.build_optimizer(
+        arguments, [torch.zeros(1, requires_grad=True)]
+    )
+    taken = []
+    for _ in range(10):
+        taken.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        rates.step()
+    assert taken[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert taken[7] == pytest.approx(0.5) and 0 < taken[9] < 0.1
+
+
+def test_a_mask_lets_a_position_see_its_own_paragraph_only():
+    newline = torch_pipelining.LINE_END
+    tokens = torch.tensor([[65, newline, newline, 66, newline, 67]])
+    mask = torch_pipelining.paragraph_mask(tokens)
+    assert mask.shape == (1, 1, 6, 6)
+    rows = ["".join("x" if seen else "." for seen in row) for row in mask[0, 0].tolist()]
+    assert rows == ["x.....", "xx....", "xxx...", "...x..", "...xx.", "...xxx"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_evaluation_and_greedy_text_are_those_of_one_process(name):
+    flags = "--evaluate 2 --generate 12"
+    output = performed(f"--schedule {name} {flags}").output
+    model, _ = torch_pipelining.one_process(arguments_of(f"{SMALL} {flags}"))
+    assert re.search(r"^held out  loss (\S+)", output, re.M)[1] == f"{held_out(model, flags):.6f}"
+    written = re.findall(r"^generated  (.*) -> (.*)$", output, re.M)
+    assert written == greedy(model, flags)[:2]
+
+
+@torch.no_grad()
+def held_out(model, flags):
+    arguments = arguments_of(f"{SMALL} {flags}")
+    losses = []
+    for number in range(arguments.evaluate):
+        inputs, targets = torch_pipelining.held_out_batch(arguments, number)
+        losses.append(token_loss(model(inputs), targets).item())
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def greedy(model, flags):
+    arguments = arguments_of(f"{SMALL} {flags}")
+    texts = torch_pipelining.prompts_of(arguments)
+    start = texts.shape[1]
+    for _ in range(arguments.generate):
+        scores = model(texts[:, -arguments.seq_len :])
+        texts = torch.cat([texts, scores[:, -1:].argmax(-1)], dim=1)
+    as_text = lambda tokens: repr(bytes(tokens).decode(errors="replace"))  # noqa: E731
+    return [(as_text(text[:start]), as_text(text[start:])) for text in texts.tolist()]
+
+
+# The library's schedules as data
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 6), (4, 8), (4, 16)])
+def test_interleaved_1f1b_zb_v_and_dualpipe_v_are_ours_action_by_action(ranks, microbatches):
+    for name, ours in {
+        "Interleaved1F1B": schedules.interleaved_1f1b(ranks, microbatches, 2),
+        "ZBVZeroBubble": schedules.zb_v(ranks, microbatches),
+        "DualPipeV": schedules.dualpipe_v(ranks, microbatches),
+    }.items():
+        theirs = schedule_as_data(name, ranks, microbatches, 2)
+        assert theirs.orders == ours.orders, name
+
+
+def test_looped_bfs_takes_another_order_than_ours_and_as_long():
+    ours, theirs = schedules.looped_bfs(4, 8, 2), schedule_as_data("LoopedBFS", 4, 8, 2)
+    assert theirs.orders != ours.orders
+    assert simulate(theirs, Costs(10, 20)).makespan == simulate(ours, Costs(10, 20)).makespan
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_listed_schedule_is_legal_on_the_ranks_that_its_placement_says(name):
+    chunks = 2 if name in LOOPS + V_SHAPED else 1
+    schedule = validate(schedule_as_data(name, 4, 8, chunks))
+    for rank in range(4):
+        stages = {stage for stage, owners in schedule.ranks_of_stage.items() if rank in owners}
+        assert stages == set(stages_of_rank(name, rank, 4, chunks))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--schedule GPipe --chunks 2", "use --chunks 1"),
+        ("--schedule LoopedBFS --chunks 1", "use --chunks 2 or more"),
+        ("--schedule DualPipeV --chunks 3 --layers 12", "use --chunks 2"),
+        ("--microbatches 2 --batch-size 2", "less than the 4 stages; use 4 or more"),
+        ("--schedule DualPipeV --microbatches 4", "less than the 8 stages; use 8 or more"),
+        (
+            "--schedule Interleaved1F1B --microbatches 9 --batch-size 9",
+            "no multiple of its 2 rounds on 4 ranks; use a multiple of 4",
+        ),
+        ("--documents --split calls", "use --split manual"),
+        ("--steps 3 --warm-up 3", "use fewer, or more steps"),
+        ("--schedule GPipe1", "--schedule"),
+    ],
+)
+def test_what_the_library_would_refuse_later_is_refused_before_the_start(
+    flags, sentence, monkeypatch, capsys
+):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        arguments_of(flags)
+    assert end.value.code == 2
+    assert sentence in capsys.readouterr().err
+    assert ranks_from_environment()[1] == 4
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV", "1F1B"])
+def test_what_is_refused_and_what_is_not_is_what_the_library_refuses(name):
+    chunks = 1 if name == "1F1B" else 2
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    from pipeline.library import complaint_about
+
+    for ranks in (2, 3, 4):
+        for microbatches in range(1, 18):
+            try:
+                get_schedule_ops(name, ranks, microbatches, chunks)
+                refused = False
+            except ValueError:
+                refused = True
+            if name == "1F1B":  # the list needs no stage objects, and checks their number only
+                refused = microbatches < ranks
+            assert bool(complaint_about(name, ranks, microbatches, chunks)) == refused, (
+                ranks,
+                microbatches,
+            )
+
+
+# The free-form network, and Hugging Face
+
+
+def test_the_free_form_network_cut_at_the_ends_of_submodules_equals_one_process_to_1e_12():
+    assert KEPT in run("torch_pipelining_mlp.py --verify", 3, warm=True, show=False).output
+
+
+GPT2 = "torch_pipelining_gpt2.py"
+TINY = "--layers 4 --dim 16 --heads 2 --kv-heads 2 --seq-len 16 --steps 3 --device cpu --verify"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--schedule GPipe", "--tied", "--model llama", "--model gpt2-classifier"],
+)
+def test_a_hugging_face_model_on_4_ranks_equals_the_unchanged_model_to_1e_12(flags):
+    output = run(f"{GPT2} {TINY} {flags}", 4, warm=True, show=False).output
+    assert KEPT in output
+    assert len(re.findall(r"^stage \d  +[\d,]+ parameters, \S+ to \S+$", output, re.M)) == 4
+
+
+def test_twelve_layers_of_width_64_are_cut_in_168384_149952_149952_and_166464_parameters():
+    output = run(f"{GPT2} --steps 2 --verify", 4, warm=True, show=False).output
+    assert KEPT in output
+    assert re.findall(r"^stage \d +([\d,]+) parameters", output, re.M) == [
+        "168,384",
+        "149,952",
+        "149,952",
+        "166,464",
+    ]
+
+
+def train_traced(rank, model):
+    """Trace a Hugging Face model, take one step on 4 ranks; the error, or None."""
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, build_stage, pipeline
+
+    from pipeline.distributed import join_job
+
+    job = join_job("cpu", timeout=20, pairs=[])
+    arguments = arguments_of(f"{TINY} --model {model}", torch_pipelining_gpt2)
+    whole = torch_pipelining_gpt2.build_whole(arguments).to_empty(device="cpu")
+    layers = "model.layers" if model == "llama" else "transformer.h"
+    tokens = torch.ones((2, 16), dtype=torch.int64)
+    try:
+        split = {f"{layers}.{i}": SplitPoint.BEGINNING for i in (1, 2, 3)}
+        pipe = pipeline(whole, mb_args=(tokens,), split_spec=split)
+        stage = build_stage(pipe.get_stage_module(rank), rank, pipe.info(), job.device)
+        schedule = ScheduleGPipe(stage, 8, loss_fn=lambda scores, targets: scores.mean())
+        torch_pipelining_gpt2.run_step(
+            schedule, stage, tokens.repeat(8, 1), tokens.repeat(8, 1), {}
+        )
+    except Exception as error:
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt2-classifier", "expected non-root _RecvInfo but got root arg at index"),
+        ("llama", "Backward of skip connections not supported yet"),
+    ],
+)
+def test_a_traced_classifier_and_a_traced_llama_do_not_train(model, message):
+    errors = run_on_ranks(train_traced, 4, model)
+    assert any(message in (error or "") for error in errors), errors
+
+
+@pytest.mark.parametrize("model", torch_pipelining_gpt2.MODELS)
+def test_weights_from_a_local_folder_are_those_that_are_trained(model, tmp_path):
+    flags = f"{TINY} --model {model} --seed 5 --pretrained {saved_model(tmp_path, model)}"
+    with_weights = run(f"{GPT2} {flags}", 2, warm=True, show=False)
+    assert KEPT in with_weights.output
+    drawn = run(f"{GPT2} {TINY} --model {model} --seed 5", 2, warm=True, show=False)
+    assert with_weights.losses[0] != drawn.losses[0]
+    wrong = flags.replace("--layers 4", "--layers 2")
+    with pytest.raises(RunFailed, match="use --layers 4 --dim 16 --heads 2"):
+        run(f"{GPT2} {wrong}", 2, warm=True, show=False)
+
+
+def saved_model(folder, model):
+    """A folder as Hugging Face saves one: configuration and random weights; GPT-2's are tied."""
+    arguments = arguments_of(f"{TINY} --model {model}", torch_pipelining_gpt2)
+    config = arguments.model_config
+    config.tie_word_embeddings = model == "gpt2"
+    torch.manual_seed(7)
+    torch_pipelining_gpt2.model_class(arguments)(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_tokenizer_in_the_folder_is_used_for_the_text(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["the pipeline and the stations"] * 50,
+        trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet, show_progress=False),
+    )
+    saved_model(tmp_path, "gpt2")
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    with_tokens = arguments_of(f"{TINY} --pretrained {tmp_path}", torch_pipelining_gpt2)
+    assert len(tokenizer.encode("").ids) == 0
+    content = bytes(arguments_of(TINY, torch_pipelining_gpt2).text.training[:200].tolist()).decode()
+    wanted = tokenizer.encode(content).ids[:50]
+    assert with_tokens.text.training[:50].tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--pretrained no-such-folder", "there is no config.json"),
+        ("--model llama --tied", "only --model gpt2 ties"),
+        ("--microbatches 2 --batch-size 2 --layers 4", "use 4 or more"),
+    ],
+)
+def test_the_hugging_face_script_refuses_in_one_sentence(flags, sentence, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        arguments_of(flags, torch_pipelining_gpt2)
+    assert sentence in capsys.readouterr().err
+
+
+def test_nothing_is_asked_of_the_network():
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    text = open(torch_pipelining_gpt2.__file__).read()
+    for line in text.splitlines():
+        assert "from_pretrained(" not in line or "local_files_only=True" in line

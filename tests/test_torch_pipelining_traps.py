@@ -1,0 +1,79 @@
+"""Each message of the page of errors is what its trap prints, and each cure works.
+
+The page is torch-distributed-pipelining-errors.md, the traps are the functions of
+source_code/broken_torch_pipelining.py.
+"""
+
+import re
+import time
+from pathlib import Path
+
+import broken_torch_pipelining
+import pytest
+from ranks import PRELOAD
+
+from pipeline.launch import RunFailed, run
+
+PRELOAD.extend(["torch.distributed.pipelining", "pipeline.library", "transformers"])
+PAGE = Path(__file__).resolve().parents[1] / "torch-distributed-pipelining-errors.md"
+ENTRIES = re.split(r"^### ", PAGE.read_text(), flags=re.M)[1:]
+NOT_REPRODUCED = [entry for entry in ENTRIES if "GPU only, not reproduced." in entry]
+BY_TRAP = {
+    re.search(r"Trap: `([a-z0-9-]+)`\.", entry)[1]: entry
+    for entry in ENTRIES
+    if entry not in NOT_REPRODUCED
+}
+HANGS = ("wrong-placement", "microbatches-differ", "step-on-one-rank")
+RIGHT = {  # what the cured form prints, where it is not a gradient or an output that is right
+    "listed-order-of-1f1b": "the list is complete",
+    "all-scores-kept": "outputs kept after the step: 0",
+    "branch-on-data": "traced in 2 stages",
+    "cache-in-the-output": "traced in 2 stages",
+    "stale-buffers": "loss is a number: True",
+    "moved-from-meta": "the module is on cpu",
+    "one-seed-a-stage": "both stages start with equal weights: False",
+    "part-of-a-checkpoint": "the whole model is loaded",
+    "token-out-of-range": "the embedding has that row",
+    "device-in-the-graph": "the stage runs where it was traced",
+}
+
+
+def said(trap, flags=""):
+    """What a trap prints, or what its ranks said when they failed, and whether they did."""
+    ranks = broken_torch_pipelining.RANKS.get(trap, 2)
+    command = f"broken_torch_pipelining.py --trap {trap} {flags}"
+    try:
+        return run(command, ranks, warm=True, show=False, limit=60).output, False
+    except RunFailed as failure:
+        return str(failure), True
+
+
+def test_the_page_and_the_script_have_the_same_traps_and_at_least_20():
+    assert sorted(BY_TRAP) == sorted(broken_torch_pipelining.TRAPS)
+    assert len(BY_TRAP) == len(ENTRIES) - len(NOT_REPRODUCED) >= 20
+    for entry in ENTRIES:
+        assert "**Cause.**" in entry and "**Cure.**" in entry, entry
+
+
+def test_what_needs_a_gpu_stands_apart_and_is_marked():
+    last = PAGE.read_text().split("## Only with GPUs")[1]
+    assert len(re.findall(r"^### ", last, re.M)) == len(NOT_REPRODUCED) == 5
+
+
+@pytest.mark.parametrize("trap", BY_TRAP)
+def test_the_message_on_the_page_is_what_the_trap_says(trap):
+    message = re.search(r"`([^`]+)`", BY_TRAP[trap])[1]
+    start = time.monotonic()
+    text, failed = said(trap)
+    assert message in text
+    silent = "No message" in BY_TRAP[trap].splitlines()[0]
+    assert failed != silent
+    assert trap not in HANGS or time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("trap", BY_TRAP)
+def test_the_cured_form_works(trap):
+    text, failed = said(trap, "--cured")
+    assert not failed, text
+    assert RIGHT.get(trap, ": right, ") in text
+    assert "SILENTLY WRONG" not in text
