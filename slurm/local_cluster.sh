@@ -238,11 +238,16 @@ fail() {
 # By recorded process id, and only if the number has not gone to another program since. What has
 # ended and was not collected by its parent (state Z) does not count as running.
 is_running() {
-    local file=$folder/run/$1.pid id
-    [ -s "$file" ] || return 1
-    id=$(<"$file")
+    local id
+    id=$(id_of "$1")
+    [ -n "$id" ] || return 1
     [ "$(sed -n 's/^Name:\t//p' "/proc/$id/status" 2>/dev/null)" = "${1%%.*}" ] &&
         ! grep -q '^State:.*Z' "/proc/$id/status" 2>/dev/null
+}
+
+# Not $(<file): a daemon removes its file as it ends, and bash would end with it.
+id_of() {
+    cat "$folder/run/$1.pid" 2>/dev/null || true
 }
 
 daemons() {
@@ -278,8 +283,8 @@ stop() {
 
 end_daemon() {
     local i id
+    id=$(id_of "$1")
     is_running "$1" || return 0
-    id=$(<"$folder/run/$1.pid")
     kill "$id" 2>/dev/null || true
     for ((i = 0; i < 100; i++)); do
         is_running "$1" || { rm -f "$folder/run/$1.pid"; return 0; }
@@ -294,7 +299,7 @@ status() {
     local name
     for name in $(daemons); do
         if is_running "$name"; then
-            printf '%-14s process %s\n' "$name" "$(<"$folder/run/$name.pid")"
+            printf '%-14s process %s\n' "$name" "$(id_of "$name")"
         else
             printf '%-14s not running; start starts it again\n' "$name"
         fi
