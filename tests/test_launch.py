@@ -193,7 +193,7 @@ def test_a_run_that_fails_raises_the_script_s_own_sentence(warm):
         run("gpipe.py --layers 1", ranks=2, warm=warm)
     assert str(failed.value) == (
         "--layers 1 is too few for 2 stages; use at least one layer a stage, or fewer "
-        "ranks\n(rank 0 ended with exit status 2)"
+        "stages\n(rank 0 ended with exit status 2)"
     )
 
 
