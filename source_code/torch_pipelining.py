@@ -37,6 +37,7 @@ from pipeline.library import (
     SCHEDULES,
     V_SHAPED,
     complaint_about,
+    device_without_sharing,
     forwards_only,
     mean_of,
     recorded,
@@ -97,6 +98,7 @@ def parse_arguments():
     add("--evaluate", type=positive_integer, metavar="N", help="then: loss of N held-out batches")
     add("--generate", type=positive_integer, metavar="N", help="then: continue texts by N bytes")
     arguments = parse_training_arguments(parser, number_of_stages)
+    arguments.device = device_without_sharing(arguments.device)
     check_combination(arguments)
     return arguments
 
