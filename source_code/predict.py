@@ -9,9 +9,9 @@ import json
 import math
 import sys
 
-from pipeline.arguments import Parser, positive_integer, positive_number, refuse
 from pipeline.figures import draw_timelines
-from pipeline.report import write_whole
+from pipeline.files import write_whole
+from pipeline.refusal import Parser, positive_integer, positive_number, refuse
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import CHUNKED, GENERATORS, build_schedule
 from pipeline.simulator import Costs, simulate
@@ -76,15 +76,17 @@ def not_negative(text):
 
 
 def schedule_of(arguments):
-    name = arguments.schedule
+    name, chunks = arguments.schedule, arguments.chunks
+    sizes = f" --ranks {arguments.ranks} --microbatches {arguments.microbatches}"
+    sizes += f" --chunks {chunks}" if chunks else ""
     try:
         if name in GENERATORS:
-            return build_schedule(name, arguments.ranks, arguments.microbatches, arguments.chunks)
-        if arguments.chunks:
+            return build_schedule(name, arguments.ranks, arguments.microbatches, chunks)
+        if chunks:
             refuse(f"--chunks is for {CHUNKED_NAMES}; a file says itself where its stages are")
         return read_csv(name)
     except ScheduleError as error:
-        refuse(f"{name}: {error}")
+        refuse(f"{name}{sizes if name in GENERATORS else ''}: {error}")
     except (OSError, UnicodeDecodeError):
         refuse(
             f"'{name}' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV file that can be read"

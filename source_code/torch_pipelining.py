@@ -24,13 +24,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeline.arguments import (
-    parse_training_arguments,
-    positive_integer,
-    positive_number,
-    refuse,
-    training_parser,
-)
+from pipeline.arguments import parse_training_arguments, training_parser
 from pipeline.distributed import join_job, leave_job
 from pipeline.library import (
     ONE_STAGE,
@@ -48,6 +42,7 @@ from pipeline.library import (
 )
 from pipeline.model import VOCABULARY, ModelPart, build_model, materialise, token_loss
 from pipeline.recorder import Recorder
+from pipeline.refusal import positive_integer, positive_number, refuse
 from pipeline.report import Report
 
 LINE_END = 10  # the byte; two in a row end a paragraph

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,9 +24,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from pipeline import launch
-from pipeline.arguments import Parser
+from pipeline.files import write_whole
 from pipeline.library import ONE_STAGE, SCHEDULES, schedule_as_data
-from pipeline.report import write_whole
+from pipeline.refusal import Parser
 from pipeline.schedule import to_csv
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
@@ -71,6 +72,7 @@ def main():
         ("Paced steps", measure_paced_steps(repeats)),
         (HEAD_TO_HEAD, measure_every_schedule(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
+        ("A large prediction", measure_prediction(repeats)),
     ]
     text = "\n\n".join([machine] + [as_table(title, rows) for title, rows in tables])
     text += f"\n\n{where_ours_is_worse(dict(tables)[HEAD_TO_HEAD])}"
@@ -250,6 +252,23 @@ def measure_speed_up(repeats):
         ),
         Row("the same, torch's", "", fractions("torch's"), "{:.1%}"),
         Row("losses, ours - torch's (float32)", "", differences, "{:.1e}"),
+    ]
+
+
+def measure_prediction(repeats):
+    """Seconds that a process takes to predict a schedule of 262,144 actions, and one of half."""
+    call = [sys.executable, launch.ROOT / "source_code" / "predict.py", "interleaved-1f1b"]
+    seconds = {512: [], 256: []}
+    for _ in each_round("prediction", repeats):
+        for microbatches, times in seconds.items():
+            flags = f"--ranks 64 --chunks 4 --microbatches {microbatches} --json".split()
+            start = time.perf_counter()
+            subprocess.run([*call, *flags], check=True, timeout=LIMIT, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+    what = "predict.py interleaved-1f1b, 64 ranks, 4 chunks, {} micro-batches"
+    return [
+        Row(what.format(512), "under 3 s", seconds[512], "{:.2f} s"),
+        Row(what.format(256), "", seconds[256], "{:.2f} s"),
     ]
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pipeline.launch import PRELOAD, WarmRanks, _follow
 
-# What a rank would import by itself: the files that its functions stand in need pytest, and the
-# optimizers of torch.optim need the compiler.
-PRELOAD.extend(["pytest", "torch._dynamo"])
+# What a rank would import by itself: the files that its functions stand in need pytest, the
+# optimizers of torch.optim need the compiler, and lesson 07 saves.
+PRELOAD.extend(["pytest", "torch._dynamo", "torch.distributed.checkpoint"])
 
 
 def run_on_ranks(function, num_ranks, *args, timeout=60):

@@ -5,18 +5,22 @@ four start the real thing.
 """
 
 import errno
+import functools
 import importlib
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline import arguments
-from pipeline.report import write_whole
+from pipeline import refusal as refusing
+from pipeline.files import write_whole
+from pipeline.schedule import to_csv
+from pipeline.schedules import gpipe
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
@@ -42,7 +46,7 @@ CASES = [
     ("--heads 4 --kv-heads 3", "--kv-heads"),
     ("--heads 4 --kv-heads 8", "--kv-heads"),
     ("--dim 2000000000 --heads 1 --kv-heads 1", "--dim"),
-    ("--batch-size 2000000000 --microbatches 1", "--batch-size"),
+    ("--batch-size 2000000000", "--batch-size"),
     ("--layers 2000000000", "--layers"),
     *((f"--learning-rate {text}", "--learning-rate") for text in "0 -1 nan inf 1e999 abc".split()),
     ("--seed abc", "--seed"),
@@ -55,7 +59,7 @@ CASES = [
     ("--device gpu", "--device"),
     ("--device cuda", "--device"),  # this process sees no GPU
     ("--cut 4,5", "--cut"),
-    ("--cut 4,4", "--cut"),  # two stages, one rank
+    ("--cut 2,2,4", "--cut"),  # three stages, one rank
     ("--cut 0,8", "--cut"),
     ("--cut a", "--cut"),
     ("--cut ''", "--cut"),
@@ -79,13 +83,26 @@ CASES = [
 ]
 
 
+@functools.cache
+def schedule_file(ranks):
+    """A schedule for custom_schedule.py, which needs one before it looks at any flag."""
+    path = Path(tempfile.mkdtemp()) / "schedule.csv"
+    path.write_text(to_csv(gpipe(ranks, 8)))
+    return str(path)
+
+
+def call_of(script, ranks=1):
+    """The script and what it cannot do without."""
+    return [f"{script}.py", *([schedule_file(ranks)] if script == "custom_schedule" else [])]
+
+
 class Refusal:
     """What one script said and returned for some flags, as one rank of several."""
 
     def __init__(self, monkeypatch, capsys):
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(arguments, "HEAD_START", 0.0)
+        monkeypatch.setattr(refusing, "HEAD_START", 0.0)
         for name in [name for name in os.environ if name.startswith(("SLURM_", "LOCAL_"))]:
             monkeypatch.delenv(name)
 
@@ -94,7 +111,7 @@ class Refusal:
         self.monkeypatch.setenv("RANK", str(rank))
         self.monkeypatch.setenv("LOCAL_RANK", str(rank))
         self.monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        self.monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+        self.monkeypatch.setattr(sys, "argv", [*call_of(script, ranks), *flags])
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             importlib.import_module(script).parse_arguments()
@@ -125,7 +142,7 @@ def test_a_bad_flag_is_refused_in_one_sentence_that_names_it(refusal, script, fl
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_good_flags_are_accepted(refusal, monkeypatch, tmp_path, script):
     flags = ["--timeline", str(tmp_path / "timeline"), "--losses", str(tmp_path / "losses")]
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--pace", "10", "20", *flags])
+    monkeypatch.setattr(sys, "argv", [*call_of(script), "--pace", "10", "20", *flags])
     importlib.import_module(script).parse_arguments()
     assert list(tmp_path.iterdir()) == []  # looking whether a file can be written leaves none
 

@@ -5,9 +5,17 @@ import math
 import pytest
 import torch
 
-from pipeline.checks import lesson_00, lesson_01, lesson_02, lesson_03, lesson_04, lesson_08
+from pipeline.checks import (
+    lesson_00,
+    lesson_01,
+    lesson_02,
+    lesson_03,
+    lesson_04,
+    lesson_07,
+    lesson_08,
+)
 from pipeline.checks.answer import NOT_ATTEMPTED
-from pipeline.model import token_loss
+from pipeline.model import cut_evenly, token_loss
 
 
 def answer_to(check, capsys, *answers):
@@ -34,6 +42,8 @@ def stub(*arguments):
         lesson_04.version_seen,
         lesson_04.stash_bytes,
         lesson_04.even_cut,
+        lesson_07.files_to_open,
+        lesson_07.time_between_saves,
         lesson_08.placement,
         lesson_08.what_to_pass,
         lesson_08.clip_factor,
@@ -323,6 +333,99 @@ def test_stash_bytes_explains(total, sentence, capsys):
 def test_even_cut_explains(cut, sentence, capsys):
     answer = answer_to(lesson_04.even_cut, capsys, cut)
     assert answer.startswith("Not yet: ") and sentence in answer
+
+
+WRITE = ["write", "sync", "wait for all ranks", "rename", "move latest", "remove the oldest"]
+
+
+def moved(call, to):
+    order = [other for other in WRITE if other != call]
+    order.insert(to, call)
+    return order
+
+
+def test_an_untouched_order_is_not_attempted_yet(capsys):
+    assert answer_to(lesson_07.order_of_a_save, capsys, ...) == NOT_ATTEMPTED
+
+
+@pytest.mark.parametrize(
+    ("order", "sentence"),
+    [
+        (moved("rename", 2), "after 'rename': the new checkpoint has its name, and rank 1 has not"),
+        (moved("sync", 3), "after 'rename': the new checkpoint has its name, and what rank 0"),
+        (moved("move latest", 3), "latest names a checkpoint that does not have its name yet"),
+        (moved("remove the oldest", 0), "the old checkpoint is gone, and the new one does not"),
+        (moved("remove the oldest", 4), "latest still names the old checkpoint, which is gone"),
+        (moved("rename", 0), "rank 0 has not written its file"),
+        (moved("sync", 0), "what rank 0 syncs it has not written yet"),
+        (["write", "rename"], "use each of these once: write, sync, wait for all ranks"),
+    ],
+)
+def test_order_of_a_save_explains(order, sentence, capsys):
+    answer = answer_to(lesson_07.order_of_a_save, capsys, order)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def test_order_of_a_save_knows_the_right_one(capsys):
+    assert answer_to(lesson_07.order_of_a_save, capsys, WRITE).startswith("Right: ")
+
+
+def overlapping(rank, num_ranks, saved_by, layers):
+    first, last = cut_evenly(layers, num_ranks)[rank]
+    saved = enumerate(cut_evenly(layers, saved_by))
+    return [other for other, (low, high) in saved if low < last and first < high]
+
+
+def test_files_to_open_knows_the_right_ones(capsys):
+    assert answer_to(lesson_07.files_to_open, capsys, overlapping).startswith("Right: ")
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (lambda r, n, s, k: [r], "the file of the same number has other layers"),
+        (lambda r, n, s, k: list(range(s)), "that is every file"),
+        (
+            lambda r, n, s, k: overlapping(r, n, s, k)[-1:],
+            "in the file of rank 0 lie layers 0 to 1",
+        ),
+        (lambda r, n, s, k: overlapping(r, n, s, k) + [3], "the file of rank 3 has none of its"),
+        (
+            lambda r, n, s, k: range(r * s // n, (r + 1) * s // n),
+            "you open []: in the file of rank 0",
+        ),
+        (lambda r, n, s, k: 4, "return a list of ranks, not 4"),
+    ],
+)
+def test_files_to_open_explains(files, sentence, capsys):
+    answer = answer_to(lesson_07.files_to_open, capsys, files)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sentence"),
+    [
+        (lambda c, h, n: math.sqrt(2 * c * h * 3600), "of 125, one fails 125 times as often"),
+        (lambda c, h, n: math.sqrt(2 * c * h / n), "an hour has 3600 seconds"),
+        (lambda c, h, n: math.sqrt(c * h * 3600 / n), "half of an interval is lost on average"),
+        (lambda c, h, n: 3600, "with 3600 s between saves"),
+        (lambda c, h, n: 0, "is no time between two saves"),
+    ],
+)
+def test_time_between_saves_explains(seconds, sentence, capsys):
+    answer = answer_to(lesson_07.time_between_saves, capsys, seconds)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def test_time_between_saves_takes_youngs_and_dalys(capsys):
+    def young(cost, hours, nodes):
+        return math.sqrt(2 * cost * hours * 3600 / nodes)
+
+    def daly(cost, hours, nodes):
+        return young(cost, hours, nodes) - cost
+
+    for answer in (young, daly):
+        assert answer_to(lesson_07.time_between_saves, capsys, answer).startswith("Right: ")
 
 
 @pytest.mark.parametrize(

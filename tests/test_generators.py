@@ -31,7 +31,7 @@ from pipeline.simulator import Costs, simulate
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 21)
 EVERY_SIZE = [(p, m) for p in RANKS for m in MICROBATCHES]
-# Sums of powers of two, so that every time is exact; the last is the zero-bubble papers' case.
+# Sums of powers of two, so that every time is exact.
 UNEQUAL_COSTS = [Costs(3, 5, 1), Costs(2, 5.5, 1.5), Costs(0.5, 2, 0.5)]
 EQUAL_COSTS = Costs(forward=1, backward=2, backward_weight=1)
 
@@ -232,6 +232,14 @@ def test_of_4_ranks_and_8_microbatches_every_figure_is_the_known_one(name, chunk
     assert timeline.peak_held_until_weight_per_rank == until_weight
 
 
+def test_torchs_interleaved_zero_bubble_of_4_ranks_and_8_microbatches_takes_51():
+    theirs = validate(from_csv(torch_order("InterleavedZeroBubble", 4, 8, 2)))
+    timeline = simulate(theirs, EQUAL_COSTS)
+    assert timeline.makespan == 51
+    assert timeline.peak_held_per_rank == [8, 7, 6, 5]
+    assert timeline.peak_held_until_weight_per_rank == [8, 8, 8, 8]
+
+
 # Interleaved 1F1B and looped BFS
 
 
@@ -285,10 +293,8 @@ def test_zb_h1_is_idle_for_p_minus_1_times_f_plus_i_minus_w_zero_bubble_table_2(
 def test_zb_h1_has_a_third_of_1f1bs_idle_time_at_equal_costs():
     for p in RANKS:
         for m in range(2 * p, 3 * p):
-            ours, theirs = (
-                simulate(zb_h1(p, m), EQUAL_COSTS),
-                simulate(one_f_one_b(p, m), EQUAL_COSTS),
-            )
+            ours = simulate(zb_h1(p, m), EQUAL_COSTS)
+            theirs = simulate(one_f_one_b(p, m), EQUAL_COSTS)
             assert [3 * idle for idle in ours.idle_per_rank] == theirs.idle_per_rank
 
 

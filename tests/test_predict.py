@@ -11,7 +11,7 @@ import predict
 import pytest
 
 from pipeline.schedule import from_csv, to_csv, validate
-from pipeline.schedules import GENERATORS, gpipe, naive
+from pipeline.schedules import CHUNKED, GENERATORS, build_schedule, gpipe, naive
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import to_chrome_trace
 
@@ -124,6 +124,43 @@ def test_a_file_with_a_split_backward_is_predicted_with_its_own_sizes(tmp_path, 
     }
 
 
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_schedule_is_predicted_and_comes_back_the_same_from_its_file(name, tmp_path, capsys):
+    words = ["--ranks", 3, "--microbatches", 6, "--transfer", 0.25, "--backward-weight", 0.5]
+    path = tmp_path / "again.csv"
+    figures = printed_in_this_process(capsys, name, *words, "--json", "--csv", path)
+    assert list(json.loads(figures)) == KEYS
+    assert printed_in_this_process(capsys, path, *words, "--json") == figures
+    assert from_csv(path.read_text(), name) == build_schedule(name, 3, 6)
+
+
+def test_chunks_multiply_the_stages_and_a_cost_is_that_of_a_chunk(capsys):
+    words = ["interleaved-1f1b", "--chunks", 4]
+    assert printed_in_this_process(capsys, *words).splitlines() == [
+        "interleaved-1f1b: 4 ranks, 16 stages, 8 micro-batches",
+        "makespan            105",
+        "ideal               96  (the largest busy time of a rank)",
+        "bubble over total   0.0857  (idle / makespan)",
+        "bubble over ideal   0.0938  (idle / busy)",
+        "peak held per rank  19 17 15 13  (stage x micro-batch activations)",
+        "messages            240",
+    ]
+
+
+def test_dualpipe_v_of_4_ranks_and_8_microbatches_takes_51_with_pairs_one_after_the_other(capsys):
+    figures = json.loads(printed_in_this_process(capsys, "dualpipe-v", "--json"))
+    assert (figures["makespan"], figures["messages"]) == (51, 96)
+
+
+def test_a_schedule_of_262144_actions_is_predicted_with_its_known_figures():
+    words = "interleaved-1f1b --ranks 64 --microbatches 512 --chunks 4 --json"
+    figures = json.loads(printed(*words.split()))
+    assert figures["ideal"] == 512 * 4 * 3
+    assert figures["makespan"] == 512 * 4 * 3 + 63 * 3
+    assert figures["messages"] == 2 * 512 * (64 * 4 - 1)
+    assert figures["peak_held_per_rank"] == [3 * 64 + 2 * (63 - rank) + 1 for rank in range(64)]
+
+
 # What it writes
 
 
@@ -172,6 +209,32 @@ def test_a_schedule_that_does_not_exist_is_refused_with_those_that_do():
     called = call("gpip")
     assert sentence_of(called.returncode, called.stdout, called.stderr) == (
         f"'gpip' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV file that can be read"
+    )
+
+
+REFUSED_SIZES = {
+    "gpipe --chunks 2": "gpipe --ranks 4 --microbatches 8 --chunks 2: gpipe has one stage a rank, not 2 chunks; use one of "
+    "interleaved-1f1b, looped-bfs, zb-v, dualpipe-v for several",
+    "zb-v --chunks 3": "zb-v --ranks 4 --microbatches 8 --chunks 3: zb-v has 2 chunks a rank, one on each side of the V, not 3",
+    "dualpipe-v --microbatches 7": "dualpipe-v --ranks 4 --microbatches 7: dualpipe-v needs at least two micro-batches a "
+    "rank, 8 for 4 ranks, not 7; use more micro-batches or fewer ranks",
+    "interleaved-1f1b --microbatches 9": "interleaved-1f1b --ranks 4 --microbatches 9: interleaved-1f1b takes micro-batches "
+    "in groups of 4 or more, all equally large, and 9 do not part into 2 groups; use 8 or 12",
+    "looped-bfs --chunks 0": "--chunks: must be a whole number of at least 1, not '0'; --help "
+    "lists the flags",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_SIZES)
+def test_sizes_that_a_schedule_does_not_allow_are_refused_with_the_fix(capsys, words):
+    assert refusal(capsys, *words.split()) == REFUSED_SIZES[words]
+
+
+def test_chunks_beside_a_file_are_refused(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0B0\n")
+    assert refusal(capsys, path, "--chunks", 2) == (
+        f"--chunks is for {', '.join(CHUNKED)}; a file says itself where its stages are"
     )
 
 

@@ -121,6 +121,18 @@ def test_between_the_halves_only_inputs_and_output_gradients_of_the_matrices_are
     assert halves["held at the end"] == 0
 
 
+def test_what_is_held_between_the_halves_has_no_history_that_would_keep_the_rest_alive(job):
+    stage = build_stage(job, "inner")
+    stage.allow_split_backward()
+    stage.forward(0, torch.randn(2, 8, 16, dtype=torch.float64))
+    stage.backward_input(0, torch.randn(2, 8, 16, dtype=torch.float64))
+    for layer in stage.put_off[0]:
+        assert layer.inputs.grad_fn is None and layer.gradient.grad_fn is None
+    stage.backward_weight(0)
+    for parameter in stage.part.parameters():
+        assert parameter.grad.grad_fn is None
+
+
 def test_a_frozen_weight_stays_frozen(job):
     stage = build_stage(job, "inner")
     frozen = stage.part.layers["1"].attention.query.weight

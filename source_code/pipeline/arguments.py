@@ -1,77 +1,20 @@
-"""The flags that all training scripts share, and the refusal of bad ones.
-
-Bad input is refused on every rank before the first message: one sentence that names the flag and
-the fix, printed once, and exit status 2.
-"""
+"""The flags that all training scripts share, and what is refused of them."""
 
 import argparse
-import math
 import os
-import sys
-import time
 
 import torch
 
 from pipeline.data import DataError, load_text
 from pipeline.distributed import ranks_from_environment
 from pipeline.model import VOCABULARY, ModelConfig, cut_as, cut_evenly
+from pipeline.refusal import Parser, positive_integer, positive_number, refuse
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
-REFUSED = 2
-HEAD_START = 5.0  # seconds
-LARGEST_COUNT = 2**31 - 1
-
-
-def refuse(sentence):
-    """Leave with one sentence, printed once on each node, and a non-zero exit on every rank."""
-    if ranks_from_environment()[2] == 0:
-        print(" ".join(sentence.split()), file=sys.stderr, flush=True)
-    else:
-        # A launcher ends all ranks once one has failed: the one that speaks has to be the first.
-        time.sleep(HEAD_START)
-    sys.exit(REFUSED)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that refuses in one sentence, without the usage text."""
-
-    def __init__(self, **options):
-        super().__init__(
-            allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            **options,
-        )
-
-    def error(self, message):
-        refuse(message.removeprefix("argument ") + "; --help lists the flags")
-
-
-def positive_integer(text):
-    """A flag's value as a count; argparse turns the error into the refusal."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
-    if value > LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"must be at most {LARGEST_COUNT}, not '{text}'")
-    return value
-
-
-def positive_number(text):
-    """A flag's value as a number, above zero and finite."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, not '{text}'")
-    return value
 
 
 def seconds(text):

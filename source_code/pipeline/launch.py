@@ -28,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.last_words import how_it_ended, rank_to_blame, worth_reading
 from pipeline.timeline import Timeline, from_chrome_trace
 from pipeline.watch import LAUNCHER_VARIABLE
 
@@ -48,7 +49,12 @@ _fork_server_is_ready = False
 
 
 class RunFailed(RuntimeError):
-    """A run that ended with an error; the text is what its ranks said last."""
+    """A run that ended with an error; the text is what its ranks said last.
+
+    `output` is what it had printed before.
+    """
+
+    output = ""
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,8 @@ class Run:
 
 
 def warm_up(*modules):
-    """Let the fork server import torch in the background. Returns at once.
-
-    `modules` are what a lesson's scripts import besides, by name, where that takes long.
-    """
-    PRELOAD.extend(module for module in modules if module not in PRELOAD)
+    """Let the fork server import torch in the background, and further modules. Returns at once."""
+    PRELOAD.extend(modules)
     if can_fork():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -79,12 +82,14 @@ def can_fork():
     return sys.platform == "linux"
 
 
-def run(command, ranks=4, warm=None, show=True, limit=300):
+def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     """Run a script of the course on several ranks and return a `Run`.
 
     `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
     the timeline. With `ranks=None` the script is started with plain python, as one process.
-    `limit` is in seconds. Raises RunFailed, or KeyboardInterrupt after all ranks have ended.
+    `limit` is in seconds. `send=("SIGKILL", 2, "step 7")` sends that signal to rank 2 as soon as a
+    line is printed that starts so. Raises RunFailed, or KeyboardInterrupt after all ranks have
+    ended.
     """
     script, *flags = shlex.split(command)
     if warm is None:
@@ -102,7 +107,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300):
     try:
         with _interrupts_held():
             started = WarmRanks(SCRIPTS / script, flags, ranks) if warm else LaunchedRanks(words)
-        output = _follow(started, show, limit)
+        output = _follow(started, show, limit, send)
     finally:
         if started:
             with _interrupts_held():
@@ -126,7 +131,7 @@ def _value_of(flag, flags):
     return flags[flags.index(flag) + 1] if flag in flags[:-1] else None
 
 
-def _follow(started, show, limit):
+def _follow(started, show, limit, send=None):
     """Show what the ranks print until they end; return their standard output."""
     lines = queue.Queue()
     for name, stream in started.streams.items():
@@ -146,6 +151,9 @@ def _follow(started, show, limit):
             output.append(line)
             if show:
                 print(line, end="", flush=True)
+            if send and line.startswith(send[2]):
+                os.kill(started.process_of(send[1]), signal.Signals[send[0]])
+                send = None
         elif name == "stderr":
             errors.append(line)
         if failure is None:
@@ -159,7 +167,9 @@ def _follow(started, show, limit):
             break
     failure = failure or started.failure(wait=True)
     if failure:
-        raise RunFailed(f"{_worth_reading(errors)}({_rank_to_blame(errors) or failure})")
+        failed = RunFailed(f"{worth_reading(errors)}({rank_to_blame(errors) or failure})")
+        failed.output = "".join(output)
+        raise failed
     return "".join(output)
 
 
@@ -169,33 +179,6 @@ def _read(name, stream, lines):
             lines.put((name, line))
     finally:
         lines.put(("end", ""))
-
-
-def _worth_reading(errors):
-    """The ranks' own words, without torch's warnings and torchrun's report about them."""
-    cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]
-    said = "".join(errors[: cut[0]] if cut else errors)
-    said = re.sub(r"^\[rank\d+\]:\[W.*?(\n\n|\Z)", "", said, flags=re.MULTILINE | re.DOTALL)
-    return said or "".join(errors[-30:])
-
-
-def _rank_to_blame(errors):
-    """The rank that failed first, from torchrun's report, in a sentence; None without a report."""
-    failed = re.findall(
-        r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+)", "".join(errors), re.MULTILINE
-    )
-    codes = {int(rank): int(code) for rank, code in failed}  # the root cause comes last
-    # What torchrun ends, it ends with SIGTERM. Another signal came from outside, and the exit
-    # statuses of the other ranks are what it led to.
-    killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
-    rank = killed[0] if killed else next(reversed(codes), None)
-    return None if rank is None else _how_it_ended(rank, codes[rank])
-
-
-def _how_it_ended(rank, code):
-    if code < 0:
-        return f"rank {rank} was ended by {signal.Signals(-code).name}"
-    return f"rank {rank} ended with exit status {code}"
 
 
 class LaunchedRanks:
@@ -228,6 +211,13 @@ class LaunchedRanks:
         """A sentence once the launcher has failed, else None."""
         code = self.process.wait(timeout=30) if wait else self.process.poll()
         return f"the launcher ended with exit status {code}" if code else None
+
+    def process_of(self, rank):
+        """The process id of a rank on this machine."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            if process.environ().get("RANK") == str(rank):
+                return process.pid
+        raise LookupError(f"no process of this machine is rank {rank}")
 
     def end(self):
         _end_tree([self.process.pid])
@@ -279,7 +269,10 @@ class WarmRanks:
             return None
         # A signal comes from outside: the exit statuses of others are what it led to.
         code = min(codes) if min(codes) < 0 else next(filter(None, codes))
-        return _how_it_ended(codes.index(code), code)
+        return how_it_ended(codes.index(code), code)
+
+    def process_of(self, rank):
+        return self.ranks[rank].pid
 
     def end(self):
         _end_tree([process.pid for process in self.ranks if process.is_alive()])

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from pipeline.arguments import refuse
 from pipeline.distributed import ranks_from_environment
+from pipeline.refusal import refuse
 from pipeline.schedule import Action, Schedule, validate
 from pipeline.schedules import gpipe, one_f_one_b
 from pipeline.watch import Wait, end_process

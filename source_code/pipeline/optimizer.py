@@ -12,17 +12,18 @@ class SGD:
     """
 
     def __init__(self, parameters, learning_rate):
-        self.parameters = list(parameters)
-        self.learning_rate = learning_rate
+        # Named as in torch.optim, so that a learning-rate schedule and a checkpoint treat all alike.
+        self.param_groups = [{"params": list(parameters), "lr": learning_rate}]
+        self.state = {}  # for ever empty: plain descent remembers nothing
 
     def zero_grad(self):
-        for parameter in self.parameters:
+        for parameter in self.param_groups[0]["params"]:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self):
-        for parameter in self.parameters:
-            parameter -= self.learning_rate * parameter.grad
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= self.param_groups[0]["lr"] * parameter.grad
 
 
 def build_optimizer(name, parameters, learning_rate):

@@ -4,8 +4,12 @@ from pipeline.model import build_model, token_loss
 from pipeline.optimizer import build_optimizer
 
 
-def train_one_process(arguments, device="cpu"):
-    """The loss of every step, with the same flags and no pipeline: whole model, whole batch."""
+def train_one_process(arguments, device="cpu", before_update=lambda model, optimizer, step: None):
+    """The loss of every step, with the same flags and no pipeline: whole model, whole batch.
+
+    `before_update(model, optimizer, step)` runs between backward and update: a learning-rate
+    schedule sets its rate there, clipping changes the gradients.
+    """
     model = build_model(arguments.config, arguments.seed, arguments.torch_dtype, device)
     optimizer = build_optimizer(arguments.optimizer, model.parameters(), arguments.learning_rate)
     losses = []
@@ -16,6 +20,7 @@ def train_one_process(arguments, device="cpu"):
         loss = token_loss(model(inputs.to(device)), targets.to(device))
         optimizer.zero_grad()
         loss.backward()
+        before_update(model, optimizer, step)
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -1,15 +1,13 @@
 """What every training script prints and writes: losses, progress, a summary, files."""
 
-import errno
 import json
-import os
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 
 from pipeline.distributed import gather
+from pipeline.files import write_whole
 from pipeline.recorder import gather_timelines
 from pipeline.reference import train_one_process
 from pipeline.simulator import Costs, simulate
@@ -24,11 +22,15 @@ class Report:
     """Follows one training run on one rank. `schedule` predicts the summary's idle fraction.
 
     `loss_rank` is the rank that has the losses and prints them: by default that of the last stage.
+    `first_step` is the first that is still to be trained, above 0 when a run is continued.
     """
 
-    def __init__(self, arguments, job, schedule, recorder, what="step", loss_rank=None):
+    def __init__(
+        self, arguments, job, schedule, recorder, what="step", loss_rank=None, first_step=0
+    ):
         self.arguments, self.job, self.schedule = arguments, job, schedule
         self.recorder = recorder
+        self.first_step = first_step
         self.what = what  # what one pass through the schedule is
         if loss_rank is None:
             loss_rank = schedule.rank_of(schedule.num_stages - 1, 0)
@@ -43,7 +45,7 @@ class Report:
 
     def steps(self):
         """The numbers of the steps, behind a progress bar where a terminal watches."""
-        steps = range(self.arguments.steps)
+        steps = range(self.first_step, self.arguments.steps)
         if not (self.has_loss and sys.stderr.isatty()):
             return steps
         from tqdm import tqdm  # only a terminal needs it
@@ -69,7 +71,7 @@ class Report:
             if self.arguments.timeline:
                 write_whole(self.arguments.timeline, to_chrome_trace(timelines[-1]))
         if self.has_loss:
-            write_losses(self.arguments, self.losses)
+            write_losses(self.arguments, self.losses, self.first_step)
 
     def summary(self, timelines, memory):
         """Medians over the steps, the first left out where there are others."""
@@ -90,20 +92,23 @@ class Report:
         """Compare with one process, on the rank that has the losses. Call it after leaving."""
         if not self.has_loss:
             return True
-        return keeps_promise(self.arguments, self.losses, self.job.device, reference)
+        device, first_step = self.job.device, self.first_step
+        return keeps_promise(self.arguments, self.losses, device, reference, first_step)
 
 
-def keeps_promise(arguments, losses, device, reference=train_one_process):
+def keeps_promise(arguments, losses, device, reference=train_one_process, first_step=0):
     """With --verify: train in one process, print both, and say whether they agree as promised.
 
-    `reference(arguments, device)` returns the losses of one process.
+    `reference(arguments, device)` returns the losses of one process, from step 0 on; `losses` start
+    at `first_step`.
     """
     if not arguments.verify:
         return True
     print("step  pipeline  one process  difference")
     kept, largest = True, 0.0
     early, late = PROMISED[arguments.dtype]
-    for step, (ours, theirs) in enumerate(zip(losses, reference(arguments, device))):
+    expected = reference(arguments, device)[first_step:]
+    for step, (ours, theirs) in enumerate(zip(losses, expected), first_step):
         difference = abs(ours - theirs)
         print(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
         largest = max(largest, difference)
@@ -114,10 +119,10 @@ def keeps_promise(arguments, losses, device, reference=train_one_process):
     return kept
 
 
-def write_losses(arguments, losses):
+def write_losses(arguments, losses, first_step=0):
     """With --losses FILE: one JSON object a line, in full precision."""
     if arguments.losses:
-        rows = ({"step": step, "loss": loss} for step, loss in enumerate(losses))
+        rows = ({"step": step, "loss": loss} for step, loss in enumerate(losses, first_step))
         write_whole(arguments.losses, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -151,13 +156,3 @@ def peak_memory(device):
         return psutil.Process().memory_info().peak_wset
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def write_whole(path, text):
-    """Write a file so that it is either the old one or the new one, never half of it."""
-    path = Path(path).resolve()  # a link stays a link
-    if path.exists() and not path.is_file():  # /dev/null must not become a file
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, path)

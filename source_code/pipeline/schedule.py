@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.needs import needs_of, result_of, update_group
+
 KINDS = {
     "F": "forward",
     "B": "backward",
@@ -114,7 +116,7 @@ class Schedule:
         return sorted({(message.source, message.destination) for message in self.messages})
 
     def needs_of(self, action):
-        """The results that must exist before `action` can start: see the function below."""
+        """The results that must exist before `action` can start (see needs.py)."""
         replicas = len(self.ranks_of_stage[action.stage]) if action.kind == "U" else 1
         return needs_of(action, self.num_stages, replicas)
 
@@ -144,39 +146,6 @@ class Schedule:
         """Every message, in the order in which each sender sends."""
         sent = (self.message_after(action) for order in self.orders for action in order)
         return [message for message in sent if message is not None]
-
-
-# Results are plain tuples (stage, kind, micro-batch): equal to the Action, and ten times as fast to
-# make. A large schedule asks for a million of them.
-
-
-def result_of(action):
-    """What others wait for. A full backward and a backward for the input both make a gradient."""
-    return (action.stage, "I", action.microbatch) if action.kind == "B" else action
-
-
-def needs_of(action, num_stages, replicas=1):
-    """The results (in the sense of `result_of`) that must exist before `action` can start.
-
-    `replicas` is the number of ranks that have the stage: each update adds up the gradients of as
-    many consecutive micro-batches, one from each replica.
-    """
-    stage, kind, microbatch = action
-    if kind == "F":
-        return [(stage - 1, "F", microbatch)] if stage > 0 else []
-    if kind == "W":
-        return [(stage, "I", microbatch)]
-    if kind == "U":
-        return [(stage, "I", k) for k in update_group(microbatch, replicas)]
-    if stage == num_stages - 1:
-        return [(stage, "F", microbatch)]
-    return [(stage, "F", microbatch), (stage + 1, "I", microbatch)]
-
-
-def update_group(microbatch, replicas):
-    """The micro-batches whose gradients go into the same update of a stage with replicas."""
-    first = microbatch - microbatch % replicas
-    return range(first, first + replicas)
 
 
 def _play(schedule):
@@ -380,7 +349,7 @@ def from_csv(text, name="custom"):
     """
     orders = []
     for row in text.strip().splitlines():
-        row = re.sub(r"\((\w+);(\w+)\)OVERLAP_F_B", r"\1,\2", row)
+        row = re.sub(r"\(([^();]*);([^();]*)\)OVERLAP_F_B", r"\1,\2", row)
         cells = [cell.strip() for cell in row.split(",")]
         order = []
         for step, cell in enumerate(cell for cell in cells if cell):

@@ -65,7 +65,8 @@ class SplitLinear(torch.autograd.Function):
             return input_gradient, None, None
         if ctx.split.work is None:
             return input_gradient, weight_gradient(inputs, gradient), None
-        ctx.split.work.append(PutOff(ctx.parameter, inputs, gradient))
+        # Detached: whoever holds a tensor with its history holds everything that it was made of.
+        ctx.split.work.append(PutOff(ctx.parameter, inputs.detach(), gradient.detach()))
         return input_gradient, None, None
 
 
@@ -74,6 +75,7 @@ def weight_gradient(inputs, gradient):
     return gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
 
 
+@torch.no_grad()
 def catch_up(work):
     """Do what was put off: add each weight's gradient to its `.grad`."""
     for weight, inputs, gradient in work:

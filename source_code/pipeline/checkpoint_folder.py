@@ -1,0 +1,336 @@
+"""Where checkpoints lie, and how one appears: whole, or not at all.
+
+    FOLDER/latest                                the newest one's name: run-0001/step-00000020
+    FOLDER/run-0001/step-00000020/               whole, because it has this name
+        checkpoint.json                          the run's flags; size and checksum of every file
+        .metadata  __0_0.distcp  __1_0.distcp    written by torch.distributed.checkpoint
+    FOLDER/run-0001/.writing-step-00000030-a1b2  not whole: being written, or left by a crash
+
+A checkpoint is written under a name that nobody looks for. When every rank has written and synced
+its files, one rename gives it its own name, and the rename is what makes it exist; a rename
+happens as a whole or not at all. Then `latest` is replaced, by a rename as well, and only then may
+older ones go. At no moment does a crash leave less than the checkpoint before.
+
+A training that does not continue the newest checkpoint (--fresh, --from-step, --import) is given a
+run folder of its own, and `latest` moves there with its first checkpoint. So nothing that was saved
+is ever overwritten, and older runs are never thinned out. Write another run's name into `latest` to
+go back to it.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+DESCRIPTION = "checkpoint.json"
+WRITING, DELETING = ".writing-", ".deleting-"
+
+
+class CheckpointError(Exception):
+    """What is wrong with a folder or a checkpoint in it, in one sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that has its name. `description` is what its checkpoint.json says."""
+
+    folder: Path
+    run: str
+    step: int
+    description: dict
+
+    @property
+    def name(self):
+        return f"{self.run}/{name_of_step(self.step)}"
+
+    @property
+    def path(self):
+        return self.folder / self.name
+
+
+def name_of_step(step):
+    return f"step-{step:08}"
+
+
+def steps_of(folder, run):
+    """The steps that have a checkpoint in this run, ascending."""
+    names = entries_of(Path(folder) / run)
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name))
+
+
+def runs_of(folder):
+    """The names of the runs, ascending."""
+    names = [name for name in entries_of(folder) if re.fullmatch(r"run-\d{4,}", name)]
+    return sorted(names, key=lambda name: int(name[4:]))
+
+
+def entries_of(folder):
+    """The names in a folder, none where there is no folder."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"--checkpoints {folder} cannot be read ({error.strerror}); name a folder of yours"
+        ) from None
+
+
+def current_run(folder):
+    """The run that `latest` names, else the last that has a checkpoint, else None.
+
+    A crash between the rename of a run's first checkpoint and the move of `latest` leaves a folder
+    without `latest`, or one that names the run before; both are whole.
+    """
+    latest = Path(folder) / "latest"
+    if latest.exists():
+        try:
+            run = latest.read_text().split("/")[0].strip()
+        except (OSError, UnicodeDecodeError):
+            run = "something unreadable"
+        if run not in runs_of(folder) or not steps_of(folder, run):
+            raise CheckpointError(
+                f"--checkpoints {folder}: latest names {run}, where no checkpoint is; remove latest to "
+                "continue the last run that has one"
+            )
+        return run
+    return next((run for run in reversed(runs_of(folder)) if steps_of(folder, run)), None)
+
+
+def find_checkpoint(folder, step=None):
+    """The newest Checkpoint of the current run, or that of `step`; None when there is none at all.
+
+    Raises CheckpointError when it is damaged, as far as names and sizes can tell.
+    """
+    run = current_run(folder)
+    if run is None:
+        if step is not None:
+            raise CheckpointError(
+                f"--from-step {step}: there is no checkpoint in {folder}; leave it out"
+            )
+        return None
+    steps = steps_of(folder, run)
+    if step is None:
+        return read_checkpoint(folder, run, steps[-1])
+    if step not in steps:
+        raise CheckpointError(
+            f"--from-step {step}: {folder}/{run} has no such checkpoint; use one of "
+            f"{', '.join(map(str, steps))}"
+        )
+    return read_checkpoint(folder, run, step)
+
+
+def read_checkpoint(folder, run, step):
+    """The Checkpoint with its description, every file there and as long as it was."""
+    checkpoint = Checkpoint(Path(folder), run, step, {})
+    try:
+        description = json.loads((checkpoint.path / DESCRIPTION).read_text())
+        sizes = {name: size for name, (size, _) in description["files"].items()}
+        configuration = description["configuration"].items()
+    except FileNotFoundError:
+        raise damage(checkpoint, DESCRIPTION, "is missing") from None
+    except OSError as error:
+        raise damage(checkpoint, DESCRIPTION, f"cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise damage(checkpoint, DESCRIPTION, "is no longer what was written") from None
+    for name, size in sizes.items():
+        file = checkpoint.path / name
+        if not file.is_file():
+            raise damage(checkpoint, name, "is missing")
+        if file.stat().st_size != size:
+            raise damage(checkpoint, name, f"has {file.stat().st_size} bytes instead of {size}")
+    return Checkpoint(
+        Path(folder), run, step, {**description, "configuration": dict(configuration)}
+    )
+
+
+def check_files(checkpoint, names):
+    """Compare the checksums of some files; raises CheckpointError."""
+    for name in names:
+        try:
+            found = checksum_of(checkpoint.path / name)
+        except OSError as error:
+            raise damage(checkpoint, name, f"cannot be read ({error.strerror})") from None
+        if found != checkpoint.description["files"][name][1]:
+            raise damage(checkpoint, name, "is no longer what was written (its checksum differs)")
+
+
+def damage(checkpoint, file, what):
+    """The sentence about a damaged file, with the way on that is left."""
+    folder, run, step = checkpoint.folder, checkpoint.run, checkpoint.step
+    for earlier in reversed([s for s in steps_of(folder, run) if s < step]):
+        with contextlib.suppress(CheckpointError):
+            read_checkpoint(folder, run, earlier)
+            return CheckpointError(
+                f"{checkpoint.path}: {file} {what}; --from-step {earlier} continues from the "
+                f"checkpoint before it"
+            )
+    return CheckpointError(
+        f"{checkpoint.path}: {file} {what}, and no checkpoint stands before it; --fresh begins anew"
+    )
+
+
+def first_difference(saved, where, configuration):
+    """A sentence about the first flag that is not what `where` was made with, or None.
+
+    `saved` and `configuration` are {flag: value}.
+    """
+    for flag, value in configuration.items():
+        if saved.get(flag) != value:
+            was = f"{flag} {saved[flag]}" if saved.get(flag) is not None else f"no {flag}"
+            now = f"{flag} is {value}" if value is not None else f"{flag} is not given"
+            return (
+                f"{now}, and {where} was made with {was}; use that, or another --checkpoints "
+                "folder, or begin anew with --fresh"
+            )
+    return None
+
+
+# Writing. Only rank 0 does it, except for the files of torch.distributed.checkpoint.
+
+
+def run_to_write(folder, continued, is_newest):
+    """The run that the next checkpoints go to: that of `continued` if it is its newest, else a new."""
+    if continued is not None and is_newest:
+        return continued.run
+    runs = runs_of(folder)
+    return f"run-{int(runs[-1][4:]) + 1 if runs else 1:04}"
+
+
+def begin_writing(folder, run, step):
+    """Make the folder under whose name the checkpoint is written; returns its path."""
+    temporary = Path(folder) / run / f"{WRITING}{name_of_step(step)}-{secrets.token_hex(2)}"
+    temporary.mkdir(parents=True)
+    # The entries of new folders are on disk only once the folders that hold them are.
+    for made in (temporary.parent, temporary.parent.parent, temporary.parent.parent.parent):
+        sync_folder(made)
+    return temporary
+
+
+def publish(temporary, folder, run, step, description, keep):
+    """Give a completely written checkpoint its name, then move `latest`, then remove the oldest.
+
+    `description` goes into checkpoint.json. Keeps the `keep` newest of the run. Returns the path.
+    """
+    run_folder, name = Path(folder) / run, name_of_step(step)
+    for file in description["files"]:
+        if not (temporary / file).is_file():
+            raise CheckpointError(
+                f"rank 0 does not see {file} in {run_folder}; --checkpoints must name a folder that "
+                "all nodes share"
+            )
+    write_synced(temporary / DESCRIPTION, json.dumps(description, indent=1) + "\n")
+    sync_folder(temporary)
+    os.rename(temporary, run_folder / name)
+    sync_folder(run_folder)
+    move_latest(folder, f"{run}/{name}")
+    for old in steps_of(folder, run)[:-keep]:
+        remove_checkpoint(run_folder, name_of_step(old))
+    return run_folder / name
+
+
+def move_latest(folder, name):
+    """Let `latest` name this checkpoint."""
+    replace_file(Path(folder) / "latest", lambda partial: write_synced(partial, name + "\n"))
+
+
+def replace_file(path, write):
+    """Let `write(partial)` make a file, then give it its name: the old file or the new one,
+    synced, never a part of either."""
+    path = Path(path).resolve()
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        write(partial)
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def remove_checkpoint(run_folder, name):
+    """Take the name away first: what has its name is whole, also while files go one by one."""
+    doomed = run_folder / f"{DELETING}{name}-{secrets.token_hex(2)}"
+    os.rename(run_folder / name, doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_leftovers(folder):
+    """What crashes left behind: half-written and half-deleted checkpoints, and nothing else."""
+    for run in runs_of(folder):
+        for name in entries_of(Path(folder) / run):
+            if name.startswith((WRITING, DELETING)):
+                shutil.rmtree(Path(folder) / run / name, ignore_errors=True)
+
+
+def mark_stopped(folder, why):
+    """Leave the file `stopped`: the training there waits to be continued."""
+    replace_file(Path(folder) / "stopped", lambda partial: write_synced(partial, why + "\n"))
+
+
+def unmark_stopped(folder):
+    (Path(folder) / "stopped").unlink(missing_ok=True)
+
+
+def write_synced(path, text):
+    """Write a file and wait until it is on disk."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path):
+    """Wait until the names in a folder are on disk; a file's own sync does not include its name."""
+    if os.name == "nt":  # where a folder cannot be opened
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def describe_files(folder, prefix):
+    """{name: [bytes, checksum]} of the files whose name starts with `prefix`."""
+    files = sorted(path for path in Path(folder).iterdir() if path.name.startswith(prefix))
+    return {path.name: [path.stat().st_size, checksum_of(path)] for path in files}
+
+
+def checksum_of(path):
+    """CRC-32 of a file: against accidents, not against malice."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def claim(folder):
+    """Claim the folder for this job until it ends, however it ends. Returns what must be kept open.
+
+    Raises CheckpointError when another job that lives has claimed it.
+    """
+    Path(folder).mkdir(exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    file = open(Path(folder) / "lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise CheckpointError(
+            f"--checkpoints {folder}: another job is saving there; wait for its end, or use "
+            "another folder"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return file

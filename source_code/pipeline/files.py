@@ -1,0 +1,15 @@
+"""Writes a file whole or not at all."""
+
+import errno
+import os
+from pathlib import Path
+
+
+def write_whole(path, text):
+    """Write a file so that it is either the old one or the new one, never half of it."""
+    path = Path(path).resolve()  # a link stays a link
+    if path.exists() and not path.is_file():  # /dev/null must not become a file
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    os.replace(partial, path)

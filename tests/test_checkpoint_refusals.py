@@ -1,0 +1,199 @@
+"""A folder that does not fit is refused on every rank before the first message, and left alone."""
+
+import argparse
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import distributed_checkpointing
+import pytest
+from test_bad_input import SCRIPTS, SOURCE, Refusal
+from torch.distributed.run import get_args_parser
+
+from pipeline import arguments, checkpoint_folder
+
+SCRIPT = "distributed_checkpointing"
+MADE_WITH = "--clip 1 --optimizer adamw --warm-up-steps 3 --decay-steps 50"
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    return Refusal(monkeypatch, capsys)
+
+
+def parse(monkeypatch, *flags):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [f"{SCRIPT}.py", *flags])
+    return distributed_checkpointing.parse_arguments()
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """A folder with the checkpoints of steps 5 and 10 of a training with MADE_WITH."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    configuration = parse(monkeypatch, *MADE_WITH.split()).configuration
+    for step in (5, 10):
+        temporary = checkpoint_folder.begin_writing(folder, "run-0001", step)
+        (temporary / "__0_0.distcp").write_bytes(b"tensors")
+        files = checkpoint_folder.describe_files(temporary, "__0_")
+        description = {"configuration": configuration, "files": files}
+        checkpoint_folder.publish(temporary, folder, "run-0001", step, description, keep=5)
+    return folder
+
+
+def content_of(folder):
+    return {path: path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    "flags, now, was",
+    [
+        ("--layers 4", "--layers is 4", "--layers 8"),
+        ("--dim 64 --layers 4", "--layers is 4", "--layers 8"),  # the first mismatch
+        ("--dim 64", "--dim is 64", "--dim 32"),
+        ("--heads 2", "--heads is 2", "--heads 4"),
+        ("--kv-heads 4", "--kv-heads is 4", "--kv-heads 2"),
+        ("--seq-len 16", "--seq-len is 16", "--seq-len 32"),
+        ("--dtype float32", "--dtype is float32", "--dtype float64"),
+        ("--seed 1", "--seed is 1", "--seed 0"),
+        ("--batch-size 32", "--batch-size is 32", "--batch-size 16"),
+        ("--optimizer sgd", "--optimizer is sgd", "--optimizer adamw"),
+        ("--learning-rate 0.1", "--learning-rate is 0.1", "--learning-rate 0.003"),
+        ("--warm-up-steps 1", "--warm-up-steps is 1", "--warm-up-steps 3"),
+        ("--decay-steps 20", "--decay-steps is 20", "--decay-steps 50"),
+        ("--clip 2", "--clip is 2.0", "--clip 1.0"),
+        ("--data TEXT", "--data is a text with SHA-256", "--data a text with SHA-256 "),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused_with_the_first_mismatch_and_left_alone(
+    refusal, saved, tmp_path, flags, now, was
+):
+    before = content_of(saved)
+    (tmp_path / "text").write_bytes(bytes(1000))
+    flags = f"--optimizer adamw {flags}".replace("TEXT", str(tmp_path / "text")).split()
+    sentence = refusal.check(SCRIPT, "--checkpoints", str(saved), *flags, names=now, ranks=4)
+    assert f"{now}" in sentence and f"step-00000010 was made with {was}" in sentence
+    assert refusal(SCRIPT, "--checkpoints", str(saved), *flags, rank=3, ranks=4) == (2, "")
+    assert content_of(saved) == before
+
+
+def test_what_was_not_given_is_taken_from_the_checkpoint_and_what_may_differ_may(
+    saved, monkeypatch
+):
+    flags = ["--checkpoints", str(saved), "--optimizer", "adamw"]
+    further = "--steps 99 --microbatches 2 --schedule gpipe --keep 7 --asynchronous".split()
+    arguments = parse(monkeypatch, *flags, *further)
+    assert (arguments.clip, arguments.warm_up_steps, arguments.decay_steps) == (1.0, 3, 50)
+    assert (arguments.begin.step, arguments.run) == (10, "run-0001")
+    arguments = parse(monkeypatch, *flags, "--from-step", "5")
+    assert (arguments.begin.step, arguments.run) == (5, "run-0002")
+    arguments = parse(monkeypatch, *flags, "--from-step", "10")
+    assert (arguments.begin.step, arguments.run) == (10, "run-0001")
+    arguments = parse(monkeypatch, "--checkpoints", str(saved), "--fresh", "--layers", "4")
+    assert (arguments.begin, arguments.run) == (None, "run-0002")
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--checkpoints ''", "--checkpoints"),
+        ("--checkpoints FOLDER/missing/too", "--checkpoints"),
+        ("--checkpoints FILE", "--checkpoints"),
+        ("--checkpoints /proc", "--checkpoints"),  # nobody writes there, not even root
+        ("--checkpoints FOLDER --keep 0", "--keep"),
+        ("--checkpoints FOLDER --save-every 0", "--save-every"),
+        ("--checkpoints FOLDER --save-every often", "--save-every"),
+        ("--checkpoints FOLDER --from-step 3", "--from-step"),
+        ("--checkpoints FOLDER --from-step 0", "--from-step"),
+        ("--checkpoints FOLDER --fresh --from-step 5", "--fresh"),
+        ("--checkpoints FOLDER --export FILE", "--export"),  # nothing is there
+        ("--save-every 3", "--save-every"),
+        ("--keep 3", "--keep"),
+        ("--asynchronous", "--asynchronous"),
+        ("--fresh", "--fresh"),
+        ("--from-step 3", "--from-step"),
+        ("--export FILE", "--export"),
+        ("--checkpoints FOLDER --export /proc/file", "--export"),
+        ("--checkpoints FOLDER --export ''", "--export"),
+        ("--import ''", "--import"),
+        ("--import FOLDER", "--import"),
+        ("--import FILE", "--import"),
+        ("--import FILE --checkpoints FOLDER --from-step 5", "--import"),
+        ("--schedule 1f1b --chunks 2", "--schedule"),
+        ("--schedule interleaved-1f1b --chunks 9", "--layers"),
+        ("--schedule zigzag", "--schedule"),
+        ("--warm-up-steps 0", "--warm-up-steps"),
+        ("--warm-up-steps 10", "--decay-steps"),
+        ("--decay-steps 2", "--decay-steps"),
+        ("--clip 0", "--clip"),
+        ("--clip -1", "--clip"),
+        ("--clip nan", "--clip"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused_in_one_sentence(refusal, tmp_path, flags, named):
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    file.write_text("text")
+    words = [
+        word.replace("FOLDER", str(folder)).replace("FILE", str(file))
+        for word in shlex.split(flags)
+    ]
+    refusal.check(SCRIPT, *words, names=named)
+    assert list(folder.iterdir()) == [] and file.read_text() == "text"
+
+
+def test_export_is_the_work_of_one_process(refusal, saved, tmp_path):
+    flags = ["--checkpoints", str(saved), "--optimizer", "adamw", "--export", str(tmp_path / "f")]
+    sentence = refusal.check(SCRIPT, *flags, names="--export", ranks=2)
+    assert "python instead of torchrun" in sentence
+
+
+def test_an_older_step_that_is_not_there_is_refused_with_those_that_are(refusal, saved):
+    flags = ["--checkpoints", str(saved), "--optimizer", "adamw", "--from-step", "7"]
+    assert "use one of 5, 10" in refusal.check(SCRIPT, *flags, names="--from-step 7")
+
+
+@pytest.mark.parametrize("content", [b"run-0009/step-00000001\n", b"", b"..", b"\xff\xfe", None])
+def test_latest_that_names_nothing_is_refused(refusal, saved, content):
+    (saved / "latest").unlink()
+    if content is None:
+        (saved / "latest").mkdir()
+    else:
+        (saved / "latest").write_bytes(content)
+    flags = ["--checkpoints", str(saved), "--optimizer", "adamw"]
+    assert "latest names" in refusal.check(SCRIPT, *flags, names="--checkpoints")
+
+
+def test_without_latest_the_newest_run_that_has_a_checkpoint_goes_on(saved, monkeypatch):
+    (saved / "latest").unlink()
+    (saved / "run-0002" / ".writing-step-00000001-abcd").mkdir(parents=True)
+    found = parse(monkeypatch, "--checkpoints", str(saved), "--optimizer", "adamw")
+    assert (found.begin.step, found.run) == (10, "run-0001")
+
+
+def test_a_folder_that_is_not_there_yet_is_made_by_the_training_and_not_by_a_look(
+    tmp_path, monkeypatch
+):
+    found = parse(monkeypatch, "--checkpoints", str(tmp_path / "new"))
+    assert (found.begin, found.run) == (None, "run-0001")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_flag_is_a_prefix_of_one_of_torchruns(script):
+    """torchrun takes abbreviations of its own flags, also after the script's name."""
+    taken = {
+        option
+        for action in get_args_parser()._actions
+        if not isinstance(action, argparse._HelpAction)
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    files = [SOURCE / f"{script}.py", Path(arguments.__file__)]
+    files += [SOURCE / "pipeline" / "checkpoint_arguments.py"]
+    own = re.findall(r'add(?:_argument)?\(\s*"(--[\w-]+)"', "".join(f.read_text() for f in files))
+    assert {"--steps", "--save-every"} <= {*own} and "--log-dir" in taken
+    assert [flag for flag in own if any(option.startswith(flag) for option in taken)] == []

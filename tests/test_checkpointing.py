@@ -1,0 +1,484 @@
+"""A training that is saved and continued, also on other ranks, has the losses of one that was not.
+
+Bit for bit on the same cut of the model, to 1e-12 on another, for every optimizer.
+"""
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import distributed_checkpointing
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from pipeline import checkpoint, checkpoint_folder
+from pipeline.launch import RunFailed, run
+from pipeline.model import ModelConfig, build_model
+
+SIZES = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --batch-size 8 --microbatches 4"
+FLAGS = f"distributed_checkpointing.py {SIZES} --device cpu --clip 1 --decay-steps 9"
+
+
+def train(folder, flags="", ranks=4, steps=9, checkpoints=True, **options):
+    """Run the script on warm ranks; {step: loss} in full precision, and what was printed."""
+    losses = Path(folder) / "losses"
+    losses.unlink(missing_ok=True)
+    where = f"--checkpoints {Path(folder) / 'saved'} --save-every 3" if checkpoints else ""
+    command = f"{FLAGS} --steps {steps} --losses {losses} {where} {flags}"
+    done = run(command, ranks, warm=True, show=False, limit=60, **options)
+    rows = map(json.loads, losses.read_text().splitlines()) if losses.exists() else []
+    return {row["step"]: row["loss"] for row in rows}, done.output
+
+
+@functools.cache
+def undisturbed(optimizer="sgd", ranks=4):
+    """{step: loss} of nine steps in one go, nothing saved."""
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        return train(folder, f"--optimizer {optimizer}", ranks, checkpoints=False)[0]
+
+
+def largest_difference(ours, theirs):
+    return max(abs(ours[step] - theirs[step]) for step in ours)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+@pytest.mark.parametrize("how", ["", "--asynchronous"])
+def test_continued_on_the_same_cut_all_losses_are_equal_to_the_last_bit(tmp_path, optimizer, how):
+    flags = f"--optimizer {optimizer} {how}"
+    before, _ = train(tmp_path, flags, steps=4)
+    after, output = train(tmp_path, flags)
+    assert "continues after 4 steps" in output
+    assert {**before, **after} == undisturbed(optimizer)
+    assert sorted(before) == [0, 1, 2, 3] and sorted(after) == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_continued_on_4_2_1_and_2_ranks_with_2_chunks_the_losses_stay_within_1e_12(
+    tmp_path, optimizer
+):
+    losses = {}
+    for ranks, steps, flags in [
+        (4, 3, "--schedule 1f1b"),
+        (2, 5, "--schedule gpipe --microbatches 2"),
+        (1, 6, ""),
+        (2, 8, "--schedule interleaved-1f1b --chunks 2 --asynchronous"),
+        (3, 9, "--cut 1,5,2"),
+    ]:
+        some, _ = train(tmp_path, f"{flags} --optimizer {optimizer}", ranks, steps)
+        losses.update(some)
+    assert sorted(losses) == list(range(9))
+    assert largest_difference(losses, undisturbed(optimizer)) <= 1e-12
+    # Another learning rate, or an optimizer without its past, would be seen: losses move.
+    assert max(losses.values()) - min(losses.values()) > 0.1
+
+
+def test_the_losses_are_those_of_one_process_with_the_same_schedule_and_clipping(tmp_path):
+    _, output = train(tmp_path, "--optimizer adamw --verify", steps=5)
+    assert "as promised" in output
+    _, output = train(tmp_path, "--optimizer adamw --verify", ranks=2)
+    assert "as promised" in output and "   5  " in output and "   0  " not in output
+
+
+# What a checkpoint holds
+
+
+def saved_state(folder):
+    """The newest checkpoint in one dictionary, read by torch alone, without the course's code."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    path = checkpoint_folder.find_checkpoint(folder / "saved").path
+    dcp_to_torch_save(path, folder / "whole.pt")
+    return torch.load(folder / "whole.pt", weights_only=True)
+
+
+def equal(ours, theirs):
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(equal(ours[k], theirs[k]) for k in ours)
+    return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+
+
+def test_asynchronous_and_synchronous_saving_write_the_same_bits(tmp_path):
+    states = []
+    for how in ("", "--asynchronous"):
+        folder = tmp_path / f"with{how}"
+        folder.mkdir()
+        # Saved in every step: what the background writes, the next step already changes.
+        train(folder, f"--optimizer adamw --save-every 1 {how}", ranks=2, steps=4)
+        states.append(saved_state(folder))
+    assert equal(*states)
+    assert len(states[0]["model"]) == len(states[0]["optimizer"]) == 8 * 9 + 3
+
+
+class SlowToWrite(checkpoint.Checkpoints):
+    """Training is two steps further when the writing begins."""
+
+    def write(self, *arguments):
+        time.sleep(0.3)
+        return super().write(*arguments)
+
+
+def train_while_it_is_slow_to_write(rank, flags, copies):
+    with mock.patch.object(sys, "argv", shlex.split(flags)):
+        with mock.patch.object(distributed_checkpointing, "Checkpoints", SlowToWrite):
+            if copies:
+                return distributed_checkpointing.main()
+            with mock.patch.object(checkpoint, "copy_to_host", lambda state: state):
+                return distributed_checkpointing.main()
+
+
+def test_without_the_copy_a_checkpoint_in_the_background_holds_weights_of_later_steps(tmp_path):
+    train(tmp_path, "--optimizer momentum", ranks=2, steps=3)
+    expected = saved_state(tmp_path)
+    for copies in (True, False):
+        folder = tmp_path / f"copies {copies}"
+        where = f"--checkpoints '{folder / 'saved'}' --save-every 3 --keep 9 --asynchronous"
+        flags = f"{FLAGS} --optimizer momentum --steps 5 {where}"
+        folder.mkdir()
+        run_on_ranks(train_while_it_is_slow_to_write, 2, flags, copies)
+        shutil.rmtree(folder / "saved" / "run-0001" / "step-00000005")
+        state = saved_state(folder)
+        assert state["progress"] == expected["progress"] == {"step": 3, "batches": 3}
+        assert equal(state["model"], expected["model"]) is copies
+
+
+def test_names_are_those_of_the_whole_model_and_nothing_tells_the_cut(tmp_path):
+    train(tmp_path, "--optimizer adamw", ranks=2, steps=2)
+    state = saved_state(tmp_path)
+    model = build_model(ModelConfig(8, 16, 2, 2, 8))
+    model.load_state_dict(state["model"])  # every name, and no other
+    assert state["progress"] == {"step": 2, "batches": 2}
+    assert state["rate"] == {"updates": 2}
+    assert set(state["optimizer"]["head.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("optimizer, numbers", [("sgd", 1), ("momentum", 2), ("adamw", 3)])
+def test_bytes_are_those_of_the_weights_and_of_what_the_optimizer_remembers(
+    tmp_path, optimizer, numbers
+):
+    train(tmp_path, f"--optimizer {optimizer}", ranks=2, steps=1)
+    state = saved_state(tmp_path)
+    tensors = [*state["model"].values()]
+    for remembered in state.get("optimizer", {}).values():
+        tensors += remembered.values()
+    weights = sum(p.numel() for p in build_model(ModelConfig(8, 16, 2, 2, 8)).parameters())
+    scalars = len(state["model"]) if optimizer == "adamw" else 0  # its count of steps, float32
+    assert sum(t.numel() * t.element_size() for t in tensors) == 8 * weights * numbers + 4 * scalars
+
+
+def draw_after_training(rank, flags):
+    """Train, then draw from this rank's generator."""
+    drawn = {}
+
+    def draw(job, *rest):
+        drawn["number"] = torch.rand(1).item()
+        return leave(job, *rest)
+
+    leave = distributed_checkpointing.leave_job
+    argv = shlex.split(flags)
+    with mock.patch.object(sys, "argv", argv):
+        with mock.patch.object(distributed_checkpointing, "leave_job", draw):
+            assert distributed_checkpointing.main() == 0
+    return drawn["number"]
+
+
+class Drawing:
+    """A worker that draws one number in each step, as dropout would."""
+
+    def __init__(self, *arguments):
+        self.worker = worker_class(*arguments)
+
+    def run_step(self, inputs, targets):
+        torch.rand(1)
+        return self.worker.run_step(inputs, targets)
+
+
+worker_class = distributed_checkpointing.Worker
+
+
+def train_and_draw(rank, flags, seed):
+    torch.manual_seed(seed + rank)
+    with mock.patch.object(distributed_checkpointing, "Worker", Drawing):
+        return draw_after_training(rank, flags)
+
+
+def test_random_state_goes_on_where_it_was_on_as_many_ranks_and_is_its_own_on_others(tmp_path):
+    def draws(ranks, steps, seed, folder):
+        flags = f"{FLAGS} --steps {steps} --checkpoints {tmp_path / folder}"
+        return run_on_ranks(train_and_draw, ranks, flags, seed)
+
+    at_once = draws(2, 4, 7, "once")
+    draws(2, 2, 7, "again")
+    assert draws(2, 4, 1000, "again") == at_once
+    others = draws(3, 5, 2000, "again")
+    assert len({*others, *at_once}) == 5
+
+
+# Forgotten things are noticed: each fault is planted in Training, and the losses change
+
+
+def forget(what):
+    def take(self, job, state):
+        state = dict(state)
+        if what == "optimizer":
+            state["optimizer"] = {}
+        elif what == "batches":
+            state["progress"] = {**state["progress"], "batches": 0}
+        elif what == "rate":
+            state["rate"] = {"updates": 0}
+        else:
+            for name, parameter in self.parameters.items():
+                if name.startswith(what):
+                    parameter.data.mul_(1 + 1e-9)
+        whole_take(self, job, state)
+
+    return take
+
+
+whole_take = checkpoint.Training.take
+
+
+def train_forgetfully(rank, flags, what):
+    with mock.patch.object(sys, "argv", shlex.split(flags)):
+        with mock.patch.object(checkpoint.Training, "take", forget(what)):
+            return distributed_checkpointing.main()
+
+
+@pytest.mark.parametrize("what", ["optimizer", "batches", "rate", "layers.5."])
+def test_a_training_that_forgets_something_has_other_losses(tmp_path, what):
+    flags = "--optimizer adamw"
+    train(tmp_path, flags, ranks=2, steps=4)
+    losses = tmp_path / "losses"
+    run_on_ranks(
+        train_forgetfully,
+        2,
+        f"{FLAGS} --steps 9 --losses {losses} --checkpoints {tmp_path / 'saved'} {flags}",
+        what,
+    )
+    rows = map(json.loads, losses.read_text().splitlines())
+    after = {row["step"]: row["loss"] for row in rows}
+    assert sorted(after) == [4, 5, 6, 7, 8]
+    assert largest_difference(after, undisturbed("adamw")) > 1e-12
+
+
+# Clipping
+
+
+def gradients_clipped_by_stage(job, named_parameters, largest_norm):
+    """The common mistake: each rank clips by the norm of what it has."""
+    parameters = [parameter for _, parameter in named_parameters]
+    torch.nn.utils.clip_grad_norm_(parameters, largest_norm)
+
+
+def train_clipping_by_stage(rank, flags):
+    name = "clip_gradients"
+    with mock.patch.object(sys, "argv", shlex.split(flags)):
+        with mock.patch.object(distributed_checkpointing, name, gradients_clipped_by_stage):
+            return distributed_checkpointing.main()
+
+
+CLIPPED = f"{FLAGS} --clip 0.5 --steps 4 --learning-rate 1 --verify"
+
+
+def test_clipping_by_the_norm_of_the_whole_model_equals_one_process():
+    for ranks in (1, 2, 4):
+        output = run(CLIPPED, ranks, warm=True, show=False).output
+        assert "as promised" in output
+    assert run(f"{CLIPPED} --clip 1e9", 2, warm=True, show=False).losses[-1] != pytest.approx(
+        run(CLIPPED, 2, warm=True, show=False).losses[-1], abs=1e-3
+    )  # it clips indeed
+
+
+def test_clipping_each_stage_by_its_own_norm_is_found_out():
+    assert run_on_ranks(train_clipping_by_stage, 2, CLIPPED) == [0, 1]
+
+
+def test_the_norm_does_not_depend_on_the_order_in_which_ranks_bring_their_parts():
+    squares = {f"layers.{i}.weight": 10.0 ** (i % 17) / 3 for i in range(40)}
+    norm = distributed_checkpointing.norm_of(squares)
+    backwards = dict(reversed(squares.items()))
+    assert distributed_checkpointing.norm_of(backwards) == norm
+    assert sum(backwards.values()) != sum(squares.values())  # the order of adding does matter
+
+
+def test_one_process_clips_as_torch_does():
+    parameters = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    expected = [parameter.grad.clone() for parameter in parameters]
+    copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    for copy, gradient in zip(copies, expected):
+        copy.grad = gradient.clone()
+    theirs = torch.nn.utils.clip_grad_norm_(copies, 0.7)
+    named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    norm = distributed_checkpointing.norm_of(distributed_checkpointing.squares_of(named))
+    distributed_checkpointing.scale_gradients(named, norm, 0.7)
+    assert norm == pytest.approx(theirs.item(), rel=1e-14)
+    for parameter, copy in zip(parameters, copies):
+        assert torch.allclose(parameter.grad, copy.grad, rtol=1e-14, atol=0)
+
+
+# The learning rate
+
+
+def test_the_rate_warms_up_falls_along_a_cosine_and_stays_at_a_tenth():
+    share = distributed_checkpointing.share_of_peak
+    shares = [share(update, 4, 10) for update in range(13)]
+    assert shares[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert shares[7] == pytest.approx(0.55)  # half of the way down
+    assert shares[10:] == [0.1, 0.1, 0.1]
+    assert shares[4:10] == sorted(shares[4:10], reverse=True)
+
+
+# One file
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_exported_to_one_file_and_imported_the_training_goes_on_with_the_same_losses(
+    tmp_path, optimizer
+):
+    train(tmp_path, f"--optimizer {optimizer}", steps=4)
+    file = tmp_path / "model.pt"
+    flags = f"{SIZES} --clip 1 --optimizer {optimizer} --checkpoints {tmp_path / 'saved'}"
+    run(f"distributed_checkpointing.py {flags} --export {file}", None, show=False)
+    model = build_model(ModelConfig(8, 16, 2, 2, 8))
+    model.load_state_dict(torch.load(file)["model"])
+    other = tmp_path / "other"
+    other.mkdir()
+    losses, output = train(other, f"--optimizer {optimizer} --import {file}", steps=6)
+    assert f"continues after 4 steps, from {file}" in output
+    more, output = train(
+        other, f"--optimizer {optimizer} --import {file}"
+    )  # a job that was requeued
+    assert "continues after 6 steps" in output and "model.pt" not in output
+    assert {**losses, **more} == {k: v for k, v in undisturbed(optimizer).items() if k >= 4}
+    again, _ = train(tmp_path, f"--optimizer {optimizer} --fresh --import {file}", ranks=2)
+    assert largest_difference(again, undisturbed(optimizer)) <= 1e-12 and sorted(again)[0] == 4
+
+
+def test_a_file_that_was_not_exported_is_refused(tmp_path):
+    (tmp_path / "text").write_text("no torch file")
+    torch.save({"model": {}}, tmp_path / "part.pt")
+    for name, words in [
+        ("text", "cannot be read"),
+        ("none", "cannot be read (No such file or directory)"),
+        ("part.pt", "is no training that --export has written"),
+    ]:
+        with pytest.raises(RunFailed) as refused:
+            train(tmp_path, f"--import {tmp_path / name}", ranks=2)
+        assert f"--import {tmp_path / name}" in str(refused.value) and words in str(refused.value)
+
+
+# Stopping
+
+
+def stop_rank(rank, flags, victim, number, step):
+    """Send this process a signal when its rank has come to `step`."""
+    record_step = distributed_checkpointing.Report.record_step
+
+    def record_and_signal(self, at, loss):
+        record_step(self, at, loss)
+        if (self.job.rank, at) == (victim, step):
+            os.kill(os.getpid(), number)
+
+    with mock.patch.object(sys, "argv", shlex.split(flags)):
+        with mock.patch.object(distributed_checkpointing.Report, "record_step", record_and_signal):
+            return distributed_checkpointing.main()
+
+
+@pytest.mark.parametrize("number, victim", [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize("how", ["", "--asynchronous"])
+def test_a_signal_to_any_rank_lets_the_step_end_saves_and_ends_all_with_75(
+    tmp_path, number, victim, how
+):
+    flags = f"{FLAGS} --steps 9 --checkpoints {tmp_path / 'saved'} {how}"
+    assert run_on_ranks(stop_rank, 2, flags, victim, number, 4) == [75, 75]
+    assert (tmp_path / "saved" / "latest").read_text() == "run-0001/step-00000005\n"
+    marker = tmp_path / "saved" / "stopped"
+    assert marker.read_text() == f"{number.name} after 5 steps\n"
+    after, _ = train(tmp_path, how, ranks=2)
+    assert sorted(after) == [5, 6, 7, 8] and not marker.exists()
+    expected = undisturbed(ranks=2)
+    assert after == {step: expected[step] for step in after}
+
+
+def test_under_torchrun_a_signal_to_one_rank_leaves_the_mark_that_torchruns_status_hides(tmp_path):
+    flags = f"{FLAGS} --steps 99 --checkpoints {tmp_path / 'saved'} --pace 10 20"
+    with pytest.raises(RunFailed, match="ended with exit status 75"):
+        run(flags, 2, warm=False, show=False, limit=60, send=("SIGUSR1", 1, "step 1"))
+    assert (tmp_path / "saved" / "stopped").read_text().startswith("SIGUSR1 after ")
+
+
+def test_a_training_that_is_done_says_so_and_ends_well(tmp_path):
+    train(tmp_path, ranks=2, steps=3)
+    losses, output = train(tmp_path, ranks=2, steps=3)
+    assert losses == {} and "nothing is left to do: 3 steps of --steps 3 are done" in output
+
+
+# What a folder holds
+
+
+def entries(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_k_are_kept_and_nothing_else_is_left(tmp_path):
+    train(tmp_path, "--save-every 1 --keep 3", ranks=2, steps=6)
+    saved = tmp_path / "saved"
+    assert entries(saved / "run-0001") == [f"step-{step:08}" for step in (4, 5, 6)]
+    assert entries(saved) == ["latest", "lock", "run-0001"]
+
+
+def test_fresh_and_from_step_write_beside_what_was_saved_and_touch_none_of_it(tmp_path):
+    train(tmp_path, "--save-every 2 --keep 9", ranks=2, steps=6)
+    saved = tmp_path / "saved"
+    content = {path: path.read_bytes() for path in (saved / "run-0001").rglob("*.*")}
+    fresh, _ = train(tmp_path, "--fresh --keep 1 --save-every 1", ranks=2, steps=3)
+    assert sorted(fresh) == [0, 1, 2]
+    assert (saved / "latest").read_text() == "run-0002/step-00000003\n"
+    train(tmp_path, "--keep 1", ranks=2, steps=4)  # continues the fresh one
+    assert entries(saved / "run-0002") == ["step-00000004"]
+    checkpoint_folder.move_latest(saved, "run-0001/step-00000006")
+    older, output = train(tmp_path, "--from-step 2 --keep 1", ranks=2)
+    assert "continues after 2 steps" in output
+    assert (saved / "latest").read_text() == "run-0003/step-00000009\n"
+    assert older == {step: loss for step, loss in undisturbed(ranks=2).items() if step >= 2}
+    assert content == {path: path.read_bytes() for path in (saved / "run-0001").rglob("*.*")}
+    assert content
+
+
+def test_latest_moves_after_the_checkpoint_has_its_name_and_before_an_older_one_goes(tmp_path):
+    """The calls that make names, in their order."""
+    calls = []
+
+    def note(name):
+        original = getattr(os, name)
+
+        def call(source, target, **options):
+            calls.append((name, Path(target).name))
+            return original(source, target, **options)
+
+        return mock.patch.object(os, name, call)
+
+    folder = tmp_path / "saved"
+    with note("rename"), note("replace"):
+        for step in (1, 2):
+            temporary = checkpoint_folder.begin_writing(folder, "run-0001", step)
+            description = {"files": {}, "configuration": {}}
+            checkpoint_folder.publish(temporary, folder, "run-0001", step, description, keep=1)
+    assert calls[:3] == [
+        ("rename", "step-00000001"),
+        ("replace", "latest"),
+        ("rename", "step-00000002"),
+    ]
+    assert calls[3] == ("replace", "latest") and calls[4][1].startswith(".deleting-step-00000001")
+    assert len(calls) == 5
