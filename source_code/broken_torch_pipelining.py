@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import mse_loss
 
-from pipeline.arguments import Parser, refuse, seconds
+from pipeline.arguments import seconds
 from pipeline.distributed import gather, join_job, leave_job, ranks_from_environment
 from pipeline.library import (
     ONE_STAGE,
@@ -37,6 +37,7 @@ from pipeline.library import (
     watched,
     without_messages_to_itself,
 )
+from pipeline.refusal import Parser, refuse
 
 WIDTH, BATCH = 8, 8
 

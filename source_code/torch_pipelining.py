@@ -24,19 +24,15 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeline.arguments import (
-    parse_training_arguments,
-    positive_integer,
-    positive_number,
-    refuse,
-    training_parser,
-)
+from pipeline.arguments import parse_training_arguments, training_parser
+from pipeline.clipping import clip_gradients
 from pipeline.distributed import join_job, leave_job
 from pipeline.library import (
     ONE_STAGE,
     SCHEDULES,
     V_SHAPED,
     complaint_about,
+    device_without_sharing,
     forwards_only,
     mean_of,
     recorded,
@@ -47,6 +43,7 @@ from pipeline.library import (
 )
 from pipeline.model import VOCABULARY, ModelPart, build_model, materialise, token_loss
 from pipeline.recorder import Recorder
+from pipeline.refusal import positive_integer, positive_number, refuse
 from pipeline.report import Report
 
 LINE_END = 10  # the byte; two in a row end a paragraph
@@ -58,7 +55,7 @@ def main():
     recorder = Recorder(job, arguments.paced)
     stages = [recorded(stage, job, recorder) for stage in build_stages(arguments, job)]
     schedule = build_schedule(arguments, stages)
-    parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    parameters = [parameter for _, parameter in named_parameters(stages)]
     optimizer, rates = build_optimizer(arguments, parameters)
     expected = schedule_as_data(
         arguments.schedule, job.num_ranks, arguments.microbatches, arguments.chunks
@@ -71,7 +68,7 @@ def main():
         with watched(job, f"step {step} of {arguments.schedule}"):
             loss = run_step(schedule, stages, inputs, targets, keywords)
         if arguments.clip:
-            clip_by_global_norm(stages, arguments.clip)
+            clip_gradients(job, named_parameters(stages), arguments.clip)
         optimizer.step()
         rates.step()
         report.record_step(step, loss)
@@ -97,6 +94,7 @@ def parse_arguments():
     add("--evaluate", type=positive_integer, metavar="N", help="then: loss of N held-out batches")
     add("--generate", type=positive_integer, metavar="N", help="then: continue texts by N bytes")
     arguments = parse_training_arguments(parser, number_of_stages)
+    arguments.device = device_without_sharing(arguments.device)
     check_combination(arguments)
     return arguments
 
@@ -220,6 +218,11 @@ def build_schedule(arguments, stages):
     return schedule_class(of_this_rank, arguments.microbatches, loss_fn=token_loss)
 
 
+def named_parameters(stages):
+    """This rank's parameters, as pairs with their names in the whole model."""
+    return [pair for stage in stages for pair in stage.submod.named_parameters()]
+
+
 def build_optimizer(arguments, parameters):
     """The optimizer, and what sets its learning rate before each step."""
     if arguments.optimizer == "adamw":
@@ -280,28 +283,6 @@ def run_step(schedule, stages, inputs, targets, keywords):
         **keywords,
     )
     return mean_of(losses)
-
-
-def clip_by_global_norm(stages, largest):
-    """Scale all gradients so that those of the whole model together have at most this norm.
-
-    A rank knows the gradients of its own stages only. The squares are added in the order of the
-    parameters' names, so that the sum does not depend on the cut. Returns the norm.
-    """
-    own = {
-        name: parameter.grad.pow(2).sum().item()
-        for stage in stages
-        for name, parameter in stage.submod.named_parameters()
-    }
-    everyones = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    squares = {name: square for some in everyones for name, square in some.items()}
-    norm = math.sqrt(sum(squares[name] for name in sorted(squares)))
-    factor = min(1.0, largest / (norm + 1e-6))
-    for stage in stages:
-        for parameter in stage.submod.parameters():
-            parameter.grad.mul_(factor)
-    return norm
 
 
 @torch.no_grad()

@@ -26,13 +26,14 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
-from pipeline.arguments import parse_training_arguments, refuse, training_parser
+from pipeline.arguments import parse_training_arguments, training_parser
 from pipeline.data import Text, load_text
 from pipeline.distributed import gather, join_job, leave_job
-from pipeline.library import mean_of, recorded, schedule_as_data, watched
+from pipeline.library import device_without_sharing, mean_of, recorded, schedule_as_data, watched
 from pipeline.model import VOCABULARY, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
+from pipeline.refusal import refuse
 from pipeline.report import Report
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
@@ -85,6 +86,7 @@ def parse_arguments():
     # GPT-2 itself has 12 layers and width 768.
     parser.set_defaults(layers=12, dim=64, kv_heads=4, optimizer="adamw", learning_rate=0.001)
     arguments = parse_training_arguments(parser)
+    arguments.device = device_without_sharing(arguments.device)
     if arguments.schedule == "1F1B" and arguments.microbatches < arguments.num_ranks:
         refuse(
             f"--schedule 1F1B: --microbatches {arguments.microbatches} is less than the "

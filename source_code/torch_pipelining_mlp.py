@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, pipeline
 
-from pipeline.arguments import Parser, positive_integer, refuse, seconds
+from pipeline.arguments import seconds
 from pipeline.distributed import join_job, leave_job, ranks_from_environment
 from pipeline.library import mean_of, watched
+from pipeline.refusal import Parser, positive_integer, refuse
 
 SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
 

@@ -227,6 +227,36 @@ def test_what_is_refused_and_what_is_not_is_what_the_library_refuses(name):
             )
 
 
+@pytest.mark.parametrize("script", [torch_pipelining, torch_pipelining_gpt2])
+def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert arguments_of("--device auto", script).device == "cpu"
+    with pytest.raises(SystemExit):
+        arguments_of("--device cuda", script)
+    assert "4 ranks would share 2 GPUs" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert arguments_of("--device auto", script).device == "auto"
+
+
+def test_a_terminal_on_the_rank_of_the_last_stage_gets_a_progress_bar(monkeypatch):
+    import tqdm
+
+    from pipeline.report import Report
+
+    schedule = schedule_as_data("ZBVZeroBubble", 4, 8, 2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    bars = {}
+    for rank in (0, 3):
+        job = mock.Mock(rank=rank)
+        steps = Report(arguments_of("--steps 3"), job, schedule, recorder=None).steps()
+        bars[rank] = isinstance(steps, tqdm.tqdm)
+        assert list(steps) == [0, 1, 2]
+    assert bars == {0: True, 3: False}, "in a V the last stage is on rank 0"
+
+
 # The free-form network, and Hugging Face
 
 

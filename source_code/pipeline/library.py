@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from pipeline.distributed import ranks_from_environment
+from pipeline.refusal import refuse
 from pipeline.schedule import Action, Schedule, validate
 from pipeline.schedules import gpipe, one_f_one_b
 from pipeline.watch import Wait, end_process
@@ -60,6 +62,24 @@ def complaint_about(name, num_ranks, num_microbatches, chunks):
             f"on {num_ranks} ranks; use a multiple of {num_ranks}"
         )
     return None
+
+
+def device_without_sharing(wanted):
+    """What to ask `join_job` for instead of `wanted`: ranks that would share a GPU take the CPU.
+
+    Our worker stages their messages through host memory; the library has no place for that.
+    Refuses "cuda" where there are fewer GPUs than ranks.
+    """
+    local_ranks = ranks_from_environment()[3]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or not 0 < gpus < local_ranks:
+        return wanted
+    if wanted == "cuda":
+        refuse(
+            f"--device cuda: {local_ranks} ranks would share {gpus} GPUs, and the library cannot "
+            "send between them; use --device cpu, or one rank for each GPU"
+        )
+    return "cpu"
 
 
 def schedule_as_data(name, num_ranks, num_microbatches, chunks):
