@@ -35,6 +35,9 @@ def environment(monkeypatch):
             "WORLD_SIZE",
         ):
             monkeypatch.delenv(name)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # what the code sets itself goes away with the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     return lambda **variables: [monkeypatch.setenv(*pair) for pair in variables.items()]
 
 

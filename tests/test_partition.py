@@ -349,14 +349,15 @@ def test_as_json_the_plan_has_exactly_these_keys(monkeypatch, capsys):
     assert plan["seconds_per_minibatch"] == plan["stages"][0]["seconds"]
 
 
-def test_in_words_a_straight_plan_ends_with_the_cut_for_a_training_script(monkeypatch, capsys):
+def test_in_words_a_plan_ends_with_the_flags_for_a_training_script(monkeypatch, capsys):
     flags = ["--layers", 5, "--dim", 16, "--seq-len", 8, "--workers", 5, "--bandwidth", "1e9"]
     status, output, _ = call(monkeypatch, capsys, *flags, "--straight")
     assert status == 0
     assert output.splitlines()[-1].split() == "for pipedream.py --cut 1,1,1,1,1".split()
     flags = ["--profile", VGG16, "--workers", 4, "--bandwidth", "1e9", "--memory", "1e12"]
     status, output, _ = call(monkeypatch, capsys, *flags)
-    assert status == 0 and "--cut" not in output
+    assert status == 0
+    assert output.splitlines()[-1].split() == "for pipedream.py --replicas 3-1 --cut 17,22".split()
     assert output.splitlines()[2].split() == ["0", "0", "16", "3", "171.413", "205.521"]
 
 

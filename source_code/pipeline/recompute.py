@@ -107,7 +107,7 @@ def _mix_again(mix, recorder, *inputs):
         # Here the hooks of `checkpoint` see what is saved, and nobody else's: look on the side. With
         # a meter of its own, since by now the backward has let go of memory that is used again.
         inside = HeldMeter()
-        with inside.holding(inputs, "attention"):
+        with inside.holding([x for x in inputs if x is not None], "attention"):
             mix(*inputs)
         recorder.meter.hold_for_a_moment(inside.peak)
     with recorder.recomputing():
