@@ -45,6 +45,7 @@ WIDTH, BATCH = 8, 8
 def main():
     arguments = parse_arguments()
     job = join_job("cpu", arguments.timeout, pairs=[])
+    dist.barrier()  # a rank that fails at once would take the others down while they still join
     with watched(job, f"the trap {arguments.trap}"):
         TRAPS[arguments.trap](job, arguments.cured)
     leave_job(job)
