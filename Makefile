@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run notebooks images slides benchmark
+.PHONY: help lab test run notebooks images slides site benchmark
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ images: $(INSTALLED) ## draw the figures in images/ anew
 
 slides: $(INSTALLED) ## make slides of all lessons in build/slides, which any browser shows
 	$(BIN)/python notebooks/make_slides.py
+
+site: $(INSTALLED) ## make the course a website in build/site, which opens from disk
+	$(BIN)/python notebooks/make_site.py
 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
 	$(BIN)/python tests/benchmark.py

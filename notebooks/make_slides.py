@@ -14,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+from formulas import with_formulas
+
 NOTEBOOKS = Path(__file__).resolve().parent
 SLIDES = NOTEBOOKS.parent / "build" / "slides"
 MOST_CODE = 16  # lines; longer code is in the notebook
@@ -108,7 +110,9 @@ def html_of(markdown):
 
     # A slide is no page of the repository: its links lead nowhere, and their text stays.
     return re.sub(
-        r'<a [^>]*class="anchor-link"[^>]*>.*?</a>|</?a\b[^>]*>', "", markdown2html(markdown)
+        r'<a [^>]*class="anchor-link"[^>]*>.*?</a>|</?a\b[^>]*>',
+        "",
+        markdown2html(with_formulas(markdown)),
     )
 
 
