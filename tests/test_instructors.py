@@ -41,6 +41,15 @@ def test_every_lesson_has_its_exercises_and_a_sheet(path):
     assert re.search(rf"^\*\*{path.stem[:2]} ", section("A sheet for each lesson"), re.MULTILINE)
 
 
+def test_the_readme_gives_the_minutes_of_the_lessons():
+    readme = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"\]\((notebooks/[\w.]+)\) \| (\d+) \|", readme))
+    for path in LESSONS:
+        cells = json.loads(path.read_text())["cells"]
+        first = "".join("".join(cell["source"]) for cell in cells[:2])
+        assert rows[f"notebooks/{path.name}"] == re.search(r"\*\*Time:\*\* (\d+) min", first)[1]
+
+
 def test_what_the_pack_names_is_there():
     for name in re.findall(r"\b(?:slurm|source_code|notebooks)/[\w./]+\w", TEXT):
         assert (ROOT / name).exists(), name
