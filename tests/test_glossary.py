@@ -24,7 +24,8 @@ LESSONS = {p.stem[:2]: paragraphs_of(p) for p in sorted((ROOT / "notebooks").glo
 
 
 def uses(term, paragraph):
-    return re.search(rf"(?<![\w-]){re.escape(term)}", paragraph, re.IGNORECASE)
+    pattern = re.escape(term).replace(r"\ ", "[ -]")
+    return re.search(rf"(?<![\w-]){pattern}", paragraph, re.IGNORECASE)
 
 
 def words_of(row):
