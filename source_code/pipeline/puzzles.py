@@ -58,7 +58,9 @@ class Puzzle:
         """What the target is compared with."""
         if self.measure == "makespan":
             return timeline.makespan
-        return max(span - busy for span, busy in zip(timeline.span_per_rank, timeline.busy_per_rank))
+        return max(
+            span - busy for span, busy in zip(timeline.span_per_rank, timeline.busy_per_rank)
+        )
 
     def held(self, timeline):
         """What `room` is compared with, for each rank."""
@@ -70,7 +72,7 @@ class Puzzle:
 STAGE = Costs(forward=20, backward=40)
 HALF_A_STAGE = Costs(forward=10, backward=20)
 # Stages 1 and 2 have two layers each, the outer ones one; ranks 1 and 2 are on different nodes.
-TWO_NODES = Costs([10, 20, 20, 10], [20, 40, 40, 20], transfer={(1, 2): 30, (2, 1): 30})
+TWO_NODES = Costs([10, 20, 20, 10], [20, 40, 40, 20], transfer={(1, 2): 50, (2, 1): 50})
 
 # By the number of the exercise.
 PUZZLES = {
@@ -189,16 +191,16 @@ PUZZLES = {
     11: Puzzle(
         "Two nodes",
         (0, 1, 2, 3),
-        8,
+        16,
         TWO_NODES,
-        target=600,
-        best=560,
-        bound=540,
+        target=1200,
+        best=1150,
+        bound=1040,
         split=True,
         room=(4, 4, 4, 4),
         until_weight=True,
         flags="--layers 6 --cut 1,2,2,1 --pace 10 20 --pace-per-layer",
-        node_delay=30,
-        praise="1F1B takes 820 ms here, with the same room.",
+        node_delay=50,
+        praise="1F1B takes 1860 ms here.",
     ),
 }

@@ -144,6 +144,8 @@ def how_far(given, timeline):
             f"target is {short(given.target)}"
         )
     taken = f"{short(value)} ms"
+    if too_much_held(given, timeline):
+        return f"{taken}, but with more room than there is"
     if given.bound is None:
         if value <= given.best + smallest_time(timeline):
             return f"{taken}, which is provably best"
