@@ -4,7 +4,7 @@ from pipeline.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer, cal
 from pipeline.figures import draw_timelines
 from pipeline.files import write_whole
 from pipeline.launch import ROOT, run
-from pipeline.nodes import pretended_nodes
+from pipeline.nodes import DELAY_VARIABLE, PRETENDED_VARIABLE, pretended_nodes
 from pipeline.puzzles import PUZZLES
 from pipeline.schedule import Schedule, ScheduleError, from_csv, to_csv, validate
 from pipeline.simulator import simulate
@@ -45,6 +45,8 @@ def perform(number, answer):
     file = f"build/12_puzzle_{number}"
     (ROOT / "build").mkdir(exist_ok=True)
     write_whole(ROOT / f"{file}.csv", to_csv(schedule))
+    if given.node_delay:
+        print(f"$ export {PRETENDED_VARIABLE}=2 {DELAY_VARIABLE}={given.node_delay:g}")
     with pretended_nodes(2, given.node_delay):
         performed = run(
             f"custom_schedule.py {file}.csv {given.flags} --steps 2 --verify --timeline {file}.json",
@@ -131,34 +133,29 @@ def _fits(given, schedule):
 
 def how_far(given, timeline):
     """How long the schedule is, how long it should be, and how long the best one is."""
-    value = given.measured(timeline)
+    value, small = given.measured(timeline), smallest_time(timeline)
     if given.measure == "idle":
-        worst = max(
-            range(given.num_ranks),
-            key=lambda rank: timeline.span_per_rank[rank] - timeline.busy_per_rank[rank],
-        )
-        if value <= smallest_time(timeline):
+        idle = [span - busy for span, busy in zip(timeline.span_per_rank, timeline.busy_per_rank)]
+        if value <= small:
             return "no rank is idle between its first action and its last"
         return (
-            f"rank {worst} is idle for {short(value)} ms between its first action and its last, the "
-            f"target is {short(given.target)}"
+            f"rank {idle.index(value)} is idle for {short(value)} ms between its first action and "
+            f"its last, the target is {short(given.target)}"
         )
-    taken = f"{short(value)} ms"
+    taken, target = f"{short(value)} ms", f"the target is {short(given.target)}"
+    known = f"{short(given.best)} is provably best"
+    if given.bound is not None:
+        below = f"nothing below {short(given.bound)} is possible"
+        known = f"{short(given.best)} is the best known, and {below}"
     if too_much_held(given, timeline):
-        return f"{taken}, but with more room than there is"
-    if given.bound is None:
-        if value <= given.best + smallest_time(timeline):
-            return f"{taken}, which is provably best"
-        if given.target == given.best:
-            return f"{taken}, the target is {short(given.target)}, which is provably best"
-        return f"{taken}, the target is {short(given.target)}, and {short(given.best)} is provably best"
-    known = f"{short(given.best)} is the best known"
-    if value < given.best - smallest_time(timeline):
-        known = f"which is better than the best known, {short(given.best)}"
-    return (
-        f"{taken}, the target is {short(given.target)}; {known}, and nothing below "
-        f"{short(given.bound)} is possible"
-    )
+        return f"{taken}, {target}, and in the room that there is {known}"
+    if value < given.best - small:
+        return f"{taken}, which is better than the best known, {short(given.best)}; {below}"
+    if given.bound is None and value <= given.best + small:
+        return f"{taken}, which is provably best"
+    if given.target == given.best:
+        return f"{taken}, {target}, which is provably best"
+    return f"{taken}, {target}; {known}"
 
 
 def too_much_held(given, timeline):
