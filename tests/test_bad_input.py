@@ -154,6 +154,7 @@ def test_a_stage_takes_the_pace_of_each_of_its_layers(monkeypatch, tmp_path):
     file = tmp_path / "two.csv"
     file.write_text(to_csv(gpipe(2, 8)))
     flags = "--layers 3 --cut 1,2 --pace 10 20 5 --pace-per-layer".split()
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(sys, "argv", ["custom_schedule.py", str(file), *flags])
     paced = importlib.import_module("custom_schedule").parse_arguments()[0].paced
