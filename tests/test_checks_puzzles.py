@@ -171,7 +171,7 @@ def test_an_illegal_schedule_is_not_performed(capsys):
     assert capsys.readouterr().out.startswith("Not yet: deadlock: ")
 
 
-@pytest.mark.parametrize("number", [3, 11])
+@pytest.mark.parametrize("number", [3, 10, 11])
 def test_a_schedule_is_performed_and_has_the_losses_of_one_process(number, capsys, monkeypatch):
     for name in (DELAY_VARIABLE, PRETENDED_VARIABLE):
         monkeypatch.delenv(name, raising=False)

@@ -115,7 +115,7 @@ class Problem:
         self.side_of = {way.index((stage, "I")): len(way) + stage for stage, _ in sides}
 
 
-def best_schedule(problem, name="found", most_moments=1_000_000):
+def best_schedule(problem, name="found", most_moments=500_000):
     """The best schedule of a Problem, as a Found; None where there is no room for any.
 
     One sweep goes through all actions and keeps only the `width` most promising moments after

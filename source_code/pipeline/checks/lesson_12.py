@@ -39,9 +39,11 @@ def perform(number, answer):
     try:
         schedule = schedule_of(number, answer)
     except NotAttempted:
-        return print(NOT_ATTEMPTED)
+        print(NOT_ATTEMPTED)
+        return None
     except WrongAnswer as error:
-        return print(f"Not yet: {error}")
+        print(f"Not yet: {error}")
+        return None
     file = f"build/12_puzzle_{number}"
     (ROOT / "build").mkdir(exist_ok=True)
     write_whole(ROOT / f"{file}.csv", to_csv(schedule))
@@ -81,7 +83,7 @@ def schedule_of(number, answer):
     if answer is None or answer is ...:
         raise NotAttempted
     rows = call(answer, given.num_ranks, given.num_microbatches) if callable(answer) else answer
-    schedule = rows if isinstance(rows, Schedule) else _read(rows)
+    schedule = rows if isinstance(rows, Schedule) else _read(rows, f"puzzle {number}")
     if schedule.num_ranks != given.num_ranks:
         raise WrongAnswer(
             f"{schedule.num_ranks} rows, and the puzzle has {given.num_ranks} ranks, a row for each"
@@ -94,14 +96,14 @@ def schedule_of(number, answer):
     return schedule
 
 
-def _read(rows):
+def _read(rows, name):
     text = rows if isinstance(rows, str) else None
     if text is None and isinstance(rows, (list, tuple)) and all(isinstance(r, str) for r in rows):
         text = "\n".join(rows)
     if text is None:
         raise WrongAnswer("write a text for each rank, such as '0F0,0F1,0B0,0B1', in a list")
     try:
-        return from_csv(text, "yours")
+        return from_csv(text, name)
     except ScheduleError as error:
         raise WrongAnswer(str(error)) from None
 
