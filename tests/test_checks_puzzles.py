@@ -106,7 +106,7 @@ def test_a_solution_is_right_and_drawn_with_its_idle_time_in_words(number, capsy
         (4, rows_of(naive(3, 4)), "the longest wait is rank 0's, 120 ms before 0B0, for the"),
         (4, rows_of(zb_h1(3, 4)), "rank 0, step 3 (0I0): this puzzle has only F, B"),
         # 5, Room for two
-        (5, rows_of(one_f_one_b(3, 4)), "and in the room that there is 420 is provably best"),
+        (5, rows_of(one_f_one_b(3, 4)), "in the room that the puzzle gives 420 is provably best"),
         (5, changed(ROOM_FOR_TWO, "1B0,1B1,1F2", "1B0,1F2,1B1"), "480 ms, the target is 420"),
         (
             5,
@@ -143,7 +143,7 @@ def test_a_solution_is_right_and_drawn_with_its_idle_time_in_words(number, capsy
             one_f_one_b(4, 16),
             "1860 ms, the target is 1200; 1150 is the best known, and nothing",
         ),
-        (11, zb_h2(4, 16), "in the room that there is 1150 is the best known"),
+        (11, zb_h2(4, 16), "in the room that the puzzle gives 1150 is the best known"),
         (11, zb_h1(4, 16), "the longest wait is rank 0's"),
     ],
 )

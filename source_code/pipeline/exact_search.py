@@ -39,7 +39,6 @@ class Station(NamedTuple):
     kind: str
     rank: int
     cost: float
-    previous: int | None
     next: int | None
     latency: float
     tail: float
@@ -91,9 +90,11 @@ class Problem:
         last = len(rank_of_stage) - 1
         way = [(stage, "F") for stage in range(last + 1)]
         way += [(stage, "I" if split else "B") for stage in range(last, -1, -1)]
-        self.way = range(len(way))  # the stations that a micro-batch passes, and W beside it
+        # A micro-batch passes these stations one after the other; each W lies beside its I.
+        self.way = range(len(way))
         sides = [(stage, "W") for stage in range(last + 1)] if split else []
         self.stations = []
+        # From the end of the way to its start, so that each station knows what comes after it.
         tail = costs.of(Action(0, "W", 0)) if split else 0.0
         for index in reversed(self.way):
             stage, kind = way[index]
@@ -104,19 +105,15 @@ class Problem:
                 beyond = rank_of_stage[way[following][0]]
                 latency = 0.0 if beyond == rank else costs.between(rank, beyond)
                 tail += latency + costs.of(Action(*way[following], 0))
-            before = index - 1 if index else None
-            station = Station(stage, kind, rank, cost, before, following, latency, tail)
-            self.stations.insert(0, station)
+            self.stations.insert(0, Station(stage, kind, rank, cost, following, latency, tail))
         for stage, kind in sides:
-            cost, backward = costs.of(Action(stage, kind, 0)), way.index((stage, "I"))
-            self.stations.append(
-                Station(stage, kind, rank_of_stage[stage], cost, backward, None, 0.0, 0.0)
-            )
+            cost = costs.of(Action(stage, kind, 0))
+            self.stations.append(Station(stage, kind, rank_of_stage[stage], cost, None, 0.0, 0.0))
         self.side_of = {way.index((stage, "I")): len(way) + stage for stage, _ in sides}
 
 
 def best_schedule(problem, name="found", most_moments=500_000):
-    """The best schedule of a Problem, as a Found; None where there is no room for any.
+    """The best schedule of a Problem, as a Found; None where none is found, as there is no room.
 
     One sweep goes through all actions and keeps only the `width` most promising moments after
     each; the next keeps ten times as many. A sweep that had to drop none of them for their number

@@ -150,7 +150,7 @@ def how_far(given, timeline):
         below = f"nothing below {short(given.bound)} is possible"
         known = f"{short(given.best)} is the best known, and {below}"
     if too_much_held(given, timeline):
-        return f"{taken}, {target}, and in the room that there is {known}"
+        return f"{taken}, {target}; in the room that the puzzle gives {known}"
     if value < given.best - small:
         return f"{taken}, which is better than the best known, {short(given.best)}; {below}"
     if given.bound is None and value <= given.best + small:
