@@ -75,10 +75,10 @@ class Problem:
     """What is given: stages on ranks, micro-batches, costs, whether backwards are split, room.
 
     `rank_of_stage[stage]` is a rank. With `split` every backward is an I and a W; a whole one is an
-    I with its W behind it whose gradient leaves later, and so is never better. `room[rank]` is the most stage x micro-batch activations that
-    the rank may hold, from the start of F to the end of B or I, or with `until_weight` to the end
-    of B or W; None is any number. Costs (a Costs of simulator.py) are best whole numbers, so that
-    equal times are equal.
+    I with its W behind it whose gradient leaves later, and so is never better. `room[rank]` is the
+    most stage x micro-batch activations that the rank may hold, from the start of F to the end of B
+    or I, or with `until_weight` to the end of B or W; None is any number. Costs (a Costs of
+    simulator.py) are best whole numbers, so that equal times are equal.
     """
 
     def __init__(
