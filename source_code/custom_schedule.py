@@ -4,10 +4,12 @@
     torchrun --standalone --nproc-per-node 4 source_code/custom_schedule.py mine.csv --verify
 
 A row a rank, cells such as 0F3: stage, kind (F, B, or I and W for a backward in two halves) and
-micro-batch. The number of micro-batches and of stages is the file's.
+micro-batch. The number of micro-batches and of stages is the file's. With --pace-per-layer a stage
+takes as many times --pace as it has layers, which --cut can make uneven.
 """
 
 import sys
+from dataclasses import replace
 
 from pipeline.arguments import parse_training_arguments, refuse, training_parser
 from pipeline.distributed import join_job, leave_job
@@ -46,6 +48,9 @@ def main():
 def parse_arguments():
     parser = training_parser(__doc__.splitlines()[0])
     parser.add_argument("file", metavar="FILE.csv", help="the schedule, a row a rank")
+    parser.add_argument(
+        "--pace-per-layer", action="store_true", help="--pace is the time of one layer"
+    )
     parser.set_defaults(microbatches=None)
     flags = parser.parse_args()
     schedule = read_schedule(flags.file)
@@ -61,7 +66,30 @@ def parse_arguments():
             f"{flags.file} is for {schedule.num_ranks} ranks, one a row, and this job has "
             f"{arguments.num_ranks}; start it with --nproc-per-node {schedule.num_ranks}"
         )
+    if arguments.pace_per_layer:
+        arguments.paced = pace_by_layers(arguments)
     return arguments, schedule
+
+
+def pace_by_layers(arguments):
+    """--pace times the number of layers of each stage, as Costs in milliseconds."""
+    pace = arguments.paced
+    if pace is None:
+        refuse("--pace-per-layer says what --pace is the time of; give --pace, too")
+    layers = [last - first for first, last in arguments.stage_layers]
+    longest = max(layers) * max(pace.forward, pace.backward)
+    if longest >= 1000 * arguments.timeout:
+        refuse(
+            f"--pace-per-layer: an action of a stage with {max(layers)} layers takes {longest:g} ms "
+            f"and outlasts --timeout {arguments.timeout:g} s; use a shorter --pace"
+        )
+    weight = pace.backward / 2 if pace.backward_weight is None else pace.backward_weight
+    return replace(
+        pace,
+        forward=[pace.forward * count for count in layers],
+        backward=[pace.backward * count for count in layers],
+        backward_weight=[weight * count for count in layers],
+    )
 
 
 def read_schedule(path):

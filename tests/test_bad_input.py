@@ -139,6 +139,28 @@ def test_a_bad_flag_is_refused_in_one_sentence_that_names_it(refusal, script, fl
     refusal.check(script, *shlex.split(flags), names=named)
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--pace-per-layer", "give --pace, too"),
+        ("--pace-per-layer --pace 10 300 --timeout 2", "a stage with 8 layers takes 2400 ms"),
+    ],
+)
+def test_a_pace_per_layer_without_a_pace_or_too_slow_is_refused(refusal, flags, named):
+    assert "--pace-per-layer" in refusal.check("custom_schedule", *flags.split(), names=named)
+
+
+def test_a_stage_takes_the_pace_of_each_of_its_layers(monkeypatch, tmp_path):
+    file = tmp_path / "two.csv"
+    file.write_text(to_csv(gpipe(2, 8)))
+    flags = "--layers 3 --cut 1,2 --pace 10 20 5 --pace-per-layer".split()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["custom_schedule.py", str(file), *flags])
+    paced = importlib.import_module("custom_schedule").parse_arguments()[0].paced
+    assert (paced.forward, paced.backward, paced.backward_weight) == ([10, 20], [20, 40], [5, 10])
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_good_flags_are_accepted(refusal, monkeypatch, tmp_path, script):
     flags = ["--timeline", str(tmp_path / "timeline"), "--losses", str(tmp_path / "losses")]

@@ -1,5 +1,6 @@
 """What a job on several nodes needs: names, a place to meet, an order, and a network to pretend."""
 
+import os
 import signal
 import time
 
@@ -191,3 +192,16 @@ def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
     text = str(failed.value)
     assert text.count('broken_mutual_wait.py", line 19 in main') == 2
     assert "a deadlock, each of these ranks waits for the next" in text
+
+
+def test_what_is_pretended_ends_with_its_block(monkeypatch):
+    monkeypatch.setenv(nodes.DELAY_VARIABLE, "7")
+    monkeypatch.delenv(nodes.PRETENDED_VARIABLE, raising=False)
+    with pytest.raises(KeyError), nodes.pretended_nodes(2, 30):
+        assert (nodes.node_name(1), nodes.node_name(2)) == ("node0", "node1")
+        assert nodes.node_delay() == 0.030
+        raise KeyError
+    assert nodes.node_delay() == 0.007
+    assert nodes.PRETENDED_VARIABLE not in os.environ
+    with nodes.pretended_nodes(2, 0):
+        assert nodes.PRETENDED_VARIABLE not in os.environ

@@ -12,7 +12,10 @@ NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, t
 
 
 def instant(praise):
-    """Make a check print one line: not attempted, not yet and why, or right and what it means."""
+    """Make a check print one line: not attempted, not yet and why, or right and what it means.
+
+    `praise` is what it means, or a function that says so of the answers.
+    """
 
     def decorate(check):
         @functools.wraps(check)
@@ -27,7 +30,8 @@ def instant(praise):
             except WrongAnswer as error:
                 print(f"Not yet: {error}")
             else:
-                print(f"Not yet: {complaint}" if complaint else f"Right: {praise}")
+                meaning = praise(*answers) if callable(praise) else praise
+                print(f"Not yet: {complaint}" if complaint else f"Right: {meaning}")
 
         return answer
 
