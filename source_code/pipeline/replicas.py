@@ -107,37 +107,50 @@ class AllReduce:
     """Sums the gradients of a rank's stages over the replicas, by plain all-reduce.
 
     A stage's gradients travel as one flat message, which starts as soon as the stage's last
-    backward is done, while this rank and others still compute. Give `around` to the Worker, and
-    call `finish` after each step: then every `.grad` is that of the whole batch. A parameter
-    without a gradient counts as one of zeros.
+    backward is done, while this rank and others still compute. `wrap` each stage's part before the
+    stage is built, give `around` to the Worker, and call `finish` after each step: then every
+    `.grad` is that of the whole batch. A parameter without a gradient counts as one of zeros.
     """
 
-    def __init__(self, replicas, schedule, stages):
-        self.replicas, self.stages = replicas, stages
+    def __init__(self, replicas, schedule):
+        self.replicas = replicas
+        self.parts = {}  # by the index of their stage
         self.last = last_backwards(schedule, replicas.job.rank)
-        self.sums = []  # on their way
-        self.waited = []  # milliseconds of each step that this rank waited for sums in `finish`
+        self.sums = {}  # on their way, by stage
+        self.waits = []  # milliseconds that this rank waited for sums in each `finish`
+
+    def wrap(self, part, index):
+        """What stage `index` is to run: `part`, as it is."""
+        self.parts[index] = part
+        return part
 
     @contextmanager
     def around(self, action):
         """Around each action of the worker."""
         yield
-        if self.replicas.count > 1 and action in self.last:
-            self.sums.append(self.start(self.stages[self.last[action]]))
+        if action in self.last and self.replicas.count > 1:
+            self.start(action.stage)
 
-    def start(self, stage):
+    def start(self, index):
+        """Send the gradients of stage `index` on their way."""
         gradients = []
-        for parameter in stage.part.parameters():
+        for parameter in self.parts[index].parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        what = f"its gradients of stage {stage.index}"
-        return Summing(self.replicas.job, gradients, self.replicas.peers, what)
+        what = f"its gradients of stage {index}"
+        self.sums[index] = Summing(self.replicas.job, gradients, self.replicas.peers, what)
+
+    def collect(self, part):
+        """Nothing to do: every rank has the whole weights."""
 
     def finish(self):
-        """Wait for the sums."""
+        """Start what nobody has started, and wait for all sums."""
         started = time.perf_counter()
-        for summing in self.sums:
+        for index in self.parts if self.replicas.count > 1 else ():
+            if index not in self.sums:
+                self.start(index)
+        for summing in self.sums.values():
             summing.wait()
-        self.sums = []
-        self.waited.append((time.perf_counter() - started) * 1000)
+        self.sums = {}
+        self.waits.append((time.perf_counter() - started) * 1000)
