@@ -57,13 +57,13 @@ def main():
         inputs, targets = microbatches_of(arguments, replicas, step)
         loss_function.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
         training.optimizer.zero_grad()
-        loss = worker.run_step(inputs, targets)
+        loss = replicas.sum_loss(worker.run_step(inputs, targets))
         reduction.finish()
         if arguments.clip:
             clip_gradients(job, training.parameters.items(), arguments.clip)
         training.optimizer.step()
         training.advance()
-        report.record_step(step, replicas.sum_loss(loss))
+        report.record_step(step, loss)
         if checkpoints and save_is_due(arguments, step):
             checkpoints.save(training)
 
@@ -216,12 +216,25 @@ def finish(arguments, job, checkpoints, report, reduction):
         return
     report.finish()
     text = f"replicas {arguments.replicas} x stages {arguments.stages}, sums by {arguments.reduce}"
-    if arguments.reduce == "all-reduce":
-        waits = gather(job, statistics.median(reduction.waits))
-        text += ", after its last action each rank waited for them for "
-        text += " ".join(f"{wait:.1f}" for wait in waits or []) + " ms"
+    if arguments.reduce == "all-reduce" and arguments.replicas > 1:
+        late = gather(job, lateness(report, reduction))
+        text += f", there {late_of_ranks(late)} ms after the last action of all" if late else ""
     if job.rank == 0:
         report.say(text)
+
+
+def lateness(report, reduction):
+    """For each step: when this rank's last action ended and when its sums were there, in ms."""
+    ends = [events[-1].end for events in report.events_per_step]
+    origin = report.recorder.origin
+    return ends, [(moment - origin) * 1000 for moment in reduction.done_at]
+
+
+def late_of_ranks(late):
+    """The median over the steps for each rank, from what `lateness` says of all ranks."""
+    last = [max(ends) for ends in zip(*(ends for ends, _ in late))]
+    medians = [statistics.median(map(float.__sub__, done, last)) for _, done in late]
+    return " ".join(f"{median:+.1f}" for median in medians)
 
 
 def before_update(arguments):

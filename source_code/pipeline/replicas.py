@@ -12,9 +12,8 @@ figures take it as it is. A step in a script is
 
     inputs, targets = own_microbatches(batch, replicas, arguments.microbatches, job.device)
     loss_function.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
-    loss = worker.run_step(inputs, targets)      # Worker(..., around=reduction.around)
+    loss = replicas.sum_loss(worker.run_step(inputs, targets))  # Worker(..., reduction.around)
     reduction.finish()
-    loss = replicas.sum_loss(loss)
     clip_gradients(job, named_parameters, largest_norm)  # as without replicas
 
 where `loss_function`, of every stage, is a ShareOfLoss (see padding.py).
@@ -103,6 +102,22 @@ def last_backwards(schedule, rank):
     return {action: stage for stage, action in last.items()}
 
 
+def sums_done(timeline, cost):
+    """For each rank: when it has its sums, counted from the last action of all ranks.
+
+    A sum takes `cost` on its way and starts when its stage is done; a rank's sums travel one after
+    the other. Below zero: hidden behind what other ranks still compute. Times as in the timeline.
+    """
+    done = []
+    for events in timeline.by_rank:
+        ready = {e.action.stage: e.end for e in events if e.action.kind in "BW"}
+        free = 0.0
+        for moment in sorted(ready.values()):
+            free = max(free, moment) + cost
+        done.append(free - timeline.start - timeline.makespan)
+    return done
+
+
 class AllReduce:
     """Sums the gradients of a rank's stages over the replicas, by plain all-reduce.
 
@@ -117,7 +132,7 @@ class AllReduce:
         self.parts = {}  # by the index of their stage
         self.last = last_backwards(schedule, replicas.job.rank)
         self.sums = {}  # on their way, by stage
-        self.waits = []  # milliseconds that this rank waited for sums in each `finish`
+        self.done_at = []  # time.perf_counter() at which the sums of each step were there
 
     def wrap(self, part, index):
         """What stage `index` is to run: `part`, as it is."""
@@ -146,11 +161,10 @@ class AllReduce:
 
     def finish(self):
         """Start what nobody has started, and wait for all sums."""
-        started = time.perf_counter()
         for index in self.parts if self.replicas.count > 1 else ():
             if index not in self.sums:
                 self.start(index)
         for summing in self.sums.values():
             summing.wait()
         self.sums = {}
-        self.waits.append((time.perf_counter() - started) * 1000)
+        self.done_at.append(time.perf_counter())
