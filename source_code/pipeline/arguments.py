@@ -113,13 +113,15 @@ def parse_training_arguments(
     return arguments
 
 
-def choose_schedule(arguments):
-    """The schedule that --schedule names, for the job's ranks, --microbatches and --chunks."""
+def choose_schedule(arguments, num_ranks=None):
+    """The schedule that --schedule names, for --microbatches and --chunks.
+
+    `num_ranks` are those of one pipeline, by default all of the job.
+    """
     chunks = getattr(arguments, "chunks", None)
+    num_ranks = num_ranks or arguments.num_ranks
     try:
-        return build_schedule(
-            arguments.schedule, arguments.num_ranks, arguments.microbatches, chunks
-        )
+        return build_schedule(arguments.schedule, num_ranks, arguments.microbatches, chunks)
     except ScheduleError as error:
         refuse(f"--schedule {arguments.schedule} --microbatches {arguments.microbatches}: {error}")
 
