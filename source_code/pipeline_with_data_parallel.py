@@ -43,7 +43,9 @@ def main():
     stages = build_stages(arguments, job, schedule, recorder, loss_function)
     parameters = dict(pair for stage in stages.values() for pair in stage.part.named_parameters())
     optimizer = build_optimizer(arguments.optimizer, parameters.values(), arguments.learning_rate)
-    reduction = AllReduce(replicas, schedule, stages)
+    reduction = AllReduce(replicas, schedule)
+    for index, stage in stages.items():
+        reduction.wrap(stage.part, index)
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
     worker = Worker(job, schedule, stages, shape, arguments.torch_dtype, reduction.around)
     report = Report(arguments, job, schedule, recorder)

@@ -66,7 +66,7 @@ def training_parser(description):
     )
     add("--losses", metavar="FILE", help="write the losses, one JSON object a line")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
-    parser.set_defaults(vocabulary=VOCABULARY)
+    parser.set_defaults(vocabulary=VOCABULARY, plan=None, metrics=None)  # few scripts have these
     return parser
 
 
@@ -108,7 +108,8 @@ def parse_training_arguments(
     arguments.torch_dtype = DTYPES[arguments.dtype]
     arguments.microbatch_size = arguments.batch_size // arguments.microbatches
     arguments.stage_layers = stage_layers(arguments, num_stages(arguments))
-    check_memory(arguments)
+    if not arguments.plan:
+        check_memory(arguments)
     arguments.paced = pace_costs(arguments.pace, arguments.timeout)
     return arguments
 
@@ -151,7 +152,7 @@ def check_sizes(arguments):
 def check_outputs(arguments):
     """Refuse an output that could not be written when the training is over."""
     taken = {os.path.realpath(arguments.data): "--data"} if arguments.data else {}
-    for flag in ("--timeline", "--profile", "--losses"):
+    for flag in ("--timeline", "--profile", "--losses", "--metrics"):
         path = getattr(arguments, flag.removeprefix("--"))
         if path is None:
             continue

@@ -26,62 +26,75 @@ def forwards_of(schedule, microbatches=None):
 
 
 @contextmanager
-def nothing_kept(stages, recorder, last_result):
-    """Around forwards without backwards; `last_result(scores, targets)` stands for the loss."""
-    before = [(stage, stage.loss_function) for stage in stages.values()]
+def nothing_kept(stages, last_result=None):
+    """Around forwards without backwards; `last_result(scores, targets)` may stand for the loss."""
+    before = {index: stage.loss_function for index, stage in stages.items()}
+    recorder = next(iter(stages.values())).recorder
     active, recorder.meter.active = recorder.meter.active, False
-    for stage, _ in before:
-        stage.loss_function = last_result
+    for stage in stages.values():
+        stage.loss_function = last_result or stage.loss_function
     try:
         with torch.no_grad():
             yield
     finally:
-        for stage, loss_function in before:
-            stage.loss_function = loss_function
+        for index, stage in stages.items():
+            stage.loss_function = before[index]
             stage.held.clear()
         recorder.records, recorder.free_at = [], None
         recorder.meter.active = active
 
 
-def held_out_loss(worker, recorder, replicas, batches, share_of_loss):
-    """The mean loss of the tokens in `batches` on the rank that has losses, None elsewhere.
+class ForwardOnly:
+    """The stages of `worker`, the training's, without backwards.
 
-    `worker` performs forwards only; a batch is (inputs, targets) as its `run_step` takes them.
-    `share_of_loss(scores, targets)` are shares of the mean over all of them.
+    `loss_function` is what its last stage calls: a ShareOfLoss (padding.py).
     """
-    total = None
-    with nothing_kept(worker.stages, recorder, share_of_loss):
-        for inputs, targets in batches:
-            loss = replicas.sum_loss(worker.run_step(inputs, targets))
-            total = loss if total is None or loss is None else total + loss
-    return total
 
+    def __init__(self, worker, replicas, loss_function):
+        self.job, self.schedule = worker.job, worker.schedule
+        self.stages, self.shape, self.dtype = worker.stages, worker.shape, worker.dtype
+        self.replicas, self.loss_function = replicas, loss_function
 
-def generate(job, schedule, stages, recorder, config, dtype, prompt, count, num_tokens, seed=0):
-    """`prompt`, a list of tokens, continued by `count` tokens, on every rank the same.
+    def worker(self, shape, microbatches=None):
+        forwards = forwards_of(self.schedule, microbatches)
+        return Worker(self.job, forwards, self.stages, shape, self.dtype)
 
-    Each token is drawn from the model's probabilities at temperature 0.8, among the first
-    `num_tokens`. The whole window is computed anew for each: what a stage could keep of the tokens
-    before (a cache of keys and values) is left out. Replicas all do the same, with the first
-    micro-batch of each.
-    """
-    first_of = {min(a.microbatch for a in order) for order in schedule.orders}
-    forwards = forwards_of(schedule, first_of)
-    worker = Worker(job, forwards, stages, (1, config.seq_len, config.dim), dtype)
-    last_rank = schedule.rank_of(schedule.num_stages - 1, 0)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    with nothing_kept(stages, recorder, lambda scores, targets: scores):
-        for _ in range(count):
-            window = tokens[-config.seq_len :]
-            # Stages have one shape. What fills it up comes later, and nobody looks ahead.
-            row = torch.tensor([window + [0] * (config.seq_len - len(window))], device=job.device)
-            worker.run_step(dict.fromkeys(first_of, row), dict.fromkeys(first_of))
-            following = torch.zeros(1, dtype=torch.int64)
-            if job.rank == last_rank:
-                scores = worker.losses[0][0, len(window) - 1, :num_tokens].float().cpu()
-                following = torch.multinomial((scores / 0.8).softmax(-1), 1, generator=generator)
-            with waiting_for_all(job, "the next token"):
-                dist.broadcast(following, last_rank)
-            tokens.append(following.item())
-    return tokens
+    def mean_loss(self, passes, real_tokens):
+        """The mean loss of the `real_tokens` in `passes`, on the ranks of the last stage.
+
+        A pass is (inputs, targets) as a worker's `run_step` takes them. None on other ranks.
+        """
+        self.loss_function.real_tokens = real_tokens
+        worker = self.worker(self.shape)
+        with nothing_kept(self.stages):
+            losses = [worker.run_step(inputs, targets) for inputs, targets in passes]
+        return None if losses[0] is None else self.replicas.sum_loss(sum(losses))
+
+    def generate(self, prompt, count, num_tokens, seed=0, temperature=0.8):
+        """`prompt`, a list of tokens, continued by `count`, on every rank the same.
+
+        Each is drawn from the model's probabilities among the first `num_tokens` tokens. The whole
+        window is computed anew for each: what a stage could keep of those before (a cache of keys
+        and values) is left out. All replicas do the same, with the first micro-batch of each.
+        """
+        _, length, dim = self.shape
+        first_of = {min(action.microbatch for action in order) for order in self.schedule.orders}
+        worker = self.worker((1, length, dim), first_of)
+        last_rank = self.schedule.rank_of(self.schedule.num_stages - 1, 0)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = list(prompt)
+        with nothing_kept(self.stages, last_result=lambda scores, targets: scores):
+            for _ in range(count):
+                window = tokens[-length:]
+                # Stages have one shape. What fills it up comes later, and nobody looks ahead.
+                row = torch.tensor([window + [0] * (length - len(window))], device=self.job.device)
+                worker.run_step(dict.fromkeys(first_of, row), dict.fromkeys(first_of))
+                following = torch.zeros(1, dtype=torch.int64)
+                if self.job.rank == last_rank:
+                    scores = worker.losses[0][0, len(window) - 1, :num_tokens].double().cpu()
+                    likely = (scores / temperature).softmax(-1)
+                    following = torch.multinomial(likely, 1, generator=generator)
+                with waiting_for_all(self.job, "the next token"):
+                    dist.broadcast(following, last_rank)
+                tokens.append(following.item())
+        return tokens

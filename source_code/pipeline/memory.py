@@ -173,36 +173,33 @@ def predict_memory(
     return ranks
 
 
-def measure_memory(parts, masters, optimizer, meter):
-    """The RankMemory of this rank, counted from its tensors; call it before gradients are freed.
+def measure_memory(stages, masters, optimizer, meter):
+    """The RankMemory of this rank, counted from its tensors; call it while gradients are there.
 
-    `parts` compute and `masters` are updated, the same modules or others; `meter` is a HeldMeter.
+    `stages` compute, by index, and `masters` are the parts that are updated, the same or others;
+    `meter` is a HeldMeter.
     """
 
     def bytes_of(tensors):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    computing = [weight for part in parts for weight in part.parameters()]
-    updated = [weight for part in masters for weight in part.parameters()]
-    gradients = [w.grad for w in {*computing, *updated} if w.grad is not None]
-    states = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if hasattr(value, "element_size")
-    ]
-    apart = [w for w in updated if all(w is not other for other in computing)]
+    computing = [weight for stage in stages.values() for weight in stage.part.parameters()]
+    updated = [weight for part in masters.values() for weight in part.parameters()]
+    both = {id(weight): weight for weight in computing + updated}.values()
+    apart = list(both)[len(computing) :]
+    gradients = [weight.grad for weight in both if weight.grad is not None]
+    states = [value for state in optimizer.state.values() for value in state.values()]
     return RankMemory(
-        bytes_of(computing), bytes_of(gradients), bytes_of(states + apart), meter.peak
+        bytes_of(computing), bytes_of(gradients), bytes_of(states) + bytes_of(apart), meter.peak
     )
 
 
-def memory_table(rows, titles):
-    """Text: a line for each rank, in MiB. `rows` has a list of RankMemory for each of `titles`."""
+def memory_table(memories):
+    """Text: lines for each rank, in MiB. `memories` has a list of RankMemory by title."""
     columns = ["weights", "gradients", "optimizer", "activations", "total"]
-    lines = ["MiB" + " " * 17 + "".join(f"{name:>12}" for name in columns)]
-    for rank, memories in enumerate(zip(*rows)):
-        for title, memory in zip(titles, memories):
+    lines = ["MiB" + " " * 16 + "".join(f"{name:>12}" for name in columns)]
+    for rank, of_rank in enumerate(zip(*memories.values())):
+        for title, memory in zip(memories, of_rank):
             numbers = "".join(f"{getattr(memory, name) / 2**20:12.3f}" for name in columns)
-            lines.append(f"rank {rank:<3} {title:11}" + numbers)
+            lines.append(f"rank {rank:<3} {title:10}" + numbers)
     return "\n".join(lines)

@@ -29,6 +29,8 @@ def computing_copy(master, dtype):
 @torch.no_grad()
 def hand_over(updated, weight):
     """Add a gradient that has just been computed to the master's, and free it."""
+    if weight.grad is None:  # a backward for the input puts the weights off
+        return
     gradient = weight.grad.to(updated.dtype)
     updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
     weight.grad = None

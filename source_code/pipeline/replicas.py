@@ -112,27 +112,36 @@ class AllReduce:
     without a gradient counts as one of zeros.
     """
 
-    def __init__(self, replicas, schedule, stages):
-        self.replicas, self.stages = replicas, stages
+    def __init__(self, replicas, schedule):
+        self.replicas = replicas
+        self.parts = {}  # by the index of their stage
         self.last = last_backwards(schedule, replicas.job.rank)
         self.sums = []  # on their way
         self.waited = []  # milliseconds of each step that this rank waited for sums in `finish`
+
+    def wrap(self, part, index):
+        """What stage `index` is to run: `part`, as it is."""
+        self.parts[index] = part
+        return part
 
     @contextmanager
     def around(self, action):
         """Around each action of the worker."""
         yield
-        if self.replicas.count > 1 and action in self.last:
-            self.sums.append(self.start(self.stages[self.last[action]]))
+        if action in self.last:
+            self.start(action.stage)
 
-    def start(self, stage):
+    def start(self, index):
+        """Send the gradients of stage `index` on their way."""
+        if self.replicas.count == 1:
+            return
         gradients = []
-        for parameter in stage.part.parameters():
+        for parameter in self.parts[index].parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        what = f"its gradients of stage {stage.index}"
-        return Summing(self.replicas.job, gradients, self.replicas.peers, what)
+        what = f"its gradients of stage {index}"
+        self.sums.append(Summing(self.replicas.job, gradients, self.replicas.peers, what))
 
     def finish(self):
         """Wait for the sums."""

@@ -77,6 +77,15 @@ def in_rows(documents, seq_len):
     return padded(inputs, 0), padded(targets, PADDING)
 
 
+def filled_up(batch, rows):
+    """Inputs and targets with rows of padding at the end, to a multiple of `rows`."""
+    missing = -len(batch[0]) % rows
+    return tuple(
+        torch.cat([tokens, torch.full((missing, tokens.shape[1]), filler)])
+        for tokens, filler in zip(batch, (0, PADDING))
+    )
+
+
 def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False, seq_len=32):
     """A Corpus from a Text in bytes. Raises DataError when it is too short or no tokenizer fits."""
     plain = [bytes(part.tolist()) for part in (content.training, content.held_out)]
