@@ -65,6 +65,7 @@ def training_parser(description):
         "--profile", metavar="FILE", help="write torch.profiler's trace of the last step, all ranks"
     )
     add("--losses", metavar="FILE", help="write the losses, one JSON object a line")
+    add("--record", metavar="FOLDER", help="write what every action of every rank used and made")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
     return parser
 
@@ -148,6 +149,23 @@ def check_outputs(arguments):
         taken[os.path.realpath(path)] = flag
         if not can_be_written(path, folder):
             refuse(f"{flag} {path} cannot be written; name a file in a folder of yours")
+    check_recording(arguments.record)
+
+
+def check_recording(folder):
+    """Refuse a --record that could not be written, or that would mix two recordings."""
+    if folder is None:
+        return
+    parent = os.path.dirname(os.path.abspath(folder))
+    if not folder or not os.path.isdir(parent):
+        refuse(f"--record {folder}: the folder {parent} does not exist; make it first")
+    if os.path.isdir(folder) and os.listdir(folder):
+        refuse(f"--record {folder}: there is something in it; name a new folder, or empty this one")
+    inside = folder if os.path.isdir(folder) else parent
+    if os.path.exists(folder) != os.path.isdir(folder) or not can_be_written(
+        os.path.join(inside, "recording"), inside
+    ):
+        refuse(f"--record {folder} cannot be written; name a folder of yours")
 
 
 def can_be_written(path, folder):
