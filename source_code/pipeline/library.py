@@ -142,7 +142,8 @@ def recorded(stage, job, recorder):
         key = stage.stage_index, microbatch
         with act("F", microbatch), recorder.meter.holding(tensors, key):
             output = forward(microbatch, *arguments, **keywords)
-        recorder.note(seen, made=output if torch.is_tensor(output) else None)
+        sends = torch.is_tensor(output) and not stage.is_last  # the last one's are scores
+        recorder.note(seen, made=output if sends else None)
         return output
 
     def recorded_backward(microbatch, *arguments, full_backward=True, **keywords):
