@@ -49,6 +49,25 @@ def _check_comparable(one, other):
             f"{one.schedule.name} and {other.schedule.name} put other stages or micro-batches on "
             "their ranks; record two runs of the same cut"
         )
+    for stage, names in _names_of_weights(one).items():
+        others = _names_of_weights(other).get(stage, names)
+        if names != others:
+            raise RecordingError(
+                f"stage {stage} has {_layers(names)} here and {_layers(others)} in the other; their "
+                "messages are different by right, so compare losses or times, or record two runs "
+                "of the same cut"
+            )
+
+
+def _names_of_weights(recording):
+    """The names of each stage's weights, as far as the recording goes."""
+    step = recording.steps[0]
+    return {stage: set(prints) for (stage, _), prints in step.weights.items()}
+
+
+def _layers(names):
+    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    return "layers " + ", ".join(sorted(layers, key=int))
 
 
 def _missing_step(number, one, other):
@@ -115,7 +134,7 @@ def _first_action(one, other, number, tolerance):
 
     root = min(roots, key=when)
     if root not in ours:
-        return _never_taken(one, number, roots)
+        return _never_taken(one, other, number, roots)
     event = ours[root].event
     sentence = f"step {number}, {event.action} on rank {event.rank}: " + "; ".join(differing[root])
     return Difference(number, (event.rank,), event, sentence)
@@ -126,24 +145,12 @@ def _differences(mine, yours, one, number, tolerance):
     if yours is None:
         return ["the other never came to it"]
     found = []
-    travelled = [(e.received and e.received.what, e.sent and e.sent.what) for e in (mine, yours)]
-    pairs = {
-        "received": (travelled[0][0], travelled[1][0]),
-        "used": (mine.used, yours.used),
-        "made": (mine.made, yours.made),
-        "sent": (travelled[0][1], travelled[1][1]),
-    }
-    for verb, (here, there) in pairs.items():
-        if not _apart(here, there, tolerance):
-            continue
-        other_name = one.name_of(here, number)
-        same = " of the same norm to six digits" if here.distance(there) < 1e-6 else ""
-        words = f"{verb} {here}, and {there} in the other"
-        if same:
-            words += f", no further apart than {max(here.distance(there), 1e-16):.0e} of the norm"
-        if verb in ("received", "used", "sent") and other_name:
-            words += f"; here that is {other_name}"
-        found.append(words)
+    for verb, here, there in _pairs(mine, yours):
+        if _apart(here, there, tolerance):
+            found.append(f"{verb} {here}, and {there} in the other{_how_far(here, there)}")
+            name = one.name_of(here, number)
+            if name and here != mine.made:
+                found[-1] += f"; what it {verb} here is {name}"
     if mine.version != yours.version:
         found.append(
             f"used version {mine.version} of the weights, and {yours.version} in the other"
@@ -156,16 +163,40 @@ def _differences(mine, yours, one, number, tolerance):
     return found
 
 
-def _never_taken(one, number, roots):
+def _pairs(mine, yours):
+    """What is compared of an action, in the order in which it passes through; nothing twice."""
+    received, sent = (
+        [getattr(entry, name) and getattr(entry, name).what for entry in (mine, yours)]
+        for name in ("received", "sent")
+    )
+    pairs = [("received", *received)]
+    if [mine.used, yours.used] != received:
+        pairs.append(("used", mine.used, yours.used))
+    pairs.append(("made", mine.made, yours.made))
+    if [mine.made, yours.made] != sent:
+        pairs.append(("sent", *sent))
+    return pairs
+
+
+def _how_far(here, there):
+    """For tensors that are nearly equal: by how much they are not."""
+    distance = here.distance(there)
+    if distance > 1e-6:
+        return ""
+    return f" (nearly the same: they are about {max(distance, 1e-17):.0e} of their norm apart)"
+
+
+def _never_taken(one, other, number, roots):
     """Some rank of the first recording stopped before the other did."""
     result = min(roots, key=lambda r: (one.schedule.rank_of(r.stage, r.microbatch), r))
     rank = one.schedule.rank_of(result.stage, result.microbatch)
+    action = other.steps[number].by_result[result].event.action
     sentence = (
-        f"step {number}: rank {rank} never came to {result.describe()}, and in the other it did"
+        f"step {number}: rank {rank} never came to {action.describe()}, and in the other it did"
     )
     if waits := tell_unanswered(one):
         sentence += ". " + ". ".join(waits)
-    return Difference(number, tuple(one.unanswered) or (rank,), None, sentence)
+    return Difference(number, (rank,), None, sentence)
 
 
 def _first_update(one, other, number, tolerance):

@@ -119,6 +119,22 @@ class Recording:
                 return entry
         raise RecordingError(f"no rank has taken {action} in step {step} of this recording")
 
+    def updates(self, step=-1):
+        """Of each stage in a step: the norm its backwards gathered, the norm its update took."""
+        step = self.steps[step]
+        gathered = {}
+        for entry in sorted(step.entries, key=lambda entry: entry.event.end):
+            if entry.gradient is not None:
+                gathered[entry.event.action.stage] = entry.gradient
+        return {stage: (gathered.get(stage), step.updated[stage]) for stage in sorted(step.updated)}
+
+    def weight(self, name, step=-1):
+        """The Fingerprint of a weight of that name when a step began. Raises RecordingError."""
+        for (_, _), prints in sorted(self.steps[step].weights.items()):
+            if name in prints:
+                return prints[name]
+        raise RecordingError(f"no stage has a weight named {name}")
+
     def name_of(self, print_, step):
         """In words, what a tensor is that was made in a step, or None if nothing made it."""
         for entry in self.steps[step].entries:

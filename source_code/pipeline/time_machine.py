@@ -13,9 +13,11 @@ from html import escape
 import ipywidgets as widgets
 
 from pipeline.comparing import compare as compare_recordings
-from pipeline.recorded_run import Recording, read_recording, tell_unanswered
+from pipeline.recorded_run import Recording, RecordingError, read_recording, tell_unanswered
 from pipeline.stepping import STYLE, Shown, Stepper
 from pipeline.time_machine_view import RecordedView
+
+SAME = "No message, no weight and no gradient differs."
 
 
 def time_machine(recording, compare=None, step=None, tolerance=0.0):
@@ -23,17 +25,21 @@ def time_machine(recording, compare=None, step=None, tolerance=0.0):
 
     `recording` and `compare` are folders that --record wrote, or what `read_recording` returns.
     `step` is shown first: else the one with the first difference, or the last. `tolerance` is that
-    of `compare` in comparing.py. Raises RecordingError.
+    of `compare` in comparing.py. Raises RecordingError when a folder holds no recording.
     """
     recordings = {"recorded": _read(recording)}
-    difference = None
+    difference, words = None, ""
     if compare is not None:
         recordings["compared with"] = _read(compare)
-        difference = compare_recordings(*recordings.values(), tolerance)
+        try:
+            difference = compare_recordings(*recordings.values(), tolerance)
+            words = f"First difference: {difference.sentence}" if difference else SAME
+        except RecordingError as error:
+            words = f"Not to be compared: {error}"
     last = max(len(each.steps) for each in recordings.values()) - 1
     if step is None:
         step = min(difference.step, last) if difference else last
-    return TimeMachine(recordings, step, difference)
+    return TimeMachine(recordings, step, difference, words)
 
 
 def _read(recording):
@@ -41,23 +47,27 @@ def _read(recording):
 
 
 class TimeMachine(Shown):
-    """What `time_machine` returns. `difference` is where the two recordings first differ, or None."""
+    """What `time_machine` returns. `difference` is where the two recordings first differ, or None.
 
-    def __init__(self, recordings, step, difference):
+    `words` say the same, or why they cannot be compared.
+    """
+
+    def __init__(self, recordings, step, difference, words):
         self.recordings, self.step, self.difference = recordings, step, difference
+        self.words = words
 
     @property
     def view(self):
         return RecordedView(self.recordings, self.step, self.difference)
 
     def make_panel(self):
-        return TimePanel(self.recordings, self.step, self.difference)
+        return TimePanel(self.recordings, self.step, self.difference, self.words)
 
 
 class TimePanel(Stepper):
     """The widgets of one time machine. `box` holds all of them."""
 
-    def __init__(self, recordings, step, difference):
+    def __init__(self, recordings, step, difference, words):
         self.recordings, self.difference = recordings, difference
         steps = range(max(len(each.steps) for each in recordings.values()))
         self.chosen = widgets.Dropdown(options=list(steps), value=step, description="step")
@@ -67,7 +77,8 @@ class TimePanel(Stepper):
             disabled=difference is None or difference.event is None,
             layout=widgets.Layout(width="190px"),
         )
-        self.verdict = widgets.HTML(verdict(recordings, difference))
+        self.verdict = widgets.HTML(verdict(recordings, words))
+        self.updates = widgets.HTML()
         super().__init__()
         self.show(RecordedView(recordings, step, difference))
         self.listen()
@@ -82,8 +93,13 @@ class TimePanel(Stepper):
                 widgets.HBox(controls),
                 self.verdict,
                 *self.stepping_rows(),
+                self.updates,
             ]
         )
+
+    def show(self, view):
+        super().show(view)
+        self.updates.value = view.updates
 
     def on_step(self, change):
         self.show(RecordedView(self.recordings, change["new"], self.difference))
@@ -99,12 +115,9 @@ class TimePanel(Stepper):
         self.go_to(event.start)
 
 
-def verdict(recordings, difference):
+def verdict(recordings, words):
     """What can be said before any step: the first difference, and who waited at the end."""
-    sentences = []
-    if len(recordings) > 1:
-        same = "no message, no weight and no gradient differs"
-        sentences.append(f"First difference: {difference.sentence}" if difference else same)
+    sentences = [words] if words else []
     for label, recording in recordings.items():
         sentences += [f"{label}: {sentence}" for sentence in tell_unanswered(recording)]
     return "".join(f'<p role="status">{escape(sentence)}</p>' for sentence in sentences)

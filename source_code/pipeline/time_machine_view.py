@@ -115,6 +115,18 @@ class RecordedView:
         return [tell_used(recording, self.step, entry), tell_made(recording, entry), held, gradient]
 
     @property
+    def updates(self):
+        """What each stage's backwards gathered in the step and what its update took: a table."""
+        rows = []
+        for label, recording in self.recordings.items():
+            for stage, (gathered, taken) in recording.updates(self.step).items():
+                ratio = f"{taken / gathered:.4f}" if taken and gathered else ""
+                norms = [f"{norm:.6g}" if norm else "" for norm in (gathered, taken)]
+                rows.append([label, f"stage {stage}", *norms, ratio])
+        heads = ["", "", "gathered, norm", "taken by the update, norm", "taken over gathered"]
+        return table_of(f"The gradients of step {self.step}", heads, rows) if rows else ""
+
+    @property
     def table(self):
         """The text equivalent of the drawing: a row a block, in the order of time."""
         return "".join(self.action_table(label) for label in self.timelines)
