@@ -8,8 +8,9 @@ to the disk before the rank waits for anything, so that a run that was killed, o
 ever, can be read up to its last moment.
 
 Tensors are not kept but fingerprinted, and that after the action and after its message has left:
-while the rank waits for the next message, or within the next action's pace. On a GPU it has to wait
-for the device first, so that there a recorded run is slower.
+while the rank waits for the next message, or within the next action's pace. So a tensor that was
+changed in place in between is seen as it is by then. On a GPU the rank has to wait for the device
+first, and a recorded run is slower there.
 """
 
 import hashlib
