@@ -107,7 +107,7 @@ def _first_weights(one, other, number, tolerance):
 
 
 def _first_action(one, other, number, tolerance):
-    ours, theirs = one.steps[number].by_result, other.steps[number].by_result
+    ours, theirs = _in_both_kinds(one.steps[number], other.steps[number])
     differing = {
         result: sentences
         for result, entry in ours.items()
@@ -140,6 +140,19 @@ def _first_action(one, other, number, tolerance):
     return Difference(number, (event.rank,), event, sentence)
 
 
+def _in_both_kinds(one, other):
+    """The entries of two steps by result; a W is left out where the other has a backward in full."""
+
+    def whole(step, result):
+        entry = step.by_result.get(result._replace(kind="I"))
+        return entry is not None and entry.event.action.kind == "B"
+
+    return (
+        {r: entry for r, entry in step.by_result.items() if r.kind != "W" or not whole(against, r)}
+        for step, against in ((one, other), (other, one))
+    )
+
+
 def _differences(mine, yours, one, number, tolerance):
     """What differs between two Entries of the same action, as half-sentences."""
     if yours is None:
@@ -155,7 +168,9 @@ def _differences(mine, yours, one, number, tolerance):
         found.append(
             f"used version {mine.version} of the weights, and {yours.version} in the other"
         )
-    if _numbers_apart(mine.gradient, yours.gradient, tolerance):
+    # After an I the weights' part is still to come; a B has it.
+    same_kind = mine.event.action.kind == yours.event.action.kind
+    if same_kind and _numbers_apart(mine.gradient, yours.gradient, tolerance):
         found.append(
             f"has gathered a gradient of norm {mine.gradient:.6g}, and {yours.gradient:.6g} in "
             "the other"
