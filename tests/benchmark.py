@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -74,6 +75,7 @@ def main():
         ("Paced steps", measure_paced_steps(repeats)),
         (HEAD_TO_HEAD, measure_every_schedule(repeats)),
         ("Schedules that only this course performs", measure_own_schedules(repeats)),
+        ("Recording", measure_recording(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
         ("The explorer", measure_explorer(repeats)),
@@ -301,6 +303,30 @@ def measure_explorer(repeats):
             times.append((time.perf_counter() - start) * 1000)
         blocks = len(panel.view.predictions[0].timeline.events)
         rows.append(Row(f"{name}, {blocks} blocks: slider to text", "under 60 ms", times))
+    return rows
+
+
+def measure_recording(repeats):
+    """What --record adds to a paced step, from loss line to loss line, with the update."""
+    rows = []
+    folder = RESULT.with_name("benchmark_recording")
+    cases = {
+        "GPipe, tiny model": PACED,
+        "GPipe, default model, 20 and 40 ms": "--pace 20 40 --steps 9",
+    }
+    for name, flags in cases.items():
+        plain, recorded = [], []
+        for round in each_round(f"recording, {name}", repeats):
+            for more, runs in in_turns(round, ("", plain), (f"--record {folder}", recorded)):
+                shutil.rmtree(folder, ignore_errors=True)
+                runs.append(timed_run(OURS, f"{flags} {more}", 4).between_losses)
+        ratios = [slow / fast for slow, fast in zip(recorded, plain)]
+        rows += [
+            Row(f"{name}: step, not recorded", "", plain),
+            Row(f"{name}: step, recorded", "", recorded),
+            Row(f"{name}: recorded over not recorded", "under 1.05", ratios, "{:.3f}"),
+        ]
+    shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 

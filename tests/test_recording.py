@@ -1,6 +1,6 @@
 """What a recording holds: every message as it was sent and received, versions, and an end.
 
-The panel that shows it is driven in a browser by test_browser_time_machine.py.
+The panel that shows it is driven in a browser by test_browser.py.
 """
 
 import json

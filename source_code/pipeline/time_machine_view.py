@@ -88,7 +88,8 @@ class RecordedView:
                 event = moment.doing[-1]
                 why = "; ".join(tell(self.waits[label][event], timeline))
                 does = f"{why}; {self.weights(label, event)}"
-                rows.append([f"rank {moment.rank}", does, *self.cells(label, event)])
+                used, made, held, gradient = self.cells(label, event)
+                rows.append([f"rank {moment.rank}", does, used, made, f"{holds}, {held}", gradient])
                 continue
             if moment.next:
                 event = moment.next
@@ -103,7 +104,7 @@ class RecordedView:
                 does = "has done everything"
             rows.append([f"rank {moment.rank}", does, "", "", holds, ""])
         caption = f"{label}: {timeline.name}, step {self.step}, at {short(time)} ms"
-        heads = ["", "does", "took in", "gave", "holds", "gradient of the weights so far"]
+        heads = ["", "does", "took in", "gave", "holds micro-batches", "gradient so far"]
         return table_of(caption, heads, rows)
 
     def cells(self, label, event):
