@@ -156,15 +156,16 @@ def check_recording(folder):
     """Refuse a --record that could not be written, or that would mix two recordings."""
     if folder is None:
         return
-    parent = os.path.dirname(os.path.abspath(folder))
+    parent, whole = os.path.dirname(os.path.abspath(folder)), os.path.abspath(folder)
     if not folder or not os.path.isdir(parent):
         refuse(f"--record {folder}: the folder {parent} does not exist; make it first")
-    if os.path.isdir(folder) and os.listdir(folder):
+    if not os.path.isdir(whole):
+        possible = not os.path.lexists(whole) and can_be_written(whole, parent)
+    elif os.listdir(whole):
         refuse(f"--record {folder}: there is something in it; name a new folder, or empty this one")
-    inside = folder if os.path.isdir(folder) else parent
-    if os.path.exists(folder) != os.path.isdir(folder) or not can_be_written(
-        os.path.join(inside, "recording"), inside
-    ):
+    else:
+        possible = can_be_written(os.path.join(whole, "recording"), whole)
+    if not possible:
         refuse(f"--record {folder} cannot be written; name a folder of yours")
 
 
