@@ -66,10 +66,11 @@ def parse_arguments():
     )
     if arguments.single_process and arguments.num_ranks > 1:
         refuse("--single-process is for one process; start it with python instead of torchrun")
-    if arguments.single_process and (arguments.pace or arguments.timeline or arguments.profile):
+    drawn = (arguments.pace, arguments.timeline, arguments.profile, arguments.record)
+    if arguments.single_process and any(drawn):
         refuse(
             "--single-process has no ranks to pace or draw; leave out --pace, "
-            "--timeline and --profile"
+            "--timeline, --profile and --record"
         )
     return arguments
 

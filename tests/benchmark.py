@@ -14,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,7 @@ def main():
         (HEAD_TO_HEAD, measure_every_schedule(repeats)),
         ("Schedules that only this course performs", measure_own_schedules(repeats)),
         ("Two replicas", measure_replicas(repeats)),
+        ("Recording", measure_recording(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
         ("The explorer", measure_explorer(repeats)),
@@ -324,6 +326,32 @@ def measure_explorer(repeats):
             times.append((time.perf_counter() - start) * 1000)
         blocks = len(panel.view.predictions[0].timeline.events)
         rows.append(Row(f"{name}, {blocks} blocks: slider to text", "under 60 ms", times))
+    return rows
+
+
+def measure_recording(repeats):
+    """What recording adds to a paced step, update included; steps with and without take turns."""
+    # Not above: it adds to what the fork server imports, which the other figures do without.
+    from benchmark_recording import steps_in_turns
+    from ranks import run_on_ranks
+
+    rows = []
+    for name, flags in (
+        ("tiny model, 10 and 20 ms", f"{TINY} --pace 10 20"),
+        ("default model, 20 and 40 ms", "--pace 20 40"),
+    ):
+        plain, recorded = [], []
+        for _ in each_round(f"recording, {name}", repeats):
+            with tempfile.TemporaryDirectory() as folder:
+                ranks = run_on_ranks(steps_in_turns, 4, f"{flags} --steps 14", folder)
+            for steps, medians in zip(ranks[0], (plain, recorded)):
+                medians.append(statistics.median(steps))
+        ratios = [more / less for less, more in zip(plain, recorded)]
+        rows += [
+            Row(f"GPipe, 4 ranks, {name}: step, not recorded", "", plain),
+            Row(f"GPipe, 4 ranks, {name}: step, recorded", "", recorded),
+            Row("recorded over not recorded", "under 1.05", ratios, "{:.3f}"),
+        ]
     return rows
 
 

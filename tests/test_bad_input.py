@@ -77,6 +77,7 @@ CASES = [
     ("--seq-len 1000000", "--seq-len"),  # longer than the text
     ("--losses ''", "--losses"),
     ("--timeline ''", "--timeline"),
+    ("--record ''", "--record"),
     ("--no-such-flag", "--no-such-flag"),
     ("surplus", "surplus"),
     ("--step 3", "--step"),  # no abbreviations: a later flag could change what they mean
@@ -205,7 +206,7 @@ def test_a_folder_or_a_pipe_is_no_text(refusal, tmp_path, script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("flag", ["--timeline", "--losses"])
+@pytest.mark.parametrize("flag", ["--timeline", "--losses", "--record"])
 def test_an_output_that_cannot_be_written_is_refused(refusal, tmp_path, script, flag):
     os.mkfifo(tmp_path / "pipe")
     closed = tmp_path / "closed"
@@ -220,6 +221,17 @@ def test_an_output_that_cannot_be_written_is_refused(refusal, tmp_path, script, 
         closed / "file",
     ):
         refusal.check(script, flag, str(path), names=flag)
+
+
+def test_a_recording_goes_into_a_new_folder_or_an_empty_one(refusal, monkeypatch, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder in ("new", "new/", "empty"):
+        monkeypatch.setattr(sys, "argv", ["gpipe.py", "--record", f"{tmp_path}/{folder}"])
+        importlib.import_module("gpipe").parse_arguments()
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+    (tmp_path / "empty" / "run.json").touch()
+    sentence = refusal.check("gpipe", "--record", str(tmp_path / "empty"), names="--record")
+    assert "name a new folder, or empty this one" in sentence
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -248,6 +260,7 @@ def test_one_process_with_several_stages_has_no_ranks(refusal, tmp_path):
     check("--single-process", "4", ranks=2)
     check("--single-process", "4", "--pace", "10", "20")
     check("--single-process", "4", "--timeline", str(tmp_path / "file"))
+    check("--single-process", "4", "--record", str(tmp_path / "folder"))
     check("--single-process", "0")
     check("--single-process", "all")
     check("--single-process", "9", names="--layers")

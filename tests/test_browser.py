@@ -15,6 +15,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from pipeline import launch
+
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [
     "--allow-root",
@@ -226,13 +228,91 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
     assert elsewhere == []
 
 
+TIME_MACHINE = """
+import sys
+sys.path.insert(0, "{folder}")
+from pipeline.time_machine import time_machine
+time_machine("{broken}", compare="{healthy}")
+"""
+
+
+@pytest.mark.parametrize("theme", ["Light", "Dark"])
+def test_the_time_machine_goes_both_ways_and_finds_the_first_difference_with_the_keyboard_alone(
+    chromium, lab, tmp_path, theme
+):
+    choose_theme(tmp_path, theme)
+    folders = {name: tmp_path / name for name in ("broken", "healthy")}
+    for name, flag in (("broken", ""), ("healthy", " --cured")):
+        call = f"broken_pipelines.py --case 4{flag} --record {folders[name]}"
+        launch.run(call, warm=True, show=False, limit=60)
+    path = ROOT / "build" / "browser" / f"time_machine_{theme.lower()}.ipynb"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_notebook(path, TIME_MACHINE.format(folder=ROOT / "source_code", **folders).strip())
+    with open_notebook(chromium, lab, path) as (page, problems, elsewhere):
+        run_all_cells(page)
+        panel = page.locator(".pipeline-explorer")
+        picture = panel.locator("svg[role=img]")
+        picture.wait_for(timeout=60_000)
+        assert "recorded: 1f1b, 4 ranks" in picture.get_attribute("aria-label")
+        smallest = min(picture.locator("text:visible").evaluate_all(HEIGHTS_IN_PIXELS))
+        assert smallest >= 12  # which is 9 pt
+        panel.get_by_text("First difference: step 0, 2B0 on rank 2: made").wait_for()
+
+        # To the first difference, on, and back again.
+        now = panel.locator(".pipeline-explorer-now")
+        panel.get_by_text("compared with: 1f1b, step 0, at 0 ms").wait_for()
+        panel.get_by_role("button", name="to the first difference").focus()
+        page.keyboard.press("Enter")
+        row = panel.locator("tr").filter(has=page.get_by_role("rowheader", name="rank 2")).first
+        row.get_by_text("backward of micro-batch 0 on stage 2, rank 2").wait_for()
+        said = row.inner_text()
+        assert re.search(r"; uses version 0\b", said)
+        assert re.search(r"[0-9a-f]{6} \(norm [\d.]+\), as rank 3 sent it", said)
+        there = now.inner_text()
+        assert there != "at 0 ms"
+        marks = panel.locator(".pipeline-explorer-cursor svg text")
+        assert marks.all_text_contents() == ["≠"] * 2  # in both timelines
+        panel.get_by_role("button", name="step back").focus()
+        page.keyboard.press("Enter")
+        expect(now).not_to_have_text(there)
+        panel.get_by_role("slider", name="cursor").focus()
+        page.keyboard.press("ArrowRight")
+        expect(now).to_have_text(there)
+        page.screenshot(path=path.with_suffix(".png"), full_page=True)
+
+        # Another step has no mark and other versions.
+        choose = panel.get_by_label("step", exact=True)
+        choose.focus()
+        page.keyboard.press("ArrowDown")
+        panel.get_by_text("recorded: 1f1b, step 1, at").first.wait_for()
+        assert marks.count() == 0
+        page.keyboard.press("ArrowUp")
+        panel.get_by_text("recorded: 1f1b, step 0, at").first.wait_for()
+
+        # A block tells its story when it is pointed at; the table has all of them, in both runs.
+        panel.locator(".blocks > g > rect").nth(9).hover()
+        shown = panel.locator(".blocks text:visible")
+        assert shown.count() == 1 and shown.text_content().endswith("; uses version 0")
+        panel.get_by_role("button", name="table").focus()
+        page.keyboard.press("Enter")
+        panel.get_by_role("region").first.wait_for()
+        assert panel.get_by_role("region").first.locator("tbody tr").count() == 64
+        assert not picture.is_visible()
+    assert problems == []
+    assert elsewhere == []
+
+
 HEIGHTS_IN_PIXELS = """texts => texts.map(text =>
     parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"""
 
 
+def expect(locator):
+    """Playwright's assertions, which wait for what they assert."""
+    return pytest.importorskip("playwright.sync_api").expect(locator)
+
+
 def becomes(picture, pattern):
     """Wait until the picture's words match."""
-    expect = pytest.importorskip("playwright.sync_api").expect
     expect(picture).to_have_attribute("aria-label", re.compile(pattern))
 
 

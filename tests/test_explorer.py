@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.explorer import NOTHING, STORED, Panel, explore
+from pipeline.explorer import NOTHING, Panel, explore
 from pipeline.explorer_view import View
 from pipeline.schedule import KINDS, ScheduleError, from_csv
 from pipeline.schedules import (
@@ -18,6 +18,7 @@ from pipeline.schedules import (
     pipedream_round_robin,
 )
 from pipeline.simulator import Costs, simulate
+from pipeline.stepping import STORED
 from pipeline.story import moments_at, short, stories_of, times_of, waits_of
 from pipeline.timeline import Event, Timeline
 

@@ -65,6 +65,7 @@ def training_parser(description):
         "--profile", metavar="FILE", help="write torch.profiler's trace of the last step, all ranks"
     )
     add("--losses", metavar="FILE", help="write the losses, one JSON object a line")
+    add("--record", metavar="FOLDER", help="write what every action of every rank used and made")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
     parser.set_defaults(vocabulary=VOCABULARY, plan=None, metrics=None)  # few scripts have these
     return parser
@@ -174,6 +175,24 @@ def check_outputs(arguments):
         taken[os.path.realpath(path)] = flag
         if not can_be_written(path, folder):
             refuse(f"{flag} {path} cannot be written; name a file in a folder of yours")
+    check_recording(arguments.record)
+
+
+def check_recording(folder):
+    """Refuse a --record that could not be written, or that would mix two recordings."""
+    if folder is None:
+        return
+    parent, whole = os.path.dirname(os.path.abspath(folder)), os.path.abspath(folder)
+    if not folder or not os.path.isdir(parent):
+        refuse(f"--record {folder}: the folder {parent} does not exist; make it first")
+    if not os.path.isdir(whole):
+        possible = not os.path.lexists(whole) and can_be_written(whole, parent)
+    elif os.listdir(whole):
+        refuse(f"--record {folder}: there is something in it; name a new folder, or empty this one")
+    else:
+        possible = can_be_written(os.path.join(whole, "recording"), whole)
+    if not possible:
+        refuse(f"--record {folder} cannot be written; name a folder of yours")
 
 
 def can_be_written(path, folder):

@@ -46,6 +46,7 @@ class Job:
     slow_links: dict = field(default_factory=dict)  # destination -> SlowLink
     groups: dict = field(default_factory=dict)  # ranks that add up tensors -> process group
     message_arrived_at: float = 0.0  # time.perf_counter() at the end of the last wait for a message
+    recording: object = None  # a RecordingWriter, which is told of every message
 
     @property
     def through_host(self):
@@ -207,6 +208,8 @@ class Sending:
         with job.watch.waiting_for(destination, what):
             channel = job.channels[job.rank, destination]
             self.work = self._start(channel)
+        if job.recording:
+            job.recording.note_sent(what, destination, self.buffer)
 
     def _start(self, channel):
         def start(buffer=self.buffer):
@@ -235,12 +238,17 @@ class Receiving:
 
     def wait(self):
         """Block until the message is there and return it, on the device of this rank."""
+        if self.job.recording:
+            self.job.recording.note_wait(self.what, self.source)
         asked_at = time.perf_counter()
         with self.job.watch.waiting_for(self.source, self.what):
             self.work.wait()
         if time.perf_counter() - asked_at > AT_ONCE:  # else it had been there before
             self.job.message_has_arrived()
-        return self.buffer.to(self.job.device)
+        received = self.buffer.to(self.job.device)
+        if self.job.recording:
+            self.job.recording.note_received(self.what, self.source, received)
+        return received
 
 
 class Summing:

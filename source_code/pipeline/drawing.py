@@ -73,8 +73,11 @@ def arrange(timelines, reading=False):
     return places, places[-1].bottom + 34 + lines * (18 + ROW_GAP)
 
 
-def draw_cursor(timelines, time, reading=False):
-    """A transparent drawing of the same size: a line at `time`, and what is under way outlined."""
+def draw_cursor(timelines, time, reading=False, marked=()):
+    """A transparent drawing of the same size: a line at `time`, and what is under way outlined.
+
+    `marked` actions, if any, have a dashed outline and the sign of inequality.
+    """
     places, height = arrange(timelines, reading)
     parts = []
     for place in places:
@@ -84,11 +87,19 @@ def draw_cursor(timelines, time, reading=False):
             f'stroke="currentColor" stroke-width="1.6"/>'
         )
         for event in place.timeline.events:
+            left, width = place.x(event.start), (event.end - event.start) * place.scale
+            outline = (
+                f'<rect x="{left:.1f}" y="{place.y(event.rank):.1f}" width="{width:.1f}" '
+                f'height="{ROW}" fill="none" stroke="currentColor" '
+            )
             if event.start <= time < event.end:
-                left, width = place.x(event.start), (event.end - event.start) * place.scale
+                parts.append(f'{outline}stroke-width="2"/>')
+            if event.action in marked:
+                parts.append(f'{outline}stroke-width="3" stroke-dasharray="4 3"/>')
                 parts.append(
-                    f'<rect x="{left:.1f}" y="{place.y(event.rank):.1f}" width="{width:.1f}" '
-                    f'height="{ROW}" fill="none" stroke="currentColor" stroke-width="2"/>'
+                    f'<text x="{left + width / 2:.1f}" y="{place.y(event.rank) - 1:.1f}" '
+                    f'text-anchor="middle" font-size="16" font-weight="bold" '
+                    f'fill="currentColor">≠</text>'
                 )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
@@ -101,8 +112,11 @@ def has_numbers(timeline):
     return len(timeline.events) <= MOST_NUMBERS
 
 
-def draw_place(place, unit, title):
-    """One timeline at its place, as a list of SVG elements."""
+def draw_place(place, unit, title, stories=None):
+    """One timeline at its place, as a list of SVG elements.
+
+    `stories` has two lines for each event, else what story.py says of it.
+    """
     timeline = place.timeline
     width = timeline.makespan * place.scale
     few = has_numbers(timeline)
@@ -117,14 +131,14 @@ def draw_place(place, unit, title):
         _text(LEFT, place.title, title, anchor="start"),
         *names,
         f'<path d="{rows}" fill="{TEXT}" fill-opacity="0.13"/>',
-        *_draw_blocks(place, unit),
+        *_draw_blocks(place, stories or stories_of(timeline, unit)),
         *(_draw_messages(place) if few else []),
         *(_draw_numbers(place) if few else []),  # on top of the lines
         *_draw_axis(timeline, place.bottom + 2, place.x, unit),
     ]
 
 
-def _draw_blocks(place, unit):
+def _draw_blocks(place, stories):
     timeline = place.timeline
     # An outline as thin as the blocks ask for, or in a dense drawing there is little else to see.
     widths = sorted((event.end - event.start) * place.scale for event in timeline.events)
@@ -132,7 +146,7 @@ def _draw_blocks(place, unit):
     chunk = _chunks(timeline)
     fills = {}
     parts, updates, hatches = [], [], []
-    for event, story in zip(timeline.events, stories_of(timeline, unit)):
+    for event, story in zip(timeline.events, stories):
         kind = event.action.kind
         key = kind, chunk[event.rank, event.action.stage]
         if key not in fills:

@@ -7,56 +7,16 @@ control to the next, the arrow keys move a slider, and the cursor tells the stor
 that a pointer would show. What is drawn is worked out by the simulator anew at every change.
 """
 
-import os
-from bisect import bisect_right
 from dataclasses import replace
-from functools import cached_property
 
 import ipywidgets as widgets
 
 from pipeline.explorer_view import LOOPED, Settings, View, is_split
 from pipeline.schedule import Schedule
 from pipeline.schedules import GENERATORS
-from pipeline.story import short
+from pipeline.stepping import STYLE, Shown, Stepper
 
 NOTHING = "nothing"
-# Set to 1 where a notebook is run in order to be stored: without a kernel a page would show an
-# error in the panel's place, so the picture alone is stored.
-STORED = "PIPELINE_STORED_PICTURES"
-STYLE = """<style>
-.pipeline-explorer svg { display: block; width: 100%; height: auto; max-width: 1000px !important; }
-.pipeline-explorer .blocks text { display: none; fill: currentColor; stroke: none; }
-.pipeline-explorer .blocks text { font-size: 13px; }
-.pipeline-explorer .blocks g:hover text { display: inline; }
-.pipeline-explorer .blocks g:hover rect { stroke: currentColor; stroke-width: 2; }
-.pipeline-explorer-cursor { pointer-events: none; }
-.pipeline-explorer .pipeline-scroll { max-height: 28em; overflow: auto; }
-.pipeline-explorer table { border-collapse: collapse; margin: 4px 24px 4px 0; line-height: 1.5; }
-.pipeline-explorer caption { text-align: left; font-weight: bold; }
-.pipeline-explorer th, .pipeline-explorer td { text-align: left; padding: 1px 14px 1px 0; }
-.pipeline-explorer th, .pipeline-explorer td { vertical-align: top; font-size: 13px; }
-.pipeline-explorer th { white-space: nowrap; }
-.pipeline-explorer .jupyter-button:focus-visible { outline: 2px solid currentColor; }
-</style>"""
-# What ipywidgets leaves undone for those who use the keyboard or hear the page, done in it by a
-# picture of one pixel whenever that is loaded. JupyterLab's own keys, of which an arrow moves to the
-# next cell and two letters delete one, do not count in the panel. The handles of sliders and the
-# signs on the player get the names that stand beside them, and the cursor's time is read out.
-KEYS_AND_NAMES = (
-    '<img alt="" style="display:none" src="data:image/gif;base64,'
-    'R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw==" onload="'
-    "const panel = this.closest('.pipeline-explorer'); if (panel) {"
-    "panel.querySelectorAll('select, button, [tabindex]').forEach(control => "
-    "control.setAttribute('data-lm-suppress-shortcuts', 'true'));"
-    "panel.querySelectorAll('.widget-slider').forEach(slider => slider.querySelector("
-    "'[role=slider]')?.setAttribute('aria-label', slider.querySelector('label').textContent));"
-    "panel.querySelectorAll('.widget-play button').forEach((button, i) => "
-    "button.setAttribute('aria-label', ['play', 'stop', 'repeat'][i]));"
-    "panel.querySelector('.pipeline-explorer-now')?.setAttribute('aria-live', 'polite'); }"
-    '">'
-)
-PLAYED = 20_000  # milliseconds that playing a whole schedule takes, about
-NARROWEST = "760px"  # below that the text of the picture would be smaller than 9 pt
 
 
 def explore(
@@ -91,51 +51,32 @@ def explore(
     )
 
 
-class Explorer:
-    """What `explore` returns: shown by a notebook as the panel, and stored as its picture."""
+class Explorer(Shown):
+    """What `explore` returns."""
 
     def __init__(self, settings):
         self.settings = settings
 
-    @cached_property
-    def panel(self):
-        """The widget itself, made when it is first shown."""
-        return Panel(self.settings).box
+    @property
+    def view(self):
+        return View(self.settings)
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        view = View(self.settings)
-        bundle = {"text/plain": view.alt}
-        if view.predictions:
-            bundle["image/svg+xml"] = view.stored_picture.svg
-        if os.environ.get(STORED) != "1":
-            bundle |= {
-                kind: data
-                for kind, data in self.panel._repr_mimebundle_().items()
-                if kind != "text/plain"
-            }
-        return bundle
+    def make_panel(self):
+        return Panel(self.settings)
 
 
-class Panel:
+class Panel(Stepper):
     """The widgets of one explorer. `box` holds all of them."""
 
     def __init__(self, settings):
         self.settings = settings
         self.own = _by_name(settings.schedule, settings.compare)
-        self.time = 0.0  # of the cursor
-        self.moving = False  # while the cursor is set from here
         self.make_controls()
-        self.make_outputs()
-        self.box = self.arrange()
-        self.box.add_class("pipeline-explorer")
+        super().__init__()
         self.redraw()
         for control in self.controls.values():
             control.observe(self.on_change, names="value")
-        self.shown.observe(self.on_shown, names="value")
-        self.cursor.observe(self.on_cursor, names="value")
-        self.back.on_click(lambda _: self.step(-1))
-        self.on.on_click(lambda _: self.step(1))
-        widgets.jslink((self.play, "value"), (self.cursor, "value"))
+        self.listen()
 
     def make_controls(self):
         """One control for each of the Settings, under the same name."""
@@ -156,35 +97,7 @@ class Panel:
             "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),
             "transfer": _time("transfer, ms", chosen.transfer, 0, 20),
         }
-        self.shown = widgets.ToggleButtons(
-            options=["picture", "table"],
-            description="show as",
-            tooltips=["the timeline drawn", "the same as a table, block by block"],
-            style={"description_width": "initial", "button_width": "90px"},
-        )
-        self.play = widgets.Play(value=0, min=0, max=1, interval=400, show_repeat=False)
-        self.play.description = "play"
-        step = {"layout": widgets.Layout(width="90px")}
-        self.back = widgets.Button(description="step back", tooltip="to the moment before", **step)
-        self.on = widgets.Button(description="step on", tooltip="to the next moment", **step)
-        self.cursor = widgets.IntSlider(
-            value=0,
-            min=0,
-            max=1,
-            readout=False,
-            description="cursor",
-            tooltip="the moment of the cursor",
-            layout=widgets.Layout(flex="1 1 auto"),
-        )
-        self.now = widgets.HTML(layout=widgets.Layout(width="90px"))
-        self.now.add_class("pipeline-explorer-now")
-
-    def make_outputs(self):
-        self.figures, self.moment = widgets.HTML(), widgets.HTML()
-        over = widgets.Layout(grid_area="1 / 1 / 2 / 2", min_width=NARROWEST, margin="0")
-        self.picture, self.line = widgets.HTML(layout=over), widgets.HTML(layout=over)
-        self.line.add_class("pipeline-explorer-cursor")
-        self.table = widgets.HTML(layout=widgets.Layout(display="none"))
+        self.figures = widgets.HTML()
 
     def arrange(self):
         """All widgets in one box: choices and figures, picture or table, cursor, moment."""
@@ -192,19 +105,11 @@ class Panel:
         right = ["forward", "backward", "weight", "transfer"]
         columns = [widgets.VBox([self.controls[name] for name in names]) for names in (left, right)]
         wrapped = widgets.Layout(flex_flow="row wrap")
-        self.drawing = widgets.GridBox(
-            [self.picture, self.line],
-            layout=widgets.Layout(grid_template_columns="minmax(0, 1fr)", overflow="auto"),
-        )
         return widgets.VBox(
             [
                 widgets.HTML(STYLE, layout=widgets.Layout(display="none")),
                 widgets.HBox([*columns, self.figures], layout=wrapped),
-                self.shown,
-                self.drawing,
-                self.table,
-                widgets.HBox([self.play, self.back, self.on, self.cursor, self.now]),
-                self.moment,
+                *self.stepping_rows(),
             ]
         )
 
@@ -218,22 +123,11 @@ class Panel:
         self.redraw()
 
     def redraw(self):
-        """Everything anew. The cursor stays at its time, as nearly as there is a moment."""
-        self.view = View(self.settings)
-        self.picture.value = self.view.picture
-        self.figures.value = self.view.figures
-        self.show_table()
+        """Predict and draw anew."""
+        view = View(self.settings)
+        self.figures.value = view.figures
+        self.show(view)
         self.disable_what_does_not_count()
-        times = self.view.times
-        place = max(0, bisect_right(times, self.time) - 1)
-        self.moving = True
-        for control in (self.play, self.cursor):
-            control.max = max(1, len(times) - 1)
-            control.value = place
-            control.disabled = bool(self.view.refusal)
-        self.moving = False
-        self.play.interval = int(min(600, max(80, PLAYED / len(times))))
-        self.show_moment()
 
     def disable_what_does_not_count(self):
         chosen = (self.settings.schedule, self.settings.compare)
@@ -243,30 +137,6 @@ class Panel:
         split = any(is_split(each.schedule) for each in self.view.predictions)
         # Where a refusal may be about the weights' part, it must be possible to move it.
         self.controls["weight"].disabled = not split and not self.view.refusal
-
-    def on_shown(self, change):
-        as_table = change["new"] == "table"
-        self.drawing.layout.display = "none" if as_table else None
-        self.table.layout.display = None if as_table else "none"
-        self.show_table()
-
-    def show_table(self):
-        # A row a block is much text, so it is written only where it is looked at.
-        self.table.value = self.view.table if self.shown.value == "table" else ""
-
-    def on_cursor(self, change):
-        if not self.moving:
-            self.show_moment()
-
-    def show_moment(self):
-        if self.view.predictions:  # else the time stays, until there is something to draw again
-            self.time = self.view.times[min(self.cursor.value, len(self.view.times) - 1)]
-        self.line.value = self.view.cursor(self.time)
-        self.moment.value = self.view.moment(self.time) + KEYS_AND_NAMES
-        self.now.value = f"at {short(self.time)} ms" if self.view.predictions else ""
-
-    def step(self, by):
-        self.cursor.value = min(max(self.cursor.value + by, 0), len(self.view.times) - 1)
 
 
 def _by_name(*choices):

@@ -176,7 +176,7 @@ def figures_table(predictions):
     rows["forward and backward of a stage"] = [
         f"{short(each.costs.forward)} and {short(each.costs.backward)} ms" for each in predictions
     ]
-    return _table("", ["", *(each.name for each in timelines)], _with_heads(rows))
+    return table_of("", ["", *(each.name for each in timelines)], _with_heads(rows))
 
 
 def _numbers(values):
@@ -202,7 +202,7 @@ def action_table(timeline, unit="ms"):
     return (
         f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{name}" '
         'data-lm-suppress-shortcuts="true">'
-        f"{_table(name, heads, rows)}</div>"
+        f"{table_of(name, heads, rows)}</div>"
     )
 
 
@@ -212,27 +212,27 @@ def moment_table(timeline, waits, time, unit="ms"):
     until_weight = moments_at(timeline, time, until="BW")
     rows = []
     for moment, later in zip(moments_at(timeline, time), until_weight):
-        cells = [_holds(moment.held), *([_holds(later.held)] if split else [])]
+        cells = [tell_held(moment.held), *([tell_held(later.held)] if split else [])]
         if moment.doing:
             told = (tell(waits[event], timeline, unit) for event in moment.doing)
             does = ". Then: ".join("; ".join(story) for story in told)
         elif moment.next is None:
             does = "has done everything"
         else:
-            does = _waits(waits[moment.next], timeline, unit)
+            does = tell_wait(waits[moment.next], timeline, unit)
         rows.append([f"rank {moment.rank}", *cells, does])
     holds = ["holds micro-batches", *(["and until W has ended"] if split else [])]
     caption = f"{timeline.name} at {short(time - timeline.start)} {unit}"
-    return _table(caption, ["", *holds, "does"], rows)
+    return table_of(caption, ["", *holds, "does"], rows)
 
 
-def _waits(wait, timeline, unit):
+def tell_wait(wait, timeline, unit):
     until = f"until {short(wait.event.start - timeline.start)} {unit}"
     what = f" for {name_of_message(wait.source)}" if wait.for_message else ""
     return f"waits{what}, {until}"
 
 
-def _holds(held):
+def tell_held(held):
     """Some (stage, micro-batch) pairs: how many, and which; stages are named where there are two."""
     stages = {stage: [m for _, m in pairs] for stage, pairs in groupby(held, lambda pair: pair[0])}
     if not stages:
@@ -254,7 +254,7 @@ def _runs(numbers):
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _table(caption, heads, rows):
+def table_of(caption, heads, rows):
     """An HTML table; the first cell of a row is its head."""
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     body = "".join(

@@ -26,17 +26,19 @@ class Picture:
         Path(path).write_text(self.svg)
 
 
-def draw_timelines(timelines, unit="ms", caption="", reading=False):
+def draw_timelines(timelines, unit="ms", caption="", reading=False, stories=None):
     """A Picture of one timeline or several, one below the other on one scale.
 
     `timelines` is a dictionary from label to Timeline, such as {"predicted": ..., "performed": ...}.
     Each block tells its story: as its title, or with `reading` in lines above its timeline, which a
-    page's style shows for the block that is pointed at (explorer.py).
+    page's style shows for the block that is pointed at (stepping.py). `stories` has other stories
+    than the timeline's own, by label.
     """
     places, height = arrange(timelines, reading)
     parts = []
     for place in places:
-        parts += draw_place(place, unit, f"{place.label}: {describe(place.timeline, unit)}")
+        title = f"{place.label}: {describe(place.timeline, unit)}"
+        parts += draw_place(place, unit, title, (stories or {}).get(place.label))
     parts += draw_legend(timelines.values(), places[-1].bottom + 30)
     alt = caption or "; ".join(
         f"{label}: {describe(timeline, unit)}" for label, timeline in timelines.items()

@@ -16,6 +16,7 @@ class HeldMeter:
 
     def __init__(self):
         self.active = True
+        self.keep_counting = False  # after the first step, too
         self.storages = {}  # (stage, micro-batch) -> {address: bytes}
         self.peak = 0
 
@@ -57,6 +58,10 @@ class HeldMeter:
     def release(self, key):
         """After a backward: its forward's tensors are gone."""
         self.storages.pop(key, None)
+
+    def stop(self):
+        """Counting takes time, and every step holds the same: one is enough, unless asked for."""
+        self.active = self.keep_counting
 
     def held(self):
         """Bytes held now; a storage that two micro-batches share counts once."""

@@ -7,7 +7,7 @@ waits when nothing moves, and the library's schedules as the data that the simul
 
 import time
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,17 @@ def schedule_as_data(name, num_ranks, num_microbatches, chunks):
     return validate(Schedule(name, tuple(orders)))
 
 
+@dataclass
+class Seen:
+    """What a recording sees of a stage of the library: not its messages, which the library sends."""
+
+    index: int
+    part: torch.nn.Module
+
+    def gathered(self):
+        return [weight.grad for weight in self.part.parameters() if weight.grad is not None]
+
+
 def recorded(stage, job, recorder, first_microbatch=0, collect=lambda part: None):
     """Let `recorder` time and pace what the library asks of one of its stages; returns the stage.
 
@@ -121,6 +132,8 @@ def recorded(stage, job, recorder, first_microbatch=0, collect=lambda part: None
         collect(stage.submod)
         return [*stage.submod.parameters(), *stage.submod.buffers()]
 
+    seen = Seen(stage.stage_index, stage.submod)
+
     @contextmanager
     def act(kind, microbatch):
         job.watch.wait = None
@@ -136,7 +149,10 @@ def recorded(stage, job, recorder, first_microbatch=0, collect=lambda part: None
             return forward(microbatch, *arguments, **keywords)
         key = stage.stage_index, microbatch
         with act("F", microbatch), recorder.meter.holding(weights(), key):
-            return forward(microbatch, *arguments, **keywords)
+            output = forward(microbatch, *arguments, **keywords)
+        sends = torch.is_tensor(output) and not stage.is_last  # the last one's are scores
+        recorder.note(seen, made=output if sends else None)
+        return output
 
     def recorded_backward(microbatch, *arguments, full_backward=True, **keywords):
         keywords["full_backward"] = full_backward
@@ -146,6 +162,7 @@ def recorded(stage, job, recorder, first_microbatch=0, collect=lambda part: None
             backward(microbatch, *arguments, **keywords)
         if full_backward:
             recorder.meter.release((stage.stage_index, microbatch))
+        recorder.note(seen)
 
     def recorded_backward_weight(microbatch, *arguments, **keywords):
         if not stage.has_backward:
@@ -153,6 +170,7 @@ def recorded(stage, job, recorder, first_microbatch=0, collect=lambda part: None
         with act("W", microbatch):
             backward_weight(microbatch, *arguments, **keywords)
         recorder.meter.release((stage.stage_index, microbatch))
+        recorder.note(seen)
 
     stage.forward_one_chunk = recorded_forward
     stage.backward_one_chunk = recorded_backward
@@ -178,6 +196,8 @@ def watched(job, what):
         raise
     finally:
         job.watch.wait = None
+        if job.recording:
+            job.recording.flush()  # before the caller changes the gradients
 
 
 def _wait_again(job, what):

@@ -38,10 +38,7 @@ class Recorder:
             torch.cuda.synchronize()
             self.origin_mark = torch.cuda.Event(enable_timing=True)
             self.origin_mark.record()
-            self.origin_mark_at = self._now()
-
-    def _now(self):
-        return (time.perf_counter() - self.origin) * 1000
+            self.origin_mark_at = self.now()
 
     def record(self, action):
         """Around the work of one action; see `_record`."""
@@ -60,12 +57,14 @@ class Recorder:
         the host does in between, such as handing over the last result, counts as its work. An
         update has no pace: it is part of the time that the action after it may take.
         """
+        if self.job.recording:
+            self.job.recording.flush()
         if self.on_device:
             start = self.mark()
             yield
             end = self.mark()
         else:
-            start = pace_from = self._now()
+            start = pace_from = self.now()
             if self.free_at is not None:
                 arrived = (self.job.message_arrived_at - self.origin) * 1000
                 start, pace_from = max(self.free_at, arrived), max(self.pace_from, arrived)
@@ -74,11 +73,16 @@ class Recorder:
                 if self.job.device.type == "cuda":
                     torch.cuda.synchronize()
                 self.sleep_until(pace_from + self.pace.of(action))
-            end = self.free_at = self._now()
+            end = self.free_at = self.now()
             if action.kind != "U":
                 self.pace_from = end
         self.records.append((action, start, end, self.again))
         self.again = []
+
+    def note(self, stage, used=None, made=None, version=None):
+        """If the run is recorded: what the action of `stage` that has just ended used and made."""
+        if self.job.recording:
+            self.job.recording.note_action(stage, self.records[-1], used, made, version)
 
     @contextmanager
     def recomputing(self):
@@ -89,18 +93,22 @@ class Recorder:
         finally:  # torch.utils.checkpoint leaves by an exception once it has what it needs
             self.again.append((start, self.mark()))
 
+    def now(self):
+        """Milliseconds since the common start."""
+        return (time.perf_counter() - self.origin) * 1000
+
     def mark(self):
         """This moment: milliseconds, or an event on the device."""
         if not self.on_device:
-            return self._now()
+            return self.now()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def sleep_until(self, moment):
         # A sleep ends 0.1 to 0.2 ms late, and a step has dozens of them: stay awake at the end.
-        time.sleep(max(0.0, moment - self._now() - 0.3) / 1000)
-        while self._now() < moment:
+        time.sleep(max(0.0, moment - self.now() - 0.3) / 1000)
+        while self.now() < moment:
             pass
 
     def take_events(self):
@@ -111,29 +119,30 @@ class Recorder:
             Event(
                 self.job.rank,
                 action,
-                self._in_milliseconds(start),
-                self._in_milliseconds(end),
-                self._recompute_time(action, again),
+                self.in_milliseconds(start),
+                self.in_milliseconds(end),
+                self.recompute_time(action, again),
             )
             for action, start, end, again in self.records
         ]
         self.records = []
         self.free_at = None
-        self.meter.active = False  # counting takes time, and every step holds the same
+        self.meter.stop()
+        if self.job.recording:
+            self.job.recording.end_pass()
         if self.profiler:
             self.profiler.pass_ended(events)
         return events
 
-    def _in_milliseconds(self, mark):
+    def in_milliseconds(self, mark):
+        """The time of a mark; on a device, of one that it has passed."""
         if self.on_device:
             return self.origin_mark_at + self.origin_mark.elapsed_time(mark)
         return mark
 
-    def _recompute_time(self, action, again):
+    def recompute_time(self, action, again):
         """Milliseconds of an action that went into forwards run again; paced, at least its pace."""
-        took = sum(
-            self._in_milliseconds(end) - self._in_milliseconds(start) for start, end in again
-        )
+        took = sum(self.in_milliseconds(end) - self.in_milliseconds(start) for start, end in again)
         return max(took, self.pace.recompute_of(action)) if again and self.pace else took
 
 

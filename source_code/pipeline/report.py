@@ -11,6 +11,7 @@ from pipeline.distributed import gather
 from pipeline.files import write_whole
 from pipeline.profiler import StepProfiler
 from pipeline.recorder import gather_timelines
+from pipeline.recording import RecordingWriter
 from pipeline.reference import train_one_process
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import to_chrome_trace
@@ -47,6 +48,9 @@ class Report:
             # The first step of several pays for what is done once; leave it out.
             several = what == "step" and arguments.steps - first_step > 1
             self.profiler = recorder.profiler = StepProfiler(job, recorder, int(several))
+        self.recording = None
+        if arguments.record:
+            self.recording = RecordingWriter(arguments.record, job, schedule, recorder, first_step)
         if job.rank == 0:
             self.say(f"{schedule.name}: {job.describe()}")
 
@@ -79,6 +83,8 @@ class Report:
 
     def finish(self):
         """Gather, write the files and print the summary. All ranks call it."""
+        if self.recording:
+            self.recording.close()
         timelines = gather_timelines(self.job, self.schedule.name, self.events_per_step)
         memory = gather(self.job, (peak_memory(self.job.device), self.recorder.meter.peak))
         if self.job.rank == 0:

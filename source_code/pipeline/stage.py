@@ -40,7 +40,9 @@ class Stage:
             if not self.is_first:
                 inputs.requires_grad_()
             output = self.run_forward(microbatch, inputs, targets)
-        return output.detach()
+        output = output.detach()
+        self.recorder.note(self, inputs, output)
+        return output
 
     def backward(self, microbatch, gradient=None):
         """Run one micro-batch backward and add to the gradients of the weights.
@@ -49,9 +51,10 @@ class Stage:
         gradient of the input for the previous stage, None on the first stage.
         """
         with self.recorder.record(Action(self.index, "B", microbatch)):
-            gradient = self.run_backward(microbatch, gradient)
+            input_gradient = self.run_backward(microbatch, gradient)
         self.meter.release((self.index, microbatch))
-        return gradient
+        self.recorder.note(self, gradient, input_gradient)
+        return input_gradient
 
     def backward_input(self, microbatch, gradient=None):
         """Run the half of the backward that the stage before waits for.
@@ -61,16 +64,22 @@ class Stage:
         """
         with self.recorder.record(Action(self.index, "I", microbatch)):
             with self.split.putting_off() as work:
-                gradient = self.run_backward(microbatch, gradient)
+                input_gradient = self.run_backward(microbatch, gradient)
         self.put_off[microbatch] = work
         self.meter.hold((self.index, microbatch), tensors_of(work))
-        return gradient
+        self.recorder.note(self, gradient, input_gradient)
+        return input_gradient
 
     def backward_weight(self, microbatch):
         """Run the other half, and add to the gradients of the weights."""
         with self.recorder.record(Action(self.index, "W", microbatch)):
             catch_up(self.put_off.pop(microbatch))
         self.meter.release((self.index, microbatch))
+        self.recorder.note(self)
+
+    def gathered(self):
+        """What the backwards so far have added up for the weights, as a list of tensors."""
+        return [weight.grad for weight in self.part.parameters() if weight.grad is not None]
 
     def run_forward(self, microbatch, inputs, targets):
         """The work of a forward: the output, with the graph that its backward needs in `held`."""

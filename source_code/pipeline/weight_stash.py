@@ -114,6 +114,13 @@ class WeightStash:
         }
         return len(storages)
 
+    def is_current(self, weights):
+        """Whether `weights`, once taken, now hold the current version: the storage is the same."""
+        return all(
+            weight.data_ptr() == self.parameters[name].data_ptr()
+            for name, weight in weights.items()
+        )
+
     def bytes_of_one(self):
         """Bytes of one version."""
         return sum(p.numel() * p.element_size() for p in self.parameters.values())
@@ -155,7 +162,9 @@ class StashingStage(Stage):
             if self.is_last:
                 output = self.loss_function(output, targets)
         self.held[minibatch] = (inputs, output, version, weights)
-        return output.detach()
+        output = output.detach()
+        self.recorder.note(self, inputs, output, version)
+        return output
 
     def backward(self, minibatch, gradient=None):
         """As Stage.backward; the gradients of the weights are kept for `update`."""
@@ -164,12 +173,11 @@ class StashingStage(Stage):
         with self.recorder.record(Action(self.index, "B", minibatch)):
             gradients = torch.autograd.grad(output, wanted, gradient)
         self.meter.release((self.index, minibatch))
-        self.meter.active = False  # a rank holds most before its first backward
-        self.stash.release(version, self.oldest_needed())
+        self.meter.stop()  # a rank holds most before its first backward
         # Without a stash the weights have moved on under the backward's feet.
-        self.used.append(
-            Use(minibatch, version, version if self.stash.keep else self.stash.current)
-        )
+        found = self.stash.current if self.stash.is_current(weights) else version
+        self.used.append(Use(minibatch, version, found))
+        self.stash.release(version, self.oldest_needed())
         input_gradient, gradients = (
             (None, gradients) if self.is_first else (gradients[0], gradients[1:])
         )
@@ -178,6 +186,7 @@ class StashingStage(Stage):
         else:
             for name, more in zip(weights, gradients):
                 self.gradients[name] = self.gradients[name] + more
+        self.recorder.note(self, gradient, input_gradient, found)
         return input_gradient
 
     def update(self, minibatch):
@@ -187,6 +196,11 @@ class StashingStage(Stage):
         with self.recorder.record(Action(self.index, "U", minibatch)):
             self.stash.update(self.optimizer, self.gradients, self.oldest_needed())
         self.gradients = None
+        self.recorder.note(self, version=self.stash.current)
+
+    def gathered(self):
+        """As Stage.gathered; right after an update, what went into it."""
+        return list(self.gradients.values()) if self.gradients else super().gathered()
 
     def oldest_needed(self):
         """The oldest version that a forward still to come may ask for."""

@@ -74,6 +74,8 @@ class Worker:
         for sent in self.sent.values():
             for _, sending in sent:
                 sending.wait()
+        if self.job.recording:
+            self.job.recording.flush()  # before the caller changes the gradients
         return sum(self.losses.values()) if self.losses else None
 
     def forward(self, action):

@@ -1,0 +1,372 @@
+"""Every broken pipeline breaks as the lesson says, and its repair restores the losses.
+
+The checks of lesson 12b answer wrong diagnoses and wrong repairs in sentences.
+"""
+
+import re
+import shutil
+
+import broken_pipelines
+import pytest
+from broken_pipelines import Broken, Cured
+
+from pipeline import launch
+from pipeline.checks import lesson_12b as check
+from pipeline.checks.answer import NOT_ATTEMPTED
+from pipeline.comparing import compare
+from pipeline.launch import RunFailed
+from pipeline.recorded_run import read_recording
+
+# What is the first difference from a healthy run: step, ranks, action.
+FIRST = {
+    1: (0, (1,), "1F0"),
+    2: (0, (3,), "3F0"),
+    4: (0, (2,), "2B0"),
+    5: (0, (2,), "None"),
+    6: (0, (0, 1, 2, 3), "None"),
+    7: (0, (1,), "1B1"),
+    8: (0, (0, 3), "None"),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Runs a case once, with the given flags; returns its recording, its losses and its failure."""
+    made = {}
+
+    def run(case, flags=""):
+        if (case, flags) not in made:
+            folder = tmp_path_factory.mktemp("case") / "run"
+            timeout = "2" if case == 5 and not flags else "30"
+            command = f"broken_pipelines.py --case {case} {flags} --timeout {timeout}"
+            try:
+                losses = launch.run(
+                    f"{command} --record {folder}", warm=True, show=False, limit=60
+                ).losses
+                failure = ""
+            except RunFailed as failed:
+                losses, failure = [], str(failed)
+            made[case, flags] = read_recording(folder), losses, failure
+        return made[case, flags]
+
+    return run
+
+
+@pytest.mark.parametrize("case", [1, 2, 4, 6, 7, 8])
+def test_the_broken_pipeline_trains_with_other_losses_and_differs_first_where_the_fault_is(
+    recorded, case
+):
+    broken, losses, _ = recorded(case)
+    healthy, right, _ = recorded(case, "--cured")
+    assert len(losses) == len(right) and losses != right
+    found = compare(broken, healthy)
+    assert (found.step, found.ranks, str(found.event and found.event.action)) == FIRST[case]
+    assert found.ranks == check.CASES[case].ranks
+
+
+def test_without_the_scale_the_first_loss_is_right_and_each_share_eight_times_too_large(recorded):
+    broken, losses, _ = recorded(2)
+    healthy, right, _ = recorded(2, "--cured")
+    assert losses[0] == right[0]
+    for k in range(8):
+        shares = [each.entry(f"3F{k}", step=0).made.norm for each in (broken, healthy)]
+        assert shares[0] == pytest.approx(8 * shares[1], rel=1e-12)
+
+
+def test_the_uneven_cut_has_the_right_losses_and_one_rank_with_five_of_eleven_layers(recorded):
+    broken, losses, _ = recorded(3)
+    _, right, _ = recorded(3, "--cured")
+    assert losses == right
+    layers = [
+        len({name.split(".")[1] for name in prints if name.startswith("layers.")})
+        for _, prints in sorted(broken.steps[0].weights.items())
+    ]
+    assert layers == [2, 2, 2, 5]
+
+
+def test_a_buffer_used_twice_leaves_every_forward_of_the_first_step_right(recorded):
+    broken, healthy = recorded(4)[0], recorded(4, "--cured")[0]
+    for action, entry in broken.steps[0].by_action.items():
+        if action.kind == "F":
+            assert entry.made == healthy.steps[0].by_action[action].made
+
+
+def test_the_receives_in_the_wrong_order_end_in_a_deadlock_that_the_recording_shows(recorded):
+    broken, _, failure = recorded(5)
+    assert "a deadlock, each of these ranks waits for the next" in failure
+    assert (broken.unanswered[2].producer, broken.unanswered[2].source) == ("1F3", 1)
+    found = compare(broken, recorded(5, "--cured")[0])
+    assert (found.step, found.ranks, str(found.event)) == FIRST[5]
+    assert "rank 2 never came to the backward of micro-batch 0 on stage 2" in found.sentence
+
+
+def test_clipped_by_its_own_norm_each_stage_takes_another_fraction(recorded):
+    for flags, equal in (("", False), ("--cured", True)):
+        norms = recorded(6, flags)[0].updates(0).values()
+        ratios = [taken / gathered for gathered, taken in norms]
+        assert all(ratio < 1 for ratio in ratios)
+        assert (max(ratios) - min(ratios) < 1e-12) == equal
+
+
+def test_without_a_stash_the_backwards_of_rank_1_use_other_versions_than_its_forwards(recorded):
+    for flags, same in (("", {0, 2, 3}), ("--cured", {0, 1, 2, 3})):
+        actions = recorded(7, flags)[0].steps[0].by_action
+        agreeing = {
+            stage
+            for stage in range(4)
+            if all(
+                actions[stage, "F", k].version == actions[stage, "B", k].version for k in range(10)
+            )
+        }
+        assert agreeing == same
+
+
+def test_the_tied_matrix_stays_one_only_when_both_gradients_are_added(recorded):
+    for flags, tied in (("", [True, False, False]), ("--cured", [True, True, True])):
+        recording = recorded(8, flags)[0]
+        same = [
+            recording.weight("embedding.weight", step) == recording.weight("head.weight", step)
+            for step in range(3)
+        ]
+        assert same == tied
+
+
+# Diagnoses
+
+
+def answer_to(capsys, ask, *answers):
+    ask(*answers)
+    return capsys.readouterr().out.strip()
+
+
+def test_the_checks_know_the_pieces_of_the_script():
+    assert {number: case.piece for number, case in check.CASES.items()} == broken_pipelines.PIECES
+    named = {case.fault for case in check.CASES.values()}
+    assert named == set(check.FAULTS) - {"micro-batch lost"}  # which nobody commits
+
+
+@pytest.mark.parametrize("case", check.CASES)
+def test_a_diagnosis_is_not_attempted_right_or_explained(capsys, case):
+    right = check.CASES[case]
+    assert answer_to(capsys, check.diagnosis, case, ..., ...) == NOT_ATTEMPTED
+    answer = answer_to(capsys, check.diagnosis, case, right.fault, list(right.ranks))
+    assert answer == f"Right: {right.found}"
+    for fault in check.FAULTS:
+        if fault != right.fault:
+            answer = answer_to(capsys, check.diagnosis, case, fault, right.ranks)
+            assert answer.startswith(f"Not yet: '{fault}' would show ") and ". Here " in answer
+            assert answer.endswith("The ranks are right")
+            assert right.fault not in answer  # a colleague does not tell
+    for rank in set(range(4)) - set(right.ranks):
+        answer = answer_to(capsys, check.diagnosis, case, right.fault, rank)
+        assert answer.startswith(f"Not yet: the fault is right, and rank {rank} does not commit it")
+
+
+@pytest.mark.parametrize(
+    ("case", "fault", "ranks", "sentence"),
+    [
+        (1, "swapped messages", 2, "rank 1 already put the wrong tensor on the wire"),
+        (1, "scale forgotten", 1, "1F0, which used and made what it should"),
+        (3, "scale forgotten", 3, "nothing is computed wrongly, it takes too long"),
+        (4, "uneven cut", 2, "an uneven cut costs time but no digit"),
+        (4, "receives in the wrong order", 2, "every rank comes to the end of its recording"),
+        (5, "no stash", 2, "the recording ends in the middle"),
+        (6, "clipping by stage", 2, "rank 2 is one that commits it, but not alone"),
+        (7, "clipping by stage", 1, "it comes before any update"),
+        (8, "swapped messages", [0, 3], "look at the table of what was gathered"),
+        (
+            8,
+            "tied weights drift",
+            "all",
+            "rank 1 does not commit it: its update took what it should",
+        ),
+        (2, "the loss", 3, "choose the fault from FAULTS: swapped messages, "),
+        (2, "scale forgotten", 4, 'name a rank from 0 to 3, a list of them or "all"; not 4'),
+        (2, "scale forgotten", "rank 3", "name a rank from 0 to 3"),
+    ],
+)
+def test_diagnosis_explains(capsys, case, fault, ranks, sentence):
+    answer = answer_to(capsys, check.diagnosis, case, fault, ranks)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def test_the_broken_code_is_shown_after_the_diagnosis_only(capsys):
+    assert check.broken_piece(2, ..., ...) is None
+    assert check.broken_piece(2, "scale forgotten", 0) is None
+    assert check.broken_piece(2, "the loss", 0) is None
+    assert capsys.readouterr().out.count("once the diagnosis is right") == 3
+    assert "return mean_loss" in check.broken_piece(2, "scale forgotten", 3).text
+
+
+# Repairs: the functions below are those of a learner.
+
+
+def next_to_send(outputs):
+    return outputs.pop(0)
+
+
+def loss_to_go_back_from(mean_loss, num_microbatches):
+    return mean_loss / num_microbatches
+
+
+def layers_of_stages(num_layers, num_stages):
+    return [(num_layers + stage) // num_stages for stage in range(num_stages)]
+
+
+def keep_activation(received, buffers):
+    buffers.append(received.clone())
+    return buffers[-1]
+
+
+def order_of_receives(actions):
+    return [action for action in actions if action.kind != "U"]
+
+
+def norm_to_clip_by(rank, squares_of_ranks):
+    squares = [value for part in squares_of_ranks for value in part.values()]
+    return sum(squares) ** 0.5
+
+
+def before_update(weights, users):
+    for weight in weights:
+        weight.data = weight.data.clone()
+
+
+def tied_gradient(mine, other):
+    return mine + other
+
+
+@pytest.mark.parametrize("case", check.CASES)
+def test_a_repair_restores_the_losses_of_one_process(capsys, case):
+    piece = globals()[check.CASES[case].piece]
+    answer = answer_to(capsys, check.repair, case, piece)
+    assert answer == f"Right: {check.CASES[case].cured}"
+
+
+def wrong(name):
+    """Wrong repairs, by name; each stands in a function of its own, since all have one name."""
+
+    def twice():
+        def next_to_send(outputs):
+            return outputs[0]
+
+        return next_to_send
+
+    def no_memory():
+        def keep_activation(received, buffers):
+            buffers[:] = [received]
+            return buffers[0].data.zero_()
+
+        return keep_activation
+
+    def backwards_first():
+        def order_of_receives(actions):
+            return sorted(actions, key=lambda action: action.kind)
+
+        return order_of_receives
+
+    def largest():
+        def norm_to_clip_by(rank, squares_of_ranks):
+            return max(sum(part.values()) for part in squares_of_ranks) ** 0.5
+
+        return norm_to_clip_by
+
+    def mean():
+        def tied_gradient(mine, other):
+            return (mine + other) / 2
+
+        return tied_gradient
+
+    def too_many():
+        def layers_of_stages(num_layers, num_stages):
+            return [num_layers // num_stages + 1] * num_stages
+
+        return layers_of_stages
+
+    def nothing_kept():
+        def before_update(weights, users):
+            for weight in weights:
+                weight = weight.clone()
+
+        return before_update
+
+    def by_ranks():
+        def loss_to_go_back_from(mean_loss, num_microbatches):
+            return mean_loss / (num_microbatches - 1)
+
+        return loss_to_go_back_from
+
+    def raises():
+        def tied_gradient(mine, other):
+            return mine + missing  # noqa: F821 - the mistake
+
+        return tied_gradient
+
+    return locals()[name]()
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "sentence"),
+    [
+        (1, "twice", "with your piece the ranks still wait: rank "),
+        (2, "by_ranks", "first difference from a healthy run: step 0, 3F0 on rank 3: made"),
+        (3, "too_many", "11 layers on 4 stages: you cut [3, 3, 3, 3], which is 4 stages with 12"),
+        (4, "no_memory", "first difference from a healthy run: step 0, 2F0 on rank 2: received"),
+        (5, "backwards_first", "with your piece the ranks still wait: rank "),
+        (6, "largest", "every action of step 0 is the same, and the update after it is not"),
+        (7, "nothing_kept", "1B1 on rank 1: made"),
+        (8, "mean", "it took a gradient of norm"),
+        (8, "raises", "with your piece a rank ended with NameError: name 'missing' is not defined"),
+    ],
+)
+def test_repair_explains(capsys, case, name, sentence):
+    answer = answer_to(capsys, check.repair, case, wrong(name))
+    assert answer.startswith("Not yet: ") and sentence in answer, answer
+
+
+def test_the_broken_pieces_are_no_repairs(capsys):
+    for case in (2, 3):
+        piece = getattr(Broken, check.CASES[case].piece)
+        assert answer_to(capsys, check.repair, case, piece).startswith("Not yet: ")
+    assert "all others wait for stage 3, which has 5" in answer_to(
+        capsys, check.repair, 3, Broken.layers_of_stages
+    )
+
+
+def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys):
+    def next_to_send(outputs):
+        """Words."""
+        return ...
+
+    assert answer_to(capsys, check.repair, 1, next_to_send) == NOT_ATTEMPTED
+    assert answer_to(capsys, check.repair, 1, ...) == NOT_ATTEMPTED
+    assert "call it next_to_send" in answer_to(capsys, check.repair, 1, lambda outputs: 1)
+    assert "call it next_to_send" in answer_to(capsys, check.repair, 1, Cured.tied_gradient)
+    assert "asks for a function" in answer_to(capsys, check.repair, 1, 3)
+
+
+# The script's own refusals
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "sentence"),
+    [
+        ("--case 1", 2, "--case 1 is a pipeline of 4 ranks, and this job has 2; start it with"),
+        ("--case 9", 4, "--case: invalid choice: 9"),
+        ("--case 1 --cured --repair pyproject.toml", 4, "leave one of the two out"),
+        ("--case 1 --repair nowhere.py", 4, "--repair nowhere.py: there is no such file"),
+        ("--case 7 --microbatches 2", 4, "--case 7 updates after each batch and cuts none"),
+    ],
+)
+def test_what_the_script_refuses(flags, ranks, sentence):
+    with pytest.raises(RunFailed, match=re.escape(sentence)):
+        launch.run(f"broken_pipelines.py {flags}", ranks, warm=True, show=False, limit=60)
+
+
+def test_a_file_without_the_piece_is_refused(tmp_path):
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    with pytest.raises(RunFailed, match="defines no function next_to_send; give it that name"):
+        launch.run(
+            f"broken_pipelines.py --case 1 --repair {tmp_path / 'empty.py'}", warm=True, show=False
+        )
+    shutil.rmtree(tmp_path)
