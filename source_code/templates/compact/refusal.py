@@ -1,0 +1,2 @@
+"""How bad input is refused."""
+from pipeline.arguments import positive_integer, refuse
