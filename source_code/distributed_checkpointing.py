@@ -35,9 +35,14 @@ from pipeline.arguments import (
     refuse,
     training_parser,
 )
-from pipeline.checkpoint import Checkpoints, Training, export, take_exported
-from pipeline.checkpoint_arguments import add_checkpoint_arguments, check_checkpoint_arguments
-from pipeline.checkpoint_folder import CheckpointError, mark_stopped
+from pipeline.checkpoint import Training
+from pipeline.checkpoint_arguments import (
+    add_checkpoint_arguments,
+    check_checkpoint_arguments,
+    continue_training,
+    export_newest,
+)
+from pipeline.checkpoint_folder import mark_stopped
 from pipeline.clipping import clip_gradients, norm_of, scale_gradients, squares_of
 from pipeline.distributed import join_job, leave_job
 from pipeline.learning_rate import WarmUpThenCosine, share_of_peak
@@ -145,33 +150,6 @@ def build_training(arguments, stages):
     return Training(parameters, optimizer, rate, arguments.configuration, arguments.seed)
 
 
-def continue_training(arguments, job, training):
-    """Bring `training` to where it was left. Returns the Checkpoints, None without --checkpoints."""
-    if arguments.imported:
-        take_exported(job, training, arguments.imported)
-    checkpoints = None
-    if arguments.checkpoints:
-        checkpoints = Checkpoints(
-            job,
-            arguments.checkpoints,
-            arguments.run,
-            arguments.begin,
-            arguments.keep,
-            arguments.asynchronous,
-            arguments.timeout,
-        )
-        problem = checkpoints.prepare()
-        if problem is None and arguments.begin:
-            problem = checkpoints.restore(training)
-        if problem:
-            leave_job(job)
-            refuse(problem)
-    if training.step and job.rank == 0:
-        where = arguments.begin.path if arguments.begin else arguments.import_file
-        print(f"continues after {training.step} steps, from {where}", flush=True)
-    return checkpoints
-
-
 def microbatches_of(arguments, job, number):
     """Inputs and targets of batch `number`, each a list of (micro-batch size, length) tokens."""
     batch = arguments.text.batch(number, arguments.batch_size, arguments.seq_len, arguments.seed)
@@ -207,16 +185,6 @@ def before_update(arguments):
         optimizer.param_groups[0]["lr"] = arguments.learning_rate * share
 
     return clip_and_set_rate
-
-
-def export_newest(arguments):
-    """Write the checkpoint that training would continue from as one file."""
-    try:
-        export(arguments.begin, arguments.export)
-    except (CheckpointError, OSError) as error:
-        refuse(f"--export {arguments.export}: {error}")
-    print(f"{arguments.begin.path} is now also in {arguments.export}")
-    return 0
 
 
 if __name__ == "__main__":

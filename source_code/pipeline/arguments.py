@@ -66,11 +66,25 @@ def training_parser(description):
     )
     add("--losses", metavar="FILE", help="write the losses, one JSON object a line")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
+    parser.set_defaults(vocabulary=VOCABULARY, plan=None, metrics=None)  # few scripts have these
     return parser
 
 
-def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_ranks):
+def read_data(arguments):
+    """The text that the flags ask for. Raises DataError."""
+    return load_text(arguments.data, arguments.seq_len)
+
+
+def parse_training_arguments(
+    parser,
+    num_stages=lambda arguments: arguments.num_ranks,
+    complete=lambda arguments: None,
+    read_data=read_data,
+):
     """Parse and check. `num_stages` says how many stages the flags ask for, by default one a rank.
+
+    `complete(arguments)` may give values to flags before any is looked at; `read_data(arguments)`
+    returns what is learnt, a Text.
 
     Adds what follows from the flags: `num_ranks`, `config` (a ModelConfig), `text` (a
     Text), `torch_dtype`, `stage_layers` (first and last layer of each stage), `microbatch_size`
@@ -78,34 +92,37 @@ def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_
     """
     arguments = parser.parse_args()
     arguments.num_ranks = ranks_from_environment()[1]
+    complete(arguments)
     if arguments.learning_rate is None:
         arguments.learning_rate = LEARNING_RATES[arguments.optimizer]
     check_sizes(arguments)
     check_outputs(arguments)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: this machine has no usable GPU; use --device cpu or auto")
-    arguments.config = ModelConfig(
-        arguments.layers, arguments.dim, arguments.heads, arguments.kv_heads, arguments.seq_len
-    )
+    sizes = "layers", "dim", "heads", "kv_heads", "seq_len", "vocabulary"
+    arguments.config = ModelConfig(**{name: getattr(arguments, name) for name in sizes})
     try:
-        arguments.text = load_text(arguments.data, arguments.seq_len)
+        arguments.text = read_data(arguments)
     except DataError as error:
         refuse(str(error))
     arguments.torch_dtype = DTYPES[arguments.dtype]
     arguments.microbatch_size = arguments.batch_size // arguments.microbatches
     arguments.stage_layers = stage_layers(arguments, num_stages(arguments))
-    check_memory(arguments)
+    if not arguments.plan:
+        check_memory(arguments)
     arguments.paced = pace_costs(arguments.pace, arguments.timeout)
     return arguments
 
 
-def choose_schedule(arguments):
-    """The schedule that --schedule names, for the job's ranks, --microbatches and --chunks."""
+def choose_schedule(arguments, num_ranks=None):
+    """The schedule that --schedule names, for --microbatches and --chunks.
+
+    `num_ranks` are those of one pipeline, by default all of the job.
+    """
     chunks = getattr(arguments, "chunks", None)
+    num_ranks = num_ranks or arguments.num_ranks
     try:
-        return build_schedule(
-            arguments.schedule, arguments.num_ranks, arguments.microbatches, chunks
-        )
+        return build_schedule(arguments.schedule, num_ranks, arguments.microbatches, chunks)
     except ScheduleError as error:
         refuse(f"--schedule {arguments.schedule} --microbatches {arguments.microbatches}: {error}")
 
@@ -135,7 +152,7 @@ def check_sizes(arguments):
 def check_outputs(arguments):
     """Refuse an output that could not be written when the training is over."""
     taken = {os.path.realpath(arguments.data): "--data"} if arguments.data else {}
-    for flag in ("--timeline", "--profile", "--losses"):
+    for flag in ("--timeline", "--profile", "--losses", "--metrics"):
         path = getattr(arguments, flag.removeprefix("--"))
         if path is None:
             continue
@@ -180,7 +197,7 @@ def check_memory(arguments):
     layers = max(last - first for first, last in arguments.stage_layers)
     kv_dim = config.kv_heads * config.head_dim
     weights = layers * config.dim * (2 * config.dim + 2 * kv_dim + 3 * config.hidden_dim)
-    weights += VOCABULARY * config.dim
+    weights += config.vocabulary * config.dim
     tokens = arguments.batch_size * config.seq_len
     activations = arguments.microbatch_size * config.seq_len * config.dim
     needed = 8 * (weights + tokens + activations)

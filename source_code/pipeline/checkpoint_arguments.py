@@ -1,4 +1,4 @@
-"""The flags of saving and continuing, and the refusal of a folder that does not fit.
+"""The flags of saving and continuing, the refusal of a folder that does not fit, and what they do.
 
 Everything that the names, sizes and flags in a folder can tell is checked before the first message.
 """
@@ -7,13 +7,14 @@ import hashlib
 import os
 
 from pipeline.arguments import can_be_written, positive_integer, refuse
-from pipeline.checkpoint import read_exported
+from pipeline.checkpoint import Checkpoints, export, read_exported, take_exported
 from pipeline.checkpoint_folder import (
     CheckpointError,
     find_checkpoint,
     first_difference,
     run_to_write,
 )
+from pipeline.distributed import leave_job
 
 # What a continued run must share with the run that it continues. Not among them: the number of
 # ranks and stages, the schedule and the micro-batches, which change no loss by more than rounding.
@@ -132,3 +133,40 @@ def configuration_of(arguments, further, saved):
     tokens = arguments.text.training.numpy().tobytes() + arguments.text.held_out.numpy().tobytes()
     named["--data"] = f"a text with SHA-256 {hashlib.sha256(tokens).hexdigest()[:12]}"
     return named
+
+
+def continue_training(arguments, job, training):
+    """Bring `training` to where it was left. Returns the Checkpoints, None without --checkpoints."""
+    if arguments.imported:
+        take_exported(job, training, arguments.imported)
+    checkpoints = None
+    if arguments.checkpoints:
+        checkpoints = Checkpoints(
+            job,
+            arguments.checkpoints,
+            arguments.run,
+            arguments.begin,
+            arguments.keep,
+            arguments.asynchronous,
+            arguments.timeout,
+        )
+        problem = checkpoints.prepare()
+        if problem is None and arguments.begin:
+            problem = checkpoints.restore(training)
+        if problem:
+            leave_job(job)
+            refuse(problem)
+    if training.step and job.rank == 0:
+        where = arguments.begin.path if arguments.begin else arguments.import_file
+        print(f"continues after {training.step} steps, from {where}", flush=True)
+    return checkpoints
+
+
+def export_newest(arguments):
+    """Write the checkpoint that training would continue from as one file."""
+    try:
+        export(arguments.begin, arguments.export)
+    except (CheckpointError, OSError) as error:
+        refuse(f"--export {arguments.export}: {error}")
+    print(f"{arguments.begin.path} is now also in {arguments.export}")
+    return 0

@@ -26,7 +26,7 @@ class Text:
     held_out: torch.Tensor
 
     def batch(self, step, batch_size, seq_len, seed=0):
-        """Inputs and targets of `step`, both (batch_size, seq_len); targets are one byte later."""
+        """Inputs and targets of `step`, both (batch_size, seq_len); targets are one token later."""
         # A CPU generator takes the low 32 bits of its seed and ignores the rest: spread the seeds
         # over them (by the golden ratio), so that no two share the batches of their first steps.
         generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
@@ -55,10 +55,15 @@ def load_text(path=None, seq_len=32):
             f"{source.name} has been changed, so no expected loss holds; restore it "
             "(git checkout) or pass your own text with --data"
         )
+    return split_text(content, seq_len, source)
+
+
+def split_text(content, seq_len, source, flag="--data"):
+    """A Text from bytes. Raises DataError, with the names given, when they are too few."""
     shortest = 10 * (seq_len + 1)  # so that the held-out tenth still has one sequence
     if len(content) < shortest:
         raise DataError(
-            f"--data: {source} has {len(content)} bytes, and --seq-len {seq_len} needs at least "
+            f"{flag}: {source} has {len(content)} bytes, and --seq-len {seq_len} needs at least "
             f"{shortest}; use a longer text or a smaller --seq-len"
         )
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()

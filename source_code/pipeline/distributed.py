@@ -44,9 +44,7 @@ class Job:
     nodes: list = field(default_factory=list)  # the name of each rank's node
     node_delay: float = 0.0  # seconds that messages between nodes are made to take longer
     slow_links: dict = field(default_factory=dict)  # destination -> SlowLink
-    groups: dict = field(
-        default_factory=dict
-    )  # ranks that average with each other -> process group
+    groups: dict = field(default_factory=dict)  # ranks that add up tensors -> process group
     message_arrived_at: float = 0.0  # time.perf_counter() at the end of the last wait for a message
 
     @property
@@ -245,17 +243,46 @@ class Receiving:
         return self.buffer.to(self.job.device)
 
 
+class Summing:
+    """A sum of tensors over `ranks`, one of the job's groups, on its way as one flat message.
+
+    All of them must start it, and several in the same order. The tensors may not be touched until
+    `wait`, which replaces them by their sums; `what` names what the others add.
+    """
+
+    def __init__(self, job, tensors, ranks, what):
+        self.job, self.tensors, self.ranks, self.what = job, tensors, ranks, what
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        self.flat = flat.to("cpu" if job.through_host else job.device)
+        with self.waiting():
+            self.work = self._start()
+
+    def _start(self):
+        def start():
+            return dist.all_reduce(self.flat, group=self.job.groups[self.ranks], async_op=True)
+
+        links = [self.job.slow_links[rank] for rank in self.ranks if rank in self.job.slow_links]
+        return links[0].send(start) if links else start()
+
+    def waiting(self):
+        following = self.ranks[(self.ranks.index(self.job.rank) + 1) % len(self.ranks)]
+        return self.job.watch.waiting_for(following, self.what)
+
+    def wait(self):
+        """Block until the sums are there."""
+        with self.waiting():
+            self.work.wait()
+        self.job.message_has_arrived()
+        sums = self.flat.to(self.job.device).split([tensor.numel() for tensor in self.tensors])
+        for tensor, total in zip(self.tensors, sums):
+            tensor.copy_(total.view_as(tensor))
+
+
 def mean_over_ranks(job, tensors, ranks):
     """Replace each tensor by its mean over `ranks`, one of the job's groups, in one message."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    flat = flat.to("cpu" if job.through_host else job.device)
-    following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
-    with job.watch.waiting_for(following, "its gradients"):
-        dist.all_reduce(flat, group=job.groups[ranks])
-    job.message_has_arrived()
-    flat = flat.to(job.device) / len(ranks)
-    for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(mean.view_as(tensor))
+    Summing(job, tensors, ranks, "its gradients").wait()
+    for tensor in tensors:
+        tensor /= len(ranks)
 
 
 def waiting_for_all(job, what):

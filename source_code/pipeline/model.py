@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCABULARY = 256  # tokens are bytes
+VOCABULARY = 256  # tokens are bytes, unless a tokenizer makes them
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class ModelConfig:
     heads: int = 4
     kv_heads: int = 2
     seq_len: int = 32
+    vocabulary: int = VOCABULARY
 
     @property
     def head_dim(self):
@@ -46,9 +47,9 @@ def linear(num_inputs, num_outputs):
 class Embedding(nn.Module):
     """A row of numbers for each token. nn.Embedding would draw its weights even without memory."""
 
-    def __init__(self, dim):
+    def __init__(self, config):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(VOCABULARY, dim, device="meta"))
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.dim, device="meta"))
 
     def forward(self, tokens):
         return F.embedding(tokens, self.weight)
@@ -126,7 +127,7 @@ class ModelPart(nn.Module):
     """Layers `first` to `last` - 1 of the model, laid out without memory (see `build_part`).
 
     Takes tokens (batch, length) if it is the first part, else activations (batch, length, dim);
-    returns scores (batch, length, VOCABULARY) if it is the last part, else activations. `mask`,
+    returns scores (batch, length, vocabulary) if it is the last part, else activations. `mask`,
     (batch, 1, length, length), is True where a position may look at another one; without it each
     position looks at itself and all before it.
     """
@@ -137,11 +138,11 @@ class ModelPart(nn.Module):
         self.is_first = first == 0
         self.is_last = last == config.layers
         if self.is_first:
-            self.embedding = Embedding(config.dim)
+            self.embedding = Embedding(config)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(first, last)})
         if self.is_last:
             self.norm = RMSNorm(config.dim)
-            self.head = linear(config.dim, VOCABULARY)
+            self.head = linear(config.dim, config.vocabulary)
         for name in ("cosine", "sine"):
             table = torch.empty(config.seq_len, config.head_dim // 2, device="meta")
             self.register_buffer(name, table, persistent=False)
@@ -235,5 +236,5 @@ def rotary_tables(config):
 
 
 def token_loss(scores, targets):
-    """Mean cross-entropy in nats per token. Scores (..., VOCABULARY), targets (...)."""
+    """Mean cross-entropy in nats per token. Scores (..., vocabulary), targets (...)."""
     return F.cross_entropy(scores.flatten(0, -2), targets.flatten())

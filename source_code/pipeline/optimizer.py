@@ -26,10 +26,10 @@ class SGD:
             parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
 
 
-def build_optimizer(name, parameters, learning_rate):
-    """`sgd`, `momentum` (0.9) or `adamw` over `parameters`."""
+def build_optimizer(name, parameters, learning_rate, **options):
+    """`sgd`, `momentum` (0.9) or `adamw` over `parameters`; `options` are those of AdamW."""
     if name == "sgd":
         return SGD(parameters, learning_rate)
     if name == "momentum":
         return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
-    return torch.optim.AdamW(parameters, lr=learning_rate)
+    return torch.optim.AdamW(parameters, lr=learning_rate, **options)

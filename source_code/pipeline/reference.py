@@ -4,14 +4,28 @@ from pipeline.model import build_model, token_loss
 from pipeline.optimizer import build_optimizer
 
 
-def train_one_process(arguments, device="cpu", before_update=lambda model, optimizer, step: None):
+def build_whole(arguments, device):
+    """The course's model, with the flags' sizes, in one part."""
+    return build_model(arguments.config, arguments.seed, arguments.torch_dtype, device)
+
+
+def train_one_process(
+    arguments,
+    device="cpu",
+    before_update=lambda model, optimizer, step: None,
+    build_whole=build_whole,
+    **options,
+):
     """The loss of every step, with the same flags and no pipeline: whole model, whole batch.
 
     `before_update(model, optimizer, step)` runs between backward and update: a learning-rate
-    schedule sets its rate there, clipping changes the gradients.
+    schedule sets its rate there, clipping changes the gradients. `build_whole(arguments, device)` may return
+    another model, and `options` go to AdamW.
     """
-    model = build_model(arguments.config, arguments.seed, arguments.torch_dtype, device)
-    optimizer = build_optimizer(arguments.optimizer, model.parameters(), arguments.learning_rate)
+    model = build_whole(arguments, device)
+    optimizer = build_optimizer(
+        arguments.optimizer, model.parameters(), arguments.learning_rate, **options
+    )
     losses = []
     for step in range(arguments.steps):
         inputs, targets = arguments.text.batch(

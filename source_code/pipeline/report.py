@@ -20,6 +20,9 @@ from pipeline.timeline import to_chrome_trace
 PROMISED = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
 
 
+KEPT_PASSES = 200  # the newest, whose events stay in memory: a training may be long
+
+
 class Report:
     """Follows one training run on one rank. `schedule` predicts the summary's idle fraction.
 
@@ -61,9 +64,14 @@ class Report:
 
     def record_step(self, step, loss):
         """Note the end of one step; `loss` is None on ranks without the last stage."""
-        self.events_per_step.append(self.recorder.take_events())
+        self.record_pass()
         if self.has_loss:
             self.record_loss(step, loss)
+
+    def record_pass(self):
+        """Note the end of a pass through the schedule; a step may need several."""
+        self.events_per_step.append(self.recorder.take_events())
+        del self.events_per_step[:-KEPT_PASSES]
 
     def record_loss(self, step, loss):
         self.losses.append(loss.item())

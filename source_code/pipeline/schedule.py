@@ -67,7 +67,8 @@ class Schedule:
 
     A stage belongs to one rank. In an asynchronous schedule it may be replicated on several, which
     take its micro-batches in turn and update their copies together (PipeDream's 1F1B-RR: Narayanan
-    et al. 2019, section 3.2).
+    et al. 2019, section 3.2). Several equal pipelines side by side are one schedule, too, in which
+    every micro-batch has one rank for each stage (see replicas.py).
     """
 
     name: str

@@ -8,6 +8,7 @@ used it: a message that comes back and was made later than that is the proof.
 """
 
 from collections import deque
+from contextlib import nullcontext
 
 from pipeline.distributed import Receiving, Sending
 from pipeline.schedule import Action, result_of
@@ -17,14 +18,16 @@ class Worker:
     """Performs `schedule` on one rank.
 
     `stages` are this rank's, by index. `shape` and `dtype` are those of one activation, which are
-    those of its gradient: (micro-batch size, length, dim).
+    those of its gradient: (micro-batch size, length, dim). `around(action)` is a context manager
+    that every action is taken in; data parallelism adds gradients up there (see replicas.py).
     """
 
-    def __init__(self, job, schedule, stages, shape, dtype):
+    def __init__(self, job, schedule, stages, shape, dtype, around=lambda action: nullcontext()):
         self.job = job
         self.schedule = schedule
         self.stages = stages
         self.shape, self.dtype = shape, dtype
+        self.around = around
         self.perform = {
             "F": self.forward,
             "B": self.backward,
@@ -48,7 +51,8 @@ class Worker:
     def run_step(self, inputs, targets):
         """Run the whole schedule once: forward and backward of every micro-batch.
 
-        `inputs` and `targets` are lists with the tokens of each micro-batch, (b, length) each.
+        `inputs` and `targets` have the tokens of each micro-batch, (b, length) each: lists, or
+        dictionaries where this rank takes only some of them.
         Gradients add up in the parameters; the caller zeroes them before and updates after.
         Returns the loss of the batch on the rank of the last stage, None elsewhere.
         """
@@ -65,7 +69,8 @@ class Worker:
         for rank in ranks:
             self.post_receive(rank)
         for action in self.schedule.orders[self.job.rank]:
-            self.perform[action.kind](action)
+            with self.around(action):
+                self.perform[action.kind](action)
         for sent in self.sent.values():
             for _, sending in sent:
                 sending.wait()
