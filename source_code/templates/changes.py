@@ -67,10 +67,14 @@ BY_HAND = Recipe(
     changes=[
         ("if arguments.by_hand: loss =", "loss ="),
         ("else: loss = worker.run_step(inputs, targets)", ""),
-        ('parser.add_argument("--by-hand", action="store_true", help="run the loop written out here")', ""),
+        (
+            'parser.add_argument("--by-hand", action="store_true", help="run the loop written out here")',
+            "",
+        ),
         ("worker = Worker(job, schedule, {stage.index: stage}, shape, arguments.torch_dtype)", ""),
     ]
 )
+ONLY_AS_FOLDER = {"torch_pipelining_gpt2"}
 RECIPES = {
     "naive_model_parallelism": Recipe(
         left_out={"single_process", "train_in_one_process", "devices_of_one_process"},

@@ -37,7 +37,10 @@ class Module:
                 for alias in node.names:
                     name = alias.asname or alias.name
                     if node.module.split(".")[0] == "pipeline":
-                        self.own[name] = (node.module.removeprefix("pipeline").lstrip("."), alias.name)
+                        self.own[name] = (
+                            node.module.removeprefix("pipeline").lstrip("."),
+                            alias.name,
+                        )
                     else:
                         renamed = f" as {alias.asname}" if alias.asname else ""
                         self.foreign[name] = f"from {node.module} import {alias.name}{renamed}"

@@ -5,6 +5,7 @@ the text that is learnt, goes along when one of the copied files names it.
 """
 
 import ast
+import importlib.metadata
 import re
 import sys
 from pathlib import Path
@@ -15,17 +16,20 @@ SOURCE_CODE = Path(__file__).resolve().parents[1]
 REQUIREMENTS = SOURCE_CODE.parent / "requirements.txt"
 JOB_SCRIPT = Path(__file__).with_name("job.sbatch")
 README = Path(__file__).with_name("README.md")
-NOT_IN_REQUIREMENTS = {"pip": "", "torch": "torch"}
 
 
 def write_folder(script, folder):
     """Write the copy of `script` into a folder that is not there yet, or empty; says what to do."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CannotCopy(f"{folder} is there already, and nothing is overwritten; name a new folder")
+        raise CannotCopy(
+            f"{folder} is there already, and nothing is overwritten; name a new folder"
+        )
     files = files_of(SOURCE_CODE / f"{script}.py")
     contents = {path.relative_to(SOURCE_CODE): path.read_bytes() for path in files}
     contents[Path("requirements.txt")] = requirements_of(files).encode()
-    contents[Path("job.sbatch")] = JOB_SCRIPT.read_text().replace("SCRIPT.py", f"{script}.py").encode()
+    contents[Path("job.sbatch")] = (
+        JOB_SCRIPT.read_text().replace("SCRIPT.py", f"{script}.py").encode()
+    )
     contents[Path("README.md")] = readme_of(script, files).encode()
     for path, content in contents.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -75,15 +79,37 @@ def imported_names(path):
 
 
 def requirements_of(files):
-    """The lines of the course's requirements.txt for the packages that these files import."""
+    """The lines of the course's requirements.txt for the packages that these files import.
+
+    What torch or another package brings along has no line there: then it is the version that is
+    installed here. A package that a file can do without (it catches the ImportError) is left out.
+    """
     sources = [path for path in files if path.suffix == ".py"]
     imported = {name.split(".")[0] for path in sources for name in imported_names(path)}
+    if any(".numpy()" in path.read_text() for path in sources):  # torch then imports it
+        imported.add("numpy")
     packages = imported - sys.stdlib_module_names - {"pipeline"}
     pinned = {}
     for line in REQUIREMENTS.read_text().splitlines():
         if match := re.match(r"([\w-]+)==", line):
-            pinned.setdefault(match[1], []).append(line)
-    return "".join("\n".join(pinned.get(package, [package])) + "\n" for package in sorted(packages))
+            pinned.setdefault(match[1], []).append(line.split("  #")[0].rstrip())
+    lines = []
+    for package in sorted(packages):
+        if package in pinned:
+            lines += pinned[package]
+        elif not any(is_optional(package, path) for path in sources):
+            lines.append(f"{package}=={importlib.metadata.version(package)}")
+    return "".join(line + "\n" for line in lines)
+
+
+def is_optional(package, path):
+    """Whether a file tries to import a package and says what to do where there is none."""
+    return any(
+        "ImportError" in ast.unparse(node.handlers)
+        and f"import {package}" in ast.unparse(node.body)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Try)
+    )
 
 
 def readme_of(script, files):

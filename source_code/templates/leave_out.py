@@ -63,15 +63,15 @@ def statement_to_change(statement, names, text):
         start, end = span(statement.items[0], text)[0], span(statement.items[-1], text)[1]
         return start, end, ", ".join(text[slice(*span(item, text))] for item in left)
     if isinstance(statement, ast.If):
-        return instead(statement, statement.orelse, text) if mentions(statement.test, names) else None
+        return (
+            instead(statement, statement.orelse, text) if mentions(statement.test, names) else None
+        )
     return whole_lines(statement, text) if mentions_outside_calls(statement, names) else None
 
 
 def mentions(node, names):
     """Whether one of `names` occurs in `node`, as a name or as an attribute."""
-    return any(
-        getattr(part, "id", getattr(part, "attr", None)) in names for part in ast.walk(node)
-    )
+    return any(getattr(part, "id", getattr(part, "attr", None)) in names for part in ast.walk(node))
 
 
 def mentions_outside_calls(node, names):
@@ -89,8 +89,11 @@ def is_never_read(statement, function):
         return False
     name = statement.targets[0].id
     return not any(
-        isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Store)
-        or isinstance(node, (ast.Nonlocal, ast.Global)) and name in node.names
+        isinstance(node, ast.Name)
+        and node.id == name
+        and not isinstance(node.ctx, ast.Store)
+        or isinstance(node, (ast.Nonlocal, ast.Global))
+        and name in node.names
         for node in ast.walk(function)
     )
 

@@ -65,7 +65,9 @@ class Message:
         try:
             self.work.wait()
         except RuntimeError as error:
-            print(f"{self.what} got lost: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            print(
+                f"{self.what} got lost: {str(error).splitlines()[0]}", file=sys.stderr, flush=True
+            )
             os._exit(1)
         return self.buffer.to(self.job.device)
 
