@@ -32,12 +32,13 @@ SCRIPTS = copy_template.training_scripts()
 SMALL = "--steps 3 --batch-size 8 --dim 16 --seq-len 8 --device cpu"
 FLAGS = {
     "custom_schedule": f"schedule.csv {SMALL}",
+    "pipeline_with_data_parallel": f"{SMALL} --replicas 2 --microbatches 2",
     "pipedream": "--steps 4 --batch-size 4 --dim 16 --seq-len 8 --device cpu",
     "pretrain_llama": f"{SMALL} --layers 4 --dtype float64",
     "torch_pipelining_gpt2": f"{SMALL} --layers 4",
     "torch_pipelining_mlp": "--steps 3",
 }
-RANKS = {"torch_pipelining_mlp": 3}  # else 2
+RANKS = {"torch_pipelining_mlp": 3, "pipeline_with_data_parallel": 4}  # else 2
 OWN_TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind.\n" * 50
 
 

@@ -6,9 +6,9 @@ import torch
 class SGD:
     """Plain gradient descent, w <- w - learning_rate * gradient.
 
-    It is torch.optim.SGD without options, to the last digit. The reason that it stands here is its start: the first
-    optimizer of torch.optim in a process loads the compiler (torch._dynamo), about 1.8 s of
-    processor time on every rank, which is longer than the default training run.
+    It is torch.optim.SGD without options, to the last digit. The reason that it stands here is its
+    start: the first optimizer of torch.optim in a process loads the compiler (torch._dynamo), about
+    1.8 s of processor time on every rank, which is longer than the default training run.
     """
 
     def __init__(self, parameters, learning_rate):

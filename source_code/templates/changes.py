@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 # What exists to measure, to draw and to compare: left out with all that is only there for it.
 MEASURING = {
     "Recorder", "recorder", "meter", "paced", "pace_with_recompute", "verify", "keeps_promise",
-    "watch", "watched", "message_has_arrived", "require_positive", "require_several_chunks",
-    "pairs_of_one_process",
+    "waiting_for_all", "watch", "watched", "message_has_arrived", "require_positive", "require_several_chunks",
+    "_wait_again",
 }  # fmt: skip
 # Calls that check what a generator made, or show what the library does: their argument alone.
 UNWRAPPED = {"validate", "recorded"}
@@ -46,12 +46,15 @@ def flag(name):
 
 
 # Where stage r is on rank r, a rank needs no map of the others.
-ONE_STAGE = [
+IN_MAIN = [
     ("stages = build_stages(arguments, job, schedule)", "stage = build_stage(arguments, job)"),
     ("weights = [weight for stage in stages.values() for weight in stage.part.parameters()]", ""),
     ("arguments.optimizer, weights,", "arguments.optimizer, stage.part.parameters(),"),
     ("Worker(job, schedule, stages,", "Worker(job, schedule.orders[job.rank], stage,"),
     ("arguments.timeout, schedule.pairs)", "arguments.timeout)"),
+]  # fmt: skip
+ONE_STAGE = [
+    *IN_MAIN,
     ("def build_stages(arguments, job, schedule):", "def build_stage(arguments, job):"),
     ("This rank's stages by index; whichever has the last one has the loss.",
      "This rank's stage: its layers and, on the last rank, the loss."),
@@ -115,4 +118,7 @@ RECIPES = {
             *ONE_STAGE,
         ],
     ),
+    "activation_checkpointing": Recipe(changes=IN_MAIN),
+    "pipedream": Recipe(parts={"worker": "updating_worker"}),
+    "torch_pipelining_mlp": Recipe(changes=[(", pairs=[])", ")")]),
 }  # fmt: skip

@@ -18,7 +18,8 @@ class CannotCopy(Exception):
 
 @dataclass
 class Module:
-    """One file: what it defines at its top level, and what it imports from where."""
+    """One file: what it defines at its top level, and what it imports from where.
+    """
 
     name: str
     text: str
@@ -52,28 +53,29 @@ class Module:
 
 
 class Used:
-    """All that `script` uses. `read(module)` gives the text of a module of the course.
+    """All that `script`, a Module, uses. `read(module)` gives the text of a module of the course.
 
-    `order` has (module, name) of every definition, each behind what it needs while it is defined,
-    otherwise in the order of use. `imports` has the import statements.
+    `order` has (module, name) of every definition, the module of the script's own being "": first
+    the script's in their order, then the others in the order of use, each behind what it needs while
+    it is defined. `imports` has the import statement that gives each name from elsewhere.
     """
 
     def __init__(self, script, read):
         self.read = read
         self.modules = {"": script}
         self.attributes = set()  # every name that something taken asks an object for
-        self.order, self.imports = [], {}
-        self.taken = set()
-        names = [name for name in script.definitions if name not in self.taken]
         before = None
-        while before != (len(self.order), len(self.attributes)):  # a new name may reach a method
-            before = (len(self.order), len(self.attributes))
+        while before != self.attributes:  # a name that is new may reach a method, and so on
+            before = set(self.attributes)
             self.order, self.imports, self.taken = [], {}, set()
-            for name in names:
-                self.take("", name)
-            for module, name in list(self.order):
-                for used in self.names_in(module, name):
-                    self.follow(module, used)
+            self.take("", "main")
+        own = [name for name in script.definitions if ("", name) in self.taken]
+        self.order, self.imports, self.taken = [], {}, set()
+        for name in own:
+            self.take("", name, follow=False)
+        for name in own:
+            for used in self.names_in("", name):
+                self.follow("", used)
 
     def module(self, name):
         if name not in self.modules:
@@ -95,7 +97,7 @@ class Used:
                     "elsewhere; in one file a name means one thing, so rename one of them"
                 )
 
-    def take(self, module, name):
+    def take(self, module, name, follow=True):
         if (module, name) in self.taken:
             return
         twin = next((other for other, taken in self.taken if taken == name), None)
@@ -110,9 +112,8 @@ class Used:
             self.follow(module, used)
         self.order.append((module, name))
         self.attributes |= self.attributes_in(module, name)
-        if module:  # the helpers of a script stay in the script's order
-            for used in self.names_in(module, name):
-                self.follow(module, used)
+        for used in self.names_in(module, name) if follow else []:
+            self.follow(module, used)
 
     def parts(self, module, name):
         """The node, and of a class only its head and the methods that are taken."""

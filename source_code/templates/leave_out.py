@@ -62,6 +62,9 @@ def statement_to_change(statement, names, text):
             return instead(statement, statement.body, text)
         start, end = span(statement.items[0], text)[0], span(statement.items[-1], text)[1]
         return start, end, ", ".join(text[slice(*span(item, text))] for item in left)
+    if isinstance(statement, ast.If) and not statement.orelse:
+        if all(mentions_outside_calls(inner, names) for inner in statement.body):
+            return whole_lines(statement, text)
     if isinstance(statement, ast.If):
         return (
             instead(statement, statement.orelse, text) if mentions(statement.test, names) else None

@@ -51,6 +51,9 @@ def single_file(script):
     for old, new in recipe.changes:
         own = replaced(own, old, new)
     own = leave_out(own, set())  # what only the old text had read
+    instead = COMPACT / "scripts" / f"{script}.py"
+    if instead.exists():
+        own = with_definitions_of(instead.read_text(), own)
     used = Used(Module("", own), lambda module: adapted(text_of(module, recipe), recipe))
     constants = [block_of(used, *entry) for entry in used.order if is_constant(used, *entry)]
     others = [block_of(used, *entry) for entry in used.order if not is_constant(used, *entry)]
@@ -96,6 +99,31 @@ def replaced(text, old, new, must=True):
             "templates/changes.py"
         )
     return text
+
+
+def with_definitions_of(short, text):
+    """`text` with the definitions of `short` in place of its own, new ones where `short` has them."""
+    lines, short_lines = text.splitlines(), short.splitlines()
+    old = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
+    tree = ast.parse(short)
+    first = min(node.lineno for node in tree.body if hasattr(node, "name"))
+    place = {}  # line of `text` -> what comes in place of it, the old definition being emptied
+    here = old["main"].lineno
+    for node in tree.body:
+        if not hasattr(node, "name"):
+            continue
+        if node.name in old:
+            here = old[node.name].lineno
+            for number in range(here, old[node.name].end_lineno + 1):
+                lines[number - 1] = ""
+        new = short_lines[node.lineno - 1 : node.end_lineno]
+        place.setdefault(here, []).extend([*new, "", ""])
+    for number, new in sorted(place.items(), reverse=True):
+        at = number if lines[number - 1] == "" else number - 1
+        lines[at:at] = new
+    # Their imports come last, so that they count where both import a name.
+    main = next(i for i, line in enumerate(lines) if line.startswith("def main"))
+    return "\n".join([*lines[:main], *short_lines[: first - 1], *lines[main:]]) + "\n"
 
 
 def short_docstrings(text):

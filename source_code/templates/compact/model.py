@@ -121,6 +121,6 @@ def build_part(sizes, first, last, device):
     return part.to(device, sizes.torch_dtype)
 
 
-def token_loss(scores, targets):
-    """Mean cross-entropy in nats per token. Scores (..., VOCABULARY), targets (...)."""
-    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+def token_loss(scores, targets, reduction="mean"):
+    """Cross-entropy in nats. Scores (..., VOCABULARY), targets (...)."""
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction=reduction)

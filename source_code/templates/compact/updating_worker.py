@@ -8,20 +8,20 @@ from pipeline.distributed import Receiving, Sending
 class Worker:
     """Performs one rank's list of actions; stage r is on rank r."""
 
-    def __init__(self, job, order, stage, shape, dtype):
-        self.job, self.order, self.stage = job, order, stage
+    def __init__(self, job, order, stage, shape, dtype, record):
+        self.job, self.order, self.stage, self.record = job, order, stage, record
         self.shape, self.dtype = shape, dtype  # of an activation: (micro-batch size, length, dim)
 
     def run_step(self, inputs, targets):
-        """Run all actions once. Returns the loss of the batch on the last rank, else None."""
-        stage, self.sent, self.losses = self.stage, deque(), {}
+        """Run all actions once; `record` takes the loss of each mini-batch on the last rank."""
+        stage, self.sent = self.stage, deque()
         previous, following = self.job.rank - 1, self.job.rank + 1
         for _, kind, k in self.order:
             if kind == "F":
                 x = inputs[k] if stage.is_first else self.receive(previous, f"activation {k}")
                 output = stage.forward(k, x, targets[k])
                 if stage.is_last:
-                    self.losses[k] = output
+                    self.record(k, output)
                 else:
                     self.send(output, following, f"activation {k}")
             elif kind == "B":
@@ -33,7 +33,6 @@ class Worker:
                 stage.update(k)
         while self.sent:
             self.sent.popleft().wait()
-        return sum(self.losses.values()) if self.losses else None
 
     def receive(self, source, what):
         return Receiving(self.job, self.shape, self.dtype, source, what).wait()
