@@ -28,11 +28,11 @@ import functools
 import sys
 
 from pipeline.arguments import (
+    check_rate,
     choose_schedule,
     parse_training_arguments,
     positive_integer,
     positive_number,
-    refuse,
     training_parser,
 )
 from pipeline.checkpoint import Training
@@ -114,11 +114,7 @@ def parse_arguments():
     arguments = parse_training_arguments(parser, lambda flags: flags.num_ranks * flags.chunks)
     further = {"warm_up_steps": 2, "decay_steps": max(arguments.steps, 3), "clip": None}
     check_checkpoint_arguments(arguments, further)
-    if arguments.decay_steps <= arguments.warm_up_steps:
-        refuse(
-            f"--decay-steps {arguments.decay_steps} must be more than --warm-up-steps "
-            f"{arguments.warm_up_steps}, where the cosine begins; lower the one or raise the other"
-        )
+    check_rate(arguments)
     arguments.built_schedule = choose_schedule(arguments)
     return arguments
 

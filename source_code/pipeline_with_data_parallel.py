@@ -4,34 +4,40 @@
         --replicas 2 --verify
 
 Four ranks are then two pipelines of two, each with half of the batch. Their gradients are summed
-before the update, so that the losses are those of one process on the whole batch.
+before the update, so that the losses are those of one process on the whole batch. --reduce says by
+whom they are summed, and --library lets torch.distributed.pipelining perform the schedule.
 """
 
 import functools
+import statistics
 import sys
 
 from pipeline.arguments import parse_training_arguments, training_parser
+from pipeline.checkpoint import Checkpoints, Training
+from pipeline.checkpoint_arguments import check_checkpoint_arguments
 from pipeline.clipping import clip_gradients, norm_of, scale_gradients, squares_of
-from pipeline.distributed import join_job, leave_job
+from pipeline.distributed import gather, join_job, leave_job
+from pipeline.learning_rate import ConstantRate
 from pipeline.model import build_part
 from pipeline.optimizer import build_optimizer
 from pipeline.padding import Sentences, ShareOfLoss, count_real_tokens
 from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
-from pipeline.refusal import positive_integer, positive_number
+from pipeline.refusal import positive_integer, positive_number, refuse
 from pipeline.replica_arguments import (
     add_replica_arguments,
     check_replicas,
     choose_replicated_schedule,
     pipeline_ranks,
 )
-from pipeline.replicas import AllReduce, form_replicas, own_microbatches
+from pipeline.replicas import AllReduce, form_replicas, own_microbatches, replicate
 from pipeline.report import Report
-from pipeline.schedules import GENERATORS
+from pipeline.schedules import CHUNKED, GENERATORS
 from pipeline.stage import Stage
 from pipeline.worker import Worker
 
 SCHEDULES = [name for name in GENERATORS if name not in ("naive", "pipedream")]
+SPLIT = ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"]  # with backwards in two halves
 
 
 def main():
@@ -39,29 +45,29 @@ def main():
     job = join_job(arguments.device, arguments.timeout, schedule.pairs)
     replicas = form_replicas(job, arguments.replicas)
     recorder = Recorder(job, arguments.paced)
+    reduction = build_reduction(arguments, replicas, schedule)
+    parts = build_parts(arguments, job, schedule, reduction)
+    training = build_training(arguments, parts)
+    checkpoints = continue_training(arguments, job, training)
     loss_function = ShareOfLoss()
-    stages = build_stages(arguments, job, schedule, recorder, loss_function)
-    parameters = dict(pair for stage in stages.values() for pair in stage.part.named_parameters())
-    optimizer = build_optimizer(arguments.optimizer, parameters.values(), arguments.learning_rate)
-    reduction = AllReduce(replicas, schedule)
-    for index, stage in stages.items():
-        reduction.wrap(stage.part, index)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, stages, shape, arguments.torch_dtype, reduction.around)
-    report = Report(arguments, job, schedule, recorder)
+    worker = build_worker(arguments, replicas, schedule, parts, reduction, recorder, loss_function)
+    report = Report(arguments, job, schedule, recorder, first_step=training.step)
 
     for step in report.steps():
         inputs, targets = microbatches_of(arguments, replicas, step)
         loss_function.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
-        optimizer.zero_grad()
-        loss = worker.run_step(inputs, targets)
+        training.optimizer.zero_grad()
+        loss = replicas.sum_loss(worker.run_step(inputs, targets))
         reduction.finish()
         if arguments.clip:
-            clip_gradients(job, parameters.items(), arguments.clip)
-        optimizer.step()
-        report.record_step(step, replicas.sum_loss(loss))
+            clip_gradients(job, training.parameters.items(), arguments.clip)
+        training.optimizer.step()
+        training.advance()
+        report.record_step(step, loss)
+        if checkpoints and save_is_due(arguments, step):
+            checkpoints.save(training)
 
-    report.finish()
+    finish(arguments, job, checkpoints, report, reduction)
     leave_job(job)
     one_process = functools.partial(train_one_process, before_update=before_update(arguments))
     return 0 if report.verify(one_process) else 1
@@ -71,41 +77,164 @@ def parse_arguments():
     parser = training_parser(__doc__.splitlines()[0])
     add = parser.add_argument
     add_replica_arguments(parser)
+    add("--reduce", choices=["all-reduce", "ddp", "fsdp2"], default="all-reduce",
+        help="who sums the gradients of the replicas")  # fmt: skip
+    add("--library", action="store_true", help="let torch.distributed.pipelining do the work")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work in a pipeline")
     add("--chunks", type=positive_integer, metavar="V", help="stages on each rank")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
-    parser.set_defaults(microbatches=4)
+    add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
+    add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
+    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None,
+                        export=None, import_file=None)  # fmt: skip
     arguments = parse_training_arguments(parser, num_stages_of)
     check_replicas(arguments)
     if arguments.padding:
         arguments.text = Sentences(arguments.text.training, arguments.text.held_out)
-    return arguments, choose_replicated_schedule(arguments)
+    check_checkpoint_arguments(arguments, {"clip": None, "padding": False})
+    schedule = choose_replicated_schedule(arguments)
+    return arguments, check_reduction(arguments, schedule)
 
 
 def num_stages_of(arguments):
-    from pipeline.schedules import CHUNKED
+    if arguments.chunks is None:
+        arguments.chunks = 2 if arguments.schedule in CHUNKED else 1
+    arguments.stages = pipeline_ranks(arguments) * arguments.chunks
+    return arguments.stages
 
-    chunks = arguments.chunks or (2 if arguments.schedule in CHUNKED else 1)
-    return pipeline_ranks(arguments) * chunks
+
+def check_reduction(arguments, schedule):
+    """Refuse what would be wrong. Returns the schedule that will be performed."""
+    if arguments.reduce == "ddp" and arguments.schedule in SPLIT:
+        refuse(
+            f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves passes "
+            "by the hooks of DDP, which would sum nothing and say nothing; use all-reduce or fsdp2"
+        )
+    if not arguments.library:
+        return schedule
+    from pipeline import library, library_worker  # seconds, which only --library needs
+
+    if arguments.schedule not in library_worker.NAMES:
+        refuse(
+            f"--library has no --schedule {arguments.schedule}; use one of "
+            f"{', '.join(library_worker.NAMES)}"
+        )
+    name = library_worker.NAMES[arguments.schedule]
+    sizes = name, pipeline_ranks(arguments), arguments.microbatches, arguments.chunks
+    if complaint := library.complaint_about(*sizes):
+        refuse(complaint)
+    arguments.device = library.device_without_sharing(arguments.device)
+    return replicate(library.schedule_as_data(*sizes), arguments.replicas)
 
 
-def build_stages(arguments, job, schedule, recorder, loss_function):
-    """This rank's stages by index; a stage has the same weights in all replicas."""
-    stages = {}
+def build_reduction(arguments, replicas, schedule):
+    """Who sums the gradients, and when."""
+    if arguments.reduce == "all-reduce":
+        return AllReduce(replicas, schedule)
+    from pipeline.wrappers import WithDDP, WithFSDP2  # half a second, which all-reduce saves
+
+    return {"ddp": WithDDP, "fsdp2": WithFSDP2}[arguments.reduce](replicas, schedule)
+
+
+def build_parts(arguments, job, schedule, reduction):
+    """The layers of this rank's stages, by stage; the same in all replicas."""
+    parts = {}
     for index in schedule.stages_of(job.rank):
         first, last = arguments.stage_layers[index]
         part = build_part(
             arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
         )
-        stages[index] = Stage(part, index, schedule.num_stages, recorder, loss_function)
-    return stages
+        parts[index] = reduction.wrap(part, index)
+    return parts
+
+
+def build_training(arguments, parts):
+    """All that a checkpoint holds of this rank, under the names of the whole model."""
+    parameters = {
+        name.removeprefix("module."): parameter  # the prefix is DDP's
+        for part in parts.values()
+        for name, parameter in part.named_parameters()
+    }
+    optimizer = build_optimizer(arguments.optimizer, parameters.values(), arguments.learning_rate)
+    return Training(parameters, optimizer, ConstantRate(), arguments.configuration, arguments.seed)
+
+
+def continue_training(arguments, job, training):
+    """Bring `training` to where it was left. Returns the Checkpoints, None without --checkpoints."""
+    if not arguments.checkpoints:
+        return None
+    checkpoints = Checkpoints(
+        job, arguments.checkpoints, arguments.run, arguments.begin, timeout=arguments.timeout
+    )
+    problem = checkpoints.prepare()
+    if problem is None and arguments.begin:
+        problem = checkpoints.restore(training)
+    if problem:
+        leave_job(job)
+        refuse(problem)
+    if training.step and job.rank == 0:
+        print(f"continues after {training.step} steps, from {arguments.begin.path}", flush=True)
+    return checkpoints
+
+
+def build_worker(arguments, replicas, schedule, parts, reduction, recorder, loss_function):
+    """Who performs the schedule: this course's worker or the library."""
+    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
+    if arguments.library:
+        from pipeline.library_worker import LibraryWorker
+
+        return LibraryWorker(
+            replicas, arguments.schedule, schedule.num_stages, parts, shape,
+            arguments.torch_dtype, arguments.microbatches, recorder, loss_function,
+            reduction.collect,
+        )  # fmt: skip
+    stages = {
+        index: Stage(part, index, schedule.num_stages, recorder, loss_function)
+        for index, part in parts.items()
+    }
+    return Worker(replicas.job, schedule, stages, shape, arguments.torch_dtype, reduction.around)
 
 
 def microbatches_of(arguments, replicas, step):
     """Inputs and targets of one step: this replica's rows, by micro-batch."""
     batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
     return own_microbatches(batch, replicas, arguments.microbatches, replicas.job.device)
+
+
+def save_is_due(arguments, step):
+    return (step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps
+
+
+def finish(arguments, job, checkpoints, report, reduction):
+    """The end of the run, on every rank."""
+    if checkpoints:
+        checkpoints.finish()
+    if not report.events_per_step:
+        if job.rank == 0:
+            report.say(f"nothing is left to do: --steps {arguments.steps} are done")
+        return
+    report.finish()
+    text = f"replicas {arguments.replicas} x stages {arguments.stages}, sums by {arguments.reduce}"
+    if arguments.reduce == "all-reduce" and arguments.replicas > 1:
+        late = gather(job, lateness(report, reduction))
+        text += f", there {late_of_ranks(late)} ms after the last action of all" if late else ""
+    if job.rank == 0:
+        report.say(text)
+
+
+def lateness(report, reduction):
+    """For each step: when this rank's last action ended and when its sums were there, in ms."""
+    ends = [events[-1].end for events in report.events_per_step]
+    origin = report.recorder.origin
+    return ends, [(moment - origin) * 1000 for moment in reduction.done_at]
+
+
+def late_of_ranks(late):
+    """The median over the steps for each rank, from what `lateness` says of all ranks."""
+    last = [max(ends) for ends in zip(*(ends for ends, _ in late))]
+    medians = [statistics.median(map(float.__sub__, done, last)) for _, done in late]
+    return " ".join(f"{median:+.1f}" for median in medians)
 
 
 def before_update(arguments):

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 import torch
 
 from pipeline.arguments import (
+    check_rate,
     parse_training_arguments,
     positive_integer,
     positive_number,
@@ -69,7 +70,6 @@ MODELS = {  # layers, dim, heads, kv_heads, vocabulary
     "1b": (20, 2048, 32, 4, 32000),
 }
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), section 2.2
-MOST_WINDOWS = 256  # of the held-out text, in one evaluation
 
 
 def main():
@@ -153,6 +153,7 @@ def parse_arguments():
     add("--decay-steps", type=positive_integer, metavar="N", help="end of the cosine, else --steps")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the gradient, else 1")
     add("--evaluate-every", type=positive_integer, default=50, metavar="N", help="steps")
+    add("--evaluate-windows", type=positive_integer, default=256, metavar="N", help="most rows")
     add("--sample", type=positive_integer, metavar="N", help="write N tokens, before and after")
     add("--metrics", metavar="FILE", help="log of the training, one JSON object a line")
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
@@ -166,6 +167,7 @@ def parse_arguments():
     if not arguments.plan:
         further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
         check_checkpoint_arguments(arguments, {"vocabulary": 0, "documents": 0, **further})
+        check_rate(arguments)
     return arguments
 
 
@@ -319,7 +321,7 @@ def build_metrics(arguments, job, report):
 def evaluate(arguments, forward_only, metrics, step):
     """Say how well the held-out text is predicted after `step` updates."""
     rows = arguments.replicas * arguments.microbatches * arguments.microbatch_size
-    windows = filled_up(arguments.text.windows(arguments.seq_len, MOST_WINDOWS), rows)
+    windows = filled_up(arguments.text.windows(arguments.seq_len, arguments.evaluate_windows), rows)
     passes = passes_of(arguments, forward_only.replicas, windows)
     loss = forward_only.mean_loss(passes, count_real_tokens([windows[1]]))
     metrics.held_out(step, loss, arguments.text.bytes_per_token)
@@ -365,12 +367,12 @@ def finish(arguments, job, training, memory, checkpoints, report, metrics, stopp
     if checkpoints:
         checkpoints.finish()
     if report.events_per_step:
+        if report.has_loss:
+            print(metrics.summary(), flush=True)
         report.finish()
         measured = gather(job, memory)
         if job.rank == 0:
             print(memory_table({"measured": measured, "predicted": predicted_memory(arguments)}))
-        if report.has_loss:
-            print(metrics.summary(), flush=True)
     elif job.rank == 0:
         print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")
     if checkpoints and checkpoints.problem:

@@ -74,6 +74,7 @@ def main():
         ("Paced steps", measure_paced_steps(repeats)),
         (HEAD_TO_HEAD, measure_every_schedule(repeats)),
         ("Schedules that only this course performs", measure_own_schedules(repeats)),
+        ("Two replicas", measure_replicas(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
         ("The explorer", measure_explorer(repeats)),
@@ -204,6 +205,28 @@ def measure_own_schedules(repeats):
         predicted = simulate(build_schedule(name, 4, 8), Costs(20, 40)).makespan
         rows.append(Row(f"{name}: step", f"{predicted:g} ms, +5% at most", steps))
     return rows
+
+
+def measure_replicas(repeats):
+    """2 x 4 ranks beside 1 x 4, each replica with as much to do as the one: twice the samples.
+
+    A whole step is timed, from loss line to loss line, with the sum of the gradients in it.
+    """
+    one, two, ratios = [], [], []
+    for round in each_round("replicas", repeats):
+        for count, runs in in_turns(round, (1, one), (2, two)):
+            flags = f"{TINY} --pace 50 100 --steps 4 --replicas {count} --batch-size {8 * count}"
+            script = "pipeline_with_data_parallel.py --microbatches 8"
+            runs.append(timed_run(script, flags, 4 * count))
+        ratios.append(2 * one[-1].between_losses / two[-1].between_losses)
+    steps = {"1 x 4": one, "2 x 4": two}
+    rows = [
+        Row(f"{name} ranks, 8 sequences a replica: whole step", "1650 ms and the sum",
+            [run.between_losses for run in runs])
+        for name, runs in steps.items()
+    ]  # fmt: skip
+    what = "samples a second of 2 x 4 ranks over those of 1 x 4"
+    return [*rows, Row(what, "1.86 to 2.14", ratios, "{:.3f}")]
 
 
 def where_ours_is_worse(rows):

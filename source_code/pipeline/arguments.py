@@ -149,6 +149,15 @@ def check_sizes(arguments):
         refuse(f"--seed {arguments.seed} is out of range; use a number from 0 to {2**31 - 1}")
 
 
+def check_rate(arguments):
+    """Refuse a learning rate whose cosine would end before it begins."""
+    if arguments.decay_steps <= arguments.warm_up_steps:
+        refuse(
+            f"--decay-steps {arguments.decay_steps} must be more than --warm-up-steps "
+            f"{arguments.warm_up_steps}, where the cosine begins; lower the one or raise the other"
+        )
+
+
 def check_outputs(arguments):
     """Refuse an output that could not be written when the training is over."""
     taken = {os.path.realpath(arguments.data): "--data"} if arguments.data else {}

@@ -109,13 +109,13 @@ def read_state(job, training, path, group=None):
     saved = reader.read_metadata().state_dict_metadata
     state = training.state(job)
     state["optimizer"] = {
-        name: room_for(saved, f"optimizer.{name}.", parameter.device)
+        name: room_for(saved, f"optimizer.{name}.", parameter.detach())
         for name, parameter in training.parameters.items()
     }
     state["random"] = {}
     if any(name.startswith(f"random.{random_name(job)}.") for name in saved):
         state["random"] = {
-            random_name(job): room_for(saved, f"random.{random_name(job)}.", torch.device("cpu"))
+            random_name(job): room_for(saved, f"random.{random_name(job)}.", torch.empty(0))
         }
     try:
         dcp.load(state, storage_reader=reader, process_group=group)
@@ -124,15 +124,20 @@ def read_state(job, training, path, group=None):
     return state
 
 
-def room_for(saved, prefix, device):
-    """Empty tensors for everything whose name starts with `prefix`, by the rest of the name."""
+def room_for(saved, prefix, like):
+    """Empty tensors for everything whose name starts with `prefix`, by the rest of the name.
+
+    What has the shape of `like`, a parameter, lies as that does: on its device, and in shards where
+    it is in shards. AdamW counts its steps in a scalar, and keeps that on the CPU.
+    """
     found = {name[len(prefix) :]: saved[name] for name in saved if name.startswith(prefix)}
     return {
-        # AdamW counts its steps in a scalar, and keeps that on the CPU.
-        kind: torch.empty(
+        kind: torch.empty_like(like, dtype=entry.properties.dtype)
+        if entry.size == like.shape
+        else torch.empty(
             entry.size,
             dtype=entry.properties.dtype,
-            device=device if len(entry.size) else "cpu",
+            device=like.device if len(entry.size) else "cpu",
         )
         for kind, entry in found.items()
     }

@@ -16,8 +16,17 @@ from pipeline.distributed import waiting_for_all
 
 
 def squares_of(named_parameters):
-    """The sum of squares of each parameter's gradient, by name."""
-    return {name: parameter.grad.pow(2).sum().item() for name, parameter in named_parameters}
+    """The sum of squares of each parameter's gradient, by name.
+
+    Of a gradient that lies in shards on several ranks (a DTensor) it is that of all shards, so those
+    ranks must call this together.
+    """
+    return {name: whole(p.grad.pow(2).sum()).item() for name, p in named_parameters}
+
+
+def whole(total):
+    """A sum over all shards: `item()` of a sharded one would be that of this rank's shard."""
+    return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
 def clip_gradients(job, named_parameters, largest_norm):

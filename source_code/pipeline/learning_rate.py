@@ -42,6 +42,22 @@ class WarmUpThenCosine:
         self.set_rate()
 
 
+class ConstantRate:
+    """The optimizer's own rate for every update, in a form that a checkpoint can hold."""
+
+    def __init__(self):
+        self.updates = 0
+
+    def advance(self):
+        self.updates += 1
+
+    def state_dict(self):
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state):
+        self.updates = state["updates"]
+
+
 def share_of_peak(update, warm_up_steps, decay_steps):
     """The rate of update number `update`, counted from 0, as a share of the peak."""
     if update < warm_up_steps:

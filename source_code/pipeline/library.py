@@ -17,7 +17,7 @@ from pipeline.distributed import ranks_from_environment
 from pipeline.refusal import refuse
 from pipeline.schedule import Action, Schedule, validate
 from pipeline.schedules import gpipe, one_f_one_b
-from pipeline.watch import Wait, end_process
+from pipeline.watch import Wait, end_process, is_loss
 
 ONE_STAGE = ("GPipe", "1F1B")  # a rank has one stage
 LOOPS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
@@ -104,20 +104,27 @@ def schedule_as_data(name, num_ranks, num_microbatches, chunks):
     return validate(Schedule(name, tuple(orders)))
 
 
-def recorded(stage, job, recorder):
+def recorded(stage, job, recorder, first_microbatch=0, collect=lambda part: None):
     """Let `recorder` time and pace what the library asks of one of its stages; returns the stage.
 
     Works for both kinds of stage, cut by hand and traced. The library calls each of these methods
-    as soon as the message that it needs has arrived, as our worker does.
+    as soon as the message that it needs has arrived, as our worker does. It counts micro-batches
+    from 0 in every replica; in the record they start at `first_microbatch`. `collect(part)` gathers
+    weights that lie in shards, so that they are not counted among what a forward keeps.
     """
     forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
     backward_weight = stage.backward_weight_one_chunk
-    tensors = [*stage.submod.parameters(), *stage.submod.buffers()]
+
+    def weights():
+        if not recorder.meter.active:
+            return []
+        collect(stage.submod)
+        return [*stage.submod.parameters(), *stage.submod.buffers()]
 
     @contextmanager
     def act(kind, microbatch):
         job.watch.wait = None
-        action = Action(stage.stage_index, kind, microbatch)
+        action = Action(stage.stage_index, kind, first_microbatch + microbatch)
         if kind != "W":
             job.message_has_arrived()
         with recorder.record(action):
@@ -128,7 +135,7 @@ def recorded(stage, job, recorder):
         if not stage.has_backward:
             return forward(microbatch, *arguments, **keywords)
         key = stage.stage_index, microbatch
-        with act("F", microbatch), recorder.meter.holding(tensors, key):
+        with act("F", microbatch), recorder.meter.holding(weights(), key):
             return forward(microbatch, *arguments, **keywords)
 
     def recorded_backward(microbatch, *arguments, full_backward=True, **keywords):
@@ -166,9 +173,8 @@ def watched(job, what):
     try:
         yield
     except RuntimeError as error:
-        cause = _root_of(error)
-        if any(words in str(cause) for words in ("closed by peer", "reset by peer", "Timed out")):
-            end_process(job.watch.explain_loss(_next_rank(job), what, cause))
+        if is_loss(error):
+            end_process(job.watch.explain_loss(_next_rank(job), what, _root_of(error)))
         raise
     finally:
         job.watch.wait = None

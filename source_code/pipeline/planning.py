@@ -54,6 +54,7 @@ class Machine:
     bandwidth: float = 25e9  # bytes a second of one GPU to another node
     latency: float = 10e-6  # of a message
     gpus_per_node: int = 8
+    bandwidth_in_node: float = 300e9  # bytes a second of one GPU to another one of its node
 
 
 @dataclass(frozen=True)

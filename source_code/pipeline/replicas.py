@@ -12,9 +12,8 @@ figures take it as it is. A step in a script is
 
     inputs, targets = own_microbatches(batch, replicas, arguments.microbatches, job.device)
     loss_function.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
-    loss = worker.run_step(inputs, targets)      # Worker(..., around=reduction.around)
+    loss = replicas.sum_loss(worker.run_step(inputs, targets))  # Worker(..., reduction.around)
     reduction.finish()
-    loss = replicas.sum_loss(loss)
     clip_gradients(job, named_parameters, largest_norm)  # as without replicas
 
 where `loss_function`, of every stage, is a ShareOfLoss (see padding.py).
@@ -103,21 +102,37 @@ def last_backwards(schedule, rank):
     return {action: stage for stage, action in last.items()}
 
 
+def sums_done(timeline, cost):
+    """For each rank: when it has its sums, counted from the last action of all ranks.
+
+    A sum takes `cost` on its way and starts when its stage is done; a rank's sums travel one after
+    the other. Below zero: hidden behind what other ranks still compute. Times as in the timeline.
+    """
+    done = []
+    for events in timeline.by_rank:
+        ready = {e.action.stage: e.end for e in events if e.action.kind in "BW"}
+        free = 0.0
+        for moment in sorted(ready.values()):
+            free = max(free, moment) + cost
+        done.append(free - timeline.start - timeline.makespan)
+    return done
+
+
 class AllReduce:
     """Sums the gradients of a rank's stages over the replicas, by plain all-reduce.
 
     A stage's gradients travel as one flat message, which starts as soon as the stage's last
-    backward is done, while this rank and others still compute. Give `around` to the Worker, and
-    call `finish` after each step: then every `.grad` is that of the whole batch. A parameter
-    without a gradient counts as one of zeros.
+    backward is done, while this rank and others still compute. `wrap` each stage's part before the
+    stage is built, give `around` to the Worker, and call `finish` after each step: then every
+    `.grad` is that of the whole batch. A parameter without a gradient counts as one of zeros.
     """
 
     def __init__(self, replicas, schedule):
         self.replicas = replicas
         self.parts = {}  # by the index of their stage
         self.last = last_backwards(schedule, replicas.job.rank)
-        self.sums = []  # on their way
-        self.waited = []  # milliseconds of each step that this rank waited for sums in `finish`
+        self.sums = {}  # on their way, by stage
+        self.done_at = []  # time.perf_counter() at which the sums of each step were there
 
     def wrap(self, part, index):
         """What stage `index` is to run: `part`, as it is."""
@@ -128,25 +143,28 @@ class AllReduce:
     def around(self, action):
         """Around each action of the worker."""
         yield
-        if action in self.last:
+        if action in self.last and self.replicas.count > 1:
             self.start(action.stage)
 
     def start(self, index):
         """Send the gradients of stage `index` on their way."""
-        if self.replicas.count == 1:
-            return
         gradients = []
         for parameter in self.parts[index].parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         what = f"its gradients of stage {index}"
-        self.sums.append(Summing(self.replicas.job, gradients, self.replicas.peers, what))
+        self.sums[index] = Summing(self.replicas.job, gradients, self.replicas.peers, what)
+
+    def collect(self, part):
+        """Nothing to do: every rank has the whole weights."""
 
     def finish(self):
-        """Wait for the sums."""
-        started = time.perf_counter()
-        for summing in self.sums:
+        """Start what nobody has started, and wait for all sums."""
+        for index in self.parts if self.replicas.count > 1 else ():
+            if index not in self.sums:
+                self.start(index)
+        for summing in self.sums.values():
             summing.wait()
-        self.sums = []
-        self.waited.append((time.perf_counter() - started) * 1000)
+        self.sums = {}
+        self.done_at.append(time.perf_counter())

@@ -58,11 +58,25 @@ class Watch(threading.Thread):
     @contextmanager
     def waiting_for(self, peer, what):
         """Around every call that blocks until rank `peer` does something."""
+        outer = self.wait
         self.wait = Wait(peer, what, time.monotonic())
         try:
             yield
         except RuntimeError as error:  # the transport lost the other side
             end_process(self.explain_loss(peer, what, error))
+        finally:
+            self.wait = outer and outer._replace(since=time.monotonic())
+
+    @contextmanager
+    def working_with(self, peer, what):
+        """Around work that also blocks, somewhere inside, until rank `peer` does something."""
+        self.wait = Wait(peer, what, time.monotonic())
+        try:
+            yield
+        except RuntimeError as error:
+            if is_loss(error):
+                end_process(self.explain_loss(peer, what, error))
+            raise
         finally:
             self.wait = None
 
@@ -186,6 +200,14 @@ class Watch(threading.Thread):
         # Gloo names its source file first and gives advice after the first sentence.
         reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
         return f"{text} ({reason})"
+
+
+def is_loss(error):
+    """Whether an error, or what caused it, is the transport's about the other side."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = "closed by peer", "reset by peer", "Timed out"
+    return any(word in str(error) for word in words)
 
 
 def end_process(sentence, before_leaving=lambda: None):

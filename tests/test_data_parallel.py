@@ -1,0 +1,416 @@
+"""Several pipelines share a batch, and the training is that of one process on the whole of it.
+
+Whoever sums the gradients, whoever performs the schedule, whatever the mesh of replicas x stages,
+also where rows have unequally many tokens. Losses agree to 1e-12 in float64.
+"""
+
+import functools
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pipeline_with_data_parallel as script
+import pytest
+import torch
+from ranks import PRELOAD, run_on_ranks
+from test_bad_input import Refusal
+
+from pipeline import clipping, replicas
+from pipeline.data import load_text
+from pipeline.distributed import Job, join_job, leave_job
+from pipeline.launch import RunFailed, run
+from pipeline.model import build_model, token_loss
+from pipeline.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
+from pipeline.reference import train_one_process
+from pipeline.replicas import AllReduce, Replicas, last_backwards, replicate, sums_done
+from pipeline.schedule import result_of
+from pipeline.schedules import build_schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from pipeline.simulator import Costs, simulate
+
+PRELOAD.extend(["torch.distributed.pipelining", "pipeline.library_worker", "pipeline.wrappers"])
+SMALL = "--layers 8 --dim 16 --heads 4 --kv-heads 2 --seq-len 24 --batch-size 16 --microbatches 4"
+FLAGS = f"{SMALL} --device cpu --steps 3 --padding --clip 0.5 --optimizer momentum"
+ADAMW = FLAGS.replace(
+    "momentum", "adamw"
+)  # which forgets the length of a gradient, and so clipping
+
+
+def arguments_of(flags):
+    """What the script makes of its flags, as one process."""
+    with mock.patch.object(sys, "argv", ["script", *shlex.split(flags)]):
+        return script.parse_arguments()[0]
+
+
+@functools.cache
+def one_process(flags=FLAGS):
+    arguments = arguments_of(flags)
+    return train_one_process(arguments, before_update=script.before_update(arguments))
+
+
+def train(folder, flags, ranks=4, common=FLAGS):
+    """{step: loss} in full precision, and what was printed."""
+    file = Path(folder) / "losses"
+    command = f"pipeline_with_data_parallel.py {common} {flags} --losses {file}"
+    done = run(command, ranks, warm=True, show=False, limit=90)
+    rows = map(json.loads, file.read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows}, done.output
+
+
+def largest_difference(losses, reference):
+    assert losses
+    return max(abs(loss - reference[step]) for step, loss in losses.items())
+
+
+# The same losses
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(4, 2), (4, 4), (4, 1), (8, 2)])
+def test_losses_are_those_of_one_process_on_the_whole_batch_for_every_mesh(tmp_path, ranks, count):
+    flags = f"--replicas {count}" + (" --microbatches 2" if ranks == 8 else "")
+    losses, output = train(tmp_path, flags, ranks)
+    assert len(losses) == 3 and largest_difference(losses, one_process()) <= 1e-12
+    assert f"replicas {count} x stages {ranks // count}" in output
+
+
+@pytest.mark.parametrize(
+    ("reduce", "schedule", "library"),
+    [
+        ("all-reduce", "interleaved-1f1b", ""),
+        ("all-reduce", "zb-v", ""),
+        ("ddp", "gpipe", ""),
+        ("ddp", "1f1b", ""),
+        ("ddp", "looped-bfs", ""),
+        ("fsdp2", "1f1b", ""),
+        ("fsdp2", "interleaved-1f1b", ""),
+        ("fsdp2", "zb-h1", ""),
+        ("all-reduce", "1f1b", "--library"),
+        ("all-reduce", "zb-v", "--library"),
+        ("ddp", "gpipe", "--library"),
+        ("ddp", "interleaved-1f1b", "--library"),
+        ("fsdp2", "gpipe", "--library"),
+        ("fsdp2", "zb-v", "--library"),
+    ],
+)
+def test_whoever_sums_and_whoever_performs_the_losses_are_the_same(
+    tmp_path, reduce, schedule, library
+):
+    flags = f"--replicas 2 --reduce {reduce} --schedule {schedule} {library}"
+    losses, _ = train(tmp_path, flags)
+    assert largest_difference(losses, one_process()) <= 1e-12
+
+
+def test_without_clipping_plain_descent_on_full_rows_agrees_too(tmp_path):
+    common = FLAGS.replace("--padding --clip 0.5 --optimizer momentum", "")
+    losses, output = train(tmp_path, "--replicas 2 --verify", common=common)
+    assert largest_difference(losses, one_process(common)) <= 1e-12
+    assert "as promised" in output
+
+
+# What would be wrong
+
+
+def train_here(rank, flags, broken):
+    """The script on this rank, with one thing broken. Returns its losses."""
+    losses = []
+    patches = {
+        "split backwards may meet DDP": lambda: mock.patch.object(script, "SPLIT", []),
+        "the norm of a shard": lambda: mock.patch.object(clipping, "whole", local_part),
+        "every replica for itself": lambda: mock.patch.object(AllReduce, "start", do_not_start),
+        "mean of means": lambda: mock.patch.object(script, "ShareOfLoss", MeanOfMeans),
+    }
+    note = mock.patch.object(
+        script.Report, "record_loss", lambda self, step, loss: losses.append(loss.item())
+    )
+    with patches[broken](), note, mock.patch.object(sys, "argv", ["x", *shlex.split(flags)]):
+        script.main()
+    return losses
+
+
+def local_part(total):
+    return total.to_local() if hasattr(total, "to_local") else total
+
+
+def do_not_start(self, index):
+    self.sums[index] = mock.Mock()
+
+
+class MeanOfMeans(ShareOfLoss):
+    """The mean over each micro-batch, and of those the mean: what equal rows would allow."""
+
+    def __call__(self, scores, targets):
+        mean = token_loss(scores, targets)  # which leaves padding out, in the count as well
+        return mean / 8  # micro-batches in all replicas
+
+
+@pytest.mark.parametrize(
+    ("broken", "flags"),
+    [
+        ("split backwards may meet DDP", "--reduce ddp --schedule zb-h1"),
+        ("the norm of a shard", "--reduce fsdp2"),
+        ("every replica for itself", ""),
+        ("mean of means", ""),
+    ],
+)
+def test_a_planted_fault_leaves_no_error_and_other_losses(broken, flags):
+    rows = run_on_ranks(train_here, 4, f"{FLAGS} --replicas 2 {flags}", broken)
+    [losses] = [row for row in rows if row]
+    assert max(abs(a - b) for a, b in zip(losses, one_process())) > 1e-4
+
+
+def gradients_after_one_step(rank, flags):
+    """By name, of this rank's parameters, with DDP around stages whose backward comes in halves."""
+    gathered = {}
+
+    def keep(job, named_parameters, largest_norm):
+        gathered.update({name: p.grad.clone() for name, p in named_parameters})
+
+    with mock.patch.object(script, "SPLIT", []), mock.patch.object(script, "clip_gradients", keep):
+        with mock.patch.object(sys, "argv", ["x", *shlex.split(flags)]):
+            script.main()
+    return gathered
+
+
+def test_ddp_sums_the_gradients_of_whole_backwards_and_none_of_the_matrices_of_split_ones():
+    flags = f"{FLAGS} --steps 1 --replicas 2 --reduce ddp --schedule"
+    for schedule, equal in [("1f1b", True), ("zb-h1", False)]:
+        first, _, second, _ = run_on_ranks(gradients_after_one_step, 4, f"{flags} {schedule}")
+        matrices = [name for name in first if first[name].dim() == 2 and "embedding" not in name]
+        assert matrices and first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) == equal for name in matrices)
+
+
+# Padding
+
+
+def loss_and_gradient(share, pieces):
+    """Sums over the pieces of a batch, by one process."""
+    arguments = arguments_of(FLAGS)
+    model = build_model(arguments.config)
+    total = 0.0
+    for inputs, targets in pieces:
+        loss = share(model(inputs), targets)
+        loss.backward()
+        total += loss.item()
+    return total, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_with_unequal_padding_a_mean_of_means_is_wrong_and_a_share_of_all_real_tokens_right():
+    text = load_text(seq_len=24)
+    inputs, targets = Sentences(text.training, text.held_out).batch(0, 16, 24)
+    pieces = list(zip(inputs.chunk(8), targets.chunk(8)))
+    counts = [count_real_tokens([piece]) for _, piece in pieces]
+    assert len(set(counts)) > 2 and sum(counts) < targets.numel()
+    whole = loss_and_gradient(token_loss, [(inputs, targets)])
+    share = ShareOfLoss()
+    share.real_tokens = sum(counts)
+    ours = loss_and_gradient(share, pieces)
+    means = loss_and_gradient(MeanOfMeans(), pieces)
+    assert abs(ours[0] - whole[0]) <= 1e-12 and (ours[1] - whole[1]).abs().max() <= 1e-12
+    assert abs(means[0] - whole[0]) > 1e-3 and (means[1] - whole[1]).abs().max() > 1e-3
+
+
+def test_a_microbatch_of_nothing_but_padding_adds_zero_where_a_mean_is_no_number():
+    scores = torch.randn(2, 3, 256, dtype=torch.float64, requires_grad=True)
+    targets = torch.full((2, 3), PADDING)
+    share = ShareOfLoss()
+    share.real_tokens = 5
+    loss = share(scores, targets)
+    loss.backward()
+    assert loss.item() == 0.0 and not scores.grad.any()
+    assert token_loss(scores, targets).isnan()
+
+
+def test_a_row_ends_with_its_first_full_stop():
+    text = load_text(seq_len=24)
+    inputs, targets = Sentences(text.training, text.held_out).batch(3, 64, 24)
+    full_inputs, full_targets = text.batch(3, 64, 24)
+    assert torch.equal(inputs, full_inputs)
+    for row, full in zip(targets.tolist(), full_targets.tolist()):
+        real = full.index(ord(".")) + 1 if ord(".") in full else 24
+        assert row == full[:real] + [PADDING] * (24 - real)
+
+
+# Checkpoints
+
+
+def saved_tensors(folder):
+    """{name: how many tensors were written for it} of the newest checkpoint, and its metadata."""
+    import torch.distributed.checkpoint as dcp
+
+    newest = Path(folder) / (Path(folder) / "latest").read_text().strip()
+    metadata = dcp.FileSystemReader(newest).read_metadata()
+    counts = {}
+    for index in metadata.storage_data:
+        counts[index.fqn] = counts.get(index.fqn, 0) + 1
+    return counts, metadata.state_dict_metadata
+
+
+@pytest.mark.parametrize("before", ["--reduce all-reduce", "--reduce ddp", "--reduce fsdp2"])
+def test_a_checkpoint_of_2_x_2_goes_on_as_1_x_4_and_as_4_x_1(tmp_path, before):
+    common = ADAMW.replace("--steps 3", "--steps 6")
+    where = f"--checkpoints {tmp_path / 'saved'} --save-every 2"
+    losses = {}
+    for flags in (
+        f"--replicas 2 --steps 2 {before}",
+        "--replicas 1 --steps 4",
+        f"--replicas 4 --steps 6 --microbatches 2 {before}",
+    ):
+        some, output = train(tmp_path, f"{flags} {where}", common=common)
+        assert ("continues after" in output) == bool(losses)
+        losses.update(some)
+    assert sorted(losses) == list(range(6))
+    assert largest_difference(losses, one_process(common)) <= 1e-12
+
+
+def test_replicas_save_every_tensor_once_under_its_name_in_the_whole_model(tmp_path):
+    for reduce, copies in [("all-reduce", 1), ("ddp", 1), ("fsdp2", 2)]:
+        folder = tmp_path / reduce
+        train(
+            tmp_path,
+            f"--steps 1 --replicas 2 --reduce {reduce} --checkpoints {folder}",
+            common=ADAMW,
+        )
+        counts, metadata = saved_tensors(folder)
+        model = build_model(arguments_of(FLAGS).config)
+        for name, parameter in model.named_parameters():
+            for key in (f"model.{name}", f"optimizer.{name}.exp_avg"):
+                assert metadata[key].size == parameter.shape
+                assert counts[key] == copies  # two shards, one from each replica, or one copy
+        assert not [key for key in counts if "module." in key]
+
+
+# Replicas as a schedule
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+def test_replicas_are_one_schedule_in_which_nothing_crosses_from_pipeline_to_pipeline(name):
+    one = build_schedule(name, 4, 8)
+    three = replicate(one, 3)
+    assert three.num_ranks == 12 and three.num_microbatches == 24
+    for source, destination in three.pairs:
+        assert source // 4 == destination // 4
+    for rank, order in enumerate(three.orders):
+        back = [action._replace(microbatch=action.microbatch % 8) for action in order]
+        assert tuple(back) == one.orders[rank % 4]
+        assert {action.microbatch // 8 for action in order} == {rank // 4}
+    costs = Costs(10, 20)
+    assert simulate(three, costs).makespan == simulate(one, costs).makespan
+
+
+def test_every_row_of_the_batch_goes_to_exactly_one_replica():
+    batch = torch.arange(24).view(12, 2), torch.arange(24, 48).view(12, 2)
+    rows = {}
+    for replica in range(3):
+        view = Replicas(mock.Mock(), None, 3, replica, ())
+        inputs, targets = replicas.own_microbatches(batch, view, 2, "cpu")
+        assert list(inputs) == list(targets) == [2 * replica, 2 * replica + 1]
+        rows |= inputs
+        assert all(torch.equal(targets[m], inputs[m] + 24) for m in inputs)
+    assert torch.equal(torch.cat([rows[m] for m in range(6)]), batch[0])
+
+
+@pytest.mark.parametrize("schedule", [gpipe(4, 8), interleaved_1f1b(2, 4, 3), zb_h1(3, 6)])
+def test_a_stage_has_its_gradients_after_its_last_backward_of_weights(schedule):
+    for rank, order in enumerate(schedule.orders):
+        for action, stage in last_backwards(schedule, rank).items():
+            later = order[order.index(action) + 1 :]
+            assert action.stage == stage and action.kind in "BW"
+            assert not [a for a in later if a.stage == stage and a.kind in "BIW"]
+
+
+def test_a_chunk_s_sum_starts_while_its_rank_still_has_backwards_ahead(monkeypatch):
+    schedule = replicate(interleaved_1f1b(2, 4, 2), 2)
+    started = []
+    monkeypatch.setattr(replicas, "Summing", lambda job, tensors, ranks, what: mock.Mock())
+    job = mock.Mock(spec=Job, rank=0)
+    reduction = AllReduce(Replicas(job, None, 2, 0, (0, 2)), schedule)
+    for stage in schedule.stages_of(0):
+        reduction.wrap(torch.nn.Linear(1, 1), stage)
+    for step, action in enumerate(schedule.orders[0]):
+        with reduction.around(action):
+            pass
+        started += [(stage, step) for stage in reduction.sums if stage not in dict(started)]
+    order = schedule.orders[0]
+    last = {stage: max(i for i, a in enumerate(order) if a.stage == stage) for stage in (0, 2)}
+    assert dict(started) == last
+    assert last[2] < last[0] == len(order) - 1  # the later stage is done first
+
+
+def test_in_1f1b_only_the_first_ranks_are_late_with_their_sums():
+    # Rank r ends r backwards before rank 0, and a sum takes a backward and a half.
+    assert sums_done(simulate(one_f_one_b(4, 8), Costs(10, 20)), 30) == [30, 10, -10, -30]
+
+
+def test_two_chunks_hide_one_of_two_sums():
+    # A chunk's sum takes half as long; in one piece it would be 20 on rank 0.
+    assert sums_done(simulate(interleaved_1f1b(4, 8, 2), Costs(5, 10)), 10)[0] == 10
+
+
+def test_messages_of_one_replica_use_what_its_own_ranks_made():
+    schedule = replicate(gpipe(2, 2), 2)
+    assert schedule.rank_of(1, 1) == 1 and schedule.rank_of(1, 2) == 3
+    makers = {result_of(a): rank for rank, order in enumerate(schedule.orders) for a in order}
+    assert all(makers[result_of(m.producer)] == m.source for m in schedule.messages)
+
+
+# Ranks that form replicas
+
+
+def sums(rank):
+    job = join_job("cpu", timeout=20)
+    group = replicas.form_replicas(job, 2)
+    loss = torch.tensor(float(rank), dtype=torch.float64) if rank % 2 else None
+    result = group.replica, group.peers, group.sum_number(10 + rank), group.sum_loss(loss)
+    leave_job(job)
+    return result
+
+
+def test_a_rank_knows_its_replica_and_sums_with_the_ranks_of_the_same_stages():
+    assert run_on_ranks(sums, 4) == [
+        (0, (0, 2), 22, None),
+        (0, (1, 3), 24, torch.tensor(4.0)),
+        (1, (0, 2), 22, None),
+        (1, (1, 3), 24, torch.tensor(4.0)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "names"),
+    [
+        (4, "--replicas 3", "--replicas 3 does not divide the 4 ranks"),
+        (4, "--replicas 8", "use one of 1, 2, 4"),
+        (4, "--replicas 2 --batch-size 12", "--batch-size 12 cannot be cut into --replicas 2"),
+        (4, "--replicas 0", "--replicas"),
+        (4, "--replicas 2-1-1", "--replicas"),
+        (4, "--replicas 2 --reduce ddp --schedule zb-h1", "--reduce ddp with --schedule zb-h1"),
+        (4, "--replicas 2 --reduce nobody", "--reduce"),
+        (4, "--replicas 2 --library --schedule zb-h1", "--library has no --schedule zb-h1"),
+        (4, "--library --microbatches 2", "--microbatches 2 is less than the 4 stages"),
+        (12, "--replicas 1", "--layers 8 is too few"),
+        (4, "--replicas 2 --schedule zb-v --chunks 3", "--schedule zb-v"),
+    ],
+)
+def test_a_bad_mesh_is_refused_in_one_sentence(monkeypatch, capsys, ranks, flags, names):
+    refusal = Refusal(monkeypatch, capsys)
+    refusal.check("pipeline_with_data_parallel", *flags.split(), names=names, ranks=ranks)
+
+
+@pytest.mark.parametrize("reduce", ["all-reduce", "ddp", "fsdp2"])
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_of_one_replica_ends_all_of_them_and_is_named(reduce, signal):
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as failed:
+        run(
+            f"pipeline_with_data_parallel.py {FLAGS} --steps 1000 --pace 10 20 --replicas 2 "
+            f"--reduce {reduce} --timeout 4",
+            warm=True,
+            show=False,
+            limit=60,
+            send=(signal, 3, "step 1"),
+        )
+    message = str(failed.value)
+    assert "rank 3" in message and "Traceback" not in message, message
+    assert time.monotonic() - began < 50

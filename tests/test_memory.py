@@ -1,0 +1,160 @@
+"""What the memory model predicts is what tensors and hooks count, on every rank: 15 % are promised.
+
+All bytes are deterministic: nothing here depends on the machine or on time.
+"""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from pipeline.distributed import join_job, leave_job
+from pipeline.launch import run
+from pipeline.memory import Kept, count_weights, most_held, predict_memory
+from pipeline.mixed_precision import computing_copy
+from pipeline.model import ModelConfig, build_model, build_part, cut_evenly
+from pipeline.padding import ShareOfLoss
+from pipeline.recompute import build_recomputing_stage
+from pipeline.recorder import Recorder
+from pipeline.schedules import CHUNKED, build_schedule
+
+SIZES = {
+    "narrow": ModelConfig(8, 16, 4, 2, 8, 256),
+    "wide": ModelConfig(8, 48, 6, 6, 16, 300),
+    "long, many tokens": ModelConfig(8, 16, 4, 1, 64, 500),
+}
+SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+WAYS = [("none", 1), ("stage", 1), ("stage", 2), ("layer", 1), ("selective", 1)]
+
+
+def layers_of(config, schedule):
+    return cut_evenly(config.layers, schedule.num_stages)
+
+
+def play(job, schedule, config, dtype, mode, pieces):
+    """The bytes that each rank of `schedule` holds at most, all of them played by this process."""
+    recorders = [Recorder(job) for _ in range(schedule.num_ranks)]
+    loss = ShareOfLoss()
+    loss.real_tokens = 1
+    stages, results = {}, {}
+    for index, (first, last) in enumerate(layers_of(config, schedule)):
+        master = build_part(config, first, last, dtype=torch.float32)
+        part = computing_copy(master, dtype) if dtype != torch.float64 else master.to(dtype)
+        recorder = recorders[schedule.rank_of(index, 0)]
+        stages[index] = build_recomputing_stage(
+            mode, pieces, part, index, schedule.num_stages, recorder,
+            lambda scores, targets: loss(scores.float() if dtype == torch.bfloat16 else scores, targets),
+        )  # fmt: skip
+    for order in schedule.orders:
+        for index in {action.stage for action in order if action.kind == "I"}:
+            stages[index].split or stages[index].allow_split_backward()
+    tokens = torch.zeros(2, config.seq_len, dtype=torch.int64)
+    for _, (stage, kind, microbatch), _ in schedule.playable_order:
+        at = stages[stage]
+        if kind == "F":
+            inputs = tokens if at.is_first else results.pop((stage, "F", microbatch))
+            results[stage + 1, "F", microbatch] = at.forward(microbatch, inputs, tokens)
+        elif kind == "W":
+            at.backward_weight(microbatch)
+        else:
+            gradient = None if at.is_last else results.pop((stage, "B", microbatch))
+            backward = at.backward if kind == "B" else at.backward_input
+            results[stage - 1, "B", microbatch] = backward(microbatch, gradient)
+    return [recorder.meter.peak for recorder in recorders]
+
+
+def measured(rank, size, dtype):
+    """{(schedule, mode, pieces): bytes of each rank}, in a process of its own."""
+    job = join_job("cpu")
+    found = {}
+    for name in SCHEDULES:
+        schedule = build_schedule(name, 4 if name not in CHUNKED else 2, 6)
+        for mode, pieces in WAYS:
+            found[name, mode, pieces] = play(
+                job, schedule, SIZES[size], getattr(torch, dtype), mode, pieces
+            )
+    leave_job(job)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [("narrow", "float64"), ("wide", "float32"), ("long, many tokens", "bfloat16")],
+)
+def test_activations_are_within_1_percent_for_7_schedules_and_5_ways_to_recompute(size, dtype):
+    config, width = SIZES[size], getattr(torch, dtype).itemsize
+    (found,) = run_on_ranks(measured, 1, size, dtype, timeout=120)
+    assert len(found) == 35
+    for (name, mode, pieces), peaks in found.items():
+        schedule = build_schedule(name, len(peaks), 6)
+        predicted = predict_memory(
+            config, schedule, layers_of(config, schedule), 2, width, "adamw", mode, pieces
+        )
+        for rank, (memory, peak) in enumerate(zip(predicted, peaks)):
+            case = f"{name} {mode} {pieces} rank {rank}: {memory.activations} for {peak}"
+            assert abs(memory.activations - peak) <= 0.01 * peak, case
+
+
+TABLE = re.compile(r"^rank (\d+) +(measured|predicted) +(.*)$", re.M)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (4, "--schedule 1f1b --recompute none --dtype float64"),
+        (4, "--schedule zb-h1 --recompute layer --dtype bfloat16 --accumulate 2"),
+        (
+            4,
+            "--schedule interleaved-1f1b --chunks 2 --replicas 2 --recompute stage --vocabulary 300",
+        ),
+        (2, "--schedule dualpipe-v --recompute selective --optimizer sgd --documents"),
+        (1, "--schedule gpipe --optimizer momentum"),
+    ],
+)
+def test_a_run_measures_what_was_predicted_on_each_rank(ranks, flags):
+    sizes = "--dim 32 --seq-len 16 --batch-size 16 --microbatches 4 --steps 2 --device cpu"
+    output = run(f"pretrain_llama.py {sizes} {flags}", ranks, warm=True, show=False).output
+    rows = {}
+    for rank, title, numbers in TABLE.findall(output):
+        rows[int(rank), title] = [float(number) for number in numbers.split()]
+    assert len(rows) == 2 * ranks
+    for rank in range(ranks):
+        weights, gradients, optimizer, activations, total = rows[rank, "measured"]
+        assert rows[rank, "predicted"][:3] == [weights, gradients, optimizer]
+        assert rows[rank, "predicted"][3] == pytest.approx(activations, rel=0.15)
+        assert total == pytest.approx(weights + gradients + optimizer + activations, abs=0.005)
+        assert weights > 0 and gradients > 0 and activations > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_weights_are_those_of_the_model_and_add_up_over_any_cut(size):
+    config = SIZES[size]
+    parameters = list(build_model(config).parameters())
+    whole = sum(p.numel() for p in parameters), len(parameters)
+    assert count_weights(config) == whole
+    for stages in (2, 4, 8):
+        parts = [count_weights(config, *layers) for layers in cut_evenly(config.layers, stages)]
+        assert tuple(map(sum, zip(*parts))) == whole
+
+
+def test_1f1b_holds_p_minus_r_micro_batches_and_gpipe_all_of_them():
+    config = dataclasses.replace(SIZES["narrow"], vocabulary=0)
+    kept = Kept(config, 16, 8)
+    one = kept.inside(2, 4)
+    for name, waiting in {"1f1b": [4, 3, 2], "gpipe": [6, 6, 6]}.items():
+        schedule = build_schedule(name, 4, 6)
+        layers = layers_of(config, schedule)
+        assert [most_held(order, layers, kept) for order in schedule.orders[:3]] == [
+            k * one for k in waiting
+        ]
+
+
+def test_16_bits_a_weight_cost_18_bytes_a_weight_with_adamw_and_32_bits_16():
+    config = SIZES["wide"]
+    schedule = build_schedule("1f1b", 1, 1)
+    for width, expected in ((2, 18), (4, 16)):
+        (memory,) = predict_memory(config, schedule, [(0, 8)], 1, width)
+        numbers, tensors = count_weights(config)
+        assert memory.total - memory.activations - 4 * tensors == expected * numbers
