@@ -4,13 +4,11 @@ Every script that trains is copied into an empty folder, as a folder and as one 
 on ranks that cannot find the course. Its losses are those of the original to the last digit.
 """
 
-import ast
 import json
 import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -18,12 +16,10 @@ from unittest import mock
 import copy_template
 import pytest
 from ranks import run_on_ranks
+from templates import changes
 
 from pipeline.schedule import to_csv
 from pipeline.schedules import one_f_one_b
-from templates import changes, single_file
-from templates.definitions import CannotCopy
-from templates.leave_out import leave_out
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"

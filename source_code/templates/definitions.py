@@ -18,8 +18,7 @@ class CannotCopy(Exception):
 
 @dataclass
 class Module:
-    """One file: what it defines at its top level, and what it imports from where.
-    """
+    """One file: what it defines at its top level, and what it imports from where."""
 
     name: str
     text: str

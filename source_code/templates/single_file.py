@@ -4,9 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
-from templates.changes import EVERYWHERE, MEASURING, RECIPES, UNWRAPPED, Recipe
+from templates.changes import EVERYWHERE, MEASURING, ONLY_AS_FOLDER, RECIPES, UNWRAPPED, Recipe
 from templates.definitions import CannotCopy, Module, Used, sorted_imports
 from templates.leave_out import leave_out
 
@@ -18,7 +19,9 @@ LONGEST = 500  # lines: a copy has fewer, so that it can be read in one go
 
 def write_single_file(script, file):
     """Write the copy of `script` as one file, with the text that it learns beside it."""
-    text = single_file(script)
+    if script in ONLY_AS_FOLDER:
+        raise CannotCopy(f"{script} has too much of its own for one file; name a folder instead")
+    text = single_file(script, file.name)
     lines = len(text.splitlines())
     if lines >= LONGEST:
         raise CannotCopy(
@@ -43,7 +46,7 @@ def write_single_file(script, file):
     )
 
 
-def single_file(script):
+def single_file(script, name):
     """The text of the copy. Raises CannotCopy."""
     recipe = RECIPES.get(script, Recipe())
     text = (SOURCE_CODE / f"{script}.py").read_text()
@@ -58,7 +61,7 @@ def single_file(script):
     constants = [block_of(used, *entry) for entry in used.order if is_constant(used, *entry)]
     others = [block_of(used, *entry) for entry in used.order if not is_constant(used, *entry)]
     parts = [
-        f'"""{head_of(text, script)}"""\n',
+        head_of(text, script, recipe, name),
         sorted_imports([*used.imports.values(), "import sys"]),
         "\n".join(dict.fromkeys(constants)) + "\n\n",
         "\n\n\n".join(others) + "\n\n",
@@ -67,8 +70,15 @@ def single_file(script):
     return formatted("\n".join(parts))
 
 
-def head_of(text, script):
-    return ast.get_docstring(ast.parse(text)).splitlines()[0]
+def head_of(text, script, recipe, name):
+    """The docstring of the copy: what it is, how it starts, what it is made from and lacks."""
+    what = ast.get_docstring(ast.parse(text)).splitlines()[0]
+    made = (
+        f"Made by copy_template.py from the course's {script}.py and the files of pipeline/ that it "
+        f"uses. {recipe.says} Left out is what measures, draws, compares and watches."
+    )
+    start = f"    torchrun --standalone --nproc-per-node 4 {name}"
+    return f'"""{what}\n\n{start}\n\n{textwrap.fill(made, 100)}\n"""\n'
 
 
 def text_of(module, recipe):
@@ -83,7 +93,7 @@ def text_of(module, recipe):
 def adapted(text, recipe):
     """A file's text without what a copy leaves out."""
     text = leave_out(text, MEASURING | recipe.left_out, UNWRAPPED)
-    for old, new in EVERYWHERE:
+    for old, new in [*EVERYWHERE, *recipe.elsewhere]:
         text = replaced(text, old, new, must=False)
     return short_docstrings(text)
 

@@ -2,22 +2,15 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from collections import namedtuple
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-
-@dataclass
-class Job:
-    """What a rank knows of the job it is part of."""
-
-    rank: int
-    num_ranks: int
-    device: torch.device
-    transport: torch.device  # where messages lie: on the host if ranks share a GPU
-    channels: dict  # what travels -> its process group: no activation waits behind a gradient
+# What a rank knows of the job it is part of. `transport` is the device on which messages lie: the
+# host if ranks share a GPU. `channels` has a process group for each kind of message.
+Job = namedtuple("Job", "rank num_ranks device transport channels")
 
 
 def ranks_from_environment():

@@ -1,8 +1,10 @@
 """Performs a rank's list of actions where stage s is on rank s modulo the number of ranks."""
 
-from collections import deque
+import os
+import sys
 
-from pipeline.distributed import Receiving, Sending
+import torch
+import torch.distributed as dist
 
 
 class Worker:
@@ -13,37 +15,46 @@ class Worker:
         self.shape, self.dtype = shape, dtype  # of an activation: (micro-batch size, length, dim)
 
     def run_step(self, inputs, targets):
-        """Run all actions once. Returns the loss of the batch on the last rank, else None."""
-        self.sent, self.here, losses = deque(), {}, []
+        """Run all actions once. Returns the loss of the batch where the last stage is, else None."""
+        self.sent, self.here, losses = [], {}, []
         for index, kind, k in self.order:
             stage = self.stages[index]
             if kind == "F":
-                x = inputs[k] if stage.is_first else self.take("activation", k, index, -1)
+                x = inputs[k] if stage.is_first else self.receive("activation", k, index, -1)
                 output = stage.forward(k, x, targets[k])
                 if stage.is_last:
                     losses.append(output)
                 else:
-                    self.give(output, "activation", k, index, 1)
+                    self.send(output, "activation", k, index, 1)
             else:
-                gradient = None if stage.is_last else self.take("gradient", k, index, 1)
+                gradient = None if stage.is_last else self.receive("gradient", k, index, 1)
                 gradient = stage.backward(k, gradient)
                 if not stage.is_first:
-                    self.give(gradient, "gradient", k, index, -1)
-        while self.sent:
-            self.sent.popleft().wait()
+                    self.send(gradient, "gradient", k, index, -1)
+        for work, _ in self.sent:
+            work.wait()
         return sum(losses) if losses else None
 
-    def take(self, what, k, index, step):
-        """What stage `index + step` made: from here if that is this rank's, too."""
+    def receive(self, what, k, index, step):
+        """What stage `index + step` made. A rank that is lost or silent ends this one, too."""
         source = (self.job.rank + step) % self.job.num_ranks
         if source == self.job.rank:
             return self.here.pop((what, k, index))
-        return Receiving(self.job, self.shape, self.dtype, source, f"{what} {k}").wait()
+        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.job.transport)
+        try:
+            dist.recv(buffer, source, group=self.job.channels[what])
+        except RuntimeError as error:
+            reason = f"rank {self.job.rank} got no {what} {k} from rank {source}: {error}"
+            print(reason.splitlines()[0], file=sys.stderr, flush=True)
+            os._exit(1)
+        return buffer.to(self.job.device)
 
-    def give(self, tensor, what, k, index, step):
-        """Hand a result to stage `index + step`; each takes them in the order in which they come."""
+    def send(self, tensor, what, k, index, step):
+        """Hand a result to stage `index + step`; a rank takes them in the order in which they come."""
         destination = (self.job.rank + step) % self.job.num_ranks
         if destination == self.job.rank:
             self.here[what, k, index + step] = tensor
         else:
-            self.sent.append(Sending(self.job, tensor, destination, f"{what} {k}"))
+            buffer = tensor.detach().to(self.job.transport).contiguous()
+            work = dist.isend(buffer, destination, group=self.job.channels[what])
+            self.sent.append((work, buffer))

@@ -19,9 +19,9 @@ def main():
     optimizer = build_optimizer(
         arguments.optimizer, stage.part.parameters(), arguments.learning_rate
     )
-    schedule = one_f_one_b(len(arguments.stage_layers), arguments.microbatches)
+    order = one_f_one_b(stage.index, len(arguments.stage_layers), arguments.microbatches)
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule.orders[stage.index], stage, shape, arguments.torch_dtype)
+    worker = Worker(job, order, stage, shape, arguments.torch_dtype)
     report = Report(arguments, job)
 
     for step in report.steps():

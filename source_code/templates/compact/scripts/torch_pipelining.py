@@ -1,19 +1,16 @@
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline.arguments import parse_training_arguments, positive_integer, refuse, training_parser
 from pipeline.clipping import clip_gradients
 from pipeline.distributed import join_job, leave_job, ranks_from_environment
 from pipeline.library import (
-    ONE_STAGE,
     SCHEDULES,
     complaint_about,
-    mean_of,
     stages_of_rank,
     without_messages_to_itself,
 )
-from pipeline.model import VOCABULARY, build_part, token_loss
+from pipeline.model import VOCABULARY, build_part
 from pipeline.report import Report
 
 
@@ -22,8 +19,8 @@ def main():
     job = join_job(arguments.device, arguments.timeout)
     stages = build_stages(arguments, job)
     schedule = build_schedule(arguments, stages)
-    parameters = [parameter for _, parameter in named_parameters(stages)]
-    optimizer, rates = build_optimizer(arguments, parameters)
+    weights = [weight for stage in stages for weight in stage.submod.parameters()]
+    optimizer, rates = build_optimizer(arguments, weights)
     report = Report(arguments, job)
 
     for step in report.steps():
@@ -31,7 +28,7 @@ def main():
         optimizer.zero_grad()
         loss = run_step(schedule, stages, inputs, targets, {})
         if arguments.clip:
-            clip_gradients(job, named_parameters(stages), arguments.clip)
+            clip_gradients(job, weights, arguments.clip)
         optimizer.step()
         rates.step()
         report.record_step(step, loss)
