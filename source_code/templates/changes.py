@@ -205,7 +205,8 @@ RECIPES = {
         parts={"schedules": "one_order"},
     ),
     "pretrain_llama": Recipe(
-        "It learns bytes, with 1F1B, AdamW, a cosine, clipping and checkpoints.",
+        "It has 1F1B, AdamW, warm-up and cosine, clipping, checkpoints; not the replicas, recomputing, "
+        "bfloat16 with float32 masters, tokenizers, evaluation and samples that a folder has.",
         parts={"schedules": "one_order"},
     ),
     "torch_pipelining": Recipe("It has all schedules of the library, and stages cut by hand."),

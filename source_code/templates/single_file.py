@@ -173,10 +173,15 @@ def block_of(used, module, name):
 
 
 def formatted(text):
-    """As ruff formats it; where there is no ruff, as it is."""
-    words = [sys.executable, "-m", "ruff", "format", "--line-length", "100", "-"]
-    try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return text
-    return done.stdout if done.returncode == 0 else text
+    """With imports sorted and as ruff formats it; where there is no ruff, as it is."""
+    ruff = [sys.executable, "-m", "ruff"]
+    style = ["--line-length", "100", "-"]
+    for words in (["check", "--select", "I", "--fix-only", "--quiet"], ["format"]):
+        try:
+            done = subprocess.run(
+                [*ruff, *words, *style], input=text, capture_output=True, text=True, timeout=60
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return text
+        text = done.stdout if done.returncode == 0 else text
+    return text

@@ -20,9 +20,8 @@ class Text:
         if len(content) < 10 * (seq_len + 1):
             refuse(f"--data {path} is shorter than ten sequences; use a longer text")
         tokens = torch.frombuffer(content, dtype=torch.uint8).long()
-        self.training, self.held_out = tokens.split(
-            [len(tokens) - len(tokens) // 10, len(tokens) // 10]
-        )
+        tenth = len(tokens) // 10
+        self.training, self.held_out = tokens[:-tenth], tokens[-tenth:]
 
     def batch(self, step, batch_size, seq_len, seed=0):
         """Inputs and targets of `step`, both (batch_size, seq_len); targets are one byte later."""
