@@ -6,9 +6,9 @@ import torch
 class SGD:
     """Plain gradient descent, w <- w - learning_rate * gradient.
 
-    It is torch.optim.SGD without options. The reason that it stands here is its start: the first
-    optimizer of torch.optim in a process loads the compiler (torch._dynamo), about 1.8 s of
-    processor time on every rank, which is longer than the default training run.
+    It is torch.optim.SGD without options, to the last digit. The reason that it stands here is its
+    start: the first optimizer of torch.optim in a process loads the compiler (torch._dynamo), about
+    1.8 s of processor time on every rank, which is longer than the default training run.
     """
 
     def __init__(self, parameters, learning_rate):
@@ -23,7 +23,7 @@ class SGD:
     @torch.no_grad()
     def step(self):
         for parameter in self.param_groups[0]["params"]:
-            parameter -= self.param_groups[0]["lr"] * parameter.grad
+            parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
 
 
 def build_optimizer(name, parameters, learning_rate, **options):

@@ -1,0 +1,16 @@
+"""A learning rate that changes from update to update: warm-up, then half a cosine."""
+
+import math
+
+FLOOR = 0.1  # share of the peak that is left at the end, and from then on
+
+
+def set_rate(optimizer, peak, update, warm_up_steps, decay_steps):
+    """The learning rate of one update: warm-up, then half a cosine down to a tenth."""
+    if update < warm_up_steps:
+        share = (update + 1) / warm_up_steps
+    else:
+        progress = min(1.0, (update - warm_up_steps) / (decay_steps - warm_up_steps))
+        share = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = peak * share

@@ -1,0 +1,138 @@
+"""A folder of one's own from a training script: exactly the files that it imports, and how to start.
+
+Imports are followed from file to file, those within functions too. A file of another kind, such as
+the text that is learnt, goes along when one of the copied files names it.
+"""
+
+import ast
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+from templates.definitions import CannotCopy
+
+SOURCE_CODE = Path(__file__).resolve().parents[1]
+REQUIREMENTS = SOURCE_CODE.parent / "requirements.txt"
+JOB_SCRIPT = Path(__file__).with_name("job.sbatch")
+README = Path(__file__).with_name("README.md")
+
+
+def write_folder(script, folder):
+    """Write the copy of `script` into a folder that is not there yet, or empty; says what to do."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CannotCopy(
+            f"{folder} is there already, and nothing is overwritten; name a new folder"
+        )
+    files = files_of(SOURCE_CODE / f"{script}.py")
+    contents = {path.relative_to(SOURCE_CODE): path.read_bytes() for path in files}
+    contents[Path("requirements.txt")] = requirements_of(files).encode()
+    contents[Path("job.sbatch")] = (
+        JOB_SCRIPT.read_text().replace("SCRIPT.py", f"{script}.py").encode()
+    )
+    contents[Path("README.md")] = readme_of(script, files).encode()
+    for path, content in contents.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return (
+        f"{folder} has {script}.py and {len(files) - 1} files of pipeline/; its README says how to "
+        f"start it:\n    cd {folder}; torchrun --standalone --nproc-per-node 4 {script}.py"
+    )
+
+
+def files_of(script):
+    """The script, the files of pipeline/ that it needs, and the other files that these name."""
+    found, waiting = [], [script]
+    while waiting:
+        path = waiting.pop(0)
+        if path in found:
+            continue
+        found.append(path)
+        for name in imported_names(path):
+            waiting += files_of_module(name)
+    sources = found + [SOURCE_CODE / "pipeline" / "__init__.py"]
+    texts = [path.read_text() for path in found]
+    others = [path for path in (SOURCE_CODE / "pipeline").iterdir() if path.suffix != ".py"]
+    named = [path for path in others if any(f'"{path.name}"' in text for text in texts)]
+    return sorted({*sources, *filter(Path.is_file, named)}, key=lambda path: (path != script, path))
+
+
+def files_of_module(name):
+    """The files that `import name` reads: none unless it is one of pipeline/."""
+    parts = name.split(".")
+    if parts[0] != "pipeline":
+        return []
+    path = SOURCE_CODE.joinpath(*parts)
+    candidates = [path.with_suffix(".py"), path / "__init__.py"]
+    return [candidate for candidate in candidates if candidate.is_file()]
+
+
+def imported_names(path):
+    """Every dotted name that a file imports; `from a import b` gives `a` and `a.b`."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def requirements_of(files):
+    """The lines of the course's requirements.txt for the packages that these files import.
+
+    What torch or another package brings along has no line there: then it is the version that is
+    installed here. A package that a file can do without (it catches the ImportError) is left out.
+    """
+    sources = [path for path in files if path.suffix == ".py"]
+    imported = {name.split(".")[0] for path in sources for name in imported_names(path)}
+    if any(".numpy()" in path.read_text() for path in sources):  # torch then imports it
+        imported.add("numpy")
+    packages = imported - sys.stdlib_module_names - {"pipeline"}
+    pinned = {}
+    for line in REQUIREMENTS.read_text().splitlines():
+        if match := re.match(r"([\w-]+)==", line):
+            pinned.setdefault(match[1], []).append(line.split("  #")[0].rstrip())
+    lines = []
+    for package in sorted(packages):
+        if package in pinned:
+            lines += pinned[package]
+        elif not any(is_optional(package, path) for path in sources):
+            lines.append(f"{package}=={importlib.metadata.version(package)}")
+    return "".join(line + "\n" for line in lines)
+
+
+def is_optional(package, path):
+    """Whether a file tries to import a package and says what to do where there is none."""
+    return any(
+        "ImportError" in ast.unparse(node.handlers)
+        and f"import {package}" in ast.unparse(node.body)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Try)
+    )
+
+
+def readme_of(script, files):
+    """How to start the copy, where model and data go, and what each file knows."""
+    rows = [
+        f"| `{path.relative_to(SOURCE_CODE)}` | {what_it_knows(path)} |"
+        for path in files
+        if path.suffix == ".py" and path.name != "__init__.py" or path.parent.name == "schedules"
+    ]
+    rows += [
+        f"| `{path.relative_to(SOURCE_CODE)}` | the text that is learnt without `--data` |"
+        for path in files
+        if path.suffix == ".txt"
+    ]
+    text = README.read_text().replace("SCRIPT", script).replace("FILES", "\n".join(rows))
+    source = files[0].read_text()
+    own = {"MODEL": r"\ndef (build_\w*stages?)\(", "DATA": r"\ndef (\w*batch\w*_of|batch_of)\("}
+    for word, pattern in own.items():
+        match = re.search(pattern, source)
+        text = text.replace(word, f"`{match[1]}` in `{script}.py`" if match else f"`{script}.py`")
+    return text
+
+
+def what_it_knows(path):
+    """The first sentence of a file's docstring."""
+    return ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
