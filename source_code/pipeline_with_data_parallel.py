@@ -111,6 +111,11 @@ def check_reduction(arguments, schedule):
             f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves passes "
             "by the hooks of DDP, which would sum nothing and say nothing; use all-reduce or fsdp2"
         )
+    if arguments.reduce == "fsdp2" and arguments.record:
+        refuse(
+            "--record with --reduce fsdp2: no rank has a whole weight or gradient to take a "
+            "fingerprint of; use --reduce all-reduce or ddp"
+        )
     if not arguments.library:
         return schedule
     from pipeline import library, library_worker  # seconds, which only --library needs

@@ -387,6 +387,7 @@ def test_a_rank_knows_its_replica_and_sums_with_the_ranks_of_the_same_stages():
         (4, "--replicas 2-1-1", "--replicas"),
         (4, "--replicas 2 --reduce ddp --schedule zb-h1", "--reduce ddp with --schedule zb-h1"),
         (4, "--replicas 2 --reduce nobody", "--reduce"),
+        (4, "--replicas 2 --reduce fsdp2 --record build/x", "--record with --reduce fsdp2"),
         (4, "--replicas 2 --library --schedule zb-h1", "--library has no --schedule zb-h1"),
         (4, "--library --microbatches 2", "--microbatches 2 is less than the 4 stages"),
         (12, "--replicas 1", "--layers 8 is too few"),
