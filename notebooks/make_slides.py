@@ -25,9 +25,11 @@ LEFT_OUT = ("Sources", "Where to go from here")
 def main():
     wanted = sys.argv[1:]
     lessons = sorted(NOTEBOOKS.glob("*.ipynb"))
-    chosen = [path for path in lessons if not wanted or path.stem[:2] in wanted]
+    chosen = [path for path in lessons if not wanted or path.stem.split("_")[0] in wanted]
     if not chosen:
-        sys.exit(f"no lesson {' '.join(wanted)}; there are {' '.join(p.stem[:2] for p in lessons)}")
+        sys.exit(
+            f"no lesson {' '.join(wanted)}; there are {' '.join(p.stem.split('_')[0] for p in lessons)}"
+        )
     SLIDES.mkdir(parents=True, exist_ok=True)
     for path in chosen:
         slides = slides_of(json.loads(path.read_text())["cells"])

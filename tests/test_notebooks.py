@@ -105,7 +105,7 @@ def test_prose_stands_before_every_pair_of_code_cells(path):
 @every_lesson
 def test_every_lesson_has_the_shape_of_a_lesson(path):
     cells = cells_of(path)
-    assert re.match(rf"# Lesson {path.stem[:2]}: ", cells[0].source)
+    assert re.match(rf"# Lesson {path.stem.split('_')[0]}: ", cells[0].source)
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     for part in ["**After this lesson**", "**Time:**", "**Builds on:**", "**Next.**"]:
         assert part in prose, part

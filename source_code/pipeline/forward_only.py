@@ -31,6 +31,8 @@ def nothing_kept(stages, last_result=None):
     before = {index: stage.loss_function for index, stage in stages.items()}
     recorder = next(iter(stages.values())).recorder
     active, recorder.meter.active = recorder.meter.active, False
+    job = recorder.job  # what is recorded is the training (--record)
+    recording, job.recording = getattr(job, "recording", None), None
     for stage in stages.values():
         stage.loss_function = last_result or stage.loss_function
     try:
@@ -41,7 +43,7 @@ def nothing_kept(stages, last_result=None):
             stage.loss_function = before[index]
             stage.held.clear()
         recorder.records, recorder.free_at = [], None
-        recorder.meter.active = active
+        recorder.meter.active, job.recording = active, recording
 
 
 class ForwardOnly:
