@@ -133,9 +133,8 @@ def readme_of(script, files):
         if path.suffix == ".txt"
     ]
     text = README.read_text()
-    for file, row in (("data.py", "your text"), ("model.py", "the course's model")):
-        if SOURCE_CODE / "pipeline" / file not in files:  # it has its own
-            text = re.sub(rf"^\| {row} .*\n", "", text, flags=re.MULTILINE)
+    if "training_parser(" not in files[0].read_text():  # its model and data are its own
+        text = re.sub(r"^\| (your text|the course's model) .*\n", "", text, flags=re.MULTILINE)
     text = text.replace("SCRIPT", script).replace("FILES", "\n".join(rows))
     source = files[0].read_text()
     for word, names in PLACES.items():
