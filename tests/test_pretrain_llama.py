@@ -364,3 +364,32 @@ def test_mfu_is_useful_work_over_possible_work():
 
     metrics = Metrics(Alone(), None, ModelConfig(), torch.float64, True, False, peak=1e9)
     assert metrics.utilisation(1e9 / flops_per_token(ModelConfig())) == pytest.approx(1.0)
+
+
+# What ends a training early.
+
+
+def test_told_to_stop_it_saves_leaves_with_75_and_continues(tmp_path):
+    flags = f"{EXACT} --checkpoints {tmp_path / 'saved'} --save-every 50"
+    with pytest.raises(RunFailed, match="exit status 75"):
+        run(
+            f"pretrain_llama.py {flags} --steps 40 --pace 4 8",
+            warm=True,
+            show=False,
+            limit=60,
+            send=("SIGUSR1", 1, "step 2"),
+        )
+    stopped = int((tmp_path / "saved" / "stopped").read_text().split(" after ")[1].split()[0])
+    losses, _ = train(f"{flags} --steps {stopped + 1}")
+    assert list(losses) == [stopped]
+
+
+def test_a_lost_rank_ends_the_training_with_its_name():
+    with pytest.raises(RunFailed, match="rank 2"):
+        run(
+            f"pretrain_llama.py {EXACT} --steps 200 --replicas 2 --pace 4 8",
+            warm=True,
+            show=False,
+            limit=60,
+            send=("SIGKILL", 2, "step 2"),
+        )

@@ -5,7 +5,6 @@ the text that is learnt, goes along when one of the copied files names it.
 """
 
 import ast
-import importlib.metadata
 import re
 import sys
 from pathlib import Path
@@ -15,6 +14,14 @@ from templates.definitions import CannotCopy
 SOURCE_CODE = Path(__file__).resolve().parents[1]
 REQUIREMENTS = SOURCE_CODE.parent / "requirements.txt"
 JOB_SCRIPT = Path(__file__).with_name("job.sbatch")
+# Objects travel as torch turns them into arrays, and torch installs without numpy.
+NEEDS_NUMPY = r"\.numpy\(\)|_object\(|_object_list\(|torch\.distributed\.checkpoint"
+# Where in a script the model is built and the batches are made: the first of these that there is.
+PLACES = {
+    "MODEL": ["build_model_part", "build_parts", "build_stage", "build_stages", "build_own_stage"]
+    + ["Network"],
+    "DATA": ["read_corpus", "microbatches_of", "batch_of"],
+}
 README = Path(__file__).with_name("README.md")
 
 
@@ -26,7 +33,9 @@ def write_folder(script, folder):
         )
     files = files_of(SOURCE_CODE / f"{script}.py")
     contents = {path.relative_to(SOURCE_CODE): path.read_bytes() for path in files}
-    contents[Path("requirements.txt")] = requirements_of(files).encode()
+    texts = [path.read_text() for path in files if path.suffix == ".py"]
+    requirements = "".join(f"{line}\n" for line in requirements_of(texts))
+    contents[Path("requirements.txt")] = requirements.encode()
     contents[Path("job.sbatch")] = (
         JOB_SCRIPT.read_text().replace("SCRIPT.py", f"{script}.py").encode()
     )
@@ -48,7 +57,7 @@ def files_of(script):
         if path in found:
             continue
         found.append(path)
-        for name in imported_names(path):
+        for name in imported_names(path.read_text()):
             waiting += files_of_module(name)
     sources = found + [SOURCE_CODE / "pipeline" / "__init__.py"]
     texts = [path.read_text() for path in found]
@@ -67,10 +76,10 @@ def files_of_module(name):
     return [candidate for candidate in candidates if candidate.is_file()]
 
 
-def imported_names(path):
-    """Every dotted name that a file imports; `from a import b` gives `a` and `a.b`."""
+def imported_names(text):
+    """Every dotted name that a source imports; `from a import b` gives `a` and `a.b`."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -78,15 +87,14 @@ def imported_names(path):
     return names
 
 
-def requirements_of(files):
-    """The lines of the course's requirements.txt for the packages that these files import.
+def requirements_of(texts):
+    """A line for each package that these sources import, as the course's requirements.txt pins it.
 
-    What torch or another package brings along has no line there: then it is the version that is
-    installed here. A package that a file can do without (it catches the ImportError) is left out.
+    What comes along with another package has no pin there, and none here. A package that a source
+    can do without (it catches the ImportError) is left out.
     """
-    sources = [path for path in files if path.suffix == ".py"]
-    imported = {name.split(".")[0] for path in sources for name in imported_names(path)}
-    if any(".numpy()" in path.read_text() for path in sources):  # torch then imports it
+    imported = {name.split(".")[0] for text in texts for name in imported_names(text)}
+    if any(re.search(NEEDS_NUMPY, text) for text in texts):
         imported.add("numpy")
     packages = imported - sys.stdlib_module_names - {"pipeline"}
     pinned = {}
@@ -97,17 +105,17 @@ def requirements_of(files):
     for package in sorted(packages):
         if package in pinned:
             lines += pinned[package]
-        elif not any(is_optional(package, path) for path in sources):
-            lines.append(f"{package}=={importlib.metadata.version(package)}")
-    return "".join(line + "\n" for line in lines)
+        elif not any(is_optional(package, text) for text in texts):
+            lines.append(package)
+    return lines
 
 
-def is_optional(package, path):
-    """Whether a file tries to import a package and says what to do where there is none."""
+def is_optional(package, text):
+    """Whether a source tries to import a package and says what to do where there is none."""
     return any(
         "ImportError" in ast.unparse(node.handlers)
         and f"import {package}" in ast.unparse(node.body)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Try)
     )
 
@@ -124,12 +132,16 @@ def readme_of(script, files):
         for path in files
         if path.suffix == ".txt"
     ]
-    text = README.read_text().replace("SCRIPT", script).replace("FILES", "\n".join(rows))
+    text = README.read_text()
+    if "training_parser(" not in files[0].read_text():  # its model and data are its own
+        text = re.sub(r"^\| (your text|the course's model) .*\n", "", text, flags=re.MULTILINE)
+    text = text.replace("SCRIPT", script).replace("FILES", "\n".join(rows))
     source = files[0].read_text()
-    own = {"MODEL": r"\ndef (build_\w*stages?)\(", "DATA": r"\ndef (\w*batch\w*_of|batch_of)\("}
-    for word, pattern in own.items():
-        match = re.search(pattern, source)
-        text = text.replace(word, f"`{match[1]}` in `{script}.py`" if match else f"`{script}.py`")
+    for word, names in PLACES.items():
+        here = [
+            name for name in names if re.search(rf"^(def|class) {name}\b", source, re.MULTILINE)
+        ]
+        text = text.replace(word, f"`{here[0]}` in `{script}.py`" if here else f"`{script}.py`")
     return text
 
 

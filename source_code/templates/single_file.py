@@ -9,6 +9,7 @@ from pathlib import Path
 
 from templates.changes import EVERYWHERE, MEASURING, ONLY_AS_FOLDER, RECIPES, UNWRAPPED, Recipe
 from templates.definitions import CannotCopy, Module, Used, sorted_imports
+from templates.folder import requirements_of
 from templates.leave_out import leave_out
 
 SOURCE_CODE = Path(__file__).resolve().parents[1]
@@ -61,23 +62,26 @@ def single_file(script, name):
     constants = [block_of(used, *entry) for entry in used.order if is_constant(used, *entry)]
     others = [block_of(used, *entry) for entry in used.order if not is_constant(used, *entry)]
     parts = [
-        head_of(text, script, recipe, name),
         sorted_imports([*used.imports.values(), "import sys"]),
         "\n".join(dict.fromkeys(constants)) + "\n\n",
         "\n\n\n".join(others) + "\n\n",
         'if __name__ == "__main__":\n    sys.exit(main())\n',
     ]
-    return formatted("\n".join(parts))
+    body = "\n".join(parts)
+    return formatted(head_of(text, script, recipe, name, requirements_of([body])) + "\n" + body)
 
 
-def head_of(text, script, recipe, name):
+def head_of(text, script, recipe, name, packages):
     """The docstring of the copy: what it is, how it starts, what it is made from and lacks."""
     what = ast.get_docstring(ast.parse(text)).splitlines()[0]
     made = (
         f"Made by copy_template.py from the course's {script}.py and the files of pipeline/ that it "
         f"uses. {recipe.says} Left out is what measures, draws, compares and watches."
     )
-    start = f"    torchrun --standalone --nproc-per-node 4 {name}"
+    start = (
+        f"    python -m pip install {' '.join(packages)}\n"
+        f"    torchrun --standalone --nproc-per-node 4 {name}"
+    )
     return f'"""{what}\n\n{start}\n\n{textwrap.fill(made, 100)}\n"""\n'
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as by_name
 
-FLAT = by_name.StateDictOptions(flatten_optimizer_state_dict=True)  # the optimizer's memory by name
+FLAT = by_name.StateDictOptions(flatten_optimizer_state_dict=True)  # memory by name
 
 
 class Checkpoints:

@@ -31,13 +31,10 @@ def join_job(wanted="auto", timeout=60.0):
         backend = "nccl" if local_ranks <= gpus else "gloo"
     limit = timedelta(seconds=timeout)
     store = dist.HashStore() if num_ranks == 1 else None
-    collectives = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        collectives, store=store, rank=rank, world_size=num_ranks, timeout=limit
-    )
-    channels = {
-        what: dist.new_group(backend=backend, timeout=limit) for what in ("activation", "gradient")
-    }
+    both = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(both, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    kinds = ("activation", "gradient")
+    channels = {kind: dist.new_group(backend=backend, timeout=limit) for kind in kinds}
     if rank == 0:
         print(f"{num_ranks} ranks on {device.type}, {backend} messages", flush=True)
     transport = device if backend == "nccl" else torch.device("cpu")

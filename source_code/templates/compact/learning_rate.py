@@ -2,8 +2,6 @@
 
 import math
 
-FLOOR = 0.1  # share of the peak that is left at the end, and from then on
-
 
 def set_rate(optimizer, peak, update, warm_up_steps, decay_steps):
     """The learning rate of one update: warm-up, then half a cosine down to a tenth."""
@@ -11,6 +9,6 @@ def set_rate(optimizer, peak, update, warm_up_steps, decay_steps):
         share = (update + 1) / warm_up_steps
     else:
         progress = min(1.0, (update - warm_up_steps) / (decay_steps - warm_up_steps))
-        share = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
+        share = 0.1 + (1 - 0.1) * (1 + math.cos(math.pi * progress)) / 2
     for group in optimizer.param_groups:
         group["lr"] = peak * share

@@ -1,7 +1,7 @@
 import torch
 import torch.distributed as dist
 
-from pipeline.arguments import parse_training_arguments, positive_integer, training_parser
+from pipeline.arguments import parse_training_arguments, positive_integer, refuse, training_parser
 from pipeline.checkpoint import Checkpoints
 from pipeline.clipping import clip_gradients
 from pipeline.distributed import join_job
@@ -15,7 +15,6 @@ from pipeline.worker import Worker
 MODELS = {  # layers, dim, heads, kv_heads
     "1m": (8, 104, 4, 2),
     "10m": (8, 288, 6, 2),
-    "60m": (8, 512, 8, 4),
     "125m": (12, 768, 12, 4),
     "1b": (20, 2048, 32, 4),
 }
@@ -58,7 +57,10 @@ def parse_arguments():
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, dtype="float32")
     sizes = zip(("layers", "dim", "heads", "kv_heads"), MODELS[parser.parse_args().model])
     parser.set_defaults(**dict(sizes))
-    return parse_training_arguments(parser)
+    arguments = parse_training_arguments(parser)
+    if arguments.optimizer != "adamw":
+        refuse("--optimizer: here it is adamw, with the numbers of Llama 2; leave the flag out")
+    return arguments
 
 
 def build_stage(arguments, job):
