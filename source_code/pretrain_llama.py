@@ -41,7 +41,7 @@ from pipeline.forward_only import ForwardOnly
 from pipeline.learning_rate import WarmUpThenCosine, share_of_peak
 from pipeline.memory import count_weights, measure_memory, memory_table, predict_memory
 from pipeline.metrics import Metrics
-from pipeline.mixed_precision import computing_copy, refresh
+from pipeline.mixed_precision import computing_copy, hand_over_put_off, refresh
 from pipeline.model import build_part
 from pipeline.optimizer import build_optimizer
 from pipeline.padding import ShareOfLoss, count_real_tokens
@@ -258,6 +258,7 @@ def build_stages(arguments, job, schedule, recorder, loss_function, reduction):
             recorder,
             share_of_loss,
         )
+        hand_over_put_off(stages[index], master)
     return masters, stages
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from pipeline import checkpoint, checkpoint_folder
+from pipeline import checkpoint, checkpoint_arguments, checkpoint_folder
 from pipeline.launch import RunFailed, run
 from pipeline.model import ModelConfig, build_model
 
@@ -129,7 +129,7 @@ class SlowToWrite(checkpoint.Checkpoints):
 
 def train_while_it_is_slow_to_write(rank, flags, copies):
     with mock.patch.object(sys, "argv", shlex.split(flags)):
-        with mock.patch.object(distributed_checkpointing, "Checkpoints", SlowToWrite):
+        with mock.patch.object(checkpoint_arguments, "Checkpoints", SlowToWrite):
             if copies:
                 return distributed_checkpointing.main()
             with mock.patch.object(checkpoint, "copy_to_host", lambda state: state):

@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 from pipeline.distributed import join_job, leave_job
 from pipeline.launch import run
 from pipeline.memory import Kept, count_weights, most_held, predict_memory
-from pipeline.mixed_precision import computing_copy
+from pipeline.mixed_precision import computing_copy, hand_over_put_off
 from pipeline.model import ModelConfig, build_model, build_part, cut_evenly
 from pipeline.padding import ShareOfLoss
 from pipeline.recompute import build_recomputing_stage
@@ -47,6 +47,7 @@ def play(job, schedule, config, dtype, mode, pieces):
             mode, pieces, part, index, schedule.num_stages, recorder,
             lambda scores, targets: loss(scores.float() if dtype == torch.bfloat16 else scores, targets),
         )  # fmt: skip
+        hand_over_put_off(stages[index], master)
     for order in schedule.orders:
         for index in {action.stage for action in order if action.kind == "I"}:
             stages[index].split or stages[index].allow_split_backward()

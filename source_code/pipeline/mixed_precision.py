@@ -26,6 +26,23 @@ def computing_copy(master, dtype):
     return part
 
 
+def hand_over_put_off(stage, master):
+    """Let `stage`, which computes with a copy of `master`, do the same in a split backward.
+
+    The half for the weights adds gradients up without autograd, so no hook sees them.
+    """
+    if stage.part is master:
+        return
+    backward_weight = stage.backward_weight
+
+    def and_hand_over(microbatch):
+        backward_weight(microbatch)
+        for updated, weight in zip(master.parameters(), stage.part.parameters()):
+            hand_over(updated, weight)
+
+    stage.backward_weight = and_hand_over
+
+
 @torch.no_grad()
 def hand_over(updated, weight):
     """Add a gradient that has just been computed to the master's, and free it."""

@@ -84,5 +84,5 @@ def tensors_of(work):
 def catch_up(work):
     """Do what was put off: add each weight's gradient to its `.grad`."""
     for weight, inputs, gradient in work:
-        # Autograd adds it, and calls whoever waits for gradients (mixed_precision.py).
-        torch.autograd.backward(weight, weight_gradient(inputs, gradient))
+        more = weight_gradient(inputs, gradient)
+        weight.grad = more if weight.grad is None else weight.grad.add_(more)

@@ -34,9 +34,7 @@ class Corpus(Text):
         return row[:-1].view(count, seq_len), row[1:].view(count, seq_len)
 
     def encode(self, text):
-        if self.tokenizer is None:
-            return list(text.encode())
-        return self.tokenizer.encode(text).ids
+        return as_tokens(self.tokenizer, text).tolist()
 
     def decode(self, tokens):
         if self.tokenizer is None:
@@ -88,13 +86,13 @@ def filled_up(batch, rows):
 
 def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False, seq_len=32):
     """A Corpus from a Text in bytes. Raises DataError when it is too short or no tokenizer fits."""
-    plain = [bytes(part.tolist()) for part in (content.training, content.held_out)]
-    training, held_out = (part.decode(errors="replace") for part in plain)
+    plain = content.training, content.held_out
+    texts = [part.to(torch.uint8).numpy().tobytes().decode(errors="replace") for part in plain]
     tokenizer = None
     if tokenizer_file:
         tokenizer = read_tokenizer(tokenizer_file)
     elif vocabulary > BYTES:
-        tokenizer = train_tokenizer(training, vocabulary)
+        tokenizer = train_tokenizer(texts[0], vocabulary)
     num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
     if num_tokens > vocabulary:
         raise DataError(
@@ -102,11 +100,7 @@ def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False,
             f"use at least {num_tokens}"
         )
 
-    def encode(text):
-        tokens = tokenizer.encode(text).ids if tokenizer else list(text.encode())
-        return torch.tensor(tokens, dtype=torch.int64)
-
-    tokens = (encode(training), encode(held_out)) if tokenizer else content_of(content)
+    tokens = [as_tokens(tokenizer, text) for text in texts] if tokenizer else plain
     if min(map(len, tokens)) < seq_len + 1:
         raise DataError(
             f"--data: the text has {len(tokens[1])} held-out tokens, and --seq-len {seq_len} needs "
@@ -115,18 +109,20 @@ def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False,
     further = (tokenizer, num_tokens, len(plain[1]) / len(tokens[1]))
     if not documents:
         return Corpus(*tokens, *further)
-    texts = [[encode(one) for one in documents_of(text)] for text in (training, held_out)]
-    for part, found in zip(("training", "held-out"), texts):
+    cut = [[as_tokens(tokenizer, one) for one in documents_of(text)] for text in texts]
+    for part, found in zip(("training", "held-out"), cut):
         if not found:
             raise DataError(
                 f"--documents: the {part} text has no documents, which blank lines separate; "
                 "leave the flag out, or use another text"
             )
-    return Documents(*tokens, *further, *map(tuple, texts))
+    return Documents(*tokens, *further, *map(tuple, cut))
 
 
-def content_of(content):
-    return content.training, content.held_out
+def as_tokens(tokenizer, text):
+    """`text` as a tensor of tokens, int64; of bytes where `tokenizer` is None."""
+    tokens = tokenizer.encode(text).ids if tokenizer else list(text.encode())
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def documents_of(text):
