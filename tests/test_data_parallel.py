@@ -109,6 +109,11 @@ def test_without_clipping_plain_descent_on_full_rows_agrees_too(tmp_path):
     assert "as promised" in output
 
 
+def test_fsdp2_sums_float32_over_gloo_which_refuses_its_scaled_sums(tmp_path):
+    losses, _ = train(tmp_path, "--replicas 2 --reduce fsdp2 --dtype float32")
+    assert 1e-12 < largest_difference(losses, one_process()) <= 1e-4
+
+
 # What would be wrong
 
 
