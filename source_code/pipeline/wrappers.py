@@ -90,7 +90,7 @@ class WithFSDP2:
         for module in [*part.layers.values(), part]:
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo refuses other factors in float32
         self.parts[index] = part
         return part
 
