@@ -213,6 +213,19 @@ def test_of_all_that_differs_the_cause_is_found_and_not_what_follows(record):
     assert (found.step, found.event) == (1, None) and "begins with another" in found.sentence
 
 
+def test_the_cause_is_found_when_the_clocks_of_the_ranks_disagree(record, tmp_path):
+    for name in ("broken", "healthy"):
+        flag = " --cured" if name == "healthy" else ""
+        folder = tmp_path / name
+        launch.run(f"broken_pipelines.py --case 1{flag} --record {folder}", warm=True, show=False)
+    broken, healthy = (read_recording(tmp_path / name) for name in ("broken", "healthy"))
+    for entry in broken.steps[0].entries:  # the ranks after the cause, by a clock that is behind
+        if entry.event.rank > 1:
+            event = entry.event
+            entry.event = event._replace(start=event.start - 1e5, end=event.end - 1e5)
+    assert str(compare(broken, healthy).event.action) == "1F0"
+
+
 # Runs that end before their time
 
 

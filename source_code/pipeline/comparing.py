@@ -106,6 +106,20 @@ def _first_weights(one, other, number, tolerance):
     return None
 
 
+def causes_among(differing, one, other, number):
+    """Those of the `differing` actions that did not inherit it from anything they build on."""
+    before = {}  # the action before it on its rank
+    for recording in (other, one):
+        for events in recording.timeline(number).by_rank:
+            results = [Action(*result_of(event.action)) for event in events]
+            before |= dict(zip(results[1:], results))
+
+    def builds_on(result):
+        return {before.get(result), *(Action(*need) for need in one.schedule.needs_of(result))}
+
+    return [result for result in differing if not builds_on(result) & set(differing)]
+
+
 def _first_action(one, other, number, tolerance):
     ours, theirs = _in_both_kinds(one.steps[number], other.steps[number])
     differing = {
@@ -114,17 +128,7 @@ def _first_action(one, other, number, tolerance):
         if (sentences := _differences(entry, theirs.get(result), one, number, tolerance))
     }
     differing |= {result: ["the other took it"] for result in theirs if result not in ours}
-    before = {}
-    for recording in (other, one):
-        for events in recording.timeline(number).by_rank:
-            results = [Action(*result_of(event.action)) for event in events]
-            before |= dict(zip(results[1:], results))
-    roots = [
-        result
-        for result in differing
-        if before.get(result) not in differing
-        and not any(Action(*need) in differing for need in one.schedule.needs_of(result))
-    ]
+    roots = causes_among(differing, one, other, number)
     if not roots:
         return None
 
