@@ -22,7 +22,6 @@ import torch
 from cluster import MISSING, Cluster, free_ports, losses_of
 from ranks import PRELOAD, run_on_ranks
 from templates import changes, single_file
-from templates.changes import ONLY_AS_FOLDER
 from templates.leave_out import leave_out
 
 from pipeline.optimizer import build_optimizer
@@ -43,7 +42,6 @@ FLAGS = {
     "torch_pipelining_gpt2": f"{SMALL} --layers 4",
     "torch_pipelining_mlp": "--steps 3",
 }
-IN_ONE_FILE = [script for script in SCRIPTS if script not in ONLY_AS_FOLDER]
 RANKS = {"torch_pipelining_mlp": 3, "pipeline_with_data_parallel": 4}  # else 2
 OWN_TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind.\n" * 50
 
@@ -127,7 +125,7 @@ def test_a_folder_runs_by_itself_with_the_losses_of_the_original(script, tmp_pat
     assert run(copied, tmp_path) == original(script)
 
 
-@pytest.mark.parametrize("script", IN_ONE_FILE)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_one_file_runs_by_itself_with_the_losses_of_the_original(script, tmp_path, original):
     copied = copied_to(tmp_path / "mine.py", script)
     assert run(copied, tmp_path, name=script) == original(script)
@@ -135,7 +133,7 @@ def test_one_file_runs_by_itself_with_the_losses_of_the_original(script, tmp_pat
 
 
 def test_a_file_is_formatted_and_has_nothing_that_it_does_not_use(tmp_path):
-    for script in IN_ONE_FILE:
+    for script in SCRIPTS:
         (tmp_path / f"{script}.py").write_text(single_file.single_file(script, "mine.py"))
     for words in (["format", "--check"], ["check"]):
         ruff = [sys.executable, "-m", "ruff", *words, f"--config={ROOT / 'pyproject.toml'}"]
@@ -326,11 +324,6 @@ def test_a_script_that_says_something_else_now_is_refused_with_what_it_said(
     recipe = changes.Recipe(changes=[("no such words", "others")])
     monkeypatch.setitem(changes.RECIPES, "gpipe", recipe)
     assert "no longer says 'no such words'" in refusal(capsys, "gpipe", tmp_path / "mine.py")
-
-
-def test_what_no_file_can_hold_is_copied_as_a_folder(tmp_path, capsys):
-    for script in ONLY_AS_FOLDER:
-        assert "name a folder instead" in refusal(capsys, script, tmp_path / "mine.py")
 
 
 # How names are left out.

@@ -201,7 +201,8 @@ RECIPES = {
         "It performs whole forwards and backwards.", parts={"worker": "any_worker"}
     ),
     "distributed_checkpointing": Recipe(
-        "Of its choices it has 1F1B, and checkpoints that are written while training waits.",
+        "Of its choices it has 1F1B, and checkpoints that are written while training waits, "
+        "without clipping and without the signals that stop a training.",
         parts={"schedules": "one_order"},
     ),
     "pretrain_llama": Recipe(
@@ -211,6 +212,12 @@ RECIPES = {
     ),
     "torch_pipelining": Recipe("It has all schedules of the library, and stages cut by hand."),
     "torch_pipelining_mlp": Recipe("It is all there.", changes=[(", pairs=[])", ")")]),
+    "torch_pipelining_gpt2": Recipe(
+        "Of its models it has GPT-2, traced, with random weights; not the classifier, the Llama and "
+        "weights from a folder.",
+        changes=[
+            ('os.environ["HF_HUB_OFFLINE"] = "1"', ""),
+            ('os.environ["TRANSFORMERS_VERBOSITY"] = "error"', ""),
+        ],
+    ),
 }
-# What has so much of its own that no form in one file would be the same program.
-ONLY_AS_FOLDER = {"torch_pipelining_gpt2"}

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from templates.changes import EVERYWHERE, MEASURING, ONLY_AS_FOLDER, RECIPES, UNWRAPPED, Recipe
+from templates.changes import EVERYWHERE, MEASURING, RECIPES, UNWRAPPED, Recipe
 from templates.definitions import CannotCopy, Module, Used, sorted_imports
 from templates.folder import requirements_of
 from templates.leave_out import leave_out
@@ -20,8 +20,6 @@ LONGEST = 500  # lines: a copy has fewer, so that it can be read in one go
 
 def write_single_file(script, file):
     """Write the copy of `script` as one file, with the text that it learns beside it."""
-    if script in ONLY_AS_FOLDER:
-        raise CannotCopy(f"{script} has too much of its own for one file; name a folder instead")
     text = single_file(script, file.name)
     lines = len(text.splitlines())
     if lines >= LONGEST:
