@@ -11,7 +11,7 @@ import pytest
 from pipeline.launch import ROOT
 
 BIN = Path(sys.executable).parent
-FIRST_WORDS = r"(make|torchrun|python|srun|sbatch|slurm/local_cluster\.sh|source|git|pip|eval|scontrol|sinfo|ssh|sed|sudo|chmod|for)"  # fmt: skip
+FIRST_WORDS = r"(make|torchrun|python|srun|sbatch|slurm/local_cluster\.sh|source|git|pip|eval|scontrol|sinfo|ssh|sed|sudo|chmod|for i in)"  # fmt: skip
 
 # What becomes of a command, by the first pattern that it matches.
 RUN = "is run below"
