@@ -16,7 +16,7 @@ lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
 test: $(INSTALLED) ## set up .venv and run every test, the notebooks included
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 run: $(INSTALLED) ## train with GPipe on four processes, and draw the prediction and the run
 	@mkdir -p build
