@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from pipeline.launch import ROOT
+from pipeline.notebook.launch import ROOT
 
 SITE = ROOT / "build" / "site"
 
