@@ -224,7 +224,11 @@ def named_parameters(stages):
 
 
 def build_optimizer(arguments, parameters):
-    """The optimizer, and what sets its learning rate before each step."""
+    """The optimizer, and what sets its learning rate before each step.
+
+    Both are torch's own, as in the program that one brings to the library. The course's
+    pipeline/learning_rate.py has the same shape with a floor, and a state for checkpoints.
+    """
     if arguments.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, lr=arguments.learning_rate)
     else:
