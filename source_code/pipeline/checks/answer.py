@@ -5,6 +5,7 @@ wrong, None when all is right. The decorator `instant` turns it into what a note
 """
 
 import functools
+import numbers
 
 from pipeline.schedule import ScheduleError, from_csv, validate
 
@@ -29,6 +30,11 @@ def instant(praise):
                 print(NOT_ATTEMPTED)
             except WrongAnswer as error:
                 print(f"Not yet: {error}")
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                # The check took the answer for what the exercise asks for, and it is not.
+                print(
+                    f"Not yet: the answer does not have the form that this exercise asks for ({error})"
+                )
             else:
                 meaning = praise(*answers) if callable(praise) else praise
                 print(f"Not yet: {complaint}" if complaint else f"Right: {meaning}")
@@ -39,7 +45,7 @@ def instant(praise):
 
 
 class NotAttempted(Exception):
-    """The learner's function still returns nothing."""
+    """The learner's function still returns the `...` of the stub."""
 
 
 class WrongAnswer(Exception):
@@ -48,7 +54,7 @@ class WrongAnswer(Exception):
 
 def call(function, *arguments):
     """What the learner's function returns, or the reason why it returned nothing."""
-    shown = ", ".join(map(str, arguments)) if all(_is_short(a) for a in arguments) else "..."
+    shown = ", ".join(map(repr, arguments)) if all(_is_short(a) for a in arguments) else "..."
     name = f"{getattr(function, '__name__', 'the answer')}({shown})"
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
@@ -56,15 +62,17 @@ def call(function, *arguments):
         result = function(*arguments)
     except Exception as error:  # whatever the learner's code raises is an answer, too
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
-    if result is None or result is ...:
+    if result is ...:
         raise NotAttempted
+    if result is None:
+        raise WrongAnswer(f"{name} returned nothing; is there a return on every way through it?")
     return result
 
 
 def call_for_number(function, *arguments):
     """The same for a function that must return a number."""
     result = call(function, *arguments)
-    if isinstance(result, bool) or not isinstance(result, (int, float)):
+    if isinstance(result, bool) or not isinstance(result, numbers.Real):  # NumPy's too
         raise WrongAnswer(f"{function.__name__} returned {result!r}, which is no number")
     return result
 
