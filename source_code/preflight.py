@@ -143,6 +143,9 @@ def run_checks(timeout=30.0, messages_only=False):
 
 def checks_of_this_node(in_job=False, num_ranks=1):
     """What can be said of a machine without sending a message."""
+    if platform.system() == "Windows":
+        advice = "torchrun cannot start ranks here: torch's build lacks libuv; use Linux or WSL2"
+        yield Check("system", "Windows", "warn", advice)
     yield check_python()
     yield check_torch()
     yield check_backend(in_job, num_ranks)

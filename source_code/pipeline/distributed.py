@@ -171,7 +171,10 @@ def _learn_nodes(job, store):
 def _meet(rank, num_ranks, timeout):
     """The store through which ranks find each other."""
     if num_ranks == 1:
-        return dist.HashStore()
+        if hasattr(dist, "HashStore"):
+            return dist.HashStore()
+        # On Windows torch has none, and is built without libuv.
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
     try:
         set_meeting_point()
     except NodesError as error:

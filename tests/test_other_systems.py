@@ -1,0 +1,62 @@
+"""What holds on systems that the course has not been run on, as far as Linux can show it."""
+
+import subprocess
+import sys
+
+import preflight
+
+from pipeline import launch
+from pipeline.launch import ROOT
+
+
+def test_one_rank_trains_where_torch_has_no_store_in_memory():
+    program = (
+        "import runpy, sys, torch.distributed as dist\n"
+        "del dist.HashStore\n"
+        "sys.argv = ['gpipe.py', '--steps', '1']\n"
+        "runpy.run_path('gpipe.py', run_name='__main__')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "source_code",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "step 0  loss 5.929890" in ended.stdout, ended.stderr
+
+
+def test_on_windows_the_first_row_of_the_preflight_says_that_torchrun_does_not_start(monkeypatch):
+    first = next(preflight.checks_of_this_node())
+    assert first.name == "python"
+    monkeypatch.setattr(preflight.platform, "system", lambda: "Windows")
+    first = next(preflight.checks_of_this_node())
+    assert (first.name, first.status) == ("system", "warn")
+    assert "torchrun" in first.advice and "WSL2" in first.advice
+
+
+def test_where_forking_is_not_safe_warm_ranks_come_from_torchrun(monkeypatch):
+    for system in ("darwin", "win32"):
+        monkeypatch.setattr(launch.sys, "platform", system)
+        started = []
+        monkeypatch.setattr(launch, "LaunchedRanks", started.append)
+        monkeypatch.setattr(launch, "_follow", lambda *_: "")
+        launch.run("gpipe.py", ranks=2, warm=True, show=False)
+        assert started == [
+            ["torchrun", "--standalone", "--nproc-per-node", "2", "source_code/gpipe.py"]
+        ]
+
+
+def test_lines_end_alike_also_where_git_is_told_to_end_them_otherwise(tmp_path):
+    command = [
+        "git",
+        "-c",
+        "core.autocrlf=true",
+        "checkout-index",
+        "--all",
+        f"--prefix={tmp_path}/",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 200
+    assert [path.name for path in files if b"\r\n" in path.read_bytes()] == []
