@@ -4,7 +4,7 @@ from pipeline.checks.answer import WrongAnswer, call, call_for_number, close, in
 from pipeline.schedule import ScheduleError, from_csv, validate
 from pipeline.schedules import one_f_one_b, zb_h1, zb_h2
 from pipeline.simulator import Costs, simulate
-from pipeline.story import waits_of
+from pipeline.views.story import waits_of
 
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 SCHEDULES = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
