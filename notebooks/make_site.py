@@ -33,7 +33,7 @@ def main():
     files = files_of_the_course()
     folders = {parent for file in files for parent in file.parents}
     lessons = sorted(file for file in files if file.match("notebooks/*.ipynb"))
-    titles = {lesson: title_of(lesson) for lesson in lessons}
+    titles = {lesson: title_of(lesson) for lesson in lessons} | {Path("GLOSSARY.md"): "Glossary"}
     exporter = HTMLExporter(template_name="basic")
     for file in files:
         where = SITE / address_of(file, folders)
@@ -154,12 +154,12 @@ def title_of(file):
 
 
 def page_of(path, body, titles, folders):
-    """A whole page: the way to all lessons, then the body."""
+    """A whole page: the way to all lessons and the glossary, then the body."""
     start = path / "x" if path in folders else path
     links = "".join(
-        f'<li><a href="{relative(lesson, start, folders)}"{here}>{html.escape(title)}</a></li>'
-        for lesson, title in titles.items()
-        for here in [' aria-current="page"' if lesson == path else ""]
+        f'<li><a href="{relative(file, start, folders)}"{here}>{html.escape(title)}</a></li>'
+        for file, title in titles.items()
+        for here in [' aria-current="page"' if file == path else ""]
     )
     title = titles.get(path) or (str(path) if path != Path("README.md") else COURSE)
     home = relative(Path("README.md"), start, folders)

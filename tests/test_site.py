@@ -33,6 +33,14 @@ def test_every_lesson_and_every_solution_is_a_page_that_all_pages_of_lessons_lea
             assert f'href="{other}"' in pages[f"notebooks/{lesson}"], lesson
 
 
+def test_the_glossary_is_a_page_that_every_page_leads_to_and_that_leads_to_every_lesson(pages):
+    lessons = [path.with_suffix(".html").name for path in ROOT.glob("notebooks/*.ipynb")]
+    glossary = pages["GLOSSARY.html"].partition("<main>")[2]
+    assert "<td>bubble</td>" in glossary
+    assert all(f'href="notebooks/{lesson}"' in glossary for lesson in lessons)
+    assert all(re.search(r'href="(\.\./)*GLOSSARY.html"', page) for page in pages.values())
+
+
 def test_every_link_of_the_site_leads_to_a_file_of_the_site_and_to_an_anchor_that_is_there(pages):
     for address, page in pages.items():
         for link in re.findall(r'<(?:a|img)\b[^>]*?\b(?:href|src)="([^"]*)"', page):
