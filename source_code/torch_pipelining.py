@@ -224,7 +224,11 @@ def named_parameters(stages):
 
 
 def build_optimizer(arguments, parameters):
-    """The optimizer, and what sets its learning rate before each step."""
+    """The optimizer, and what sets its learning rate before each step.
+
+    Both are torch's own, as in a program that one brings to the library. Lesson 07's script has the
+    curve written out (WarmUpThenCosine), with a floor and in a form that a checkpoint can hold.
+    """
     if arguments.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, lr=arguments.learning_rate)
     else:

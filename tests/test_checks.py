@@ -75,7 +75,7 @@ def test_a_function_without_a_return_is_told_so(capsys):
         washer + dryer + (loads - 1) * max(washer, dryer)
 
     answer = answer_to(lesson_00.laundry, capsys, minutes)
-    assert answer.startswith("Not yet: minutes(5, 30, 40) returned nothing; does each way")
+    assert answer.startswith("Not yet: minutes(5, 30, 40) returned nothing; is there a return")
 
 
 NONSENSE = [
@@ -475,7 +475,7 @@ def test_files_to_open_explains(files, sentence, capsys):
         (lambda c, h, n: math.sqrt(2 * c * h * 3600), "of 125, one fails 125 times as often"),
         (lambda c, h, n: math.sqrt(2 * c * h / n), "an hour has 3600 seconds"),
         (lambda c, h, n: math.sqrt(c * h * 3600 / n), "half of an interval is lost on average"),
-        (lambda c, h, n: 3600, "with 3600 s between saves"),
+        (lambda c, h, n: 3600, "you say 3600 s; with that 1."),
         (lambda c, h, n: 0, "is no time between two saves"),
     ],
 )

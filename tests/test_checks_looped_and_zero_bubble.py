@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.checks import lesson_05, lesson_09
+from pipeline.checks import lesson_05, lesson_06, lesson_07, lesson_08, lesson_09
 from pipeline.checks.answer import NOT_ATTEMPTED
 from pipeline.schedule import Schedule, to_csv
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
@@ -102,7 +102,7 @@ def rows_of(schedule):
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        (rows_of(split_at_once(one_f_one_b(3, 4))), "16 units long, and 14 are possible: rank 0"),
+        (rows_of(split_at_once(one_f_one_b(3, 4))), "16 units long, and 14 are possible: rank 2"),
         (rows_of(one_f_one_b(3, 4)), "rank 0 still has a whole backward (B)"),
         (rows_of(zb_h1(4, 4)), "keep three ranks"),
         ([row.replace("2F1,2I1,", "2F1,") for row in rows_of(zb_h1(3, 4))], "rank 2 never runs"),
@@ -173,3 +173,63 @@ def test_best_that_fits_explains(best, sentence, capsys):
 )
 def test_right_answers_are_right(check, answer, capsys):
     assert answer_to(check, capsys, answer).startswith("Right: ")
+
+
+def moved(row, *moves):
+    """`row` with each `(cell, behind)` of the moves made: the cell stands right behind the other."""
+    cells = row.split(",")
+    for cell, behind in moves:
+        cells.remove(cell)
+        cells.insert(cells.index(behind) + 1, cell)
+    return ",".join(cells)
+
+
+@pytest.mark.parametrize(
+    ("moves", "sentence"),
+    [
+        ([("2W2", "2F3")], "rank 2 runs 2W2 before 2I3, and so rank 1 has to wait with 1I3"),
+        ([], "rank 2 runs 2W2 before 2F3, and so rank 1 has to wait with 1I3"),
+    ],
+)
+def test_fill_the_bubble_names_a_w_in_the_way_and_who_waits_for_it(moves, sentence, capsys):
+    rows = rows_of(split_at_once(one_f_one_b(3, 4)))
+    rows[2] = moved(rows[2], *moves)
+    assert sentence in answer_to(lesson_09.fill_the_bubble, capsys, rows)
+
+
+def test_fill_the_bubble_names_a_w_that_was_kept_while_its_rank_waited(capsys):
+    rows = rows_of(zb_h1(3, 4))
+    rows[0] = moved(rows[0], ("0W0", "0W3"))
+    answer = answer_to(lesson_09.fill_the_bubble, capsys, rows)
+    assert "15 units long" in answer
+    assert "and could run 0W0 there, which it keeps until 14" in answer
+
+
+@pytest.mark.parametrize("answer", ["x", 3, 2.5, [], [[1]], (None, 1), {}, float("nan"), "0F0"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        lesson_05.stages_of,
+        lesson_05.best_chunks,
+        lesson_06.best_checkpoints,
+        lesson_07.files_to_open,
+        lesson_08.placement,
+        lesson_08.what_to_pass,
+        lesson_09.best_that_fits,
+    ],
+)
+def test_an_answer_of_another_form_is_told_so_and_raises_nothing(check, answer, capsys):
+    assert answer_to(check, capsys, lambda *arguments: answer).startswith("Not yet: ")
+
+
+@pytest.mark.parametrize("check", [lesson_07.order_of_a_save, lesson_09.fill_the_bubble])
+@pytest.mark.parametrize("answer", ["x", 3, [], [[1]], (None,) * 6, {}, print])
+def test_a_list_of_another_form_is_told_so_and_raises_nothing(check, answer, capsys):
+    assert answer_to(check, capsys, answer).startswith("Not yet: ")
+
+
+def test_a_function_that_forgets_to_return_is_not_called_a_stub(capsys):
+    answer = answer_to(lesson_05.stages_of, capsys, lambda *arguments: None)
+    assert answer == (
+        "Not yet: <lambda>(0, 4, 2) returned nothing; is there a return on every way through it?"
+    )

@@ -273,10 +273,11 @@ def test_two_schedules_have_two_tables_and_two_columns_of_figures():
     )
 
 
-def test_what_is_held_until_w_is_a_figure_of_its_own_where_the_backward_is_split():
+def test_a_split_backward_adds_the_bubble_by_span_and_what_is_held_until_w_to_the_figures():
     figures = {row[0]: row[1:] for row in rows_of(view_of("zb-h2", compare="1f1b").figures)}
     assert figures["peak held (stage x micro-batch)"] == ["7 5 3 1", "4 3 2 1"]
     assert figures["the same until W has ended"] == ["7 7 7 7", "4 3 2 1"]
+    assert figures["bubble by span (zero bubble's)"] == ["0.0%", "27.3%"]
 
 
 def test_the_same_model_is_compared_however_many_stages_a_rank_has():

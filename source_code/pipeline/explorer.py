@@ -167,6 +167,6 @@ def _named(description):
     return {
         "description": description,
         "tooltip": description,
-        "style": {"description_width": "150px"},
-        "layout": widgets.Layout(width="380px"),
+        "style": {"description_width": "175px"},  # of the longest, in a wide font
+        "layout": widgets.Layout(width="405px"),
     }

@@ -159,16 +159,21 @@ def problem(sentence):
 def figures_table(predictions):
     """The numbers of one Prediction or several, side by side."""
     timelines = [each.timeline for each in predictions]
+    split = any(is_split(each.schedule) for each in predictions)
     rows = {
         "makespan": [f"{short(each.makespan)} ms" for each in timelines],
         "ideal (the busiest rank's work)": [f"{short(each.ideal)} ms" for each in timelines],
         "bubble over total (GPipe's)": [f"{each.bubble_over_total:.1%}" for each in timelines],
         "bubble over ideal (Megatron's)": [f"{each.bubble_over_ideal:.1%}" for each in timelines],
-        "peak held (stage x micro-batch)": [
-            _numbers(each.peak_held_per_rank) for each in timelines
-        ],
     }
-    if any(is_split(each.schedule) for each in predictions):
+    if split:
+        rows["bubble by span (zero bubble's)"] = [
+            f"{each.bubble_by_span:.1%}" for each in timelines
+        ]
+    rows["peak held (stage x micro-batch)"] = [
+        _numbers(each.peak_held_per_rank) for each in timelines
+    ]
+    if split:
         rows["the same until W has ended"] = [
             _numbers(each.peak_held_until_weight_per_rank) for each in timelines
         ]

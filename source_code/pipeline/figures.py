@@ -81,7 +81,7 @@ def new_plot(x_label, y_label, titles=("",), width=8.0, height=3.4):
         axes.patch.set_alpha(0)
         axes.set_title(title, color=TEXT, fontsize=11)
         axes.set_xlabel(x_label, color=TEXT)
-        axes.tick_params(colors=TEXT)
+        axes.tick_params(which="both", colors=TEXT)
         axes.grid(color=TEXT, alpha=0.25)
         for spine in axes.spines.values():
             spine.set_color(TEXT)

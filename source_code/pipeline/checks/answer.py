@@ -31,9 +31,12 @@ def instant(praise):
                 print(NOT_ATTEMPTED)
             except WrongAnswer as error:
                 print(f"Not yet: {error}")
-            except Exception as error:  # an answer of a form that no check has thought of
-                reason = f"{type(error).__name__}: {_in_short(error)}"
-                print(f"Not yet: look again at the form that the task asks for ({reason})")
+            except Exception as error:
+                # The check took the answer for what the exercise asks for, and it is not.
+                print(
+                    "Not yet: the answer does not have the form that this exercise asks for "
+                    f"({_in_short(error)})"
+                )
             else:
                 meaning = praise(*answers) if callable(praise) else praise
                 print(f"Not yet: {complaint}" if complaint else f"Right: {meaning}")
@@ -44,7 +47,7 @@ def instant(praise):
 
 
 class NotAttempted(Exception):
-    """The learner's function still returns nothing."""
+    """The learner's function still returns the `...` of the stub."""
 
 
 class WrongAnswer(Exception):
@@ -53,7 +56,7 @@ class WrongAnswer(Exception):
 
 def call(function, *arguments):
     """What the learner's function returns, or the reason why it returned nothing."""
-    shown = ", ".join(map(str, arguments)) if all(_is_short(a) for a in arguments) else "..."
+    shown = ", ".join(map(repr, arguments)) if all(_is_short(a) for a in arguments) else "..."
     name = f"{_name_of(function)}({shown})"
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {_in_short(repr(function))}")
@@ -64,7 +67,7 @@ def call(function, *arguments):
     if result is ...:
         raise NotAttempted
     if result is None:
-        raise WrongAnswer(f"{name} returned nothing; does each way through it end with a return?")
+        raise WrongAnswer(f"{name} returned nothing; is there a return on every way through it?")
     return result
 
 

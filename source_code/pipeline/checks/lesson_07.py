@@ -15,7 +15,7 @@ def order_of_a_save(order):
     Played with two ranks: rank 0 makes the calls in this order, rank 1 is slower and has written
     and synced its file only when rank 0 has waited for it.
     """
-    if isinstance(order, str) or sorted(map(str, order)) != sorted(CALLS):
+    if not isinstance(order, (list, tuple)) or sorted(map(str, order)) != sorted(CALLS):
         raise WrongAnswer(f"use each of these once: {', '.join(CALLS)}")
     for done in range(len(order) + 1):
         complaint = _after_crash(list(order[:done]))
@@ -97,14 +97,14 @@ def time_between_saves(seconds):
         least = cost / best + best / (2 * between)
         if lost <= 1.01 * least:
             continue
-        hint = f"{lost:.2%} of the time is lost; {least:.2%} is possible"
+        hint = f"with that {lost:.2%} of the time is lost; {least:.2%} is possible"
         if nodes > 1 and _near(answer, math.sqrt(2 * cost * node_hours * 3600)):
             hint = f"that is right for one node; of {nodes}, one fails {nodes} times as often"
         elif _near(answer, math.sqrt(2 * cost * between / 3600)):
             hint = "an hour has 3600 seconds"
         elif _near(answer, math.sqrt(cost * between)):
             hint = "after a failure half of an interval is lost on average, not all of it"
-        return f"{case}: with {answer:.0f} s between saves {hint}"
+        return f"{case}: you say {answer:.0f} s; {hint}"
     return None
 
 

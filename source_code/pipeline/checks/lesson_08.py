@@ -55,9 +55,9 @@ def what_to_pass(passed):
             return f"{case}, but its input comes from the stage before, as a message"
         if {"target", "losses"} & names and not has_last:
             return f"{case}, but it has no scores to compare a target with"
-        return f"{case}; missing is {', '.join(sorted(right - names)) or 'nothing'}" + (
-            f", too much is {', '.join(sorted(names - right))}" if names - right else ""
-        )
+        wrong = {"missing": right - names, "too much": names - right}
+        parts = [f"{what} is {', '.join(sorted(some))}" for what, some in wrong.items() if some]
+        return f"{case}; {', '.join(parts)}"
 
 
 @instant("norms add as squares, and all ranks scale by the same factor.")

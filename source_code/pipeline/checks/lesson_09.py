@@ -4,6 +4,7 @@ from pipeline.checks.answer import WrongAnswer, call, call_for_number, close, in
 from pipeline.schedule import ScheduleError, from_csv, validate
 from pipeline.schedules import one_f_one_b, zb_h1, zb_h2
 from pipeline.simulator import Costs, simulate
+from pipeline.story import waits_of
 
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 SCHEDULES = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
@@ -12,7 +13,7 @@ SCHEDULES = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
 @instant("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
 def fill_the_bubble(rows):
     """`rows`: a text for each of three ranks, four micro-batches; only the W may have moved."""
-    if isinstance(rows, str) or not all(isinstance(row, str) for row in rows):
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
         raise WrongAnswer("rows is a list with one text for each rank")
     try:
         schedule = validate(from_csv("\n".join(rows), "yours"))
@@ -27,23 +28,44 @@ def fill_the_bubble(rows):
         without = [(a.kind.replace("I", "B"), a.microbatch) for a in yours if a.kind != "W"]
         if without != [(action.kind, action.microbatch) for action in original]:
             return f"rank {rank}: leave the order of F and I as it was and move the W only"
-    makespan, best = simulate(schedule, EQUAL).makespan, simulate(zb_h1(3, 4), EQUAL).makespan
-    if makespan > best:
-        late = max(range(3), key=lambda rank: _last_gradient(schedule, rank))
+    timeline, best = simulate(schedule, EQUAL), simulate(zb_h1(3, 4), EQUAL).makespan
+    if timeline.makespan > best:
         return (
-            f"legal, {makespan:g} units long, and {best:g} are possible: rank {late} sends its last "
-            "gradient late because a W that nobody waits for stands before it"
+            f"legal, {timeline.makespan:g} units long, and {best:g} are possible: "
+            f"{_where_time_is_lost(timeline)}"
         )
 
 
-def _last_gradient(schedule, rank):
-    """How much later than without any W the rank ends its last backward for the input."""
-    free = Costs(forward=1, backward=1, backward_weight=1e-9)
-    ends = []
-    for costs in (EQUAL, free):
-        events = simulate(schedule, costs).by_rank[rank]
-        ends.append(max(event.end for event in events if event.action.kind == "I"))
-    return ends[0] - ends[1]
+def _where_time_is_lost(timeline):
+    """A W that a rank could run while it waits, or else one in the way of what another waits for."""
+    waits = {wait.event: wait for wait in waits_of(timeline)}
+    event = last = max(timeline.events, key=lambda event: event.end)
+    order = timeline.by_rank[last.rank]
+    for waited in order:
+        free = waits[waited].free
+        done = {before.action for before in order if before.end <= free}
+        for kept in order:
+            is_ready = kept.action._replace(kind="I") in done and kept.action not in done
+            if waited.start > free and kept.action.kind == "W" and is_ready:
+                return (
+                    f"rank {last.rank} waits from {free:g} to {waited.start:g} and could run "
+                    f"{kept.action} there, which it keeps until {kept.start:g}"
+                )
+    # Back from the end, each time to what made the action start no sooner.
+    waiting = None  # the event of another rank from which the way came last
+    while event.start > timeline.start:
+        source = waits[event].source
+        if source and source.end == event.start:
+            event, waiting = source, event
+            continue
+        order = timeline.by_rank[event.rank]
+        before = order[order.index(event) - 1]
+        if waiting and before.action.kind == "W" != event.action.kind:
+            return (
+                f"rank {event.rank} runs {before.action} before {event.action}, and so rank "
+                f"{waiting.rank} has to wait with {waiting.action}"
+            )
+        event = before
 
 
 @instant("each step of delay that a rank can fill with W is a step that it does not wait.")
