@@ -1,7 +1,10 @@
 """Each check knows an untouched stub, the right answer, and three typical wrong ones."""
 
 import math
+from fractions import Fraction
+from functools import partial
 
+import numpy
 import pytest
 import torch
 
@@ -27,28 +30,28 @@ def stub(*arguments):
     return ...
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        lesson_00.laundry,
-        lesson_01.naive_idle,
-        lesson_01.backward_in_two_pieces,
-        lesson_02.own_gpipe,
-        lesson_02.enough_microbatches,
-        lesson_02.gradient_scale,
-        lesson_03.own_1f1b,
-        lesson_03.held_micro_batches,
-        lesson_03.most_microbatches,
-        lesson_04.version_seen,
-        lesson_04.stash_bytes,
-        lesson_04.even_cut,
-        lesson_11.crossings,
-        lesson_11.to_blame,
-        lesson_11.gpus_needed,
-        lesson_07.files_to_open,
-        lesson_07.time_between_saves,
-    ],
-)
+CHECKS = [
+    lesson_00.laundry,
+    lesson_01.naive_idle,
+    lesson_01.backward_in_two_pieces,
+    lesson_02.own_gpipe,
+    lesson_02.enough_microbatches,
+    lesson_02.gradient_scale,
+    lesson_03.own_1f1b,
+    lesson_03.held_micro_batches,
+    lesson_03.most_microbatches,
+    lesson_04.version_seen,
+    lesson_04.stash_bytes,
+    lesson_04.even_cut,
+    lesson_11.crossings,
+    lesson_11.to_blame,
+    lesson_11.gpus_needed,
+    lesson_07.files_to_open,
+    lesson_07.time_between_saves,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
     assert answer_to(check, capsys, stub) == NOT_ATTEMPTED
 
@@ -65,6 +68,43 @@ def test_an_answer_that_raises_gets_its_own_error_and_no_traceback(capsys):
 def test_an_answer_that_is_no_number_is_told_so(capsys):
     answer = answer_to(lesson_02.enough_microbatches, capsys, lambda p, x: "9")
     assert answer == "Not yet: <lambda> returned '9', which is no number"
+
+
+def test_a_function_without_a_return_is_told_so(capsys):
+    def minutes(loads, washer, dryer):
+        washer + dryer + (loads - 1) * max(washer, dryer)
+
+    answer = answer_to(lesson_00.laundry, capsys, minutes)
+    assert answer.startswith("Not yet: minutes(5, 30, 40) returned nothing; is there a return")
+
+
+NONSENSE = [
+    "nonsense", "0F0\n1F0", [], [1], ["x", "y"], [["0F0"]], {}, -1, 1.5, 1.0, 1e300, 10**400, True,
+    float("nan"), float("inf"), 1 + 2j, Fraction(1, 2), torch.zeros(2, 3), object(), iter("ab"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_nonsense_gets_a_sentence_and_no_traceback(check, capsys):
+    for nonsense in NONSENSE:
+        for answer in (nonsense, lambda *_, it=nonsense: it, partial(max, nonsense)):
+            assert answer_to(check, capsys, answer).startswith("Not yet: ")
+
+
+def test_nonsense_instead_of_a_number_gets_a_sentence_and_no_traceback(capsys):
+    for nonsense in NONSENSE:
+        for answers in ((nonsense, 2), (16, nonsense)):
+            said = answer_to(lesson_00.memory_wall, capsys, *answers)
+            assert said.startswith("Not yet: ")
+    said = answer_to(lesson_00.memory_wall, capsys, "16", 2)
+    assert said == "Not yet: bytes_per_parameter is '16', which is no number"
+
+
+def test_a_number_of_numpy_is_a_number(capsys):
+    def held(rank, num_ranks, num_microbatches):
+        return numpy.int64(min(num_microbatches, num_ranks - rank))
+
+    assert answer_to(lesson_03.held_micro_batches, capsys, held).startswith("Right: ")
 
 
 @pytest.mark.parametrize(
@@ -139,8 +179,30 @@ def with_another_gradient(first, second, tokens, targets):
     return received
 
 
+def without_the_second_stage(first, second, tokens, targets):
+    return first(tokens)
+
+
+def returning_what_was_sent(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    return output
+
+
+def returning_the_gradient(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    return received.grad
+
+
 def without_backward(first, second, tokens, targets):
-    return first(tokens).detach().requires_grad_()
+    received = first(tokens).detach().requires_grad_()
+    second(received)
+    return received
 
 
 @pytest.mark.parametrize(
@@ -151,6 +213,9 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
+        (without_the_second_stage, "the second stage was not called"),
+        (returning_what_was_sent, "the very tensor that the second stage was called with"),
+        (returning_the_gradient, "the very tensor that the second stage was called with"),
     ],
 )
 def test_backward_in_two_pieces_explains(answer, sentence, capsys):
@@ -296,7 +361,7 @@ def test_most_microbatches_explains(most, sentence, capsys):
     ("version", "sentence"),
     [
         (lambda k, r, p: k - (p - 1 - r), "nothing is older than the starting weights"),
-        (lambda k, r, p: k, "every mini-batch before it would have had to make"),
+        (lambda k, r, p: k, "as if every mini-batch before it were back here"),
         (lambda k, r, p: max(0, k - (p - 1)), "that is rank 0, and this rank is nearer to the end"),
         (lambda k, r, p: max(0, k - (p - r)), "one too old"),
         (lambda k, r, p: 7, "0 updates stand before it"),
@@ -313,6 +378,8 @@ def test_version_seen_explains(version, sentence, capsys):
         (lambda m, r, p, b: (p - r - 1) * b, "the current one is in memory as well"),
         (lambda m, r, p, b: p * b if m != "double-buffered" else 2 * b, "as on the first rank"),
         (lambda m, r, p, b: (p - r) * b if m == "stashed" else b, "a single version"),
+        (lambda m, r, p, b: (p - r) * b if m != "double-buffered" else 2 * b, "what rank 0 used"),
+        (lambda m, r, p, b: (p - r) * b if m == "stashed" else p * b, "2BW updates less often"),
         (lambda m, r, p, b: 17 * b, "4 versions are alive at the peak"),
     ],
 )

@@ -5,6 +5,7 @@ wrong, None when all is right. The decorator `instant` turns it into what a note
 """
 
 import functools
+import math
 import numbers
 
 from pipeline.schedule import ScheduleError, from_csv, validate
@@ -30,10 +31,11 @@ def instant(praise):
                 print(NOT_ATTEMPTED)
             except WrongAnswer as error:
                 print(f"Not yet: {error}")
-            except (TypeError, ValueError, LookupError, AttributeError) as error:
+            except Exception as error:
                 # The check took the answer for what the exercise asks for, and it is not.
                 print(
-                    f"Not yet: the answer does not have the form that this exercise asks for ({error})"
+                    "Not yet: the answer does not have the form that this exercise asks for "
+                    f"({_in_short(error)})"
                 )
             else:
                 meaning = praise(*answers) if callable(praise) else praise
@@ -55,9 +57,9 @@ class WrongAnswer(Exception):
 def call(function, *arguments):
     """What the learner's function returns, or the reason why it returned nothing."""
     shown = ", ".join(map(repr, arguments)) if all(_is_short(a) for a in arguments) else "..."
-    name = f"{getattr(function, '__name__', 'the answer')}({shown})"
+    name = f"{_name_of(function)}({shown})"
     if not callable(function):
-        raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
+        raise WrongAnswer(f"this exercise asks for a function, not for {_in_short(repr(function))}")
     try:
         result = function(*arguments)
     except Exception as error:  # whatever the learner's code raises is an answer, too
@@ -72,17 +74,26 @@ def call(function, *arguments):
 def call_for_number(function, *arguments):
     """The same for a function that must return a number."""
     result = call(function, *arguments)
-    if isinstance(result, bool) or not isinstance(result, numbers.Real):  # NumPy's too
-        raise WrongAnswer(f"{function.__name__} returned {result!r}, which is no number")
-    return result
+    return require_number(result, f"{_name_of(function)} returned")
+
+
+def require_number(value, name):
+    """`value`, if it is a finite number; `name` is the beginning of the sentence if it is not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is no number")
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if not math.isfinite(value):
+        raise WrongAnswer(f"{name} {value}; is something divided by zero?")
+    return value
 
 
 def call_for_schedule(rows, num_ranks, num_microbatches):
     """The legal schedule that the learner's function writes, one text a rank, "0F0,0F1,0B0,0B1"."""
     answer = call(rows, num_ranks, num_microbatches)
     case = f"{num_ranks} ranks, {num_microbatches} micro-batches"
-    if isinstance(answer, str) or not all(isinstance(row, str) for row in answer):
-        raise WrongAnswer("return a list with one text for each rank")
+    if not isinstance(answer, (list, tuple)) or not all(isinstance(row, str) for row in answer):
+        raise WrongAnswer('return a list with one text for each rank, such as "0F0,0F1,0B0,0B1"')
     if len(answer) != num_ranks:
         raise WrongAnswer(f"{case}: {len(answer)} rows, one is needed for each rank")
     try:
@@ -98,6 +109,16 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
 
 def close(value, wanted):
     return abs(value - wanted) <= 1e-9 * max(1.0, abs(wanted))
+
+
+def _name_of(function):
+    return getattr(function, "__name__", "the answer")
+
+
+def _in_short(value, most=60):
+    """One line of at most `most` characters."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _is_short(value):

@@ -1,6 +1,6 @@
 """Checks of lesson 00: a line of two stations, and the memory wall."""
 
-from pipeline.checks.answer import call_for_number, close, instant
+from pipeline.checks.answer import call_for_number, close, instant, require_number
 
 
 @instant("the first load fills the line, then one load comes out each turn of the slower machine.")
@@ -34,6 +34,8 @@ def _play_laundry(loads, washer, dryer):
 @instant("16 bytes a parameter before the first activation: the wall is made of optimizer state.")
 def memory_wall(bytes_per_parameter, ranks):
     """float32 weights, gradients and AdamW's two moments; 7e9 parameters on devices of 80e9 bytes."""
+    bytes_per_parameter = require_number(bytes_per_parameter, "bytes_per_parameter is")
+    ranks = require_number(ranks, "ranks is")
     known = {
         4: "that is the weights alone; training also keeps a gradient and AdamW's state for each",
         8: "weights and gradients are in; AdamW keeps two more numbers for each parameter",

@@ -33,8 +33,6 @@ def backward_in_two_pieces(gradients_by_hand):
     It returns the activation that crossed the cut, as a leaf with its gradient. Compared with the
     whole model in float64, to 1e-12.
     """
-    import torch
-
     from pipeline.data import load_text
     from pipeline.model import ModelConfig, build_model, build_part, token_loss
 
@@ -43,16 +41,23 @@ def backward_in_two_pieces(gradients_by_hand):
     whole = build_model(config)
     tokens, targets = load_text().batch(0, 2, config.seq_len)
     token_loss(whole(tokens), targets).backward()
+    received = []
+    second.register_forward_pre_hook(lambda part, inputs: received.append(inputs[0]))
     crossed = call(gradients_by_hand, first, second, tokens, targets)
 
-    if not isinstance(crossed, torch.Tensor) or crossed.shape != (2, config.seq_len, config.dim):
-        raise WrongAnswer("return the activation that the second stage received")
+    if not received:
+        raise WrongAnswer("the second stage was not called: second(received) gives its scores")
+    if crossed is not received[-1]:
+        raise WrongAnswer(
+            "return the very tensor that the second stage was called with, neither what the first "
+            "stage made nor a gradient"
+        )
     missing = [
         name for part in (first, second) for name, p in part.named_parameters() if p.grad is None
     ]
     if any(name.startswith(("layers.1", "norm", "head")) for name in missing):
         return "the second stage has no gradients: run the backward of the loss"
-    if crossed.grad is None and not crossed.requires_grad:
+    if not crossed.requires_grad:
         return (
             "the activation that crossed has no gradient: the second stage got a tensor that does "
             "not ask for one; call requires_grad_() on what arrived"

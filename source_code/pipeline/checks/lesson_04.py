@@ -28,7 +28,9 @@ def version_seen(version):
                 if answer < 0:
                     return f"{case}, but nothing is older than the starting weights, version 0"
                 if answer == action.microbatch:
-                    return f"{case}, which every mini-batch before it would have had to make"
+                    return (
+                        f"{case}, as if every mini-batch before it were back here with its update"
+                    )
                 if answer == max(0, action.microbatch - (num_ranks - 1)):
                     return f"{case}; that is rank 0, and this rank is nearer to the end"
                 if answer == max(0, action.microbatch - (num_ranks - rank)):
@@ -56,6 +58,10 @@ def stash_bytes(total_bytes):
                 case = (
                     f"{mode}, rank {rank} of {num_ranks}, {weight_bytes} bytes: you say {answer:g}"
                 )
+                if mode == "vertical-sync" and close(answer, (num_ranks - rank) * weight_bytes):
+                    return f"{case}, as with stashing; here it must still have what rank 0 used"
+                if mode == "double-buffered" and close(answer, num_ranks * weight_bytes):
+                    return f"{case}, a version for each rank; 2BW updates less often than that"
                 if close(answer, (count - 1) * weight_bytes):
                     return f"{case}, one version short: the current one is in memory as well"
                 if close(answer, num_ranks * weight_bytes):
