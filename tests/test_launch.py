@@ -204,8 +204,10 @@ def test_a_run_that_takes_too_long_is_ended():
         run(LONG, warm=True, limit=2)
 
 
-def test_one_process_runs_with_plain_python(capsys):
-    ended = run("naive_model_parallelism.py --single-process 4 --steps 1", ranks=None)
+@EITHER_WAY
+def test_one_process_runs_as_with_plain_python(capsys, warm):
+    command = "naive_model_parallelism.py --single-process 4 --steps 1"
+    ended = run(command, ranks=None, warm=warm)
     assert ended.losses == [5.92989]
     assert capsys.readouterr().out.startswith("$ python source_code/naive_model_parallelism.py ")
 

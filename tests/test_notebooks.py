@@ -141,6 +141,18 @@ def test_every_figure_has_a_text_equivalent(path):
             assert "image/png" not in data, "a figure without words; use picture_of"
 
 
+@every_lesson
+def test_the_code_that_a_lesson_shows_is_the_scripts_code_as_it_is(path):
+    cells = [c for c in cells_of(path) if c.cell_type == "code"]
+    names = {}
+    for cell in cells:
+        if line := re.search(r"^from \S+ import source_of$", cell.source, re.MULTILINE):
+            exec(line[0], names)
+        if cell.source.startswith("source_of("):
+            shown = cell.outputs[0]["data"]["text/markdown"]
+            assert shown == eval(cell.source, names)._repr_mimebundle_()["text/markdown"]
+
+
 def test_two_lessons_start_their_first_run_cold():
     cold = [p.stem for p in LESSONS if any("warm=False" in c.source for c in cells_of(p))]
     assert cold == ["00_start_here", "02_gpipe"]

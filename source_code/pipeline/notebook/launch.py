@@ -89,21 +89,22 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     """Run a script of the course on several ranks and return a `Run`.
 
     `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
-    the timeline. With `ranks=None` the script is started with plain python, as one process.
+    the timeline. With `ranks=None` the script is started with plain python, as one process, which
+    can be warm as well.
     `limit` is in seconds. `send=("SIGKILL", 2, "step 7")` sends that signal to rank 2 as soon as a
     line is printed that starts so. Raises RunFailed, or KeyboardInterrupt after all ranks have
     ended.
     """
     script, *flags = shlex.split(command)
     if warm is None:
-        warm = os.environ.get(WARM_VARIABLE) == "1"
+        warm = os.environ.get(WARM_VARIABLE) == "1" and ranks is not None
     timeline_file = _value_of("--timeline", flags)
     if timeline_file:
         (ROOT / timeline_file).parent.mkdir(parents=True, exist_ok=True)
     words = launch_words(script, flags, ranks)
     if show:
         print("$ " + shlex.join(words), flush=True)
-    warm = warm and can_fork() and ranks is not None and not _is_away()
+    warm = warm and can_fork() and not _is_away()
     if warm:
         _wait_for_fork_server()
     started = None
@@ -244,7 +245,10 @@ class LaunchedRanks:
 
 
 class WarmRanks:
-    """Ranks forked from a process that has imported torch, with the variables torchrun sets."""
+    """Ranks forked from a process that has imported torch, with the variables torchrun sets.
+
+    With `num_ranks=None` one process without them, as plain python starts it.
+    """
 
     def __init__(self, script, flags, num_ranks):
         warm_up()
@@ -255,18 +259,21 @@ class WarmRanks:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.ranks = []
-        for rank in range(num_ranks):
+        for rank in range(num_ranks or 1):
             environment = {
                 **{name: value for name, value in os.environ.items() if _is_ours(name)},
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks),
-                "LOCAL_WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 LAUNCHER_VARIABLE: str(os.getpid()),
             }
+            if num_ranks is not None:
+                environment |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "LOCAL_WORLD_SIZE": str(num_ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
             process = context.Process(
                 target=_be_a_rank, args=(script, flags, environment, out_writer, errors_writer)
             )
