@@ -314,6 +314,13 @@ def test_a_text_that_is_there_is_not_overwritten_either(tmp_path, capsys):
     copied_to(tmp_path / "two" / "second.py", "one_f_one_b")
 
 
+@pytest.mark.parametrize("name", ["copy", "queue", "torch"])
+def test_a_file_with_the_name_of_a_module_is_refused(name, tmp_path, capsys):
+    said = refusal(capsys, "gpipe", tmp_path / f"{name}.py")
+    assert f"Python would take it for the module {name}" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_script_that_outgrows_one_file_is_refused_with_its_length(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(single_file, "LONGEST", 300)
     said = refusal(capsys, "gpipe", tmp_path / "mine.py")

@@ -20,6 +20,11 @@ LONGEST = 500  # lines: a copy has fewer, so that it can be read in one go
 
 def write_single_file(script, file):
     """Write the copy of `script` as one file, with the text that it learns beside it."""
+    if file.stem in {*sys.stdlib_module_names, "numpy", "torch", "transformers"}:
+        raise CannotCopy(
+            f"{file}: Python would take it for the module {file.stem} and no program beside it would "
+            "start; choose another name"
+        )
     text = single_file(script, file.name)
     lines = len(text.splitlines())
     if lines >= LONGEST:
