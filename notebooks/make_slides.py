@@ -20,7 +20,12 @@ NOTEBOOKS = Path(__file__).resolve().parent
 SLIDES = NOTEBOOKS.parent / "build" / "slides"
 MOST_CODE = 16  # lines; longer code is in the notebook
 MOST_OUTPUT = 18
-MOST_SOURCE = 27
+MOST_SOURCE = 19
+# Pixels of a slide of 1280 x 720, as the style below has them; a little more is made to fit.
+ROOM = 665
+H1, H2 = 230, 65
+TEXT_LINE, TEXT_WIDTH = 38, 80
+CODE_LINE, CODE_WIDTH = 27, 93
 LEFT_OUT = ("Sources", "Where to go from here")
 
 
@@ -43,28 +48,31 @@ def main():
 
 def slides_of(cells):
     """The slides of a notebook, each a text of HTML; its heading stands on each slide again."""
-    slides, heading, prose, subject = [], "", [], ""
+    slides, heading, prose, subject, shown = [], "", [], "", []
     for cell in cells:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             for paragraph in paragraphs_of(source):
                 if paragraph.startswith("#"):
-                    add_slide(slides, heading, prose, [])
+                    add_slides(slides, heading, prose)
                     prose, subject = [], paragraph.lstrip("# ")
                     heading = html_of(paragraph)
                 elif subject not in LEFT_OUT and not is_navigation(paragraph):
                     starts_exercise = re.match(r"\*\*\d+\. ", paragraph)
                     if starts_exercise or paragraph.startswith("**Next.**"):
-                        add_slide(slides, heading, prose, [])
+                        add_slides(slides, heading, prose)
                         prose = []
                     prose.append(paragraph)
         elif subject not in LEFT_OUT and subject != "Exercises":
-            first, *further = pages_of(source, cell.get("outputs", []))
-            if first:
-                add_slide(slides, heading, prose, first)
+            before, shown = shown, printed_by(cell)
+            blocks = blocks_of(source, cell)
+            if blocks and (prose or not shown or not set(shown) <= set(before)):
+                # What asks for a prediction stands alone: the answer is on the next slide.
+                last = [prose.pop()] if prose and not asks(prose[-1]) else []
+                add_slides(slides, heading, prose)
+                add_slides(slides, heading, last, blocks)
                 prose = []
-            slides += [heading + "".join(page) for page in further]
-    add_slide(slides, heading, prose, [])
+    add_slides(slides, heading, prose)
     return slides
 
 
@@ -81,30 +89,32 @@ def is_navigation(paragraph):
     return paragraph.startswith(("Solutions are in", "[Previous", "[All lessons", "The first cell"))
 
 
-def add_slide(slides, heading, prose, shown):
-    """Add what belongs together; prose that would not fit beside an output gets its own slide."""
-    if not prose and not shown:
-        return
-    prose = list(prose)
-    if shown:
-        last = [prose.pop()] if prose else []
-        add_prose(slides, heading, prose)
-        slides.append(heading + "".join(map(html_of, last)) + "".join(shown))
-    else:
-        add_prose(slides, heading, prose)
+def asks(paragraph):
+    return re.search(r"\?|[Ww]rite .*down|[Bb]efore you|[Gg]uess|[Ss]ay it", paragraph)
 
 
-def add_prose(slides, heading, paragraphs, most=900):
-    """Paragraphs on as few slides as hold them, by the number of characters."""
-    page, size = [], 0
-    for paragraph in paragraphs:
-        if page and size + len(paragraph) > most:
-            slides.append(heading + "".join(map(html_of, page)))
-            page, size = [], 0
-        page.append(paragraph)
-        size += len(paragraph)
+def add_slides(slides, heading, paragraphs, blocks=()):
+    """Add what belongs together on as few slides as show it without making it small."""
+    page, height = [], 0
+    room = ROOM - (H1 - H2 if heading.startswith("<h1") or "\n<h1" in heading else 0)
+    for more, part in [*((height_of(p), html_of(p)) for p in paragraphs), *blocks]:
+        if page and height + more > room:
+            slides.append(heading + "".join(page))
+            page, height = [], 0
+        page.append(part)
+        height += more
     if page:
-        slides.append(heading + "".join(map(html_of, page)))
+        slides.append(heading + "".join(page))
+
+
+def height_of(paragraph):
+    """About how many of a slide's pixels a paragraph of Markdown takes."""
+    lines = paragraph.splitlines()
+    if paragraph.startswith("```"):
+        return CODE_LINE * len(lines) + 34
+    if paragraph.startswith("|"):
+        return 46 * len(lines)
+    return sum(TEXT_LINE * -(-len(line) // TEXT_WIDTH) for line in lines or [""]) + 16
 
 
 def html_of(markdown):
@@ -118,36 +128,58 @@ def html_of(markdown):
     )
 
 
-def pages_of(source, outputs):
-    """What a code cell puts on slides, a list of blocks for each of them.
+def blocks_of(source, cell):
+    """What a code cell puts on slides: pairs of a height in pixels and a piece of HTML.
 
-    That is its code if it is the point, then what it has stored; long source goes over several.
+    That is its code if it is the point, then what it has stored; long source in several parts.
     """
-    pictures, text, further = [], "", []
-    for output in outputs:
+    blocks = []
+    for output in cell.get("outputs", []):
         data = output.get("data", {})
         if "image/svg+xml" in data:
-            pictures.append("<figure>" + "".join(data["image/svg+xml"]) + "</figure>")
+            svg = "".join(data["image/svg+xml"])
+            blocks.append((height_of_figure(svg), f"<figure>{svg}</figure>"))
         elif "text/markdown" in data:
             where, *code = "".join(data["text/markdown"]).replace("```python\n", "").splitlines()
-            code = [line for line in code if line != "```"]
-            count = -(-len(code) // -(-len(code) // MOST_SOURCE))  # equally long parts
-            parts = [code[i : i + count] for i in range(0, len(code), count)]
-            parts = [html_of("\n".join([where, "```python", *part, "```"])) for part in parts]
-            pictures.append(parts[0])
-            further += [[part] for part in parts[1:]]
-        elif output.get("name") == "stdout":
-            text += "".join(output["text"])
+            for part in parts_of([line for line in code if line != "```"]):
+                text = "\n".join([where, "```python", *part, "```"])
+                blocks.append((54 + CODE_LINE * len(part) + 34, html_of(text)))
     code = re.sub(r"^# NBVAL_CHECK_OUTPUT\n", "", source).strip()
-    lines = text.rstrip().splitlines()
-    if len(lines) > MOST_OUTPUT:
-        lines = [*lines[: MOST_OUTPUT - 1], "..."]
-    blocks = list(pictures)
-    if not pictures and len(code.splitlines()) <= MOST_CODE and "sys.path" not in code and lines:
-        blocks.append(f'<pre class="code">{html.escape(code)}</pre>')
+    length, lines = len(code.splitlines()), printed_by(cell)
+    if not blocks and length <= MOST_CODE and "sys.path" not in code and lines:
+        text = f'<pre class="code">{html.escape(code)}</pre>'
+        blocks.append((CODE_LINE * length + 34, text))
     if lines:
-        blocks.append(f'<pre class="output">{html.escape(chr(10).join(lines))}</pre>')
-    return [blocks, *further]
+        rows = sum(-(-len(line) // CODE_WIDTH) for line in lines)
+        text = f'<pre class="output">{html.escape(chr(10).join(lines))}</pre>'
+        blocks.append((CODE_LINE * rows + 34, text))
+    return blocks
+
+
+def printed_by(cell):
+    """The lines that a code cell has printed, with ... in place of too many."""
+    stdout = (o["text"] for o in cell.get("outputs", []) if o.get("name") == "stdout")
+    lines = "".join("".join(text) for text in stdout).rstrip().splitlines()
+    return [*lines[: MOST_OUTPUT - 1], "..."] if len(lines) > MOST_OUTPUT else lines
+
+
+def parts_of(code):
+    """The lines of `code` in parts about equally long, cut at empty lines where there are some."""
+    count = -(-len(code) // MOST_SOURCE)
+    parts, start = [], 0
+    for left in range(count, 1, -1):
+        middle = start + -(-(len(code) - start) // left)
+        near = range(max(start + 1, middle - 4), min(middle + 4, start + MOST_SOURCE) + 1)
+        ends = [i for i in near if i < len(code) and not code[i].strip()]
+        end = min(ends, key=lambda i: abs(i - middle)) if ends else middle
+        parts.append(code[start:end])
+        start = end + 1 if ends else end
+    return [*parts, code[start:]]
+
+
+def height_of_figure(svg):
+    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
+    return min(480, 1120 * height / width)
 
 
 def page_of(title, slides):
@@ -167,8 +199,8 @@ h1 { font-size: 56px; line-height: 1.15; margin: 120px 0 40px; color: #0b5c8a; }
 h2 { font-size: 34px; margin: 0 0 18px; color: #0b5c8a; border-bottom: 3px solid #56B4E9; }
 p, ul, ol { margin: 0 0 16px; }
 pre { font: 20px/1.35 Menlo, Consolas, "DejaVu Sans Mono", monospace; margin: 0 0 14px; padding: 10px 16px;
-  white-space: pre-wrap; border-radius: 6px; }
-pre.code, .highlight pre { background: #f2f4f6; }
+  white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 6px; }
+pre.code, .highlight pre { background: #f2f4f6; white-space: pre; }
 pre.output { border-left: 5px solid #009E73; background: #fafafa; }
 code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .92em; }
 table { border-collapse: collapse; } td, th { padding: 4px 14px; border-bottom: 1px solid #ccc; }
@@ -188,6 +220,11 @@ slides.forEach((slide, i) => {
   // What does not fit is made smaller, until it does.
   slide.style.display = "block";
   const content = slide.firstElementChild;
+  // A line of code a little too long is made smaller, and one much too long is broken.
+  for (const pre of slide.querySelectorAll("pre.code, .highlight pre")) {
+    for (let size = 20; size > 18 && pre.scrollWidth > pre.clientWidth; size -= 0.5) pre.style.fontSize = size - 0.5 + "px";
+    if (pre.scrollWidth > pre.clientWidth) pre.style.whiteSpace = "pre-wrap";
+  }
   for (let size = 100; size > 45 && content.getBoundingClientRect().height > 630; size -= 3) content.style.zoom = size + "%";
   slide.style.display = "";
 });

@@ -106,15 +106,29 @@ def test_slides_tell_the_exercises_and_not_the_answers(slides):
     assert "Solutions are in" not in slides["02_gpipe"]
 
 
-def test_every_slide_fits_its_page(slides, chromium):
+@pytest.mark.parametrize(
+    ("lesson", "asked"),
+    [
+        ("02_gpipe", "Guess where the curve goes"),
+        ("08_torch_pipelining", "guess which of these is off by most"),
+        ("11_from_laptop_to_cluster", "Write down what you expect"),
+    ],
+)
+def test_what_asks_for_a_prediction_is_on_a_slide_before_the_answer(slides, lesson, asked):
+    (asking,) = [slide for slide in slides[lesson].split("<section>") if asked in slide]
+    assert "<figure>" not in asking and 'class="output"' not in asking
+
+
+def test_every_slide_fits_its_page_and_is_read_from_the_back(slides, chromium):
     from playwright.sync_api import sync_playwright
 
     program = """slides.map(slide => {
         slide.style.display = 'block';
         const page = slide.getBoundingClientRect(), box = slide.firstElementChild.getBoundingClientRect();
         const zoom = parseFloat(slide.firstElementChild.style.zoom || '100');
+        const broken = [...slide.querySelectorAll('pre')].some(pre => pre.scrollWidth > pre.clientWidth);
         slide.style.display = '';
-        return [(box.bottom - page.top) / page.height, (box.right - page.left) / page.width, zoom];
+        return [(box.bottom - page.top) / page.height, (box.right - page.left) / page.width, zoom, broken];
     })"""
     flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     with sync_playwright() as play:
@@ -122,7 +136,7 @@ def test_every_slide_fits_its_page(slides, chromium):
         page = browser.new_page(viewport={"width": 1280, "height": 720})
         for name in slides:
             page.goto((SLIDES / f"{name}.html").as_uri())
-            for number, (bottom, right, zoom) in enumerate(page.evaluate(program), 1):
-                assert bottom <= 0.97 and right <= 1.0, f"{name}, slide {number}"
-                assert zoom >= 50, f"{name}, slide {number} is too small to read"
+            for number, (bottom, right, zoom, broken) in enumerate(page.evaluate(program), 1):
+                assert bottom <= 0.97 and right <= 1.0 and not broken, f"{name}, slide {number}"
+                assert zoom >= 75, f"{name}, slide {number} is too small to read"
         browser.close()
