@@ -4,7 +4,9 @@ import faulthandler
 import os
 import shutil
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,13 @@ def chromium():
     if path is None:
         pytest.skip("no Chromium on this machine; .ci/run installs it on Debian")
     return path
+
+
+@pytest.fixture
+def short_path():
+    """A folder whose name is short enough for the sockets of a SLURM cluster in it."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 class LastResort:

@@ -249,10 +249,10 @@ def test_a_folder_explains_itself(folder):
     assert not re.search("SCRIPT|MODEL|DATA|FILES", readme)
 
 
-def test_the_job_script_trains_on_two_nodes(folder, tmp_path, original):
+def test_the_job_script_trains_on_two_nodes(folder, short_path, original):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing); .ci/run installs it")
-    cluster = Cluster(tmp_path, "--port", str(free_ports(3)))
+    cluster = Cluster(short_path, "--port", str(free_ports(3)))
     environment = {"PYTHON": sys.executable, "RANKS_PER_NODE": "1"}
     cluster.environment.update(environment)  # two nodes with one rank each
     try:
