@@ -362,6 +362,13 @@ def test_every_control_changes_the_picture_or_is_switched_off():
     assert panel.controls["chunks"].disabled
 
 
+def test_a_transfer_that_is_given_can_be_made_longer():
+    slow = Panel(replace(SETTINGS, schedule="1f1b", transfer=20.0))
+    before = slow.picture.value
+    slow.controls["transfer"].value = 45
+    assert slow.settings.transfer == 45 and slow.picture.value != before
+
+
 def test_the_cursor_steps_from_moment_to_moment_and_stops_at_both_ends():
     panel = Panel(SETTINGS)
     assert panel.now.value == "at 0 ms"

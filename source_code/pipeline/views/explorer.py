@@ -95,7 +95,7 @@ class Panel(Stepper):
             "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
             "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
             "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),
-            "transfer": _time("transfer, ms", chosen.transfer, 0, 20),
+            "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
         }
         self.figures = widgets.HTML()
 
