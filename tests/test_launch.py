@@ -243,6 +243,37 @@ def test_importing_launch_does_not_import_torch():
     assert (ended.stdout, ended.stderr) == ("[]\n", "")
 
 
+IMPORTS = """
+import importlib
+import sys
+
+import psutil
+
+launch = importlib.import_module(sys.argv[1])
+
+def torch_is_there():
+    servers = psutil.Process().children()
+    return any("libtorch" in each.path for server in servers for each in server.memory_maps())
+
+launch.warm_up()
+print(torch_is_there())
+launch._wait_for_fork_server()
+print(torch_is_there())
+"""
+
+
+@pytest.mark.skipif(not launch.can_fork(), reason="forking is not safe here")
+def test_warming_up_does_not_wait_until_torch_is_imported():
+    ended = subprocess.run(
+        [sys.executable, "-c", IMPORTS, launch.__name__],
+        cwd=ROOT / "source_code",
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert (ended.stdout.split(), ended.stderr) == (["False", "True"], "")
+
+
 @pytest.mark.parametrize("script", TRAINING_SCRIPTS)
 def test_no_flag_is_the_beginning_of_one_of_torchrun_s(monkeypatch, script):
     # torchrun would take --log for its own --log-dir and refuse the call.

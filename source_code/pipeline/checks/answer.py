@@ -91,7 +91,7 @@ def require_number(value, name):
 def call_for_schedule(rows, num_ranks, num_microbatches):
     """The legal schedule that the learner's function writes, one text a rank, "0F0,0F1,0B0,0B1"."""
     answer = call(rows, num_ranks, num_microbatches)
-    case = f"{num_ranks} ranks, {num_microbatches} micro-batches"
+    case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
     if not isinstance(answer, (list, tuple)) or not all(isinstance(row, str) for row in answer):
         raise WrongAnswer('return a list with one text for each rank, such as "0F0,0F1,0B0,0B1"')
     if len(answer) != num_ranks:
@@ -101,10 +101,18 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
     except ScheduleError as error:
         raise WrongAnswer(f"{case}: {error}") from None
     if schedule.num_microbatches != num_microbatches:
-        raise WrongAnswer(f"{case}: your rows hold {schedule.num_microbatches} micro-batches")
+        raise WrongAnswer(
+            f"{case}: your rows hold {many(schedule.num_microbatches, 'micro-batch')}"
+        )
     if schedule.num_stages != num_ranks:
         raise WrongAnswer(f"{case}: your rows hold {schedule.num_stages} stages, not one a rank")
     return schedule
+
+
+def many(count, thing):
+    """As in "1 rank", "4 ranks", "1 micro-batch", "8 micro-batches"."""
+    plural = "es" if thing.endswith("ch") else "s"
+    return f"{count} {thing}{'' if count == 1 else plural}"
 
 
 def close(value, wanted):

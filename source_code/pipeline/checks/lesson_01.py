@@ -1,6 +1,6 @@
 """Checks of lesson 01: the idle fraction of a naive pipeline, and a backward in two pieces."""
 
-from pipeline.checks.answer import WrongAnswer, call, call_for_number, close, instant
+from pipeline.checks.answer import WrongAnswer, call, call_for_number, close, instant, many
 from pipeline.schedules import naive
 from pipeline.simulator import Costs, simulate
 
@@ -14,7 +14,7 @@ def naive_idle(idle_fraction):
         right = timeline.idle_fraction
         if close(answer, right):
             continue
-        case = f"{num_ranks} ranks, {num_microbatches} micro-batches: you say {answer:.4g}"
+        case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}: you say {answer:.4g}"
         if close(answer, 1 - right):
             return f"{case}, which is the share of the time that a rank works, not that it waits"
         if num_microbatches > 1 and close(

@@ -2,7 +2,14 @@
 
 import math
 
-from pipeline.checks.answer import WrongAnswer, call, call_for_number, call_for_schedule, instant
+from pipeline.checks.answer import (
+    WrongAnswer,
+    call,
+    call_for_number,
+    call_for_schedule,
+    instant,
+    many,
+)
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
 
@@ -12,7 +19,7 @@ def own_gpipe(rows):
     """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 2), (4, 8), (3, 1), (1, 4)]:
         schedule = call_for_schedule(rows, num_ranks, num_microbatches)
-        case = f"{num_ranks} ranks, {num_microbatches} micro-batches"
+        case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
         timeline = simulate(schedule, Costs(10, 20))
         wanted = simulate(gpipe(num_ranks, num_microbatches), Costs(10, 20))
         slowest = simulate(naive(num_ranks, num_microbatches), Costs(10, 20))
@@ -40,7 +47,9 @@ def enough_microbatches(microbatches_needed):
         right = _fewest(num_ranks, largest)
         if answer == right:
             continue
-        case = f"{num_ranks} ranks, bubble at most {largest}: you say {answer:g} micro-batches"
+        case = (
+            f"{many(num_ranks, 'rank')}, bubble at most {largest}: you say {answer:g} micro-batches"
+        )
         if answer != int(answer):
             return f"{case}, but micro-batches are whole: round up"
         if answer < 1:

@@ -1,6 +1,6 @@
 """Checks of lesson 03: 1F1B as a schedule, what it holds, and what the room is good for."""
 
-from pipeline.checks.answer import call_for_number, call_for_schedule, instant
+from pipeline.checks.answer import call_for_number, call_for_schedule, instant, many
 from pipeline.schedules import one_f_one_b
 from pipeline.simulator import Costs, simulate
 
@@ -10,7 +10,7 @@ def own_1f1b(rows):
     """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 3), (4, 8), (4, 2), (1, 3)]:
         schedule = call_for_schedule(rows, num_ranks, num_microbatches)
-        case = f"{num_ranks} ranks, {num_microbatches} micro-batches"
+        case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
         timeline = simulate(schedule, Costs(10, 20))
         wanted = simulate(one_f_one_b(num_ranks, num_microbatches), Costs(10, 20))
         held = zip(wanted.peak_held_per_rank, timeline.peak_held_per_rank)
@@ -36,9 +36,7 @@ def held_micro_batches(held):
             answer = call_for_number(held, rank, num_ranks, num_microbatches)
             if answer == right:
                 continue
-            case = (
-                f"rank {rank} of {num_ranks}, {num_microbatches} micro-batches: you say {answer:g}"
-            )
+            case = f"rank {rank} of {num_ranks}, {many(num_microbatches, 'micro-batch')}: you say {answer:g}"
             if answer == num_ranks - 1 - rank:
                 return f"{case}, the forwards of its warm-up; the steady phase begins with another"
             if answer == num_ranks - rank:
