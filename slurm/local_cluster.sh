@@ -8,8 +8,9 @@
 #
 # One controller, one daemon for each pretend node, and the munge daemon with which they recognise
 # each other. All of them belong to you, root or not, listen on 127.0.0.1 only and keep everything
-# in one folder. The GPUs are pretended: SLURM hands them out like real ones, and there is nothing
-# behind them. Cores are declared, not separated. Needs Linux and Debian's or Ubuntu's packages.
+# in one folder. Started by root it takes the jobs of all users of the machine, each as its owner.
+# The GPUs are pretended: SLURM hands them out like real ones, and there is nothing behind them.
+# Cores are declared, not separated. Needs Linux and Debian's or Ubuntu's packages.
 set -euo pipefail
 
 PACKAGES="slurmctld slurmd slurm-client munge"
@@ -158,8 +159,9 @@ MpiDefault=none
 MailProg=/bin/true
 GresTypes=gpu
 PropagateResourceLimits=NONE
-# Another number for every fresh start, so that no job writes into the folder of an older one.
-FirstJobId=$(($(date +%s) / 10 % 1000000))
+# Other numbers for every fresh start, so that no job writes into the folder of an older one; and,
+# modulo 20000, for every cluster of this machine: a job's ranks meet at a port that follows from it.
+FirstJobId=$(($(date +%s) / 10 % 3000 * 20000 + port % 800 * 20 + 1))
 ReturnToService=2
 KillWait=5
 MinJobAge=3600
@@ -179,9 +181,10 @@ CONFIGURATION
     } >"$folder/hosts"
 }
 
-# The first of as many ports in a row as are needed that nobody listens on.
+# The first of as many ports in a row as are needed that nobody listens on. Each user begins to look
+# at another, for in a course all start at the same moment.
 free_ports() {
-    local first=26817 i
+    local first=$((26817 + $(id -u) % 40 * 20)) i
     for ((i = 0; i <= nodes; i++)); do
         if (exec 3<>"/dev/tcp/127.0.0.1/$((first + i))") 2>/dev/null; then
             first=$((first + 20)) i=-1
@@ -267,10 +270,12 @@ any_running() {
 
 stop() {
     any_running || { echo "no cluster is running in $folder"; return; }
-    local name i
+    local name i jobs
     if is_running slurmctld && is_running munged; then
-        timeout 5 scancel --user="$(id -un)" 2>/dev/null || true
-        timeout 5 scancel --user="$(id -un)" --signal=KILL --full 2>/dev/null || true
+        # Of all users: whom root has let in must not be left with ranks that nobody can cancel.
+        read -ra jobs <<<"$(timeout 5 squeue --noheader --format=%A 2>/dev/null | xargs)" || true
+        timeout 5 scancel "${jobs[@]}" 2>/dev/null || true
+        timeout 5 scancel --signal=KILL --full "${jobs[@]}" 2>/dev/null || true
         for ((i = 0; i < 200; i++)); do
             [ -n "$(timeout 5 squeue --noheader 2>/dev/null)" ] || break
             sleep 0.05

@@ -4,6 +4,7 @@
 #   RANKS_PER_NODE     for torchrun
 #   HEAD, PORT         where the ranks of this job meet
 #   LOGS               a folder of this job for what each rank prints
+# shellcheck shell=bash disable=SC2034  # what is set here the job scripts use
 set -euo pipefail
 
 site=${COURSE_SITE:-slurm/site.env}
@@ -45,7 +46,6 @@ fi
 has_torch="import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
 "${PYTHON[@]}" -c "$has_torch" 2>/dev/null ||
     wrong_value COURSE_PYTHON "'${PYTHON[*]}' does not start on $(hostname), or has no torch; name the Python that has the course's packages"
-# shellcheck disable=SC2034  # for the job scripts, as the rest
 TORCHRUN=("${PYTHON[@]}" -m torch.distributed.run)
 
 if [ -n "$COURSE_INTERFACE" ]; then

@@ -29,6 +29,18 @@ def test_the_minutes_of_each_agenda_add_up():
     assert sum(minutes(second)) == 8 * 60
 
 
+def test_the_plan_of_lesson_02_fills_its_time_and_names_its_parts():
+    plan = section("One lesson, minute by minute")
+    (agenda,) = set(re.findall(r"^\| (\d+) \| 02 GPipe", section("Agendas"), re.MULTILINE))
+    assert sum(minutes(plan)) == int(agenda)
+    cells = json.loads((ROOT / "notebooks" / "02_gpipe.ipynb").read_text())["cells"]
+    prose = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    headings = re.findall(r"^## (.*)$", prose, re.MULTILINE)
+    slides = ";".join(re.findall(r"^\| \d+ \| (.*?) \|", plan, re.MULTILINE))
+    named = [name for name in re.split(r"; ?|, (?=Compare)", slides) if "Exercise" not in name]
+    assert set(named) <= set(headings), set(named) - set(headings)
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_every_lesson_has_its_exercises_and_a_sheet(path):
     cells = json.loads(path.read_text())["cells"]

@@ -5,10 +5,13 @@ Their names are pp9 and pp10, whose order as text is not their order in the clus
 
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -397,6 +400,159 @@ def test_preflight_checks_every_node_and_every_pair_of_neighbours(cluster):
     assert "text on pp10" in output
     assert re.search(r"rank 0 to 1 .* GB/s", output) and re.search(r"rank 1 to 0 ", output)
     assert "FAIL\n" not in output.split("\n", 2)[2], output
+
+
+# Two users at once, on one cluster that root has started.
+
+
+class User:
+    """An account of this machine with a folder of its own, and the course in it."""
+
+    def __init__(self, cluster, name, python):
+        self.cluster, self.account = cluster, pwd.getpwnam(name)
+        self.folder = cluster.folder / name
+        self.folder.mkdir()
+        self.environment = {**cluster.environment, "HOME": str(self.folder), "USER": name}
+        self.environment["COURSE_SITE"] = str(cluster.folder / "site.env")
+        cluster.use_site(COURSE_PYTHON=python)
+
+    def owns(self, *paths):
+        for path in paths:
+            os.chown(path, self.account.pw_uid, self.account.pw_gid, follow_symlinks=False)
+
+    def run(self, *words, limit=30):
+        identity = [f"--reuid={self.account.pw_uid}", f"--regid={self.account.pw_gid}"]
+        return subprocess.run(
+            ["setpriv", *identity, "--clear-groups", *map(str, words)],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+
+    def submit(self, *words):
+        ended = self.run("sbatch", "--parsable", f"--output={self.folder}/%A.out", *words)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    def output(self, job):
+        return (self.folder / f"{job}.out").read_text()
+
+
+def for_everybody(folder, path):
+    """`path`, or a copy of it in `folder` where others may not reach it, as in root's home."""
+    identity = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    if not subprocess.run([*identity, "ls", path], capture_output=True).returncode:
+        return path
+    copy = folder / Path(path).name
+    for links in ("-al", "-a"):  # the same file twice, if it is the same disk
+        if not subprocess.run(["cp", links, path, copy], capture_output=True).returncode:
+            break
+        shutil.rmtree(copy, ignore_errors=True)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def two_users():
+    """One with links to a checkout that only root may write, one with a copy of their own."""
+    if MISSING:
+        pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing); .ci/run installs it")
+    if os.getuid() != 0:
+        pytest.skip("only root may become somebody else")
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    checkout = folder / "shared"
+    for name in ("slurm", "source_code"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    home = for_everybody(folder, sys.base_prefix)
+    packages = for_everybody(folder, sysconfig.get_path("purelib"))
+    python = folder / "python"
+    python.write_text(
+        f"#!/bin/sh\nexport PYTHONHOME={home} LD_LIBRARY_PATH={home}/lib PYTHONPATH={packages}\n"
+        f'exec {home}/bin/python{sys.version_info[0]}.{sys.version_info[1]} "$@"\n'
+    )
+    python.chmod(0o755)
+    cluster = Cluster(folder, "--port", str(free_ports(3)))
+    try:
+        cluster.start()
+        reader, owner = (User(cluster, name, python) for name in ("nobody", "daemon"))
+        for name in ("slurm", "source_code"):
+            (reader.folder / name).symlink_to(checkout / name)
+            shutil.copytree(checkout / name, owner.folder / name)
+        reader.owns(reader.folder)
+        owner.owns(owner.folder, *owner.folder.rglob("*"))
+        before = {path: path.stat().st_mtime_ns for path in checkout.rglob("*")}
+        yield reader, owner
+        assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*")} == before
+    finally:
+        cluster.stop()
+        assert_gone(cluster)
+        shutil.rmtree(folder)
+
+
+def wait_for_all(users, jobs, limit=60):
+    end = time.monotonic() + limit
+    while users[0].run("squeue", "--noheader", f"--jobs={','.join(jobs)}").stdout:
+        assert time.monotonic() < end, users[0].run("squeue").stdout
+        time.sleep(0.2)
+
+
+def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine):
+    words = ["--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", "--steps", 3, *SMALL]
+    jobs = [user.submit(*words) for user in two_users]
+    wait_for_all(two_users, jobs)
+    for user, job in zip(two_users, jobs, strict=True):
+        assert losses_of(user.output(job)) == one_machine, user.output(job)
+        logs = list((user.folder / "build" / "jobs" / job).glob("node*/*/attempt_0/*/stdout.log"))
+        assert len(logs) == 2
+        assert {path.stat().st_uid for path in logs} == {user.account.pw_uid}
+    assert [p.name for p in two_users[0].folder.glob("build/jobs/*")] == jobs[:1]
+
+
+def test_the_signal_and_the_sweep_of_one_user_leave_the_other_s_job_alone(two_users):
+    reader, owner = two_users
+    flags = ["--steps", 40, "--save-every", 20, "--pace", 20, 40, *SMALL]
+    long = [
+        user.submit("--gres=gpu:1", "--cpus-per-task=1", "slurm/checkpointed.sbatch", *flags)
+        for user in two_users
+    ]
+    end = time.monotonic() + 30
+    for user, job in zip(two_users, long, strict=True):
+        while "step 5  loss" not in user.output(job):
+            assert time.monotonic() < end, user.output(job)
+            time.sleep(0.1)
+    refused = owner.run("scancel", "--signal=USR1", f"{long[0]}.0")
+    assert refused.returncode != 0 or "denied" in refused.stderr
+    reader.run("scancel", "--signal=USR1", f"{long[0]}.0")
+    sweep = reader.submit(
+        "--array=0-0", "slurm/sweep.sbatch", "4", "--", "gpipe.py", "--steps", 2, *SMALL
+    )
+    wait_for_all(two_users, [long[1], sweep])
+    assert "stopped by SIGUSR1" in reader.output(long[0])
+    assert "stopped" not in owner.output(long[1]) and "attempt 2" not in owner.output(long[1])
+    assert len(losses_of(owner.output(long[1]))) == 40
+    assert "| 4 | " in (reader.folder / "build" / f"sweep-{sweep}" / "sweep.md").read_text()
+    reader.run("scancel", long[0])
+
+
+def test_the_line_in_the_mail_gives_a_copy_and_signs_in(two_users):
+    reader, _ = two_users
+    shared = reader.cluster.folder
+    git = ["git", f"--git-dir={shared}/course.git", f"--work-tree={shared}/shared"]
+    identity = ["-c", "user.name=course", "-c", "user.email=course@localhost"]
+    bundle = ["bundle", "create", "-q", shared / "course.bundle", "--all"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "course"], bundle):
+        subprocess.run([*git, *words], check=True, cwd=shared / "shared", timeout=30)
+    (shared / "signed-in").mkdir()
+    (shared / "signed-in").chmod(0o1777)
+    (line,) = re.findall(r"^> 2\. .*`(git clone .*)`", (ROOT / "INSTRUCTORS.md").read_text(), re.M)
+    line = line.replace("/shared/", f"{shared}/").replace("sbatch ", "sbatch --wait ")
+    ended = reader.run("bash", "-c", line, limit=90)
+    signed_in = (shared / "signed-in" / "nobody.out").read_text()
+    assert ended.returncode == 0, ended.stderr + signed_in
+    assert signed_in.splitlines()[-1].endswith("exit status 0")
 
 
 # Interactive.
