@@ -474,6 +474,7 @@ def end_of_chain(waits):
             "none of them can go on first",
         ),
         (lambda waits: 9, "none of the ranks"),
+        (lambda waits: [2], "none of the ranks"),
     ],
 )
 def test_to_blame_explains(to_blame, sentence, capsys):

@@ -59,6 +59,7 @@ def others_only(rank, num_ranks, replicas):
         (lambda rank, n, r: range(rank % r, n, r), "not by the replicas"),
         (lambda rank, n, r: list(range(rank % (n // r), n, n // r))[::-1], "in the wrong order"),
         (lambda rank, n, r: rank, "return a list of ranks, not 0"),
+        (lambda rank, n, r: ["rank", 2], "return a list of ranks, not ['rank', 2]"),
         (lambda rank, n, r: [0], "its stages are on"),
     ],
 )
@@ -96,6 +97,7 @@ def test_share_of_loss_explains(share, sentence, capsys):
         ("6.6 billion", "four nodes, slow network", "sharded", "look at its messages"),
         ("6.6 billion", "one node", "pipeline of 8", "look at its bubble"),
         ("6.6 billion", "one node", "pipeline", "there is no way called 'pipeline'"),
+        ("6.6 billion", "one node", ["sharded"], "there is no way called ['sharded']"),
         ("1.3 billion", "one node", ..., "is still open"),
     ],
 )

@@ -157,6 +157,12 @@ def test_what_is_no_schedule_gets_a_sentence_and_no_traceback(answer, capsys):
     assert answer_to(1, capsys, answer).startswith("Not yet: ")
 
 
+@pytest.mark.parametrize("ask", [lesson_12.puzzle, lesson_12.perform])
+def test_a_puzzle_that_is_not_there_gets_a_sentence(ask, capsys):
+    assert ask(12, ["0F0,0B0", "1F0,1B0"]) is None
+    assert capsys.readouterr().out == "Not yet: there is no puzzle 12; they are 1 to 11\n"
+
+
 def test_what_beats_the_best_known_is_told_so(capsys, monkeypatch):
     # As if less were known: the best known of the open puzzle is a little more.
     puzzle = PUZZLES[11]

@@ -183,6 +183,8 @@ def test_a_diagnosis_is_not_attempted_right_or_explained(capsys, case):
         (2, "the loss", 3, "choose the fault from FAULTS: swapped messages, "),
         (2, "scale forgotten", 4, 'name a rank from 0 to 3, a list of them or "all"; not 4'),
         (2, "scale forgotten", "rank 3", "name a rank from 0 to 3"),
+        (2, ["scale forgotten"], 3, "choose the fault from FAULTS: swapped messages, "),
+        (9, "scale forgotten", 3, "there is no case 9; they are 1 to 8"),
     ],
 )
 def test_diagnosis_explains(capsys, case, fault, ranks, sentence):

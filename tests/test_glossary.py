@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = re.findall(
-    r"^\| (.+?) \| (.+?) \| (\d\d) \|$", (ROOT / "GLOSSARY.md").read_text(), re.MULTILINE
-)
+TABLE = (ROOT / "GLOSSARY.md").read_text().partition("|---|---|---|\n")[2]
+ROWS = re.findall(r"^\| (.+?) \| (.+?) \| \[(\w+)\]\((.+?)\) \|$", TABLE, re.MULTILINE)
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def paragraphs_of(path):
@@ -20,7 +20,7 @@ def paragraphs_of(path):
     return prose.split("\n## Sources")[0].split("\n\n")
 
 
-LESSONS = {p.stem[:2]: paragraphs_of(p) for p in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+LESSONS = {path.stem.split("_")[0]: paragraphs_of(path) for path in NOTEBOOKS}
 
 
 def uses(term, paragraph):
@@ -36,8 +36,8 @@ TERMS = [pair for row in ROWS for pair in words_of(row)]
 
 
 def test_the_terms_are_in_the_order_of_the_alphabet_and_each_is_there_once():
-    names = [term for term, _, _ in ROWS]
-    assert len(names) > 30
+    names = [row[0] for row in ROWS]
+    assert len(names) == len(TABLE.splitlines()) > 70
     assert names == sorted(names, key=lambda name: name.lower().replace("-", " "))
     assert len(set(names)) == len(names)
 
@@ -50,6 +50,20 @@ def test_a_term_is_introduced_in_its_lesson_and_an_earlier_one_first_says_which_
     for number, paragraphs in LESSONS.items():
         first = next((paragraph for paragraph in paragraphs if uses(term, paragraph)), None)
         if number < lesson and first:
-            assert re.search(rf"lessons? (\d\d.*)?{lesson}", first, re.IGNORECASE), (
+            assert re.search(rf"lessons? (\d\d.*)?{lesson}\b", first, re.IGNORECASE), (
                 f"lesson {number} uses '{term}' before lesson {lesson}: {first[:200]}"
             )
+
+
+def test_each_term_links_the_lesson_that_introduces_it_and_every_lesson_introduces_one():
+    paths = {path.stem.split("_")[0]: f"notebooks/{path.name}" for path in NOTEBOOKS}
+    assert [link for *_, link in ROWS] == [paths[lesson] for _, _, lesson, _ in ROWS]
+    assert {lesson for _, _, lesson, _ in ROWS} == set(paths)
+
+
+@pytest.mark.parametrize("number", range(len(NOTEBOOKS)), ids=list(LESSONS))
+def test_the_last_line_of_a_lesson_leads_to_its_neighbours_and_to_the_glossary(number):
+    last = json.loads(NOTEBOOKS[number].read_text())["cells"][-1]["source"][-1]
+    neighbours = [NOTEBOOKS[n].name for n in (number - 1, number + 1) if 0 <= n < len(NOTEBOOKS)]
+    assert re.findall(r"\]\((.*?)\)", last) == [*neighbours, "../GLOSSARY.md"]
+    assert last.endswith("[Glossary](../GLOSSARY.md)")

@@ -52,6 +52,22 @@ def test_the_readme_gives_the_minutes_of_the_lessons():
         assert rows[f"notebooks/{path.name}"] == re.search(r"\*\*Time:\*\* (\d+) min", first)[1]
 
 
+def test_the_routes_of_the_readme_take_the_minutes_that_it_gives():
+    readme = (ROOT / "README.md").read_text()
+    lessons = re.findall(
+        r"^\| (\w+) \| \[.*?\| (\d+) \| .* \| ([●◐]?) ?\| ([●◐]?) ?\| ([●◐]?) ?\|$", readme, re.M
+    )
+    assert len(lessons) == len(LESSONS)
+    assert [lesson for lesson, *marks in lessons if "◐" in marks] == ["12b"]
+    part = int(re.search(r"◐ is lesson 12b .*?, (\d+) minutes", readme)[1])
+    routes = re.findall(r"^\| (?:90 minutes|one day|everything) \| (\d+) \|", readme, re.M)
+    assert len(routes) == 3
+    for column, total in enumerate(routes, 2):
+        taken = [row for row in lessons if row[column]]
+        spent = [int(row[1]) if row[column] == "●" else part for row in taken]
+        assert sum(spent) == int(total)
+
+
 def test_what_the_pack_names_is_there():
     for name in re.findall(r"\b(?:slurm|source_code|notebooks)/[\w./]+\w", TEXT):
         assert (ROOT / name).exists(), name

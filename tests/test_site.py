@@ -61,6 +61,13 @@ def test_every_page_says_where_it_is_and_leads_to_the_first_page_and_the_glossar
             assert re.search(r'<p class="place"><a href="[^"]*">course</a> / ', page), address
 
 
+def test_the_glossary_leads_to_every_lesson_in_its_own_text(pages):
+    glossary = re.search(r"<main>(.*)</main>", pages["GLOSSARY.html"], re.DOTALL)[1]
+    assert "<td>bubble</td>" in glossary
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        assert f'href="notebooks/{path.stem}.html"' in glossary, path.stem
+
+
 def test_below_each_stored_picture_of_a_panel_stands_that_it_is_one(pages):
     panels = 0
     for path in ROOT.glob("notebooks/*.ipynb"):

@@ -17,6 +17,8 @@ def peers_of(peers):
                 answer = list(answer)
             except TypeError:
                 raise WrongAnswer(f"return a list of ranks, not {answer!r}") from None
+            if not all(isinstance(peer, int) for peer in answer):
+                raise WrongAnswer(f"return a list of ranks, not {answer}")
             if answer == right:
                 continue
             case = f"rank {rank} of {num_ranks} in {replicas} replicas: you say {answer}"
@@ -93,7 +95,7 @@ def choices(chosen):
             if pick is ... or pick is None:
                 return f"{name}, {where} is still open"
             found = {way.name: way for way in ways(model, machine) + mixes(model, machine)}
-            if pick not in found:
+            if pick not in list(found):
                 return f"{name}, {where}: there is no way called {pick!r}; use {', '.join(found)}"
             way = found[pick]
             if way.problem:

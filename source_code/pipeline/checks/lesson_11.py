@@ -81,16 +81,16 @@ def to_blame(blame):
         if answer == right:
             continue
         case = f"{waits}: you say {answer!r}"
+        if answer not in [*waits, DEADLOCK]:
+            return f"{case}, which is none of the ranks"
         if right == DEADLOCK:
             return f"{case}, but every rank waits here: none of them can go on first"
         if answer == DEADLOCK:
             return f"{case}, but rank {right} waits for nobody: it is doing something else"
         waited_for = list(waits.values())
-        if answer in waits and waited_for.count(answer) == max(map(waited_for.count, waits)):
+        if waited_for.count(answer) == max(map(waited_for.count, waits)):
             return f"{case}, for whom most wait; but rank {answer} itself waits for {waits[answer]}"
-        if answer in waits:
-            return f"{case}, which waits for rank {waits[answer]}: follow the chain to its end"
-        return f"{case}, which is none of the ranks"
+        return f"{case}, which waits for rank {waits[answer]}: follow the chain to its end"
 
 
 @instant("8 T P / (n X), turned round, and rounded up to nodes that can be rented whole.")

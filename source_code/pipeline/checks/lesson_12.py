@@ -35,7 +35,6 @@ def perform(number, answer):
 
     The Picture has the prediction above and the run below. Nothing is started for what is not legal.
     """
-    given = PUZZLES[number]
     try:
         schedule = schedule_of(number, answer)
     except NotAttempted:
@@ -44,6 +43,7 @@ def perform(number, answer):
     except WrongAnswer as error:
         print(f"Not yet: {error}")
         return None
+    given = PUZZLES[number]
     file = f"build/12_puzzle_{number}"
     (ROOT / "build").mkdir(exist_ok=True)
     write_whole(ROOT / f"{file}.csv", to_csv(schedule))
@@ -68,8 +68,8 @@ def _praise(number, answer):
 
 @instant(_praise)
 def _judge(number, answer):
-    given = PUZZLES[number]
-    timeline = simulate(schedule_of(number, answer), given.costs)
+    schedule, given = schedule_of(number, answer), PUZZLES[number]
+    timeline = simulate(schedule, given.costs)
     complaints = [complaint for complaint in [too_much_held(given, timeline)] if complaint]
     if given.measured(timeline) > given.target + smallest_time(timeline):
         complaints.append(longest_wait(timeline))
@@ -79,9 +79,11 @@ def _judge(number, answer):
 
 def schedule_of(number, answer):
     """The legal Schedule of the puzzle's size that the answer is. Raises NotAttempted, WrongAnswer."""
-    given = PUZZLES[number]
     if answer is None or answer is ...:
         raise NotAttempted
+    if number not in list(PUZZLES):
+        raise WrongAnswer(f"there is no puzzle {number!r}; they are 1 to {len(PUZZLES)}")
+    given = PUZZLES[number]
     rows = call(answer, given.num_ranks, given.num_microbatches) if callable(answer) else answer
     schedule = rows if isinstance(rows, Schedule) else _read(rows, f"puzzle {number}")
     if schedule.num_ranks != given.num_ranks:

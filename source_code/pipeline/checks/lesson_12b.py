@@ -129,12 +129,12 @@ IN_UPDATES = ("clipping by stage", "tied weights drift")
 
 def diagnosis(case, fault, ranks):
     """`fault` is one of FAULTS; `ranks` is the rank that commits it, a list of several, or "all"."""
-    instant(CASES[case].found)(_check_diagnosis)(case, fault, ranks)
+    instant(lambda *_: CASES[case].found)(_check_diagnosis)(case, fault, ranks)
 
 
 def repair(case, function):
     """`function` takes the place of the broken piece, under its name; four ranks train with it."""
-    instant(CASES[case].cured)(_check_repair)(case, function)
+    instant(lambda *_: CASES[case].cured)(_check_repair)(case, function)
 
 
 def broken_piece(case, fault, ranks):
@@ -149,9 +149,15 @@ def broken_piece(case, fault, ranks):
     return None
 
 
+def _case(number):
+    if number not in list(CASES):
+        raise WrongAnswer(f"there is no case {number!r}; they are 1 to {len(CASES)}")
+    return CASES[number]
+
+
 def _check_diagnosis(number, fault, ranks):
-    case = CASES[number]
-    if fault not in FAULTS:
+    case = _case(number)
+    if fault not in list(FAULTS):
         raise WrongAnswer(f"choose the fault from FAULTS: {', '.join(FAULTS)}; not {fault!r}")
     named = _as_ranks(ranks)
     if fault != case.fault:
@@ -203,7 +209,7 @@ def _against(number, fault):
 
 
 def _check_repair(number, function):
-    case = CASES[number]
+    case = _case(number)
     file = _write_piece(case.piece, function)
     if number == 3:
         complaint = _uneven(function)
