@@ -17,9 +17,9 @@ from pipeline.arguments import (
     training_parser,
 )
 from pipeline.distributed import join_job, leave_job
+from pipeline.memory.recompute import MODES, build_recomputing_stage
 from pipeline.model import build_part, token_loss
 from pipeline.optimizer import build_optimizer
-from pipeline.recompute import MODES, build_recomputing_stage
 from pipeline.recorder import Recorder
 from pipeline.report import Report
 from pipeline.schedules import CHUNKED, GENERATORS

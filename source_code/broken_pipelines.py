@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import torch
 
 from pipeline.arguments import parse_training_arguments, refuse, training_parser
-from pipeline.asynchronous_reference import train_by_rule
-from pipeline.clipping import norm_of, scale_gradients, squares_of
+from pipeline.asynchronous.asynchronous_reference import train_by_rule
+from pipeline.asynchronous.weight_stash import StashingStage, WeightStash
 from pipeline.distributed import Receiving, Sending, gather, join_job, leave_job, waiting_for_all
 from pipeline.model import build_model, build_part, cut_as, starting_weight, token_loss
+from pipeline.optimization.clipping import norm_of, scale_gradients, squares_of
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
@@ -28,7 +29,6 @@ from pipeline.schedule import Action
 from pipeline.schedules import one_f_one_b, pipedream
 from pipeline.simulator import Costs
 from pipeline.stage import Stage
-from pipeline.weight_stash import StashingStage, WeightStash
 from pipeline.worker import Worker
 
 PIECES = {  # the function in which each case has its fault

@@ -30,14 +30,14 @@ from torch.nn.functional import mse_loss
 
 from pipeline.arguments import seconds
 from pipeline.distributed import gather, join_job, leave_job, ranks_from_environment
-from pipeline.library import (
+from pipeline.refusal import Parser, refuse
+from pipeline.torch_pipelining.library import (
     ONE_STAGE,
     forwards_only,
     stages_of_rank,
     watched,
     without_messages_to_itself,
 )
-from pipeline.refusal import Parser, refuse
 
 WIDTH, BATCH = 8, 8
 

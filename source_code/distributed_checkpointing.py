@@ -35,25 +35,25 @@ from pipeline.arguments import (
     positive_number,
     training_parser,
 )
-from pipeline.checkpoint import Training
-from pipeline.checkpoint_arguments import (
+from pipeline.checkpointing.checkpoint import Training
+from pipeline.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
     export_newest,
 )
-from pipeline.checkpoint_folder import mark_stopped
-from pipeline.clipping import clip_gradients, norm_of, scale_gradients, squares_of
+from pipeline.checkpointing.checkpoint_folder import mark_stopped
+from pipeline.checkpointing.stop_request import STOPPED, StopRequest
 from pipeline.distributed import join_job, leave_job
-from pipeline.learning_rate import WarmUpThenCosine, share_of_peak
 from pipeline.model import build_part, token_loss
+from pipeline.optimization.clipping import clip_gradients, norm_of, scale_gradients, squares_of
+from pipeline.optimization.learning_rate import WarmUpThenCosine, share_of_peak
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
 from pipeline.report import Report
 from pipeline.schedules import GENERATORS
 from pipeline.stage import Stage
-from pipeline.stop_request import STOPPED, StopRequest
 from pipeline.worker import Worker
 
 SCHEDULES = [name for name in GENERATORS if name not in ("naive", "pipedream")]

@@ -16,14 +16,14 @@ from pipeline.arguments import (
     replica_counts,
     training_parser,
 )
-from pipeline.asynchronous_reference import train_by_rule
+from pipeline.asynchronous.asynchronous_reference import train_by_rule
+from pipeline.asynchronous.weight_stash import MODES, StashingStage
 from pipeline.distributed import gather, join_job, leave_job
 from pipeline.model import build_part, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.report import Report
 from pipeline.schedules import pipedream, pipedream_round_robin
-from pipeline.weight_stash import MODES, StashingStage
 from pipeline.worker import Worker
 
 

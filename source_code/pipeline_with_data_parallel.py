@@ -13,24 +13,24 @@ import statistics
 import sys
 
 from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.checkpoint import Checkpoints, Training
-from pipeline.checkpoint_arguments import check_checkpoint_arguments
-from pipeline.clipping import clip_gradients, norm_of, scale_gradients, squares_of
-from pipeline.distributed import gather, join_job, leave_job
-from pipeline.learning_rate import ConstantRate
-from pipeline.model import build_part
-from pipeline.optimizer import build_optimizer
-from pipeline.padding import Sentences, ShareOfLoss, count_real_tokens
-from pipeline.recorder import Recorder
-from pipeline.reference import train_one_process
-from pipeline.refusal import positive_integer, positive_number, refuse
-from pipeline.replica_arguments import (
+from pipeline.checkpointing.checkpoint import Checkpoints, Training
+from pipeline.checkpointing.checkpoint_arguments import check_checkpoint_arguments
+from pipeline.data_parallel.replica_arguments import (
     add_replica_arguments,
     check_replicas,
     choose_replicated_schedule,
     pipeline_ranks,
 )
-from pipeline.replicas import AllReduce, form_replicas, own_microbatches, replicate
+from pipeline.data_parallel.replicas import AllReduce, form_replicas, own_microbatches, replicate
+from pipeline.distributed import gather, join_job, leave_job
+from pipeline.model import build_part
+from pipeline.optimization.clipping import clip_gradients, norm_of, scale_gradients, squares_of
+from pipeline.optimization.learning_rate import ConstantRate
+from pipeline.optimizer import build_optimizer
+from pipeline.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
+from pipeline.recorder import Recorder
+from pipeline.reference import train_one_process
+from pipeline.refusal import positive_integer, positive_number, refuse
 from pipeline.report import Report
 from pipeline.schedules import CHUNKED, GENERATORS
 from pipeline.stage import Stage
@@ -118,7 +118,8 @@ def check_reduction(arguments, schedule):
         )
     if not arguments.library:
         return schedule
-    from pipeline import library, library_worker  # seconds, which only --library needs
+    # Seconds, which only --library needs.
+    from pipeline.torch_pipelining import library, library_worker
 
     if arguments.schedule not in library_worker.NAMES:
         refuse(
@@ -137,7 +138,8 @@ def build_reduction(arguments, replicas, schedule):
     """Who sums the gradients, and when."""
     if arguments.reduce == "all-reduce":
         return AllReduce(replicas, schedule)
-    from pipeline.wrappers import WithDDP, WithFSDP2  # half a second, which all-reduce saves
+    # Half a second, which all-reduce saves.
+    from pipeline.data_parallel.wrappers import WithDDP, WithFSDP2
 
     return {"ddp": WithDDP, "fsdp2": WithFSDP2}[arguments.reduce](replicas, schedule)
 
@@ -187,7 +189,7 @@ def build_worker(arguments, replicas, schedule, parts, reduction, recorder, loss
     """Who performs the schedule: this course's worker or the library."""
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
     if arguments.library:
-        from pipeline.library_worker import LibraryWorker
+        from pipeline.torch_pipelining.library_worker import LibraryWorker
 
         return LibraryWorker(
             replicas, arguments.schedule, schedule.num_stages, parts, shape,

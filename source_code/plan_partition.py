@@ -23,7 +23,13 @@ from pipeline.arguments import (
 )
 from pipeline.distributed import choose_device
 from pipeline.model import ModelConfig
-from pipeline.partition import PartitionError, check_size, plan_stages, profile_model, read_profile
+from pipeline.planning.partition import (
+    PartitionError,
+    check_size,
+    plan_stages,
+    profile_model,
+    read_profile,
+)
 
 STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 

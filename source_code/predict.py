@@ -9,13 +9,13 @@ import json
 import math
 import sys
 
-from pipeline.figures import draw_timelines
 from pipeline.files import write_whole
 from pipeline.refusal import Parser, positive_integer, positive_number, refuse
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import CHUNKED, GENERATORS, build_schedule
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import from_chrome_trace
+from pipeline.views.figures import draw_timelines
 
 CHUNKED_NAMES = ", ".join(CHUNKED)
 

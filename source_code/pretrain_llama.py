@@ -27,37 +27,37 @@ from pipeline.arguments import (
     refuse,
     training_parser,
 )
-from pipeline.checkpoint import Training
-from pipeline.checkpoint_arguments import (
+from pipeline.checkpointing.checkpoint import Training
+from pipeline.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
     export_newest,
 )
-from pipeline.checkpoint_folder import mark_stopped
-from pipeline.clipping import clip_gradients, norm_of, scale_gradients, squares_of
-from pipeline.distributed import gather, join_job, leave_job
-from pipeline.forward_only import ForwardOnly
-from pipeline.learning_rate import WarmUpThenCosine, share_of_peak
-from pipeline.memory import count_weights, measure_memory, memory_table, predict_memory
-from pipeline.metrics import Metrics
-from pipeline.mixed_precision import computing_copy, hand_over_put_off, refresh
-from pipeline.model import build_part
-from pipeline.optimizer import build_optimizer
-from pipeline.padding import ShareOfLoss, count_real_tokens
-from pipeline.recompute import MODES, build_recomputing_stage
-from pipeline.recorder import Recorder
-from pipeline.reference import train_one_process
-from pipeline.replica_arguments import (
+from pipeline.checkpointing.checkpoint_folder import mark_stopped
+from pipeline.checkpointing.stop_request import STOPPED, StopRequest
+from pipeline.data_parallel.replica_arguments import (
     add_replica_arguments,
     choose_replicated_schedule,
     pipeline_ranks,
 )
-from pipeline.replicas import AllReduce, form_replicas, own_microbatches
+from pipeline.data_parallel.replicas import AllReduce, form_replicas, own_microbatches
+from pipeline.distributed import gather, join_job, leave_job
+from pipeline.memory.footprint import count_weights, measure_memory, memory_table, predict_memory
+from pipeline.memory.recompute import MODES, build_recomputing_stage
+from pipeline.model import build_part
+from pipeline.optimization.clipping import clip_gradients, norm_of, scale_gradients, squares_of
+from pipeline.optimization.learning_rate import WarmUpThenCosine, share_of_peak
+from pipeline.optimization.mixed_precision import computing_copy, hand_over_put_off, refresh
+from pipeline.optimizer import build_optimizer
+from pipeline.pretraining.forward_only import ForwardOnly
+from pipeline.pretraining.metrics import Metrics
+from pipeline.pretraining.padding import ShareOfLoss, count_real_tokens
+from pipeline.pretraining.tokens import BYTES, filled_up, load_corpus, read_content, stream_content
+from pipeline.recorder import Recorder
+from pipeline.reference import train_one_process
 from pipeline.report import Report
 from pipeline.schedules import CHUNKED, GENERATORS
-from pipeline.stop_request import STOPPED, StopRequest
-from pipeline.tokens import BYTES, filled_up, load_corpus, read_content, stream_content
 from pipeline.worker import Worker
 
 SCHEDULES = [name for name in GENERATORS if name not in ("naive", "pipedream")]

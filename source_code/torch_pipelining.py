@@ -25,9 +25,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.clipping import clip_gradients
 from pipeline.distributed import join_job, leave_job
-from pipeline.library import (
+from pipeline.model import VOCABULARY, ModelPart, build_model, materialise, token_loss
+from pipeline.optimization.clipping import clip_gradients
+from pipeline.recorder import Recorder
+from pipeline.refusal import positive_integer, positive_number, refuse
+from pipeline.report import Report
+from pipeline.torch_pipelining.library import (
     ONE_STAGE,
     SCHEDULES,
     V_SHAPED,
@@ -41,10 +45,6 @@ from pipeline.library import (
     watched,
     without_messages_to_itself,
 )
-from pipeline.model import VOCABULARY, ModelPart, build_model, materialise, token_loss
-from pipeline.recorder import Recorder
-from pipeline.refusal import positive_integer, positive_number, refuse
-from pipeline.report import Report
 
 LINE_END = 10  # the byte; two in a row end a paragraph
 

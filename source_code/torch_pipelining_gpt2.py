@@ -29,12 +29,18 @@ from torch.nn import functional as F
 from pipeline.arguments import parse_training_arguments, training_parser
 from pipeline.data import Text, load_text
 from pipeline.distributed import gather, join_job, leave_job
-from pipeline.library import device_without_sharing, mean_of, recorded, schedule_as_data, watched
 from pipeline.model import VOCABULARY, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.refusal import refuse
 from pipeline.report import Report
+from pipeline.torch_pipelining.library import (
+    device_without_sharing,
+    mean_of,
+    recorded,
+    schedule_as_data,
+    watched,
+)
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 MODELS = ("gpt2", "gpt2-classifier", "llama")

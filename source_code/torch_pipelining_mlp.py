@@ -15,8 +15,8 @@ from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, 
 
 from pipeline.arguments import seconds
 from pipeline.distributed import join_job, leave_job, ranks_from_environment
-from pipeline.library import mean_of, watched
 from pipeline.refusal import Parser, positive_integer, refuse
+from pipeline.torch_pipelining.library import mean_of, watched
 
 SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
 

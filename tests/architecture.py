@@ -1,4 +1,4 @@
-"""Prints the picture of source_code/pipeline for CONTRIBUTING.md, from its real imports.
+"""Prints the pictures of source_code/pipeline for CONTRIBUTING.md, from its real imports.
 
 python tests/architecture.py
 """
@@ -7,10 +7,17 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "source_code" / "pipeline"
+CORE = "core"  # the files of the package itself, and the folder below
+CORE_FOLDER = "schedules"
 
 
 def main():
-    print(mermaid(files_of(module_imports(PACKAGE))))
+    print("\n\n".join(pictures(module_imports(PACKAGE))))
+
+
+def pictures(imports):
+    """The topics, with all of the core as one box, and the files of the core."""
+    return [mermaid(topics_of(imports)), mermaid(core_of(imports))]
 
 
 def module_imports(package):
@@ -44,13 +51,30 @@ def imported_names(source):
     return names
 
 
-def files_of(imports):
-    """The same for what lies in the package itself: a folder counts as one."""
-    merged = {}
+def topic_of(module):
+    """The topic folder that a module lies in, or CORE."""
+    first = module.split(".")[0]
+    return first if first != CORE_FOLDER and (PACKAGE / first).is_dir() else CORE
+
+
+def topics_of(imports):
+    """The same imports between topic folders, all of the core being one."""
+    return merged(imports, topic_of)
+
+
+def core_of(imports):
+    """The same imports between the files of the core; a folder counts as one."""
+    core = {module: others for module, others in imports.items() if topic_of(module) == CORE}
+    return merged(core, lambda module: module.split(".")[0])
+
+
+def merged(imports, group_of):
+    """{group: the other groups that its modules import}, by the group of each module."""
+    groups = {}
     for module, others in imports.items():
-        own = module.split(".")[0]
-        merged.setdefault(own, set()).update({other.split(".")[0] for other in others} - {own})
-    return merged
+        own = group_of(module)
+        groups.setdefault(own, set()).update({group_of(other) for other in others} - {own})
+    return groups
 
 
 def cycle_in(imports):
@@ -96,14 +120,20 @@ def mermaid(imports):
             floors[module] = 1 + max(map(floor, imports[module]), default=-1)
         return floors[module]
 
-    lines = ["```mermaid", "flowchart TD"]
+    lines = ["```mermaid", "flowchart LR"]
     for number in range(1 + max(map(floor, imports))):
         lines.append(f"    %% floor {number}")
         for module in sorted(module for module in imports if floors[module] == number):
-            name = f"{module}/" if (PACKAGE / module).is_dir() else f"{module}.py"
-            lines.append(f'    {module}["{name}"]')
+            lines.append(f'    {module}["{label_of(module)}"]')
             lines += [f"    {module} --> {other}" for other in sorted(direct[module])]
     return "\n".join([*lines, "```"])
+
+
+def label_of(group):
+    """What stands in the box of a file, of a folder, or of the core."""
+    if group == CORE:
+        return f"the files of {PACKAGE.name}/ itself and {CORE_FOLDER}/"
+    return f"{group}/" if (PACKAGE / group).is_dir() else f"{group}.py"
 
 
 if __name__ == "__main__":

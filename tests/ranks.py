@@ -1,7 +1,7 @@
 """Runs a test's function on several real ranks, so that `join_job()` works in it.
 
-The ranks are those of pipeline/launch.py: forked from a server that has imported torch, with the
-environment variables that torchrun sets. Each of them runs this file as its script.
+The ranks are those of pipeline/notebook/launch.py: forked from a server that has imported torch,
+with the environment variables that torchrun sets. Each of them runs this file as its script.
 """
 
 import os
@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from pipeline.launch import PRELOAD, WarmRanks, _follow
+from pipeline.notebook.launch import PRELOAD, WarmRanks, _follow
 
 # What a rank would import by itself: the files that its functions stand in need pytest, the
 # optimizers of torch.optim need the compiler, and lesson 07 saves.
@@ -22,8 +22,8 @@ def run_on_ranks(function, num_ranks, *args, timeout=60):
     """What `function(rank, *args)` returns on each of `num_ranks` processes, as a list.
 
     `function` stands at the top level of a module; arguments and results are pickled. Raises
-    RunFailed (pipeline/launch.py) with the traceback of a rank that failed, or when the ranks have
-    not ended after `timeout` seconds. In every case all ranks have ended when it returns.
+    RunFailed (pipeline/notebook/launch.py) with the traceback of a rank that failed, or when the
+    ranks have not ended after `timeout` seconds. In every case all have ended when it returns.
     """
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from pipeline import launch
+from pipeline.notebook import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [
@@ -148,7 +148,7 @@ def executed(page):
 EXPLORER = """
 import sys
 sys.path.insert(0, "{folder}")
-from pipeline.explorer import explore
+from pipeline.views.explorer import explore
 explore("gpipe", compare="1f1b")
 """
 
@@ -231,7 +231,7 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
 TIME_MACHINE = """
 import sys
 sys.path.insert(0, "{folder}")
-from pipeline.time_machine import time_machine
+from pipeline.debugging.time_machine import time_machine
 time_machine("{broken}", compare="{healthy}")
 """
 

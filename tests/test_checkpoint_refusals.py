@@ -11,7 +11,8 @@ import pytest
 from test_bad_input import SCRIPTS, SOURCE, Refusal
 from torch.distributed.run import get_args_parser
 
-from pipeline import arguments, checkpoint_folder
+from pipeline import arguments
+from pipeline.checkpointing import checkpoint_folder
 
 SCRIPT = "distributed_checkpointing"
 MADE_WITH = "--clip 1 --optimizer adamw --warm-up-steps 3 --decay-steps 50"
@@ -193,7 +194,7 @@ def test_no_flag_is_a_prefix_of_one_of_torchruns(script):
         if option.startswith("--")
     }
     files = [SOURCE / f"{script}.py", Path(arguments.__file__)]
-    files += [SOURCE / "pipeline" / "checkpoint_arguments.py"]
+    files += [SOURCE / "pipeline" / "checkpointing" / "checkpoint_arguments.py"]
     own = re.findall(r'add(?:_argument)?\(\s*"(--[\w-]+)"', "".join(f.read_text() for f in files))
     assert {"--steps", "--save-every"} <= {*own} and "--log-dir" in taken
     assert [flag for flag in own if any(option.startswith(flag) for option in taken)] == []

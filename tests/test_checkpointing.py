@@ -19,9 +19,9 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from pipeline import checkpoint, checkpoint_arguments, checkpoint_folder
-from pipeline.launch import RunFailed, run
+from pipeline.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
 from pipeline.model import ModelConfig, build_model
+from pipeline.notebook.launch import RunFailed, run
 
 SIZES = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --batch-size 8 --microbatches 4"
 FLAGS = f"distributed_checkpointing.py {SIZES} --device cpu --clip 1 --decay-steps 9"

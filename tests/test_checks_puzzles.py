@@ -4,8 +4,8 @@ import pytest
 
 from pipeline.checks import lesson_12
 from pipeline.checks.answer import NOT_ATTEMPTED
+from pipeline.checks.puzzles import PUZZLES
 from pipeline.nodes import DELAY_VARIABLE, PRETENDED_VARIABLE
-from pipeline.puzzles import PUZZLES
 from pipeline.schedule import Action, Schedule, to_csv
 from pipeline.schedules import (
     dualpipe_v,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.choosing import mixes, ways
-from pipeline.planning import BYTES_PER_PARAMETER, Machine, Model
+from pipeline.planning.choosing import mixes, ways
+from pipeline.planning.forecast import BYTES_PER_PARAMETER, Machine, Model
 
 MODEL = Model(layers=32, hidden=4096, length=2048, vocabulary=32_000, batch=256)
 MACHINE = Machine(gpus=32)

@@ -195,24 +195,26 @@ def folder(tmp_path_factory):
     return copied_to(tmp_path_factory.mktemp("copies") / "mine", "gpipe")
 
 
-def test_a_folder_has_exactly_the_files_that_the_script_imports(folder):
+@pytest.mark.parametrize("script", ["gpipe", "pretrain_llama"])
+def test_a_folder_has_exactly_the_files_that_the_script_imports(script, tmp_path):
+    copied = copied_to(tmp_path / "mine", script)
     imports = architecture.module_imports(SOURCE / "pipeline")
     wanted, waiting = set(), [
         name.removeprefix("pipeline.")
-        for name in architecture.imported_names((SOURCE / "gpipe.py").read_text())
+        for name in architecture.imported_names((SOURCE / f"{script}.py").read_text())
         if name.startswith("pipeline.")
     ]  # fmt: skip
     while waiting:
         name = waiting.pop()
         if name in imports and name not in wanted:
-            wanted.add(name)
+            wanted |= {name, name.split(".")[0]}  # a folder's own file says what it is about
             waiting += imports[name]
-    copied = {
-        ".".join(path.relative_to(folder / "pipeline").with_suffix("").parts)
-        for path in (folder / "pipeline").rglob("*.py")
+    files = {
+        ".".join(path.relative_to(copied / "pipeline").with_suffix("").parts)
+        for path in (copied / "pipeline").rglob("*.py")
     }
-    assert {name.removesuffix(".__init__") for name in copied} - {"__init__"} == wanted
-    assert (folder / "pipeline" / "field_guide.txt").exists()
+    assert {name.removesuffix(".__init__") for name in files} - {"__init__"} == wanted
+    assert (copied / "pipeline" / "field_guide.txt").exists()
 
 
 def test_a_folder_requires_the_packages_that_are_imported_as_the_course_pins_them(folder):

@@ -18,15 +18,21 @@ import torch
 from ranks import PRELOAD, run_on_ranks
 from test_bad_input import Refusal
 
-from pipeline import clipping
 from pipeline.data import load_text
-from pipeline.launch import RunFailed, run
+from pipeline.data_parallel.replicas import AllReduce
 from pipeline.model import build_model, token_loss
-from pipeline.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
+from pipeline.notebook.launch import RunFailed, run
+from pipeline.optimization import clipping
+from pipeline.pretraining.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
 from pipeline.reference import train_one_process
-from pipeline.replicas import AllReduce
 
-PRELOAD.extend(["torch.distributed.pipelining", "pipeline.library_worker", "pipeline.wrappers"])
+PRELOAD.extend(
+    [
+        "torch.distributed.pipelining",
+        "pipeline.torch_pipelining.library_worker",
+        "pipeline.data_parallel.wrappers",
+    ]
+)
 SMALL = "--layers 8 --dim 16 --heads 4 --kv-heads 2 --seq-len 24 --batch-size 16 --microbatches 4"
 FLAGS = f"{SMALL} --device cpu --steps 3 --padding --clip 0.5 --optimizer momentum"
 # AdamW forgets how long a gradient is, so with it no test would see a wrong norm.

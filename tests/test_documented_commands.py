@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch import ROOT
+from pipeline.notebook.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = r"(make|torchrun|python|srun|sbatch|slurm/local_cluster\.sh|source|git|pip|eval|scontrol|sinfo|ssh|sed|sudo|chmod|for i in)"  # fmt: skip

@@ -9,7 +9,7 @@ import json
 import pytest
 from test_equals_one_process import ADAMW, SGD, one_process
 
-from pipeline.launch import RunFailed, run
+from pipeline.notebook.launch import RunFailed, run
 from pipeline.schedule import Action, to_csv
 from pipeline.schedules import CHUNKED, build_schedule, zb_h1
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.exact_search import (
+from pipeline.checks.puzzles import PUZZLES
+from pipeline.planning.exact_search import (
     Moment,
     Problem,
     best_schedule,
@@ -15,7 +16,6 @@ from pipeline.exact_search import (
     sweep,
     what_matters,
 )
-from pipeline.puzzles import PUZZLES
 from pipeline.schedule import Action, Schedule, ScheduleError, needs_of, read_csv, result_of
 from pipeline.schedules import (
     gpipe,

@@ -6,8 +6,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.explorer import NOTHING, Panel, explore
-from pipeline.explorer_view import View
 from pipeline.schedule import KINDS, ScheduleError, from_csv
 from pipeline.schedules import (
     GENERATORS,
@@ -18,9 +16,11 @@ from pipeline.schedules import (
     pipedream_round_robin,
 )
 from pipeline.simulator import Costs, simulate
-from pipeline.stepping import STORED
-from pipeline.story import moments_at, short, stories_of, times_of, waits_of
 from pipeline.timeline import Event, Timeline
+from pipeline.views.explorer import NOTHING, Panel, explore
+from pipeline.views.explorer_view import View
+from pipeline.views.stepping import STORED
+from pipeline.views.story import moments_at, short, stories_of, times_of, waits_of
 
 SETTINGS = explore().settings
 EVERY_SCHEDULE = pytest.mark.parametrize("name", GENERATORS)

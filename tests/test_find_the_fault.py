@@ -10,12 +10,12 @@ import broken_pipelines
 import pytest
 from broken_pipelines import Broken, Cured
 
-from pipeline import launch
 from pipeline.checks import lesson_12b as check
 from pipeline.checks.answer import NOT_ATTEMPTED
-from pipeline.comparing import compare
-from pipeline.launch import RunFailed
-from pipeline.recorded_run import read_recording
+from pipeline.debugging.comparing import compare
+from pipeline.debugging.recorded_run import read_recording
+from pipeline.notebook import launch
+from pipeline.notebook.launch import RunFailed
 
 # What is the first difference from a healthy run: step, ranks, action.
 FIRST = {

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from pipeline.figures import draw_timelines
-from pipeline.launch import ROOT
+from pipeline.notebook.launch import ROOT
 from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs, simulate
+from pipeline.views.figures import draw_timelines
 
 sys.path.insert(0, str(ROOT / "images"))
 import make_images  # noqa: E402

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipeline.launch import ROOT
+from pipeline.notebook.launch import ROOT
 
 TEXT = (ROOT / "INSTRUCTORS.md").read_text()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))

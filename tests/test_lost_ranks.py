@@ -15,7 +15,14 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from pipeline.launch import SCRIPTS, LaunchedRanks, RunFailed, WarmRanks, _follow, launch_words
+from pipeline.notebook.launch import (
+    SCRIPTS,
+    LaunchedRanks,
+    RunFailed,
+    WarmRanks,
+    _follow,
+    launch_words,
+)
 from pipeline.watch import Wait, Watch
 
 ROOT = Path(__file__).resolve().parents[1]

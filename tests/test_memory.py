@@ -11,12 +11,12 @@ import torch
 from ranks import run_on_ranks
 
 from pipeline.distributed import join_job, leave_job
-from pipeline.launch import run
-from pipeline.memory import Kept, count_weights, most_held, predict_memory
-from pipeline.mixed_precision import computing_copy, hand_over_put_off
+from pipeline.memory.footprint import Kept, count_weights, most_held, predict_memory
+from pipeline.memory.recompute import build_recomputing_stage
 from pipeline.model import ModelConfig, build_model, build_part, cut_evenly
-from pipeline.padding import ShareOfLoss
-from pipeline.recompute import build_recomputing_stage
+from pipeline.notebook.launch import run
+from pipeline.optimization.mixed_precision import computing_copy, hand_over_put_off
+from pipeline.pretraining.padding import ShareOfLoss
 from pipeline.recorder import Recorder
 from pipeline.schedules import CHUNKED, build_schedule
 

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline import nodes
 from pipeline.distributed import ranks_from_environment
-from pipeline.launch import ROOT, RunFailed, WarmRanks, _follow, launch_words, run
 from pipeline.nodes import NodesError, first_node
+from pipeline.notebook.launch import ROOT, RunFailed, WarmRanks, _follow, launch_words, run
 from pipeline.schedules import gpipe
 from pipeline.simulator import Costs, simulate
 

@@ -5,8 +5,8 @@ import sys
 
 import preflight
 
-from pipeline import launch
-from pipeline.launch import ROOT
+from pipeline.notebook import launch
+from pipeline.notebook.launch import ROOT
 
 
 def test_one_rank_trains_where_torch_has_no_store_in_memory():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pipeline.model import ModelConfig, build_model, cut_as
-from pipeline.partition import (
+from pipeline.planning.partition import (
     LayerProfile,
     PartitionError,
     Profile,

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from pipeline.cluster import RECORDED, Cluster, stacks_of
-from pipeline.launch import ROOT, run
-from pipeline.planning import (
+from pipeline.notebook.cluster import RECORDED, Cluster, stacks_of
+from pipeline.notebook.launch import ROOT, run
+from pipeline.planning.forecast import (
     Machine,
     Model,
     Plan,

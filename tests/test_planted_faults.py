@@ -16,8 +16,8 @@ from test_equals_one_process import NAIVE, SGD, differences, flags_of, one_proce
 
 from pipeline import schedules
 from pipeline.distributed import Receiving, Sending, gather, join_job, leave_job
-from pipeline.launch import RunFailed
 from pipeline.model import token_loss
+from pipeline.notebook.launch import RunFailed
 from pipeline.worker import Worker
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 8

@@ -12,14 +12,20 @@ import pytest
 import torch
 
 from pipeline.data import DataError, load_text
-from pipeline.launch import RunFailed, run, warm_up
-from pipeline.memory import count_weights
-from pipeline.metrics import Metrics
-from pipeline.mixed_precision import computing_copy, refresh
+from pipeline.memory.footprint import count_weights
 from pipeline.model import ModelConfig, build_model, build_part, token_loss
-from pipeline.padding import PADDING
-from pipeline.throughput import PEAKS, flops_per_token, known_peak
-from pipeline.tokens import filled_up, in_rows, load_corpus, read_content, stream_content
+from pipeline.notebook.launch import RunFailed, run, warm_up
+from pipeline.optimization.mixed_precision import computing_copy, refresh
+from pipeline.pretraining.metrics import Metrics
+from pipeline.pretraining.padding import PADDING
+from pipeline.pretraining.throughput import PEAKS, flops_per_token, known_peak
+from pipeline.pretraining.tokens import (
+    filled_up,
+    in_rows,
+    load_corpus,
+    read_content,
+    stream_content,
+)
 
 warm_up("torch._dynamo", "torch.distributed.checkpoint", "tokenizers")
 

@@ -13,15 +13,15 @@ from test_split_backward import CountProducts
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.distributed import join_job, leave_job
-from pipeline.figures import draw_timelines
-from pipeline.launch import RunFailed, run
+from pipeline.memory.recompute import MODES, build_recomputing_stage
 from pipeline.model import ModelConfig, build_part, token_loss
-from pipeline.recompute import MODES, build_recomputing_stage
+from pipeline.notebook.launch import RunFailed, run
 from pipeline.recorder import Recorder
 from pipeline.report import measured_costs
 from pipeline.schedules import GENERATORS, gpipe, one_f_one_b, zb_h1, zb_h2
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import Timeline, from_chrome_trace, to_chrome_trace
+from pipeline.views.figures import draw_timelines
 
 SCRIPT = "activation_checkpointing.py"
 SYNCHRONOUS = [name for name in GENERATORS if name != "pipedream"]

@@ -11,15 +11,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from pipeline import launch
-from pipeline.comparing import compare
-from pipeline.launch import ROOT, RunFailed
-from pipeline.recorded_run import RecordingError, read_recording, tell_unanswered
+from pipeline.asynchronous.weight_stash import forward_version
+from pipeline.debugging.comparing import compare
+from pipeline.debugging.recorded_run import RecordingError, read_recording, tell_unanswered
+from pipeline.debugging.time_machine import TimePanel, time_machine
+from pipeline.notebook import launch
+from pipeline.notebook.launch import ROOT, RunFailed
 from pipeline.recording import fingerprint
 from pipeline.schedule import Action, result_of
 from pipeline.schedules import gpipe
-from pipeline.time_machine import TimePanel, time_machine
-from pipeline.weight_stash import forward_version
 
 TINY = "--dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2"
 SCRIPTS = {

@@ -6,9 +6,15 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from pipeline import replicas
+from pipeline.data_parallel import replicas
+from pipeline.data_parallel.replicas import (
+    AllReduce,
+    Replicas,
+    last_backwards,
+    replicate,
+    sums_done,
+)
 from pipeline.distributed import Job, join_job, leave_job
-from pipeline.replicas import AllReduce, Replicas, last_backwards, replicate, sums_done
 from pipeline.schedule import result_of
 from pipeline.schedules import build_schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from pipeline.simulator import Costs, simulate

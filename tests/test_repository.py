@@ -28,6 +28,7 @@ def files():
 FILES = files()
 SCRIPTS = sorted((ROOT / "source_code").glob("*.py"))
 MODULES = [path for path in FILES if path.suffix == ".py" and PACKAGE in path.parents]
+IMPORTS = architecture.module_imports(PACKAGE)
 PAGES = [path for path in FILES if path.suffix in (".md", ".ipynb")]
 
 
@@ -47,7 +48,35 @@ def text_of(path):
 
 
 def test_imports_run_one_way():
-    assert architecture.cycle_in(architecture.module_imports(PACKAGE)) is None
+    assert architecture.cycle_in(IMPORTS) is None
+
+
+def test_folders_build_on_each_other_one_way():
+    assert architecture.cycle_in(architecture.topics_of(IMPORTS)) is None
+
+
+def test_the_core_imports_nothing_from_a_topic_folder():
+    for module, others in IMPORTS.items():
+        if architecture.topic_of(module) == architecture.CORE:
+            topics = {
+                other for other in others if architecture.topic_of(other) != architecture.CORE
+            }
+            assert not topics, module
+
+
+def test_the_core_is_exactly_what_the_scripts_of_lessons_01_to_03_build_on():
+    needed = set()
+    for script in ("naive_model_parallelism.py", "gpipe.py", "one_f_one_b.py"):
+        named = architecture.imported_names((ROOT / "source_code" / script).read_text())
+        for module in {name.removeprefix("pipeline.") for name in named} & IMPORTS.keys():
+            needed |= {module} | architecture.reachable(IMPORTS, module)
+    core = {module for module in IMPORTS if architecture.topic_of(module) == architecture.CORE}
+    assert core == needed
+
+
+def test_a_file_has_a_name_of_its_own_by_which_it_is_called_in_every_folder():
+    names = [path.name for path in MODULES if path.name != "__init__.py"]
+    assert len(names) == len(set(names)), sorted(n for n in names if names.count(n) > 1)
 
 
 def test_a_ring_of_imports_would_be_found():
@@ -62,12 +91,13 @@ def test_no_shared_file_imports_a_script():
         assert not top & scripts, name_of(path)
 
 
-def test_the_picture_in_contributing_is_that_of_the_real_imports():
-    picture = architecture.mermaid(architecture.files_of(architecture.module_imports(PACKAGE)))
+def test_the_pictures_in_contributing_are_those_of_the_real_imports():
     pictures = re.findall(
         r"^```mermaid\n.*?^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
     )
-    assert pictures == [picture], "paste what `python tests/architecture.py` prints"
+    assert pictures == architecture.pictures(IMPORTS), (
+        "paste what `python tests/architecture.py` prints"
+    )
 
 
 def test_the_picture_leaves_out_arrows_that_others_imply():

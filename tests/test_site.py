@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from pipeline.launch import ROOT
+from pipeline.notebook.launch import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 import flowchart  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from test_equals_one_process import SGD, one_process
 from torch_orders import torch_order
 
-from pipeline.launch import PRELOAD, RunFailed, run
+from pipeline.notebook.launch import PRELOAD, RunFailed, run
 from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import build_schedule
 

@@ -6,12 +6,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.drawing import MOST_NUMBERS, NUMBER, ROW, arrange, draw_cursor, shade_of
-from pipeline.figures import draw_timelines, table
 from pipeline.schedule import from_csv
 from pipeline.schedules import gpipe, naive
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
+from pipeline.views.drawing import MOST_NUMBERS, NUMBER, ROW, arrange, draw_cursor, shade_of
+from pipeline.views.figures import draw_timelines, table
 
 SVG = "{http://www.w3.org/2000/svg}"
 

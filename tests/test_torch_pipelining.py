@@ -15,14 +15,22 @@ from ranks import PRELOAD, run_on_ranks
 from pipeline import schedules
 from pipeline.arguments import parse_training_arguments, training_parser
 from pipeline.distributed import ranks_from_environment
-from pipeline.launch import RunFailed, run
-from pipeline.library import LOOPS, SCHEDULES, V_SHAPED, schedule_as_data, stages_of_rank
 from pipeline.model import token_loss
+from pipeline.notebook.launch import RunFailed, run
 from pipeline.reference import train_one_process
 from pipeline.schedule import validate
 from pipeline.simulator import Costs, simulate
+from pipeline.torch_pipelining.library import (
+    LOOPS,
+    SCHEDULES,
+    V_SHAPED,
+    schedule_as_data,
+    stages_of_rank,
+)
 
-PRELOAD.extend(["torch.distributed.pipelining", "pipeline.library", "transformers"])
+PRELOAD.extend(
+    ["torch.distributed.pipelining", "pipeline.torch_pipelining.library", "transformers"]
+)
 SCRIPT = "torch_pipelining.py"
 SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 4 --device cpu"
 EVERYTHING = "--optimizer adamw --clip 0.5 --warm-up 2 --documents --batch-size 16"
@@ -210,7 +218,7 @@ def test_what_is_refused_and_what_is_not_is_what_the_library_refuses(name):
     chunks = 1 if name == "1F1B" else 2
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    from pipeline.library import complaint_about
+    from pipeline.torch_pipelining.library import complaint_about
 
     for ranks in (2, 3, 4):
         for microbatches in range(1, 18):

@@ -12,9 +12,11 @@ import broken_torch_pipelining
 import pytest
 from ranks import PRELOAD
 
-from pipeline.launch import RunFailed, run
+from pipeline.notebook.launch import RunFailed, run
 
-PRELOAD.extend(["torch.distributed.pipelining", "pipeline.library", "transformers"])
+PRELOAD.extend(
+    ["torch.distributed.pipelining", "pipeline.torch_pipelining.library", "transformers"]
+)
 PAGE = Path(__file__).resolve().parents[1] / "torch-distributed-pipelining-errors.md"
 ENTRIES = re.split(r"^### ", PAGE.read_text(), flags=re.M)[1:]
 NOT_REPRODUCED = [entry for entry in ENTRIES if "GPU only, not reproduced." in entry]

@@ -6,7 +6,7 @@ it otherwise, from the smallest to the largest:
 
 - a `Recipe` below changes words of the script,
 - `compact/scripts/SCRIPT.py` has definitions that come in place of the script's,
-- `compact/FILE.py` is a file of pipeline/ in short.
+- `compact/FILE.py` is a file of pipeline/ in short, in whichever folder that is.
 """
 
 from dataclasses import dataclass, field

@@ -92,8 +92,8 @@ class Used:
             statement = here.foreign[name]
             if self.imports.setdefault(name, statement) != statement:
                 raise CannotCopy(
-                    f"{name} is '{statement}' in pipeline/{module}.py and '{self.imports[name]}' "
-                    "elsewhere; in one file a name means one thing, so rename one of them"
+                    f"{name} is '{statement}' in {module} and '{self.imports[name]}' elsewhere; "
+                    "in one file a name means one thing, so rename one of them"
                 )
 
     def take(self, module, name, follow=True):

@@ -59,20 +59,20 @@ def files_of(script):
         found.append(path)
         for name in imported_names(path.read_text()):
             waiting += files_of_module(name)
-    sources = found + [SOURCE_CODE / "pipeline" / "__init__.py"]
     texts = [path.read_text() for path in found]
     others = [path for path in (SOURCE_CODE / "pipeline").iterdir() if path.suffix != ".py"]
     named = [path for path in others if any(f'"{path.name}"' in text for text in texts)]
-    return sorted({*sources, *filter(Path.is_file, named)}, key=lambda path: (path != script, path))
+    return sorted({*found, *filter(Path.is_file, named)}, key=lambda path: (path != script, path))
 
 
 def files_of_module(name):
-    """The files that `import name` reads: none unless it is one of pipeline/."""
+    """The files that `import name` reads, its folders' own first; none unless it is of pipeline/."""
     parts = name.split(".")
     if parts[0] != "pipeline":
         return []
-    path = SOURCE_CODE.joinpath(*parts)
-    candidates = [path.with_suffix(".py"), path / "__init__.py"]
+    folders = [SOURCE_CODE.joinpath(*parts[:depth]) for depth in range(1, 1 + len(parts))]
+    candidates = [folder / "__init__.py" for folder in folders]
+    candidates.append(folders[-1].with_suffix(".py"))
     return [candidate for candidate in candidates if candidate.is_file()]
 
 
@@ -125,7 +125,7 @@ def readme_of(script, files):
     rows = [
         f"| `{path.relative_to(SOURCE_CODE)}` | {what_it_knows(path)} |"
         for path in files
-        if path.suffix == ".py" and path.name != "__init__.py" or path.parent.name == "schedules"
+        if path.suffix == ".py" and path != SOURCE_CODE / "pipeline" / "__init__.py"
     ]
     rows += [
         f"| `{path.relative_to(SOURCE_CODE)}` | the text that is learnt without `--data` |"

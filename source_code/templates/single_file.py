@@ -84,8 +84,8 @@ def head_of(text, script, recipe, name, packages):
 
 
 def text_of(module, recipe):
-    """The text of pipeline/MODULE, or its compact form if there is one."""
-    path = COMPACT / f"{recipe.parts.get(module, module)}.py"
+    """The text of a module of pipeline/, or its compact form, which goes by the file's name alone."""
+    path = COMPACT / f"{recipe.parts.get(module, module).split('.')[-1]}.py"
     if not path.exists():
         base = SOURCE_CODE / "pipeline" / module.replace(".", "/")
         path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")

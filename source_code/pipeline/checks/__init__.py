@@ -1,1 +1,1 @@
-"""The instant answers to the exercises: one file a lesson, `answer.py` for what they share."""
+"""The instant answers to the exercises: one file a lesson, what they share, the puzzles as data."""

@@ -1,8 +1,8 @@
 """Checks of lesson 10: who sums with whom, the weight of a token, and which way for which machine."""
 
 from pipeline.checks.answer import NotAttempted, WrongAnswer, call, call_for_number, close, instant
-from pipeline.choosing import mixes, ways
-from pipeline.planning import Machine, Model
+from pipeline.planning.choosing import mixes, ways
+from pipeline.planning.forecast import Machine, Model
 
 
 @instant("ranks with the same stages sum their gradients; everything else stays in a pipeline.")

@@ -3,7 +3,7 @@
 import math
 
 from pipeline.checks.answer import WrongAnswer, call, call_for_number, instant
-from pipeline.planning import SECONDS_PER_DAY, training_days
+from pipeline.planning.forecast import SECONDS_PER_DAY, training_days
 
 GPUS_PER_NODE = 8
 

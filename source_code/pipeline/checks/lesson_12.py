@@ -1,14 +1,14 @@
 """Checks of lesson 12: a schedule of one's own is judged, drawn, and performed by real ranks."""
 
 from pipeline.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer, call, instant
-from pipeline.figures import draw_timelines
+from pipeline.checks.puzzles import PUZZLES
 from pipeline.files import write_whole
-from pipeline.launch import ROOT, run
 from pipeline.nodes import DELAY_VARIABLE, PRETENDED_VARIABLE, pretended_nodes
-from pipeline.puzzles import PUZZLES
+from pipeline.notebook.launch import ROOT, run
 from pipeline.schedule import Schedule, ScheduleError, from_csv, to_csv, validate
 from pipeline.simulator import simulate
-from pipeline.story import name_of_message, short, smallest_time, waits_of
+from pipeline.views.figures import draw_timelines
+from pipeline.views.story import name_of_message, short, smallest_time, waits_of
 
 
 def puzzle(number, answer):

@@ -6,11 +6,11 @@ import re
 import shutil
 import textwrap
 
-from pipeline import launch
 from pipeline.checks.answer import NotAttempted, WrongAnswer, call, instant
-from pipeline.comparing import compare
-from pipeline.recorded_run import RecordingError, read_recording
-from pipeline.source import source_of
+from pipeline.debugging.comparing import compare
+from pipeline.debugging.recorded_run import RecordingError, read_recording
+from pipeline.notebook import launch
+from pipeline.notebook.source import source_of
 
 SCRIPT = "broken_pipelines.py"
 RANKS = 4

@@ -1,6 +1,6 @@
 from pipeline.arguments import parse_training_arguments, training_parser
+from pipeline.memory.recompute import recompute
 from pipeline.model import build_part, token_loss
-from pipeline.recompute import recompute
 from pipeline.schedules import gpipe
 from pipeline.stage import Stage
 

@@ -1,10 +1,10 @@
 import torch.distributed as dist
 
 from pipeline.arguments import parse_training_arguments, positive_integer, training_parser
-from pipeline.checkpoint import Checkpoints
+from pipeline.checkpointing.checkpoint import Checkpoints
 from pipeline.distributed import join_job
-from pipeline.learning_rate import set_rate
 from pipeline.model import build_part, token_loss
+from pipeline.optimization.learning_rate import set_rate
 from pipeline.optimizer import build_optimizer
 from pipeline.report import Report
 from pipeline.schedules import one_f_one_b

@@ -1,10 +1,10 @@
 from pipeline.arguments import parse_training_arguments, refuse, training_parser
+from pipeline.asynchronous.weight_stash import StashingStage
 from pipeline.distributed import join_job, leave_job
 from pipeline.model import build_part, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.report import Report
 from pipeline.schedules import pipedream
-from pipeline.weight_stash import StashingStage
 from pipeline.worker import Worker
 
 

@@ -2,11 +2,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline.arguments import parse_training_arguments, positive_integer, refuse, training_parser
-from pipeline.checkpoint import Checkpoints
-from pipeline.clipping import clip_gradients
+from pipeline.checkpointing.checkpoint import Checkpoints
 from pipeline.distributed import join_job
-from pipeline.learning_rate import set_rate
 from pipeline.model import build_part, token_loss
+from pipeline.optimization.clipping import clip_gradients
+from pipeline.optimization.learning_rate import set_rate
 from pipeline.report import Report
 from pipeline.schedules import one_f_one_b
 from pipeline.stage import Stage

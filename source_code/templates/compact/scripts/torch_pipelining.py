@@ -2,16 +2,16 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 
 from pipeline.arguments import parse_training_arguments, positive_integer, refuse, training_parser
-from pipeline.clipping import clip_gradients
 from pipeline.distributed import join_job, leave_job, ranks_from_environment
-from pipeline.library import (
+from pipeline.model import VOCABULARY, build_part
+from pipeline.optimization.clipping import clip_gradients
+from pipeline.report import Report
+from pipeline.torch_pipelining.library import (
     SCHEDULES,
     complaint_about,
     stages_of_rank,
     without_messages_to_itself,
 )
-from pipeline.model import VOCABULARY, build_part
-from pipeline.report import Report
 
 
 def main():

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import ipywidgets as widgets
 
-from pipeline.explorer_view import LOOPED, Settings, View, is_split
 from pipeline.schedule import Schedule
 from pipeline.schedules import GENERATORS
-from pipeline.stepping import STYLE, Shown, Stepper
+from pipeline.views.explorer_view import LOOPED, Settings, View, is_split
+from pipeline.views.stepping import STYLE, Shown, Stepper
 
 NOTHING = "nothing"
 

@@ -4,8 +4,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from pipeline.library import ONE_STAGE, recorded, watched
 from pipeline.model import VOCABULARY
+from pipeline.torch_pipelining.library import ONE_STAGE, recorded, watched
 
 # What the library calls a schedule of this course, where it has one.
 NAMES = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from pipeline.drawing import TEXT, arrange, draw_legend, draw_place, wrap
-from pipeline.story import short
+from pipeline.views.drawing import TEXT, arrange, draw_legend, draw_place, wrap
+from pipeline.views.story import short
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 No rank has the model, so each writes what it has, under the names that the parameters have in the
 whole model: nothing says from which rank, stage or schedule a tensor came. To restore, a rank asks
 for the names that it has now, and torch.distributed.checkpoint finds the files in which they lie.
-pipeline/checkpoint_folder.py says how a checkpoint appears all at once.
+pipeline/checkpointing/checkpoint_folder.py says how a checkpoint appears all at once.
 
 A checkpoint is read with pickle: continue only from those that you trust.
 """
@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from pipeline import checkpoint_folder
-from pipeline.checkpoint_folder import CheckpointError
+from pipeline.checkpointing import checkpoint_folder
+from pipeline.checkpointing.checkpoint_folder import CheckpointError
 from pipeline.distributed import waiting_for_all
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pipeline.recorded_run import RecordingError, tell_unanswered
+from pipeline.debugging.recorded_run import RecordingError, tell_unanswered
 from pipeline.schedule import Action, result_of
 from pipeline.timeline import Event
 

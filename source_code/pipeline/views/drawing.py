@@ -8,8 +8,8 @@ Text outside the blocks is a grey that can be read on white and on black; the gr
 from dataclasses import dataclass
 from html import escape
 
-from pipeline.story import stories_of, waits_of
 from pipeline.timeline import Timeline
+from pipeline.views.story import stories_of, waits_of
 
 TEXT = "#7a7a7a"
 FILL = {"F": "#56B4E9", "B": "#009E73", "I": "#66C5AB", "W": "#E69F00", "U": "#D55E00"}

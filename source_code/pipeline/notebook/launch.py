@@ -28,11 +28,11 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.last_words import how_it_ended, rank_to_blame, worth_reading
+from pipeline.notebook.last_words import how_it_ended, rank_to_blame, worth_reading
 from pipeline.timeline import Timeline, from_chrome_trace
 from pipeline.watch import LAUNCHER_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "source_code"
 WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # set to 1, runs are warm unless they ask not to be
 # What the scripts import, and what the first backward of a torch process imports by itself.

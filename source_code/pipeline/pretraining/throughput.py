@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.distributed import host_name, waiting_for_all
-from pipeline.memory import count_weights
+from pipeline.memory.footprint import count_weights
 
 # Dense bfloat16 FLOP/s from NVIDIA's data sheets, by a part of the name that torch gives. The more
 # special name stands first.

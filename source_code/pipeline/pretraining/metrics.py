@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 
-from pipeline.throughput import flops_per_token, peak_flops
+from pipeline.pretraining.throughput import flops_per_token, peak_flops
 
 
 class Metrics:

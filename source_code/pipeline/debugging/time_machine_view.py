@@ -3,12 +3,12 @@
 from functools import cached_property
 from html import escape
 
-from pipeline.drawing import draw_cursor
-from pipeline.explorer_view import table_of, tell_held, tell_wait
-from pipeline.figures import draw_timelines
-from pipeline.recorded_run import action_in, name_of_result
+from pipeline.debugging.recorded_run import action_in, name_of_result
 from pipeline.schedule import KINDS, Action, result_of
-from pipeline.story import moments_at, short, tell, times_of, waits_of
+from pipeline.views.drawing import draw_cursor
+from pipeline.views.explorer_view import table_of, tell_held, tell_wait
+from pipeline.views.figures import draw_timelines
+from pipeline.views.story import moments_at, short, tell, times_of, waits_of
 
 
 class RecordedView:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.data import DataError, Text, load_text, split_text
-from pipeline.padding import PADDING
+from pipeline.pretraining.padding import PADDING
 
 BYTES = 256  # a vocabulary of this size needs no tokenizer
 

@@ -4,14 +4,14 @@ All GPUs are used in one way at a time, or as replicas of a pipeline. Counted ar
 GPU keeps, the bytes that it sends in a step, the bubble, and the seconds of a step if no message
 hides behind computing: an upper bound, since all four hide some. Sizes in bytes, times in seconds.
 
-Model and Machine are those of planning.py, with its coarse costs; layers keep their input and
+Model and Machine are those of forecast.py, with its coarse costs; layers keep their input and
 recompute the rest. "Megatron" is Narayanan et al. 2021, arXiv 2104.04473.
 """
 
 import math
 from typing import NamedTuple
 
-from pipeline.planning import (
+from pipeline.planning.forecast import (
     BYTES_PER_PARAMETER,
     BYTES_PER_VALUE,
     batch_time,

@@ -5,13 +5,21 @@ from functools import cached_property
 from html import escape
 from itertools import groupby
 
-from pipeline.drawing import draw_cursor
-from pipeline.figures import draw_timelines
 from pipeline.schedule import KINDS, Schedule, ScheduleError
 from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs, simulate
-from pipeline.story import moments_at, name_of_message, short, stories_of, tell, times_of, waits_of
 from pipeline.timeline import Timeline
+from pipeline.views.drawing import draw_cursor
+from pipeline.views.figures import draw_timelines
+from pipeline.views.story import (
+    moments_at,
+    name_of_message,
+    short,
+    stories_of,
+    tell,
+    times_of,
+    waits_of,
+)
 
 # Those of which one chooses how many stages a rank has. In a V there are always two.
 LOOPED = ("interleaved-1f1b", "looped-bfs")

@@ -7,8 +7,8 @@ import hashlib
 import os
 
 from pipeline.arguments import can_be_written, positive_integer, refuse
-from pipeline.checkpoint import Checkpoints, export, read_exported, take_exported
-from pipeline.checkpoint_folder import (
+from pipeline.checkpointing.checkpoint import Checkpoints, export, read_exported, take_exported
+from pipeline.checkpointing.checkpoint_folder import (
     CheckpointError,
     find_checkpoint,
     first_difference,

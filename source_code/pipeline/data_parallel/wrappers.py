@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.replicas import last_backwards
+from pipeline.data_parallel.replicas import last_backwards
 
 
 def add_up(group, bucket):

@@ -12,10 +12,15 @@ from html import escape
 
 import ipywidgets as widgets
 
-from pipeline.comparing import compare as compare_recordings
-from pipeline.recorded_run import Recording, RecordingError, read_recording, tell_unanswered
-from pipeline.stepping import STYLE, Shown, Stepper
-from pipeline.time_machine_view import RecordedView
+from pipeline.debugging.comparing import compare as compare_recordings
+from pipeline.debugging.recorded_run import (
+    Recording,
+    RecordingError,
+    read_recording,
+    tell_unanswered,
+)
+from pipeline.debugging.time_machine_view import RecordedView
+from pipeline.views.stepping import STYLE, Shown, Stepper
 
 SAME = "No message, no weight and no gradient differs."
 

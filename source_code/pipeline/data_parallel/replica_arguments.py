@@ -1,8 +1,8 @@
 """The flag of data parallelism, and what is refused of it."""
 
 from pipeline.arguments import choose_schedule
+from pipeline.data_parallel.replicas import replicate
 from pipeline.refusal import positive_integer, refuse
-from pipeline.replicas import replicate
 
 
 def add_replica_arguments(parser):

@@ -8,9 +8,9 @@ no ranks, messages or stashes: a list of all versions of every stage, and the ru
 import torch
 from torch.func import functional_call
 
+from pipeline.asynchronous.weight_stash import forward_version
 from pipeline.model import build_model, build_part, token_loss
 from pipeline.optimizer import build_optimizer
-from pipeline.weight_stash import forward_version
 
 
 def train_by_rule(arguments, device="cpu"):

@@ -5,7 +5,7 @@ The figures of what is best come from exact_search.py, and the tests ask it agai
 
 from dataclasses import dataclass
 
-from pipeline.exact_search import Problem
+from pipeline.planning.exact_search import Problem
 from pipeline.simulator import Costs
 
 

@@ -1,0 +1,1 @@
+"""Pipelines without a flush: an update after each backward, with several versions of weights."""

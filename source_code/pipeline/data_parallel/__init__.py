@@ -1,0 +1,1 @@
+"""Several equal pipelines side by side, which sum their gradients."""

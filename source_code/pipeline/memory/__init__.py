@@ -1,0 +1,1 @@
+"""The bytes that a rank needs, predicted and counted, and the recomputation that needs fewer."""
