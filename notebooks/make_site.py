@@ -327,6 +327,7 @@ td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: le
   .output svg, .wide > *, p > img { min-width: 620px; }
   .wide > table { display: table; min-width: 760px; }
   nav { max-height: none; position: static; border: 0; border-top: 1px solid var(--line); } }
+@media (min-width: 801px) { .output pre { white-space: pre-wrap; } }
 @media print { header, nav, .place, .turn { display: none; } }
 """
 
