@@ -13,9 +13,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 import nbformat
+from flowchart import as_picture
 from formulas import with_formulas
 from nbconvert import HTMLExporter
 from pygments import highlight
@@ -24,16 +26,25 @@ from pygments.lexers import get_lexer_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "build" / "site"
+README = Path("README.md")
 PAGES = (".md", ".ipynb")  # what becomes a page; other files are shown as they are
 PICTURES = (".svg", ".png")
+
+
+class Course(NamedTuple):
+    """What the pages of the site are made from; all paths are from the repository's root."""
+
+    files: list
+    folders: set
+    titles: dict  # of the pages, by path
 
 
 def main():
     shutil.rmtree(SITE, ignore_errors=True)
     files = files_of_the_course()
     folders = {parent for file in files for parent in file.parents}
-    lessons = sorted(file for file in files if file.match("notebooks/*.ipynb"))
-    titles = {lesson: title_of(lesson) for lesson in lessons} | {Path("GLOSSARY.md"): "Glossary"}
+    titles = {file: title_of(file) for file in files if file.suffix in PAGES}
+    course = Course(files, folders, titles)
     exporter = HTMLExporter(template_name="basic")
     for file in files:
         where = SITE / address_of(file, folders)
@@ -41,13 +52,23 @@ def main():
         if file.suffix in PICTURES:
             shutil.copy(ROOT / file, where)
         else:
-            body = with_links(body_of(file, exporter), file, files, folders)
-            where.write_text(page_of(file, body, titles, folders))
+            body = with_links(body_of(file, exporter), file, course)
+            where.write_text(page_of(file, body, course))
     for folder in folders - {Path(".")}:
         where = SITE / address_of(folder, folders)
-        where.write_text(page_of(folder, list_of(folder, files, folders), titles, folders))
-    print(f"build/site/index.html: {len(lessons)} lessons, {len(files)} pages and files")
+        where.write_text(page_of(folder, list_of(folder, course), course))
+    print(f"build/site/index.html: {len(lessons_of(course))} lessons, {len(files)} pages and files")
     return 0
+
+
+def lessons_of(course):
+    return sorted(page for page in course.titles if page.match("notebooks/*.ipynb"))
+
+
+def further_pages_of(course):
+    """The pages beside the lessons that the way on every page names, by title."""
+    pages = [page for page in course.titles if page.suffix == ".md" and len(page.parts) <= 2]
+    return sorted(set(pages) - {README}, key=lambda page: course.titles[page].lower())
 
 
 def files_of_the_course():
@@ -68,7 +89,7 @@ def address_of(path, folders):
     """Where a file or a folder of the repository is in the site."""
     if path in folders:
         return path / "files.html"
-    if path == Path("README.md"):
+    if path == README:
         return Path("index.html")
     if path.suffix in PAGES:
         return path.with_suffix(".html")
@@ -92,12 +113,22 @@ def body_of(file, exporter):
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
             for output in cell.outputs:
                 picture = output.get("data", {}).pop("image/svg+xml", None)
-                if (
-                    picture
-                ):  # as a part of the page: it takes the page's colours and keeps its words
-                    output.data["text/html"] = picture[picture.index("<svg") :]
+                if picture:
+                    # As a part of the page: it takes the page's colours and keeps its words.
+                    panel = (
+                        PANEL if re.search(r"^(explore|time_machine)\(", cell.source, re.M) else ""
+                    )
+                    output.data["text/html"] = picture[picture.index("<svg") :] + panel
     body, _ = exporter.from_notebook_node(notebook)
+    body = re.sub(MERMAID, lambda m: as_picture(html.unescape(m[1])), body, flags=re.DOTALL)
+    body = re.sub(r"<table\b.*?</table>", wide_if_many, body, flags=re.DOTALL)
     return re.sub(r'<(h\d) id="([^"]*)">', lambda m: f'<{m[1]} id="{anchor_of(m[2])}">', body)
+
+
+def wide_if_many(table):
+    """A table of four columns or more in a frame of its own, which scrolls on a narrow screen."""
+    many = table[0].split("</tr>")[0].count("</th>") >= 4
+    return f'<div class="wide">{table[0]}</div>' if many else table[0]
 
 
 def code_of(file):
@@ -114,8 +145,8 @@ def anchor_of(identifier):
     return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
 
 
-def with_links(body, file, files, folders):
-    """Links and pictures of `file`, pointed at pages of the site."""
+def with_links(body, file, course):
+    """Links and pictures of `file`, pointed at pages of the site; names of files become links."""
 
     def target(match):
         attribute, link = match[1], html.unescape(match[2])
@@ -124,47 +155,98 @@ def with_links(body, file, files, folders):
         if re.match(r"[a-z]+:", link) or not path:
             return f'{attribute}="{anchor or link}"'
         found = Path(os.path.normpath(file.parent / path))
-        if found not in files and found not in folders:
+        if found not in course.files and found not in course.folders:
             raise SystemExit(f"{file}: the link to {link} leads to no page of the site")
-        return f'{attribute}="{relative(found, file, folders)}{anchor}"'
+        return f'{attribute}="{relative(found, file, course)}{anchor}"'
 
-    return re.sub(r'(<(?:a|img)\b[^>]*?\b(?:href|src))="([^"]*)"', target, body)
+    def link_to_file(match):
+        named = Path(match[1] or "")
+        if not match[1] or "/" not in match[1] or named not in course.files:
+            return match[0]
+        return f'<a href="{relative(named, file, course)}">{match[0]}</a>'
+
+    body = re.sub(r'(<(?:a|img)\b[^>]*?\b(?:href|src))="([^"]*)"', target, body)
+    return re.sub(
+        r"<(?:a|pre)\b.*?</(?:a|pre)>|<code>([\w./-]+)</code>", link_to_file, body, flags=re.S
+    )
 
 
-def relative(path, start, folders):
+def relative(path, start, course):
     """The link to `path` from the page of `start`."""
-    here = address_of(start, folders).parent
-    return quote(os.path.relpath(address_of(path, folders), here))
+    here = address_of(start, course.folders).parent
+    return quote(os.path.relpath(address_of(path, course.folders), here))
 
 
-def list_of(folder, files, folders):
-    """The page of a folder: its files and folders, each a link."""
-    inside = {path for path in [*files, *folders] if path.parent == folder and path != folder}
+def link(path, start, course, text, mark=""):
+    return f'<a href="{relative(path, start, course)}"{mark}>{html.escape(text)}</a>'
+
+
+def list_of(folder, course):
+    """The page of a folder: its files and folders, each a link, with the titles of pages."""
+    inside = {p for p in [*course.files, *course.folders] if p.parent == folder and p != folder}
     rows = "".join(
-        f'<li><a href="{relative(path, folder / "x", folders)}">{html.escape(path.name)}</a></li>'
+        f"<li>{link(path, folder / 'x', course, path.name)} {course.titles.get(path, '')}</li>"
         for path in sorted(inside)
     )
     return f"<h1>{html.escape(str(folder))}</h1><ul>{rows}</ul>"
 
 
-def title_of(file):
-    """The heading that a notebook starts with."""
-    first = nbformat.read(ROOT / file, as_version=4).cells[0].source
-    return first.splitlines()[0].lstrip("# ")
+def title_of(page):
+    """The heading that a page starts with."""
+    text = (ROOT / page).read_text()
+    if page.suffix == ".ipynb":
+        text = nbformat.reads(text, as_version=4).cells[0].source
+    return text.splitlines()[0].lstrip("# ")
 
 
-def page_of(path, body, titles, folders):
-    """A whole page: the way to all lessons and the glossary, then the body."""
-    start = path / "x" if path in folders else path
-    links = "".join(
-        f'<li><a href="{relative(file, start, folders)}"{here}>{html.escape(title)}</a></li>'
-        for file, title in titles.items()
-        for here in [' aria-current="page"' if file == path else ""]
-    )
-    title = titles.get(path) or (str(path) if path != Path("README.md") else COURSE)
-    home = relative(Path("README.md"), start, folders)
+def page_of(path, body, course):
+    """A whole page: where it is, the body, what comes before and after it, the way to all others."""
+    start = path / "x" if path in course.folders else path
+    lessons = lessons_of(course)
+    ways = {"Lessons": lessons, "Beside the lessons": further_pages_of(course)}
+    title = course.titles.get(path, str(path)) if path != README else COURSE
     return PAGE.format(
-        title=html.escape(title), style=style(), home=home, course=COURSE, links=links, body=body
+        title=html.escape(title),
+        style=style(),
+        home=link(README, start, course, COURSE),
+        here=place_of(path, start, course),
+        body=body,
+        turn=turn_of(path, lessons, course),
+        ways="".join(
+            f"<h2>{heading}</h2><ol>{ways_to(pages, path, start, course)}</ol>"
+            for heading, pages in ways.items()
+        ),
+    )
+
+
+def ways_to(pages, path, start, course):
+    marks = {path: ' aria-current="page"'}
+    return "".join(
+        f"<li>{link(page, start, course, course.titles[page], marks.get(page, ''))}</li>"
+        for page in pages
+    )
+
+
+def place_of(path, start, course):
+    """The folders of a page, each a link, and its own name."""
+    if path == README:
+        return ""
+    above = [link(folder, start, course, folder.name) for folder in path.parents][-2::-1]
+    return " / ".join([link(README, start, course, "course"), *above, html.escape(path.name)])
+
+
+def turn_of(path, lessons, course):
+    """Below a lesson: the one before, its solutions, the one after. Below solutions: the lesson."""
+    if path.parent == SOLUTIONS and path.suffix == ".ipynb":
+        return link(SOLUTIONS.parent / path.name, path, course, "Back to the lesson")
+    if path not in lessons:
+        return ""
+    at = lessons.index(path)
+    ends = [lessons[i] if 0 <= i < len(lessons) else None for i in (at - 1, at + 1)]
+    before, after = (link(page, path, course, course.titles[page]) if page else "" for page in ends)
+    solutions = link(SOLUTIONS / path.name, path, course, "Solutions")
+    return (
+        f"<span>{before and '← ' + before}</span>{solutions}<span>{after and after + ' →'}</span>"
     )
 
 
@@ -175,14 +257,19 @@ def style():
 
 
 COURSE = "Pipeline parallelism: predict, perform, compare"
+SOLUTIONS = Path("notebooks/solutions")
+MERMAID = r'<div class="jp-Mermaid"><pre class="mermaid">(.*?)</pre></div>'
+PANEL = """<p class="panel">This is the panel's picture. In JupyterLab (<code>make lab</code>) it has
+sliders, a cursor and a table.</p>"""
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>{style}</style></head><body>
-<nav aria-label="the course"><a href="{home}"><b>{course}</b></a><ol>{links}</ol></nav>
-<main>{body}</main>
+<header><b>{home}</b> <a class="ways" href="#ways">all pages</a></header>
+<main><p class="place">{here}</p>{body}<p class="turn">{turn}</p></main>
+<nav id="ways" aria-label="all pages">{ways}</nav>
 </body></html>
 """
 
@@ -191,13 +278,21 @@ STYLE = """
   --link: #0b5c8a; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e6e8; --page: #16191c; --quiet: #22272b; --line: #454b50; --link: #7cc4ee; } }
-body { margin: 0; background: var(--page); color: var(--text); display: flex;
-  font: 17px/1.6 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
-nav { flex: 0 0 250px; box-sizing: border-box; height: 100vh; overflow: auto; position: sticky; top: 0;
-  padding: 22px 20px; border-right: 1px solid var(--line); font-size: 15px; line-height: 1.4; }
-nav ol { list-style: none; padding: 0; } nav li { margin: 8px 0; }
-nav a { text-decoration: none; } nav [aria-current] { font-weight: bold; color: var(--text); }
-main { flex: 1; min-width: 0; max-width: 980px; padding: 12px 44px 80px; }
+body { margin: 0; background: var(--page); color: var(--text); display: grid;
+  grid: auto 1fr / 270px minmax(0, 1fr); font: 17px/1.6 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
+header { padding: 22px 20px 0; font-size: 15px; line-height: 1.4; } header a { text-decoration: none; }
+header, nav { border-right: 1px solid var(--line); }
+header .ways { display: none; }
+main { overflow-wrap: break-word; grid-area: 1 / 2 / span 2; max-width: 980px; padding: 12px 44px 80px; }
+nav { grid-area: 2 / 1; box-sizing: border-box; max-height: 100vh; overflow: auto; position: sticky;
+  top: 0; padding: 0 20px 22px; font-size: 15px; line-height: 1.4; }
+nav h2 { font-size: 15px; margin: 1.4em 0 0; } nav ol { list-style: none; padding: 0; margin: 0; }
+nav li { margin: 7px 0; } nav a { text-decoration: none; }
+nav [aria-current] { font-weight: bold; color: var(--text); }
+.place { font-size: 14px; margin: 8px 0 0; } .place:empty, .turn:empty { display: none; }
+.turn { display: flex; flex-wrap: wrap; gap: 8px 24px; justify-content: space-between;
+  border-top: 1px solid var(--line); margin-top: 48px; padding-top: 14px; }
+.panel { font-size: 15px; font-style: italic; margin: 0; }
 a { color: var(--link); } a.anchor-link { visibility: hidden; padding-left: .3em; }
 :is(h1, h2, h3):hover a.anchor-link { visibility: visible; }
 h1, h2, h3 { line-height: 1.25; margin: 1.6em 0 .5em; } h1 { margin-top: .6em; }
@@ -209,17 +304,31 @@ code { font-size: .9em; } pre code { font-size: inherit; }
 .output_wrapper pre, .output pre { border-left: 4px solid #009E73; border-radius: 0;
   background: none; }
 .output .highlight pre { border-left: 0; background: var(--quiet); }
-.output_svg, .output_html { overflow-x: auto; }
+.output_svg, .output_html, p:has(> math) { overflow-x: auto; }
 .prompt { display: none; }
 svg, img { max-width: 100%; height: auto; }
-.jp-Mermaid svg { display: none; }
-table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 15px; }
+.flowchart text { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  text-anchor: middle; fill: var(--text); }
+.flowchart rect { fill: var(--quiet); stroke: var(--line); }
+.flowchart path { fill: none; stroke: #8a9299; stroke-width: 1.2; }
+.flowchart g:is(:hover, :focus) path { stroke: #D55E00; stroke-width: 2.5; }
+.flowchart g:is(:hover, :focus) rect { stroke: #D55E00; }
+.flowchart g { outline: none; }
+table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 15px; margin: 14px 0; }
 td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; }
 @media (max-width: 800px) { body { display: block; }
-  nav { height: auto; position: static; border: 0; border-bottom: 1px solid var(--line); }
-  main { padding: 8px 18px 60px; } }
-@media print { nav { display: none; } }
+  header { display: flex; gap: 16px; justify-content: space-between; padding: 12px 18px; border: 0;
+    border-bottom: 1px solid var(--line); }
+  header .ways { display: inline; white-space: nowrap; }
+  main { padding: 8px 18px 40px; }
+  /* What is wide keeps a width at which it can be read, and scrolls. */
+  .wide, p:has(> img) { overflow-x: auto; }
+  .output svg, .wide > *, p > img { min-width: 620px; }
+  .wide > table { display: table; min-width: 760px; }
+  nav { max-height: none; position: static; border: 0; border-top: 1px solid var(--line); } }
+@media (min-width: 801px) { .output pre { white-space: pre-wrap; } }
+@media print { header, nav, .place, .turn { display: none; } }
 """
 
 

@@ -17,7 +17,7 @@ def main():
 
 def pictures(imports):
     """The topics, with all of the core as one box, and the files of the core."""
-    return [mermaid(topics_of(imports), "LR"), mermaid(core_of(imports), "TD")]
+    return [mermaid(topics_of(imports)), mermaid(core_of(imports))]
 
 
 def module_imports(package):
@@ -107,7 +107,7 @@ def reachable(imports, module):
     return found
 
 
-def mermaid(imports, direction="TD"):
+def mermaid(imports):
     """A Mermaid block: floors from the ground up, and only the arrows that no others imply."""
     direct = {
         module: others - set().union(*(reachable(imports, other) for other in others))
@@ -120,7 +120,7 @@ def mermaid(imports, direction="TD"):
             floors[module] = 1 + max(map(floor, imports[module]), default=-1)
         return floors[module]
 
-    lines = ["```mermaid", f"flowchart {direction}"]
+    lines = ["```mermaid", "flowchart LR"]
     for number in range(1 + max(map(floor, imports))):
         lines.append(f"    %% floor {number}")
         for module in sorted(module for module in imports if floors[module] == number):

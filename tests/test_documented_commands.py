@@ -1,7 +1,9 @@
-"""Every command that the course's pages give: those that can run here are run."""
+"""Every command that the course's pages and lessons give: those that can run here are run."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,36 +13,75 @@ import pytest
 from pipeline.notebook.launch import ROOT
 
 BIN = Path(sys.executable).parent
-FIRST_WORDS = r"(make|torchrun|python|srun|sbatch|slurm/local_cluster\.sh|source|git|pip|eval|scontrol|sinfo|ssh|sed|sudo|chmod|for i in)"  # fmt: skip
+FIRST_WORDS = (
+    r"(\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|chmod|eval|export|for i in|git|make|patch|pip|python"
+    r"|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source|squeue|srun|ssh|sudo|torchrun)"
+)
+NO_SHELL = ("diff", "mermaid", "python")  # what blocks of these languages hold is no command
 
 # What becomes of a command, by the first pattern that it matches.
 RUN = "is run below"
+ON_A_COPY = "is run below, on a copy"
+ASKED = "make is asked what it would do"
 ON_SLURM = "tests/test_slurm.py runs it on a cluster"
+ELSEWHERE = "belongs to another machine, or changes this one"
 KINDS = [
     (r"make run\b", RUN),
     (r"make (slides|site)\b", "test_instructors.py and test_site.py make them"),
     (r"(torchrun .*|python )source_code/", RUN),
-    (r"make (lab|test|notebooks|benchmark|\.venv)\b", "make is asked what it would do"),
-    (r"make$", "make is asked what it would do"),
+    (r"python tests/architecture\.py$", RUN),
+    (r"\.venv/bin/jupytext ", ON_A_COPY),
+    (r"make (lab|test|notebooks|images|benchmark|\.venv)\b", ASKED),
+    (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
+    (r"make$", ASKED),
     (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
     (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
-    (r"(sudo|scontrol|ssh|git|pip|chmod|sed)\b", "belongs to another machine, or changes this one"),
+    (r"patch$", "tests/test_copy_template.py applies the changes"),
+    (r"(sudo|scontrol|scancel|squeue|ssh|git|pip|chmod|sed|export)\b", ELSEWHERE),
+    (r"(\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
+    (r"(torchrun( --nproc-per-node 3)?|[A-Z_]+=\S+)$", "is only a part of a command"),
 ]
+
+
+def text_of(page):
+    """The page, or the prose of a notebook."""
+    text = (ROOT / page).read_text()
+    if not page.endswith(".ipynb"):
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def shell_lines_of(text):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [
+        re.split(r"(?:^|\s+)# ", line)[0].strip()
+        for language, block in blocks
+        if language not in NO_SHELL
+        for line in block.splitlines()
+    ]
+
+
+def is_command(text):
+    return re.match(rf"{FIRST_WORDS}(\s|$)", text)
 
 
 def commands_of(page):
     """The commands of a page, in blocks and in lines, without their comments."""
-    text = (ROOT / page).read_text()
-    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-    commands = (re.split(r"\s+# ", line)[0].strip() for line in lines)
-    return [command for command in commands if re.match(rf"{FIRST_WORDS}(\s|$)", command)]
+    text = text_of(page)
+    found = shell_lines_of(text)
+    found += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return [command for command in found if is_command(command)]
 
 
-PAGES = ("README.md", "INSTRUCTORS.md", "your-own-model.md")
-COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
+def pages():
+    """All pages and notebooks but the README that goes into copies (tests/test_copy_template.py)."""
+    listed = ["*.md", "*/README.md", "notebooks/*.ipynb", "notebooks/solutions/*.ipynb"]
+    return sorted(str(path.relative_to(ROOT)) for name in listed for path in ROOT.glob(name))
+
+
+COMMANDS = sorted({command for page in pages() for command in commands_of(page)})
 
 
 def kind_of(command):
@@ -58,23 +99,49 @@ def run(*words, limit=180):
 
 
 def test_it_is_known_of_every_command_what_becomes_of_it():
-    assert len(COMMANDS) > 30
+    assert len(COMMANDS) > 60
     assert [command for command in COMMANDS if kind_of(command) is None] == []
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_line_of_a_block_of_commands_is_known_as_one(page):
+    lines = filter(None, shell_lines_of(text_of(page)))
+    assert [line for line in lines if not is_command(line)] == []
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if kind_of(c) == RUN])
 def test_it_runs(command, tmp_path):
     if "copy_template.py" in command:
         command = re.sub(r"\S+$", lambda destination: str(tmp_path / destination[0]), command)
+    if re.search(r"torchrun .*pretrain_llama\.py$", command):
+        command += " --steps 2"  # of a hundred
     if command.startswith("make"):
         # What was installed stays; the Python is that of the tests.
         command += f" BIN={BIN} --assume-old=.venv/installed"
     assert run("bash", "-c", command).strip()
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
+def test_a_notebook_edited_as_text_comes_back_with_all_its_cells(tmp_path):
+    commands = [command for command in commands_of("CONTRIBUTING.md") if "jupytext" in command]
+    assert len(commands) == 2
+    (name,) = re.findall(r"notebooks/\S+", commands[0])
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "build").mkdir()
+    shutil.copy(ROOT / name, tmp_path / name)
+    for command in commands:
+        words = command.replace(".venv/bin", str(BIN)).split()
+        subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    before, after = (json.loads((root / name).read_text())["cells"] for root in (ROOT, tmp_path))
+    assert ["".join(cell["source"]) for cell in after] == ["".join(c["source"]) for c in before]
+
+
+MAKE = [command for command in COMMANDS if re.match(r"(\w+=1 )?make\b", command)]
+
+
+@pytest.mark.parametrize("command", MAKE)
 def test_make_knows_the_target(command):
-    assert run(*command.split(), "--dry-run", "--assume-old=.venv/installed", f"BIN={BIN}")
+    words = command[command.index("make") :].split()
+    assert run(*words, "--dry-run", "--assume-old=.venv/installed", f"BIN={BIN}")
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if kind_of(c) == ON_SLURM])

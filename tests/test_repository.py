@@ -178,6 +178,24 @@ def test_every_link_within_the_repository_leads_somewhere(path):
             assert anchor.lower() in anchors_of(target.read_text()), link
 
 
+def test_links_lead_from_the_readme_to_every_page():
+    seen, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in seen and page in PAGES:
+            seen.add(page)
+            files = (unquote(link).partition("#")[0] for link in links_of(markdown_of(page)))
+            waiting += [(page.parent / file).resolve() for file in files if file]
+    of_copies = ROOT / "source_code" / "templates" / "README.md"
+    assert set(PAGES) - seen == {of_copies}
+
+
+def test_every_script_has_its_row_on_the_scripts_page():
+    page = (ROOT / "source_code" / "README.md").read_text()
+    for path in SCRIPTS:
+        assert page.count(f"| [{path.name}]({path.name}) |") == 1, path.name
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_every_picture_says_in_words_what_it_shows(path):
     markdown = markdown_of(path)

@@ -1,5 +1,6 @@
 """The website of the course: every page is there, and none of them asks for anything from elsewhere."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,11 @@ import pytest
 
 from pipeline.notebook.launch import ROOT
 
+sys.path.insert(0, str(ROOT / "notebooks"))
+import flowchart  # noqa: E402
+
 SITE = ROOT / "build" / "site"
+PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +38,74 @@ def test_every_lesson_and_every_solution_is_a_page_that_all_pages_of_lessons_lea
             assert f'href="{other}"' in pages[f"notebooks/{lesson}"], lesson
 
 
-def test_the_glossary_is_a_page_that_every_page_leads_to_and_that_leads_to_every_lesson(pages):
-    lessons = [path.with_suffix(".html").name for path in ROOT.glob("notebooks/*.ipynb")]
-    glossary = pages["GLOSSARY.html"].partition("<main>")[2]
+def links_at_the_end(page):
+    return re.findall(r'href="([^"]*)"', re.search(r'<p class="turn">(.*?)</p>', page)[1])
+
+
+def test_below_a_lesson_is_the_way_back_on_and_to_its_solutions_and_below_these_to_the_lesson(
+    pages,
+):
+    lessons = sorted(path.with_suffix(".html").name for path in ROOT.glob("notebooks/*.ipynb"))
+    for before, lesson, after in zip([None, *lessons], lessons, [*lessons[1:], None]):
+        ways = links_at_the_end(pages[f"notebooks/{lesson}"])
+        assert ways == [way for way in (before, f"solutions/{lesson}", after) if way]
+        assert links_at_the_end(pages[f"notebooks/solutions/{lesson}"]) == [f"../{lesson}"]
+
+
+def test_every_page_says_where_it_is_and_leads_to_the_first_page_and_the_glossary(pages):
+    for address, page in pages.items():
+        links = [unquote(link) for link in re.findall(r'<a href="([^"#]*)"', page)]
+        targets = {(SITE / address).parent.joinpath(link).resolve() for link in links}
+        assert {SITE / "index.html", SITE / "GLOSSARY.html"} <= targets, address
+        if address != "index.html":
+            assert re.search(r'<p class="place"><a href="[^"]*">course</a> / ', page), address
+
+
+def test_the_glossary_leads_to_every_lesson_in_its_own_text(pages):
+    glossary = re.search(r"<main>(.*)</main>", pages["GLOSSARY.html"], re.DOTALL)[1]
     assert "<td>bubble</td>" in glossary
-    assert all(f'href="notebooks/{lesson}"' in glossary for lesson in lessons)
-    assert all(re.search(r'href="(\.\./)*GLOSSARY.html"', page) for page in pages.values())
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        assert f'href="notebooks/{path.stem}.html"' in glossary, path.stem
+
+
+def test_below_each_stored_picture_of_a_panel_stands_that_it_is_one(pages):
+    panels = 0
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        shown = sum("\n" + start in "\n" + code for code in codes for start in PANELS)
+        page = pages[f"notebooks/{path.stem}.html"]
+        assert page.count("This is the panel's picture.") == shown, path.name
+        panels += shown
+    assert panels > 4
+
+
+def test_the_pictures_of_imports_are_drawn_with_every_box_and_arrow_and_said_in_words(pages):
+    texts = re.findall(r"```mermaid\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    drawings = re.findall(
+        r'<svg class="flowchart".*?</svg></div><details>.*?</details>', pages["CONTRIBUTING.html"]
+    )
+    assert len(drawings) == len(texts) > 0
+    for text, drawing in zip(texts, drawings):
+        labels, arrows = flowchart.read(text)
+        assert drawing.count("<rect ") == drawing.count("<li>") == len(labels) > 5
+        assert drawing.count("<path ") == text.count(" --> ") == sum(map(len, arrows.values()))
+
+
+def test_a_flowchart_has_each_box_above_what_it_leads_to_and_none_on_another():
+    text = "\n".join(f'a{i}["{"x" * (3 * i + 1)}.py"]' for i in range(12))
+    text += "\n" + "\n".join(
+        f"a{i} --> a{j}" for i in range(12) for j in range(i) if i % (j + 2) == 0
+    )
+    labels, arrows = flowchart.read(text)
+    places, height = flowchart.places_of(flowchart.rows_of(labels, arrows), labels)
+    for name, others in arrows.items():
+        for other in others:
+            assert places[name][1] + places[name][3] < places[other][1], (name, other)
+    boxes = sorted(places.values(), key=lambda box: (box[1], box[0]))
+    for box, following in zip(boxes, boxes[1:]):
+        assert box[0] >= 0 and box[0] + box[2] <= flowchart.WIDTH and box[1] + box[3] <= height
+        assert box[1] < following[1] or box[0] + box[2] < following[0]
 
 
 def test_every_link_of_the_site_leads_to_a_file_of_the_site_and_to_an_anchor_that_is_there(pages):
@@ -60,20 +127,23 @@ def test_a_stored_loss_a_figure_and_a_formula_are_in_the_page_of_lesson_02(pages
     assert "<mfrac>" in page and "$$" not in page
 
 
-def test_no_page_asks_for_a_file_of_the_network_or_complains(chromium, pages):
+def test_no_page_asks_for_a_file_of_the_network_or_complains_or_is_wider_than_a_phone(
+    chromium, pages
+):
     playwright = pytest.importorskip("playwright.sync_api")
-    asked, complaints = [], []
+    asked, complaints, wide = [], [], []
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
+        page = browser.new_page(viewport={"width": 390, "height": 900})
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: complaints.append(message.text))
         for address in pages:
             page.goto((SITE / address).as_uri(), timeout=30_000)
-        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            if page.evaluate("document.documentElement.scrollWidth > innerWidth"):
+                wide.append(address)
         browser.close()
     assert len(asked) >= len(pages)
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert complaints == []
-    assert wide <= 0
+    assert wide == []
