@@ -198,14 +198,16 @@ def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
 def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
     """Give a laid out part of the model its memory and its starting weights; return it.
 
-    `part` may be any module whose parameters have their names in the whole model.
+    `part` may be any module whose parameters have their names in the whole model. Whatever values
+    they had are replaced; buffers of a module that is no ModelPart keep theirs.
     """
     for path, module in part.named_modules():
         for name, layout in list(module.named_parameters(recurse=False)):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)
             setattr(module, name, nn.Parameter(weight.to(device, dtype)))
-    part.cosine, part.sine = (table.to(device, dtype) for table in rotary_tables(config))
-    return part
+    if isinstance(part, ModelPart):
+        part.cosine, part.sine = rotary_tables(config)
+    return part.to(device, dtype)
 
 
 def build_model(config, seed=0, dtype=torch.float64, device="cpu"):
@@ -216,14 +218,15 @@ def build_model(config, seed=0, dtype=torch.float64, device="cpu"):
 def starting_weight(name, shape, seed):
     """The float64 starting value of one parameter, from the seed and its name in the whole model.
 
-    Norms start at one; matrices are normal with variance 1 / (number of inputs), the embedding
-    with variance 1. Drawn on the CPU, so that every device starts from the same digits.
+    Norms start at one and biases, which the course's model has none of, at zero; matrices and
+    kernels of convolutions are normal with variance 1 / (number of inputs), the embedding with
+    variance 1. Drawn on the CPU, so that every device starts from the same digits.
     """
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.float64)
+    if len(shape) < 2:
+        return torch.full(shape, 0.0 if "bias" in name else 1.0, dtype=torch.float64)
     # A CPU generator takes the low 32 bits of its seed and ignores the rest.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
-    scale = 1.0 if name == "embedding.weight" else shape[1] ** -0.5
+    scale = 1.0 if name == "embedding.weight" else math.prod(shape[1:]) ** -0.5
     return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
