@@ -134,9 +134,15 @@ def test_one_file_runs_by_itself_with_the_losses_of_the_original(script, tmp_pat
     assert len(copied.read_text().splitlines()) < 500
 
 
-def test_a_file_is_formatted_and_has_nothing_that_it_does_not_use(tmp_path):
-    for script in SCRIPTS:
-        (tmp_path / f"{script}.py").write_text(single_file.single_file(script, "mine.py"))
+@pytest.fixture(scope="module")
+def texts():
+    """{script: its copy in one file}."""
+    return {script: single_file.single_file(script, "mine.py") for script in SCRIPTS}
+
+
+def test_a_file_is_formatted_and_has_nothing_that_it_does_not_use(texts, tmp_path):
+    for script, text in texts.items():
+        (tmp_path / f"{script}.py").write_text(text)
     for words in (["format", "--check"], ["check"]):
         ruff = [sys.executable, "-m", "ruff", *words, f"--config={ROOT / 'pyproject.toml'}"]
         checked = subprocess.run([*ruff, tmp_path], capture_output=True, text=True, timeout=60)
@@ -240,13 +246,25 @@ def test_a_file_says_which_packages_it_needs_and_runs_without_others(tmp_path):
     assert "step 2  loss" in ended.stdout
 
 
-def test_a_folder_explains_itself(folder):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_explains_itself(script, tmp_path):
+    folder = copied_to(tmp_path / "mine", script)
     readme = (folder / "README.md").read_text()
     for path in folder.rglob("*.py"):
         if path != folder / "pipeline" / "__init__.py":
             assert f"`{path.relative_to(folder)}`" in readme
-    assert "`build_stage` in `gpipe.py`" in readme and "`microbatches_of` in `gpipe.py`" in readme
-    assert not re.search("SCRIPT|MODEL|DATA|FILES", readme)
+    places = re.findall(r"`(\w+)` in `(\S+\.py)`", readme)
+    assert len(places) >= 3  # the model, the data, the flags
+    for name, file in places:
+        assert re.search(rf"^(def|class) {name}\b", (folder / file).read_text(), re.MULTILINE)
+    assert not re.search("SCRIPT|MODEL|DATA|FILES|START|SUBMIT", readme)
+
+
+def test_the_model_of_a_folder_is_changed_where_verify_takes_it_from(folder):
+    readme = (folder / "README.md").read_text()
+    assert "| your model | `build_part` in `pipeline/model.py`" in readme
+    assert "build_part(" in (folder / "gpipe.py").read_text()
+    assert "build_model(" in (folder / "pipeline" / "reference.py").read_text()
 
 
 def test_the_job_script_trains_on_two_nodes(folder, tmp_path, original):
@@ -285,9 +303,8 @@ def test_a_readme_starts_the_copy_with_the_ranks_and_the_file_that_it_needs(scri
     assert "step 2  loss" in printed.read_text()
 
 
-def test_a_copy_says_how_it_starts_itself_and_not_how_the_course_does(tmp_path):
-    for script in SCRIPTS:
-        text = single_file.single_file(script, "mine.py")
+def test_a_copy_says_how_it_starts_itself_and_not_how_the_course_does(texts, tmp_path):
+    for script, text in texts.items():
         own = (copied_to(tmp_path / script, script) / f"{script}.py").read_text()
         assert f"source_code/{script}.py" not in text + own
         install = re.search(r"^    python -m pip install (.*)$", text, re.MULTILINE)[1]
