@@ -462,7 +462,7 @@ IN_ONE_FILE, IN_ANY_FOLDER, IN_PRETRAINING = range(3)  # the diffs of the page
 
 @pytest.mark.parametrize(
     "script, number",
-    [("gpipe", IN_ONE_FILE), ("one_f_one_b", IN_ONE_FILE), ("zero_bubble", IN_ONE_FILE),
+    [("gpipe", IN_ONE_FILE), ("one_f_one_b", IN_ONE_FILE), ("naive_model_parallelism", IN_ONE_FILE),
      ("pretrain_llama", IN_ONE_FILE), ("zero_bubble", IN_ANY_FOLDER),
      ("pretrain_llama", IN_PRETRAINING)],
 )  # fmt: skip
