@@ -56,6 +56,8 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
+    """(..., dim) over its root mean square, times a weight (Zhang and Sennrich 2019, 1910.07467)."""
+
     def __init__(self, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, device="meta"))
@@ -65,7 +67,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share a key and a value head."""
+    """Causal self-attention: (batch, length, dim) in and out, positions told by `rotary`.
+
+    Several query heads share a key and a value head (Ainslie et al. 2023, 2305.13245).
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -96,7 +101,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one projection gates the other."""
+    """SwiGLU: one projection gates the other (Shazeer 2020, 2002.05202). (..., dim) in and out."""
 
     def __init__(self, config):
         super().__init__()
@@ -109,7 +114,10 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward network, each behind a norm and added to its input."""
+    """Attention, then the feed-forward network, each behind a norm and added to its input.
+
+    (batch, length, dim) in and out; `rotary` has the tables of `rotary_tables` for this length.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -163,7 +171,11 @@ class ModelPart(nn.Module):
 
 
 def rotate(x, cosine, sine):
-    """Rotary position embedding: turn each pair (x[i], x[i + half]) by its position's angle."""
+    """Rotary position embedding: turn each pair (x[i], x[i + half]) by its position's angle.
+
+    `x` is (batch, heads, length, head_dim), the tables (length, head_dim / 2) (Su et al. 2021,
+    2104.09864, section 3.2).
+    """
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
 
