@@ -20,6 +20,10 @@ KINDS = [
     (r"make run\b", RUN),
     (r"make (slides|site)\b", "test_instructors.py and test_site.py make them"),
     (r"(torchrun .*|python )source_code/", RUN),
+    (
+        r"(torchrun .*|python )gpipe\.py",
+        "test_copy_template.py runs a copy on one rank and on more",
+    ),
     (r"make (lab|test|notebooks|benchmark|\.venv)\b", "make is asked what it would do"),
     (r"make$", "make is asked what it would do"),
     (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
