@@ -24,7 +24,6 @@ from ranks import PRELOAD, run_on_ranks
 from templates import changes, single_file
 from templates.leave_out import leave_out
 
-from pipeline.launch import RunFailed
 from pipeline.optimizer import build_optimizer
 from pipeline.schedule import to_csv
 from pipeline.schedules import one_f_one_b
@@ -384,7 +383,7 @@ def test_an_activation_that_does_not_fit_ends_the_job_with_a_sentence(
     text = model.read_text()
     assert text.count(END_OF_PART) == 1
     model.write_text(text.replace(END_OF_PART, END_OF_PART.replace("else x", f"else {instead}")))
-    with pytest.raises(RunFailed) as failed:
+    with pytest.raises(RuntimeError) as failed:
         run(copied / f"{script}.py" if copied.is_dir() else copied, tmp_path, script)
     assert what in str(failed.value) and "has to be" in str(failed.value)
 
