@@ -305,7 +305,7 @@ def test_a_readme_starts_the_copy_with_the_ranks_and_the_file_that_it_needs(scri
 def test_a_copy_says_how_it_starts_itself_and_not_how_the_course_does(texts, tmp_path):
     for script, text in texts.items():
         own = (copied_to(tmp_path / script, script) / f"{script}.py").read_text()
-        assert f"source_code/{script}.py" not in text + own
+        assert f"source_code/{script}.py" not in text + own and " build/" not in own
         install = re.search(r"^    python -m pip install (.*)$", text, re.MULTILINE)[1]
         # A shell must not find a redirection or the end of a command in it.
         assert re.fullmatch(r"([\w-]+(==[\w.]+)? ?)+", install), install

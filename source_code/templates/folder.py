@@ -36,10 +36,9 @@ def write_folder(script, folder):
     contents = {path.relative_to(SOURCE_CODE): path.read_bytes() for path in files}
     texts = [path.read_text() for path in files if path.suffix == ".py"]
     requirements = "".join(f"{line}\n" for line in requirements_of(texts))
-    own = contents[Path(f"{script}.py")].decode()
-    contents[Path(f"{script}.py")] = own.replace(
-        f" source_code/{script}.py", f" {script}.py"
-    ).encode()
+    own = files[0].read_text().replace(f" source_code/{script}.py", f" {script}.py")
+    # Its commands name files in the course's folder `build`, which a copy does not have.
+    contents[Path(f"{script}.py")] = own.replace(" build/", " ").encode()
     start, schedule = start_of(script, f"{script}.py")
     if schedule:
         contents[Path(schedule)] = to_csv(one_f_one_b(4, 8)).encode()
