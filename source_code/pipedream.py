@@ -101,8 +101,8 @@ def num_stages_of(arguments):
 def build_schedule(arguments):
     """The whole training as one schedule."""
     if arguments.weights == "double-buffered":
-        pieces = arguments.steps * arguments.microbatches
-        return pipedream(arguments.num_ranks, pieces, arguments.microbatches)
+        num_microbatches = arguments.steps * arguments.microbatches
+        return pipedream(arguments.num_ranks, num_microbatches, arguments.microbatches)
     return pipedream_round_robin(arguments.replicas, arguments.steps)
 
 
@@ -137,8 +137,8 @@ def microbatches_of(arguments, job):
     inputs, targets = [], []
     for step in range(arguments.steps):
         batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
-        for pieces, tokens in zip((inputs, targets), batch):
-            pieces += tokens.to(job.device).chunk(arguments.microbatches)
+        for microbatches, tokens in zip((inputs, targets), batch):
+            microbatches += tokens.to(job.device).chunk(arguments.microbatches)
     return inputs, targets
 
 

@@ -139,6 +139,7 @@ def figures(plan):
 
 
 def in_words(arguments, profile, plan):
+    """What is printed without --json: a row a stage, and the flags that train so."""
     speed_up = plan.data_parallel_seconds / plan.seconds_per_minibatch
     relation = "on top of" if arguments.no_overlap else "during"
     lines = [

@@ -81,6 +81,7 @@ def not_negative(text):
 
 
 def schedule_of(arguments):
+    """The schedule that the flags name, from its generator or from a CSV file; refuses others."""
     name, chunks = arguments.schedule, arguments.chunks
     sizes = f" --ranks {arguments.ranks} --microbatches {arguments.microbatches}"
     sizes += f" --chunks {chunks}" if chunks else ""
@@ -114,6 +115,7 @@ def measure(schedule, timeline):
 
 
 def in_words(schedule, figures):
+    """What is printed without --json, a figure a line."""
     held = " ".join(map(str, figures["peak_held_per_rank"]))
     return "\n".join(
         [
@@ -130,6 +132,7 @@ def in_words(schedule, figures):
 
 
 def write_files(arguments, schedule, timeline):
+    """Write what --csv and --svg ask for; refuses a file that cannot be read or written."""
     flag, path = "", ""
     try:
         if arguments.csv and arguments.csv != "-":

@@ -326,12 +326,12 @@ def held_out_batch(arguments, number):
 
 
 @torch.no_grad()
-def generate(arguments, job, schedule, stages, report, shown=2):
+def generate(arguments, job, schedule, stages, report):
     """Continue held-out texts byte by byte, each time with the most likely one.
 
     Forward only, as many texts at once as a batch has: with a single one every rank but one would
-    wait. The whole window is computed anew for each byte; what a stage could keep of the bytes
-    before (a cache of keys and values) is left out.
+    wait. Two are printed. The whole window is computed anew for each byte; what a stage could keep
+    of the bytes before (a cache of keys and values) is left out.
     """
     has_first = any(stage.is_first for stage in stages)
     texts = prompts_of(arguments).to(job.device)
@@ -352,7 +352,7 @@ def generate(arguments, job, schedule, stages, report, shown=2):
             dist.broadcast(following, last_rank)  # the first stage reads it
         texts = torch.cat([texts, following[:, None]], dim=1)
     if report.has_loss:
-        for text in texts[:shown].tolist():
+        for text in texts[:2].tolist():
             prompt, continuation = (bytes(part).decode(errors="replace") for part in
                                     (text[:start], text[start:]))  # fmt: skip
             report.say(f"generated  {prompt!r} -> {continuation!r}")

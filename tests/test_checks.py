@@ -240,8 +240,8 @@ def one_forgotten(rank, p, m):
     return [f"{rank}{kind}{k}" for kind in "FB" for k in range(m)][:-1]
 
 
-def one_forward_one_backward(rank, p, m):
-    first = min(m, p - rank)
+def one_forward_one_backward(rank, p, m, more=0):
+    first = min(m, p - rank + more)
     cells = [f"{rank}F{k}" for k in range(first)]
     for k in range(m):
         cells.append(f"{rank}B{k}")
@@ -300,13 +300,7 @@ def test_gradient_scale_explains(share, sentence, capsys):
 
 
 def one_more_in_the_warm_up(rank, p, m):
-    first = min(m, p - rank + 1)
-    cells = [f"{rank}F{k}" for k in range(first)]
-    for k in range(m):
-        cells.append(f"{rank}B{k}")
-        if first + k < m:
-            cells.append(f"{rank}F{first + k}")
-    return cells
+    return one_forward_one_backward(rank, p, m, more=1)
 
 
 def all_forwards_first(rank, p, m):

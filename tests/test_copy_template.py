@@ -43,6 +43,7 @@ FLAGS = {
     "torch_pipelining_mlp": "--steps 3",
 }
 RANKS = {"torch_pipelining_mlp": 3, "pipeline_with_data_parallel": 4}  # else 2
+END_OF_PART = "else x\n"
 OWN_TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind.\n" * 50
 
 
@@ -132,9 +133,15 @@ def test_one_file_runs_by_itself_with_the_losses_of_the_original(script, tmp_pat
     assert len(copied.read_text().splitlines()) < 500
 
 
-def test_a_file_is_formatted_and_has_nothing_that_it_does_not_use(tmp_path):
-    for script in SCRIPTS:
-        (tmp_path / f"{script}.py").write_text(single_file.single_file(script, "mine.py"))
+@pytest.fixture(scope="module")
+def texts():
+    """{script: its copy in one file}."""
+    return {script: single_file.single_file(script, "mine.py") for script in SCRIPTS}
+
+
+def test_a_file_is_formatted_and_has_nothing_that_it_does_not_use(texts, tmp_path):
+    for script, text in texts.items():
+        (tmp_path / f"{script}.py").write_text(text)
     for words in (["format", "--check"], ["check"]):
         ruff = [sys.executable, "-m", "ruff", *words, f"--config={ROOT / 'pyproject.toml'}"]
         checked = subprocess.run([*ruff, tmp_path], capture_output=True, text=True, timeout=60)
@@ -179,7 +186,7 @@ def test_plain_descent_is_that_of_torch_to_the_last_digit():
     # The copies take torch's, the course its own, which starts faster.
     weights = [torch.randn(33, 7, dtype=torch.float64) for _ in range(2)]
     ours, theirs = ([torch.nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
-    for parameter, twin in zip(ours, theirs):
+    for parameter, twin in list(zip(ours, theirs))[1:]:  # the first is not used by any loss
         parameter.grad = torch.randn(33, 7, dtype=torch.float64)
         twin.grad = parameter.grad.clone()
     build_optimizer("sgd", ours, 0.2).step()
@@ -240,13 +247,25 @@ def test_a_file_says_which_packages_it_needs_and_runs_without_others(tmp_path):
     assert "step 2  loss" in ended.stdout
 
 
-def test_a_folder_explains_itself(folder):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_folder_explains_itself(script, tmp_path):
+    folder = copied_to(tmp_path / "mine", script)
     readme = (folder / "README.md").read_text()
     for path in folder.rglob("*.py"):
         if path != folder / "pipeline" / "__init__.py":
             assert f"`{path.relative_to(folder)}`" in readme
-    assert "`build_stage` in `gpipe.py`" in readme and "`microbatches_of` in `gpipe.py`" in readme
-    assert not re.search("SCRIPT|MODEL|DATA|FILES", readme)
+    places = re.findall(r"`(\w+)` in `(\S+\.py)`", readme)
+    assert len(places) >= 3  # the model, the data, the flags
+    for name, file in places:
+        assert re.search(rf"^(def|class) {name}\b", (folder / file).read_text(), re.MULTILINE)
+    assert not re.search("SCRIPT|MODEL|DATA|FILES|START|SUBMIT", readme)
+
+
+def test_the_model_of_a_folder_is_changed_where_verify_takes_it_from(folder):
+    readme = (folder / "README.md").read_text()
+    assert "| your model | `build_part` in `pipeline/model.py`" in readme
+    assert "build_part(" in (folder / "gpipe.py").read_text()
+    assert "build_model(" in (folder / "pipeline" / "reference.py").read_text()
 
 
 def test_the_job_script_trains_on_two_nodes(folder, short_path, original):
@@ -272,6 +291,26 @@ def test_the_job_script_trains_on_two_nodes(folder, short_path, original):
         cluster.stop()
     shown = losses_of(output)
     assert list(shown.values()) == [f"{loss:.6f}" for loss in original("gpipe")], output
+
+
+@pytest.mark.parametrize("script", ["custom_schedule", "torch_pipelining_mlp"])
+def test_a_readme_starts_the_copy_with_the_ranks_and_the_file_that_it_needs(script, tmp_path):
+    copied = copied_to(tmp_path / "mine", script)
+    command = re.search(r"^torchrun .*", (copied / "README.md").read_text(), re.MULTILINE)[0]
+    ranks, flags = re.search(rf"--nproc-per-node (\d) {script}.py (.*)", command).groups()
+    printed = tmp_path / "printed.txt"
+    printed.write_text("")
+    run_on_ranks(perform, int(ranks), copied / f"{script}.py", shlex.split(flags), str(printed))
+    assert "step 2  loss" in printed.read_text()
+
+
+def test_a_copy_says_how_it_starts_itself_and_not_how_the_course_does(texts, tmp_path):
+    for script, text in texts.items():
+        own = (copied_to(tmp_path / script, script) / f"{script}.py").read_text()
+        assert f"source_code/{script}.py" not in text + own and " build/" not in own
+        install = re.search(r"^    python -m pip install (.*)$", text, re.MULTILINE)[1]
+        # A shell must not find a redirection or the end of a command in it.
+        assert re.fullmatch(r"([\w-]+(==[\w.]+)? ?)+", install), install
 
 
 # Refusals.
@@ -335,6 +374,39 @@ def test_a_script_that_says_something_else_now_is_refused_with_what_it_said(
     assert "no longer says 'no such words'" in refusal(capsys, "gpipe", tmp_path / "mine.py")
 
 
+# A model of one's own with a mistake in it.
+
+
+@pytest.mark.parametrize(
+    "script, destination", [("gpipe", "mine"), ("gpipe", "mine.py"), ("naive_model_parallelism", "mine.py"),
+     ("interleaved_1f1b", "mine.py"), ("custom_schedule", "mine.py"), ("pipedream", "mine.py")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "instead, what", [("x[..., :8]", "8, 8) in torch.float64"), ("x.float()", "in torch.float32")]
+)
+def test_an_activation_that_does_not_fit_ends_the_job_with_a_sentence(
+    script, destination, instead, what, tmp_path
+):
+    copied = copied_to(tmp_path / destination, script)
+    model = copied / "pipeline" / "model.py" if copied.is_dir() else copied
+    text = model.read_text()
+    assert text.count(END_OF_PART) == 1
+    model.write_text(text.replace(END_OF_PART, END_OF_PART.replace("else x", f"else {instead}")))
+    with pytest.raises(RuntimeError) as failed:
+        run(copied / f"{script}.py" if copied.is_dir() else copied, tmp_path, script)
+    assert what in str(failed.value) and "has to be" in str(failed.value)
+
+
+def test_every_rank_of_a_copy_refuses_a_flag_in_one_sentence(tmp_path):
+    copied = copied_to(tmp_path / "mine.py", "gpipe")
+    for flag, reason in {"--layers 1": "too few", "--step 3": "unrecognized"}.items():
+        words = [sys.executable, str(copied), *flag.split()]
+        environment = {**os.environ, "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1 and reason in ended.stderr
+
+
 # How names are left out.
 
 
@@ -370,9 +442,10 @@ def test_a_check_is_left_out_around_what_it_checks():
 
 
 def diffs_of(page):
-    """{file: its diff} of the diffs that a page shows."""
+    """The diffs that a page shows, each as {file: its diff}."""
     found = re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return {diff.split()[1]: diff for diff in found}
+    files = [re.split(r"^(?=--- )", diff, flags=re.MULTILINE)[1:] for diff in found]
+    return [{diff.split()[1]: diff for diff in of_page} for of_page in files]
 
 
 def patched(text, diff):
@@ -392,22 +465,33 @@ def changed_lines(diff):
     return [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2})", line)]
 
 
+IN_ONE_FILE, IN_ANY_FOLDER, IN_PRETRAINING = range(3)  # the diffs of the page
+
+
 @pytest.mark.parametrize(
-    "script, file",
-    [("gpipe", "gpipe.py"), ("one_f_one_b", "gpipe.py"), ("pretrain_llama", "gpipe.py"),
-     ("pretrain_llama", "pretrain_llama.py")],
+    "script, number",
+    [("gpipe", IN_ONE_FILE), ("one_f_one_b", IN_ONE_FILE), ("naive_model_parallelism", IN_ONE_FILE),
+     ("pretrain_llama", IN_ONE_FILE), ("zero_bubble", IN_ANY_FOLDER),
+     ("pretrain_llama", IN_PRETRAINING)],
 )  # fmt: skip
 def test_a_change_of_fewer_than_20_lines_brings_in_another_model_and_text(
-    script, file, tmp_path, original
+    script, number, tmp_path, original
 ):
-    diff = diffs_of(PAGE)[file]
-    assert 0 < len(changed_lines(diff)) < 20
-    as_folder = file == "pretrain_llama.py"
-    copied = copied_to(tmp_path / ("mine" if as_folder else file), script)
-    copied = copied / file if as_folder else copied
-    copied.write_text(patched(copied.read_text(), diff))
-    (copied.parent / "my_text.txt").write_text(OWN_TEXT)
-    losses = run(copied, tmp_path, name=script, further="--verify" if as_folder else "")
+    diffs = diffs_of(PAGE)[number]
+    assert 0 < sum(len(changed_lines(diff)) for diff in diffs.values()) < 20
+    as_folder = number != IN_ONE_FILE
+    copied = copied_to(tmp_path / ("mine" if as_folder else "gpipe.py"), script)
+    folder = copied if as_folder else tmp_path
+    for file, diff in diffs.items():
+        (folder / file).write_text(patched((folder / file).read_text(), diff))
+    copied = copied / f"{script}.py" if as_folder else copied
+    (folder / "my_text.txt").write_text(OWN_TEXT)
+    losses = run(copied, tmp_path, script, "--verify" if as_folder else "")
     assert losses != original(script)
     assert losses[-1] < losses[0]
-    assert not as_folder or "as promised" in (tmp_path / "printed.txt").read_text()
+    if as_folder:
+        assert "as promised" in (tmp_path / "printed.txt").read_text()
+    else:
+        afresh = "--checkpoints alone" if script == "pretrain_llama" else ""
+        alone = run(copied, tmp_path, script, afresh, num_ranks=1)
+        assert alone == pytest.approx(losses, rel=0, abs=1e-12)

@@ -301,7 +301,7 @@ def test_replicas_save_every_tensor_once_under_its_name_in_the_whole_model(tmp_p
         (4, "--replicas 2-1-1", "--replicas"),
         (4, "--replicas 2 --reduce ddp --schedule zb-h1", "--reduce ddp with --schedule zb-h1"),
         (4, "--replicas 2 --reduce nobody", "--reduce"),
-        (4, "--replicas 2 --reduce fsdp2 --record build/x", "--record with --reduce fsdp2"),
+        (4, "--replicas 2 --reduce fsdp2 --record x", "--record with --reduce fsdp2"),
         (4, "--replicas 2 --library --schedule zb-h1", "--library has no --schedule zb-h1"),
         (4, "--library --microbatches 2", "--microbatches 2 is less than the 4 stages"),
         (12, "--replicas 1", "--layers 8 is too few"),

@@ -19,6 +19,7 @@ from pipeline.model import (
     build_part,
     cut_as,
     cut_evenly,
+    materialise,
     rotary_tables,
     rotate,
     starting_weight,
@@ -111,6 +112,24 @@ def test_starting_weights_depend_on_the_seed_and_on_nothing_else():
     # Norms start at one for every seed.
     differ = [not torch.equal(ours, theirs) for ours, theirs in zip(first, weights(1))]
     assert differ == [weight.dim() > 1 for weight in first]
+
+
+def test_a_model_of_ones_own_starts_from_the_seed_and_the_names_as_well():
+    def own():
+        part = torch.nn.Sequential()
+        part.add_module("3", torch.nn.Conv1d(4, 8, kernel_size=5))
+        part.add_module("4", torch.nn.GRU(8, 8))
+        part.add_module("norm", torch.nn.BatchNorm1d(8))
+        return materialise(part, CONFIG, seed=3)
+
+    first, second = own(), own()
+    for (name, ours), theirs in zip(first.named_parameters(), second.parameters()):
+        assert torch.equal(ours, theirs) and ours.dtype == torch.float64, name
+        if "bias" in name:
+            assert not ours.any(), name
+    # A kernel of width 5 adds up 4 * 5 products.
+    assert first[0].weight.std().item() == pytest.approx(20**-0.5, rel=0.2)
+    assert first[2].weight.eq(1).all() and first[2].running_var.eq(1).all()
 
 
 def test_no_two_matrices_of_a_model_of_1000_layers_start_from_the_same_draw():

@@ -122,11 +122,28 @@ def test_a_shared_file_can_be_read_in_one_sitting(path):
 def test_what_is_public_says_what_it_does_or_is_short(path):
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), "the file itself"
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    assert silent_in(tree, 8) == []
     for node in tree.body:
-        if isinstance(node, kinds) and not node.name.startswith("_"):
-            short = node.end_lineno - node.lineno + 1 < 8
-            assert short or ast.get_docstring(node), node.name
+        if isinstance(node, ast.ClassDef):
+            assert silent_in(node, 12) == [], node.name
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_what_a_script_defines_says_what_it_does_or_is_short(path):
+    # main() is what the file's own docstring is about, and the flags have their help.
+    silent = silent_in(ast.parse(path.read_text()), 12)
+    assert set(silent) <= {"main", "parse_arguments"}
+
+
+def silent_in(parent, length):
+    """The public functions and classes of so many lines or more that have no docstring."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [node for node in parent.body if isinstance(node, kinds) and node.name[0] != "_"]
+    return [
+        node.name
+        for node in public
+        if node.end_lineno - node.lineno + 1 >= length and not ast.get_docstring(node)
+    ]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)

@@ -21,7 +21,7 @@ MANY = settings(FEW, max_examples=4000)
 
 def legal_schedules():
     """Small ones of every generator."""
-    schedules = [pipedream(2, 6, minibatches_per_update=3), pipedream_round_robin((1, 2), 5)]
+    schedules = [pipedream(2, 6, microbatches_per_update=3), pipedream_round_robin((1, 2), 5)]
     schedules += [pipedream_round_robin((2, 1), 4), pipedream_round_robin((2, 3), 6)]
     for name in GENERATORS:
         for num_ranks, num_microbatches in [(1, 2), (2, 2), (2, 4), (3, 3), (3, 6)]:

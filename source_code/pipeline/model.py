@@ -56,6 +56,8 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
+    """(..., dim) over its root mean square, times a weight (Zhang and Sennrich 2019, 1910.07467)."""
+
     def __init__(self, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, device="meta"))
@@ -65,7 +67,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several query heads share a key and a value head."""
+    """Causal self-attention: (batch, length, dim) in and out, positions told by `rotary`.
+
+    Several query heads share a key and a value head (Ainslie et al. 2023, 2305.13245).
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -96,7 +101,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one projection gates the other."""
+    """SwiGLU: one projection gates the other (Shazeer 2020, 2002.05202). (..., dim) in and out."""
 
     def __init__(self, config):
         super().__init__()
@@ -109,7 +114,10 @@ class FeedForward(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward network, each behind a norm and added to its input."""
+    """Attention, then the feed-forward network, each behind a norm and added to its input.
+
+    (batch, length, dim) in and out; `rotary` has the tables of `rotary_tables` for this length.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -163,7 +171,11 @@ class ModelPart(nn.Module):
 
 
 def rotate(x, cosine, sine):
-    """Rotary position embedding: turn each pair (x[i], x[i + half]) by its position's angle."""
+    """Rotary position embedding: turn each pair (x[i], x[i + half]) by its position's angle.
+
+    `x` is (batch, heads, length, head_dim), the tables (length, head_dim / 2) (Su et al. 2021,
+    2104.09864, section 3.2).
+    """
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
 
@@ -198,14 +210,16 @@ def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
 def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
     """Give a laid out part of the model its memory and its starting weights; return it.
 
-    `part` may be any module whose parameters have their names in the whole model.
+    `part` may be any module whose parameters have their names in the whole model. Whatever values
+    they had are replaced; buffers of a module that is no ModelPart keep theirs.
     """
     for path, module in part.named_modules():
         for name, layout in list(module.named_parameters(recurse=False)):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)
             setattr(module, name, nn.Parameter(weight.to(device, dtype)))
-    part.cosine, part.sine = (table.to(device, dtype) for table in rotary_tables(config))
-    return part
+    if isinstance(part, ModelPart):
+        part.cosine, part.sine = rotary_tables(config)
+    return part.to(device, dtype)
 
 
 def build_model(config, seed=0, dtype=torch.float64, device="cpu"):
@@ -216,14 +230,15 @@ def build_model(config, seed=0, dtype=torch.float64, device="cpu"):
 def starting_weight(name, shape, seed):
     """The float64 starting value of one parameter, from the seed and its name in the whole model.
 
-    Norms start at one; matrices are normal with variance 1 / (number of inputs), the embedding
-    with variance 1. Drawn on the CPU, so that every device starts from the same digits.
+    Norms start at one and biases, which the course's model has none of, at zero; matrices and
+    kernels of convolutions are normal with variance 1 / (number of inputs), the embedding with
+    variance 1. Drawn on the CPU, so that every device starts from the same digits.
     """
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.float64)
+    if len(shape) < 2:
+        return torch.full(shape, 0.0 if "bias" in name else 1.0, dtype=torch.float64)
     # A CPU generator takes the low 32 bits of its seed and ignores the rest.
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
-    scale = 1.0 if name == "embedding.weight" else shape[1] ** -0.5
+    scale = 1.0 if name == "embedding.weight" else math.prod(shape[1:]) ** -0.5
     return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 

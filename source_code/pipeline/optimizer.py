@@ -23,6 +23,8 @@ class SGD:
     @torch.no_grad()
     def step(self):
         for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:  # frozen, or not used
+                continue
             parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
 
 

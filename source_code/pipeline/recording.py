@@ -113,6 +113,7 @@ class RecordingWriter:
         self.write(weights=weights, stage=stage.index, version=version)
 
     def write_action(self, stage, times, used, made, version, known):
+        """The line of one action: times in milliseconds, `held` in bytes, tensors as fingerprints."""
         action, start, end, again = times
         gathered = norm_of(stage.gathered()) if action.kind in "BIWU" else None
         self.write(

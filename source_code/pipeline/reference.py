@@ -16,11 +16,11 @@ def train_one_process(
     build_whole=build_whole,
     **options,
 ):
-    """The loss of every step, with the same flags and no pipeline: whole model, whole batch.
+    """The loss of every step in nats, with the same flags and no pipeline: whole model and batch.
 
     `before_update(model, optimizer, step)` runs between backward and update: a learning-rate
-    schedule sets its rate there, clipping changes the gradients. `build_whole(arguments, device)` may return
-    another model, and `options` go to AdamW.
+    schedule sets its rate there, clipping changes the gradients. `build_whole(arguments, device)`
+    may return another model, and `options` go to AdamW.
     """
     model = build_whole(arguments, device)
     optimizer = build_optimizer(

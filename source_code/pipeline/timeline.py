@@ -46,6 +46,7 @@ class Timeline:
 
     @cached_property
     def start(self):
+        """The first start of any rank: a performed timeline need not begin at 0."""
         return min(event.start for event in self.events)
 
     @cached_property
@@ -63,10 +64,12 @@ class Timeline:
 
     @cached_property
     def busy_per_rank(self):
+        """The sum of what each rank's actions took."""
         return [sum(event.end - event.start for event in events) for events in self.by_rank]
 
     @property
     def idle_per_rank(self):
+        """What each rank waited between the first start and the last end of all ranks."""
         return [self.makespan - busy for busy in self.busy_per_rank]
 
     @property
@@ -76,10 +79,12 @@ class Timeline:
 
     @property
     def bubble_over_total(self):
+        """A share of the makespan, 0 to 1: (p - 1)/(m + p - 1) for GPipe."""
         return 1 - self.ideal / self.makespan
 
     @property
     def bubble_over_ideal(self):
+        """The same over the busy time, which may be above 1: (p - 1)/m for GPipe."""
         return self.makespan / self.ideal - 1
 
     @property
@@ -94,6 +99,7 @@ class Timeline:
 
     @property
     def bubble_by_span(self):
+        """The bubble rate of the zero-bubble papers (Qi et al. 2023, 2401.10241)."""
         return 1 - self.ideal / max(self.span_per_rank)
 
     def _peak_held(self, release_kinds):

@@ -24,6 +24,8 @@ last_words = threading.Lock()
 
 
 class Wait(NamedTuple):
+    """For which rank one waits, for what of it, and since when (time.monotonic seconds)."""
+
     peer: int
     what: str
     since: float

@@ -18,8 +18,9 @@ class Worker:
     """Performs `schedule` on one rank.
 
     `stages` are this rank's, by index. `shape` and `dtype` are those of one activation, which are
-    those of its gradient: (micro-batch size, length, dim). `around(action)` is a context manager
-    that every action is taken in; data parallelism adds gradients up there (see replicas.py).
+    those of its gradient: (micro-batch size, length, dim); a stage that gives another one ends the
+    run with a ValueError. `around(action)` is a context manager that every action is taken in; data
+    parallelism adds gradients up there (see replicas.py).
     """
 
     def __init__(self, job, schedule, stages, shape, dtype, around=lambda action: nullcontext()):
@@ -112,6 +113,10 @@ class Worker:
         if message is None:
             self.results[result_of(action)] = tensor
             return
+        if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            # The receiver would wait for ever, or take half a message for a whole one.
+            made = f"{tuple(tensor.shape)} in {tensor.dtype}"
+            raise ValueError(f"{message} is {made}, but has to be {self.shape} in {self.dtype}")
         sending = Sending(self.job, tensor, message.destination, message)
         user = result_of(action._replace(stage=message.consumer_stage))
         self.sent[message.destination].append((self.step_of[user], sending))

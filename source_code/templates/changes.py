@@ -97,6 +97,15 @@ BY_HAND = Recipe(
             "",
         ),
         ("worker = Worker(job, schedule, {stage.index: stage}, shape, arguments.torch_dtype)", ""),
+        (
+            "distributed import Receiving, Sending,",
+            "distributed import Receiving, Sending, fitting,",
+        ),
+        (
+            "sent.append(Sending(job, output, following,",
+            "output = fitting(stage, output, shape, dtype)\n"
+            "            sent.append(Sending(job, output, following,",
+        ),
     ],
 )
 
@@ -104,6 +113,12 @@ RECIPES = {
     "naive_model_parallelism": Recipe(
         "Of its two ways it has the one with several ranks.",
         changes=[
+            ("distributed import join_job", "distributed import fitting, join_job"),
+            (
+                "send(job, output, following,",
+                "output = fitting(stage, output, shape, arguments.torch_dtype)\n"
+                "            send(job, output, following,",
+            ),
             ("channels[job.rank, destination]", "channels[what.split()[0]]"),
             ("channels[source, job.rank]", "channels[what.split()[0]]"),
             (
@@ -206,8 +221,7 @@ RECIPES = {
         parts={"schedules": "one_order"},
     ),
     "pretrain_llama": Recipe(
-        "It has 1F1B, AdamW, warm-up and cosine, clipping, checkpoints; not the replicas, recomputing, "
-        "bfloat16 with float32 masters, tokenizers, evaluation and samples that a folder has.",
+        "Of what a folder has it keeps 1F1B, AdamW, warm-up and cosine, clipping and checkpoints.",
         parts={"schedules": "one_order"},
     ),
     "torch_pipelining": Recipe("It has all schedules of the library, and stages cut by hand."),

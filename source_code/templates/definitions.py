@@ -97,6 +97,7 @@ class Used:
                 )
 
     def take(self, module, name, follow=True):
+        """Put a definition into the copy, behind what it needs at once and before what it calls."""
         if (module, name) in self.taken:
             return
         twin = next((other for other, taken in self.taken if taken == name), None)

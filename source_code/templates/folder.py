@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+from pipeline.schedule import to_csv
+from pipeline.schedules import one_f_one_b
 from templates.definitions import CannotCopy
 
 SOURCE_CODE = Path(__file__).resolve().parents[1]
@@ -18,8 +20,7 @@ JOB_SCRIPT = Path(__file__).with_name("job.sbatch")
 NEEDS_NUMPY = r"\.numpy\(\)|_object\(|_object_list\(|torch\.distributed\.checkpoint"
 # Where in a script the model is built and the batches are made: the first of these that there is.
 PLACES = {
-    "MODEL": ["build_model_part", "build_parts", "build_stage", "build_stages", "build_own_stage"]
-    + ["Network"],
+    "MODEL": ["build_model_part", "build_own_stage", "Network"],
     "DATA": ["read_corpus", "microbatches_of", "batch_of"],
 }
 README = Path(__file__).with_name("README.md")
@@ -35,6 +36,12 @@ def write_folder(script, folder):
     contents = {path.relative_to(SOURCE_CODE): path.read_bytes() for path in files}
     texts = [path.read_text() for path in files if path.suffix == ".py"]
     requirements = "".join(f"{line}\n" for line in requirements_of(texts))
+    own = files[0].read_text().replace(f" source_code/{script}.py", f" {script}.py")
+    # Its commands name files in the course's folder `build`, which a copy does not have.
+    contents[Path(f"{script}.py")] = own.replace(" build/", " ").encode()
+    start, schedule = start_of(script, f"{script}.py")
+    if schedule:
+        contents[Path(schedule)] = to_csv(one_f_one_b(4, 8)).encode()
     contents[Path("requirements.txt")] = requirements.encode()
     contents[Path("job.sbatch")] = (
         JOB_SCRIPT.read_text().replace("SCRIPT.py", f"{script}.py").encode()
@@ -45,8 +52,18 @@ def write_folder(script, folder):
         (folder / path).write_bytes(content)
     return (
         f"{folder} has {script}.py and {len(files) - 1} files of pipeline/; its README says how to "
-        f"start it:\n    cd {folder}; torchrun --standalone --nproc-per-node 4 {script}.py"
+        f"start it:\n    cd {folder}; {start}"
     )
+
+
+def start_of(script, name):
+    """The command that starts a copy called `name`, and the schedule's file if it names one.
+
+    Both are those of the script's docstring, whose first torchrun has as many ranks as it needs.
+    """
+    pattern = rf"(torchrun .*) source_code/{script}\.py( \w+\.csv)?"
+    torchrun, file = re.search(pattern, (SOURCE_CODE / f"{script}.py").read_text()).groups("")
+    return f"{torchrun} {name}{file}", file.strip()
 
 
 def files_of(script):
@@ -133,10 +150,23 @@ def readme_of(script, files):
         if path.suffix == ".txt"
     ]
     text = README.read_text()
-    if "training_parser(" not in files[0].read_text():  # its model and data are its own
-        text = re.sub(r"^\| (your text|the course's model) .*\n", "", text, flags=re.MULTILINE)
-    text = text.replace("SCRIPT", script).replace("FILES", "\n".join(rows))
     source = files[0].read_text()
+    if "training_parser(" not in source:  # its model and data are its own
+        text = re.sub(r"^\| your text .*\n", "", text, flags=re.MULTILINE)
+        own = r"\1MODEL, of any form: `cut` traces it and says where it comes apart |"
+        text = re.sub(r"^(\| your model \| ).*", own, text, flags=re.MULTILINE)
+    if not re.search(r"^from pipeline.model import .*(build_part|ModelPart)", source, re.MULTILINE):
+        text = re.sub(r"^\| its weights .*\n", "", text, flags=re.MULTILINE)  # drawn in the script
+    elif "def build_model_part" not in source:
+        # Changed there, it is changed for the process that --verify compares with, too.
+        name = "build_part" if "build_part(" in source else "ModelPart"
+        text = text.replace("MODEL", f"`{name}` in `pipeline/model.py`")
+    start, schedule = start_of(script, f"{script}.py")
+    submit = "sbatch job.sbatch"
+    if ranks := re.search("node ([^4])", start):  # and not two nodes with two ranks each
+        submit = f"sbatch --nodes=1 --gres=gpu:{ranks[1]} job.sbatch"
+    text = text.replace("START", start).replace("SUBMIT", f"{submit} {schedule}".rstrip())
+    text = text.replace("SCRIPT", script).replace("FILES", "\n".join(rows))
     for word, names in PLACES.items():
         here = [
             name for name in names if re.search(rf"^(def|class) {name}\b", source, re.MULTILINE)

@@ -7,9 +7,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+from pipeline.schedule import to_csv
+from pipeline.schedules import one_f_one_b
 from templates.changes import EVERYWHERE, MEASURING, RECIPES, UNWRAPPED, Recipe
 from templates.definitions import CannotCopy, Module, Used, sorted_imports
-from templates.folder import requirements_of
+from templates.folder import requirements_of, start_of
 from templates.leave_out import leave_out
 
 SOURCE_CODE = Path(__file__).resolve().parents[1]
@@ -44,10 +46,11 @@ def write_single_file(script, file):
     file.write_text(text)
     if DATA.name in text:
         beside.write_bytes(DATA.read_bytes())
-    return (
-        f"{file} has {lines} lines; start it with\n"
-        f"    torchrun --standalone --nproc-per-node 4 {file}"
-    )
+    start, schedule = start_of(script, file)
+    if schedule and not (beside := file.with_name(schedule)).exists():
+        beside.write_text(to_csv(one_f_one_b(4, 8)))
+        start = start.replace(f" {schedule}", f" {beside}")
+    return f"{file} has {lines} lines; start it with\n    {start}"
 
 
 def single_file(script, name):
@@ -81,10 +84,9 @@ def head_of(text, script, recipe, name, packages):
         f"Made by copy_template.py from the course's {script}.py and the files of pipeline/ that it "
         f"uses. {recipe.says} Left out is what measures, draws, compares and watches."
     )
-    start = (
-        f"    python -m pip install {' '.join(packages)}\n"
-        f"    torchrun --standalone --nproc-per-node 4 {name}"
-    )
+    # A version that depends on Python's would need quotes in a shell: such a package has none here.
+    packages = dict.fromkeys(p.split("==")[0] if ";" in p else p for p in packages)
+    start = f"    python -m pip install {' '.join(packages)}\n    {start_of(script, name)[0]}"
     return f'"""{what}\n\n{start}\n\n{textwrap.fill(made, 100)}\n"""\n'
 
 

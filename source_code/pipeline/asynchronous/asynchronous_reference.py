@@ -34,9 +34,13 @@ def train_by_rule(arguments, device="cpu"):
         )
         weights = {}
         for stage, versions in enumerate(history):
-            first_piece = step * arguments.microbatches
+            first_microbatch = step * arguments.microbatches
             version = forward_version(
-                arguments.weights, first_piece, stage, arguments.replicas, arguments.microbatches
+                arguments.weights,
+                first_microbatch,
+                stage,
+                arguments.replicas,
+                arguments.microbatches,
             )
             for name, weight in versions[version].items():
                 weights[name] = weight.clone().requires_grad_()

@@ -28,7 +28,7 @@ MODES = {
 }
 
 
-def forward_version(mode, minibatch, stage, replicas, minibatches_per_update=1):
+def forward_version(mode, minibatch, stage, replicas, microbatches_per_update=1):
     """The version that the forward of a mini-batch uses on a stage.
 
     `replicas` has the number of ranks of each stage. `stashed` and `latest`: the newest there is,
@@ -38,7 +38,7 @@ def forward_version(mode, minibatch, stage, replicas, minibatches_per_update=1):
     2BW, section 3.1.
     """
     if mode == "double-buffered":
-        return max(0, minibatch // minibatches_per_update - 1)
+        return max(0, minibatch // microbatches_per_update - 1)
     seen_by = 0 if mode == "vertical-sync" else stage
     return max(0, minibatch // replicas[seen_by] - round_robin_warm_up(replicas, seen_by))
 

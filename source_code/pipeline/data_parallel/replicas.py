@@ -92,8 +92,8 @@ def own_microbatches(batch, replicas, num_microbatches, device):
     """
     first = replicas.replica * num_microbatches
     own = range(first, first + num_microbatches)
-    pieces = [tokens.chunk(replicas.count * num_microbatches) for tokens in batch]
-    return tuple({m: piece[m].to(device) for m in own} for piece in pieces)
+    parts = [tokens.chunk(replicas.count * num_microbatches) for tokens in batch]
+    return tuple({m: part[m].to(device) for m in own} for part in parts)
 
 
 def last_backwards(schedule, rank):

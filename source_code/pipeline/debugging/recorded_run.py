@@ -172,12 +172,12 @@ def read_recording(folder):
         path = folder / f"rank{rank}.jsonl"
         text = path.read_text() if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be cut off
-        unanswered[rank] = _read_rank(rank, schedule, map(json.loads, lines), steps)
+        unanswered[rank] = _read_rank(rank, map(json.loads, lines), steps)
     waits = {rank: wait for rank, wait in unanswered.items() if wait}
     return Recording(schedule, [step for step in steps if step.entries], waits)
 
 
-def _read_rank(rank, schedule, lines, steps):
+def _read_rank(rank, lines, steps):
     """Add one rank's lines to the steps. Returns its last wait, if nothing came."""
     number, travelled, wait = 0, {}, None
     for line in lines:
@@ -200,10 +200,10 @@ def _read_rank(rank, schedule, lines, steps):
             step.updated[line["updated"]] = line["gradient"]
         elif "ended" in line:
             step.ended.add(rank)
-            _attach(step, rank, schedule, travelled)
+            _attach(step, rank, travelled)
             number, travelled = number + 1, {}
     if number < len(steps):
-        _attach(steps[number], rank, schedule, travelled)
+        _attach(steps[number], rank, travelled)
     return wait
 
 
@@ -224,7 +224,7 @@ def _entry(rank, line):
     )
 
 
-def _attach(step, rank, schedule, travelled):
+def _attach(step, rank, travelled):
     """Give each action of a rank the messages that travelled for it."""
     for entry in step.entries:
         action = entry.event.action

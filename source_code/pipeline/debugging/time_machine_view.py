@@ -79,6 +79,7 @@ class RecordedView:
         return "".join(self.moment_table(label, time) for label in self.timelines)
 
     def moment_table(self, label, time):
+        """The same for one recording; a rank that does nothing says what it waits for."""
         timeline, unanswered = self.timelines[label], self.recordings[label].unanswered
         last = self.step == len(self.recordings[label].steps) - 1
         rows = []
@@ -133,6 +134,7 @@ class RecordedView:
         return "".join(self.action_table(label) for label in self.timelines)
 
     def action_table(self, label):
+        """The same for one recording, as a table that scrolls by itself."""
         timeline = self.timelines[label]
         stories = dict(zip(timeline.events, self.stories(label)))
         rows = []

@@ -21,7 +21,8 @@ def squares_of(named_parameters):
     Of a gradient that lies in shards on several ranks (a DTensor) it is that of all shards, so those
     ranks must call this together.
     """
-    return {name: whole(p.grad.pow(2).sum()).item() for name, p in named_parameters}
+    with_gradient = ((name, p.grad) for name, p in named_parameters if p.grad is not None)
+    return {name: whole(gradient.pow(2).sum()).item() for name, gradient in with_gradient}
 
 
 def whole(total):
@@ -55,4 +56,5 @@ def scale_gradients(named_parameters, norm, largest_norm):
     """Scale by largest_norm / norm where that shortens, as torch.nn.utils.clip_grad_norm_ does."""
     scale = min(1.0, largest_norm / (norm + 1e-6))
     for _, parameter in named_parameters:
-        parameter.grad *= scale
+        if parameter.grad is not None:  # frozen, or not used
+            parameter.grad *= scale

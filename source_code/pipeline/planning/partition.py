@@ -43,6 +43,8 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
+    """What a model's layers cost on one worker."""
+
     model: str
     layers: tuple  # of LayerProfile, in the order of the forward pass
 

@@ -7,10 +7,10 @@ from pipeline.schedules.order import require_positive
 from pipeline.schedules.straight import one_f_one_b
 
 
-def pipedream(num_ranks, num_minibatches, minibatches_per_update=1):
+def pipedream(num_ranks, num_minibatches, microbatches_per_update=1):
     """1F1B without a flush: an update after each backward (PipeDream: Narayanan et al. 2019, section 3.2).
 
-    With `minibatches_per_update` above 1 the pieces are micro-batches, and an update follows the
+    With `microbatches_per_update` above 1 what passes are micro-batches, and an update follows the
     last of each group (PipeDream-2BW: Narayanan et al. 2021, section 3).
     """
     orders = []
@@ -18,7 +18,7 @@ def pipedream(num_ranks, num_minibatches, minibatches_per_update=1):
         with_updates = []
         for action in order:
             with_updates.append(action)
-            if action.kind == "B" and (action.microbatch + 1) % minibatches_per_update == 0:
+            if action.kind == "B" and (action.microbatch + 1) % microbatches_per_update == 0:
                 with_updates.append(action._replace(kind="U"))
         orders.append(tuple(with_updates))
     return validate(Schedule("pipedream", tuple(orders)))

@@ -100,6 +100,7 @@ class Stepper:
         raise NotImplementedError
 
     def make_player(self):
+        """The widgets that move through time: play, back, on, the cursor, and picture or table."""
         self.shown = widgets.ToggleButtons(
             options=["picture", "table"],
             description="show as",
@@ -124,6 +125,7 @@ class Stepper:
         self.now.add_class("pipeline-explorer-now")
 
     def make_outputs(self):
+        """What they move: the drawing under its cursor, the table, and the moment in words."""
         self.moment = widgets.HTML()
         over = widgets.Layout(grid_area="1 / 1 / 2 / 2", min_width=NARROWEST, margin="0")
         self.picture, self.line = widgets.HTML(layout=over), widgets.HTML(layout=over)

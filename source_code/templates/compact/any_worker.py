@@ -7,6 +7,8 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from pipeline.distributed import fitting
+
 
 class Worker:
     """Performs one rank's list of actions; all ranks know the whole schedule."""
@@ -29,7 +31,7 @@ class Worker:
                 if stage.is_last:
                     losses[k] = output
                 else:
-                    self.send(output, action, index + 1)
+                    self.send(fitting(stage, output, self.shape, self.dtype), action, index + 1)
             else:
                 gradient = None if stage.is_last else self.receive((index + 1, "B", k))
                 gradient = stage.backward(k, gradient)
@@ -59,7 +61,7 @@ class Worker:
                 dist.recv(buffer, source, group=self.job.channels["activation"])
             except RuntimeError as error:
                 reason = f"rank {self.job.rank} got no {made} from rank {source}: {error}"
-                print(reason.splitlines()[0], file=sys.stderr, flush=True)
+                print(reason.splitlines()[0].split(". ")[0], file=sys.stderr, flush=True)
                 os._exit(1)
             self.here[made] = buffer.to(self.job.device)
         return self.here.pop(wanted)

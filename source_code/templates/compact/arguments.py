@@ -16,6 +16,7 @@ LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
 def training_parser(description):
     """The parser with the flags that every training has."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.error = refuse
     add = parser.add_argument
     add("--steps", type=positive_integer, default=10, help="updates to train")
     add("--batch-size", type=positive_integer, default=16, help="sequences a step")
@@ -61,7 +62,6 @@ def parse_training_arguments(parser, num_stages=lambda arguments: arguments.num_
 
 
 def refuse(sentence):
-    """Leave with one sentence, printed once on each node, and status 2 on every rank."""
-    if ranks_from_environment()[2] == 0:
-        print(sentence, file=sys.stderr, flush=True)
+    """Leave with one sentence and status 2. Every rank says it: the first to leave ends the others."""
+    print(sentence, file=sys.stderr, flush=True)
     sys.exit(2)

@@ -20,7 +20,7 @@ class Checkpoints:
     def state(self, step):
         """Weights and the optimizer's memory, by their names in the whole model."""
         model, memory = by_name.get_state_dict(*self.owners, options=FLAT)
-        return {"model": model, "memory": memory, "step": step}
+        return {"model_state_dict": model, "optim_state_dict": memory, "step": step}
 
     def restore(self):
         """Continue from the newest checkpoint; returns how many steps it has, 0 if there is none."""
@@ -29,13 +29,11 @@ class Checkpoints:
             return 0
         state = self.state(0)
         dcp.load(state, checkpoint_id=found[-1])
-        model, memory = state["model"], state["memory"]
-        by_name.set_state_dict(
-            *self.owners, model_state_dict=model, optim_state_dict=memory, options=FLAT
-        )
+        step = state.pop("step")
+        by_name.set_state_dict(*self.owners, **state, options=FLAT)
         if self.job.rank == 0:
-            print(f"continues after {state['step']} steps, from {found[-1]}", flush=True)
-        return state["step"]
+            print(f"continues after {step} steps, from {found[-1]}", flush=True)
+        return step
 
     def save(self, step):
         """Write under a name that nobody looks for; then one rename makes it exist."""

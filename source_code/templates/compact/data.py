@@ -20,13 +20,11 @@ class Text:
         if len(content) < 10 * (seq_len + 1):
             refuse(f"--data {path} is shorter than ten sequences; use a longer text")
         tokens = torch.frombuffer(content, dtype=torch.uint8).long()
-        tenth = len(tokens) // 10
-        self.training, self.held_out = tokens[:-tenth], tokens[-tenth:]
+        self.training = tokens[: len(tokens) - len(tokens) // 10]
 
     def batch(self, step, batch_size, seq_len, seed=0):
         """Inputs and targets of `step`, both (batch_size, seq_len); targets are one byte later."""
         generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
-        last_start = len(self.training) - seq_len - 1
-        starts = torch.randint(last_start + 1, (batch_size,), generator=generator)
+        starts = torch.randint(len(self.training) - seq_len, (batch_size,), generator=generator)
         rows = torch.stack([self.training[start : start + seq_len + 1] for start in starts])
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

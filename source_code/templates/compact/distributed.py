@@ -47,6 +47,14 @@ def leave_job(job):
     dist.destroy_process_group()
 
 
+def fitting(stage, output, shape, dtype):
+    """The `output` of a stage, if it is what the next one has made room for; else the job ends."""
+    if (output.shape, output.dtype) != (shape, dtype):
+        own = f"{tuple(output.shape)} in {output.dtype}"
+        sys.exit(f"stage {stage.index} gives {own}; an activation has to be {shape} in {dtype}")
+    return output
+
+
 class Message:
     """A message on its way, in a buffer of its own; `what` is e.g. "activation 3"."""
 
@@ -56,7 +64,9 @@ class Message:
             self.work.wait()
         except RuntimeError as error:
             print(
-                f"{self.what} got lost: {str(error).splitlines()[0]}", file=sys.stderr, flush=True
+                f"{self.what} got lost: {str(error).splitlines()[0].split('. ')[0]}",
+                file=sys.stderr,
+                flush=True,
             )
             os._exit(1)
         return self.buffer.to(self.job.device)

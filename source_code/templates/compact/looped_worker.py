@@ -6,6 +6,8 @@ import sys
 import torch
 import torch.distributed as dist
 
+from pipeline.distributed import fitting
+
 
 class Worker:
     """Performs one rank's list of actions; stage s is on rank s modulo the number of ranks."""
@@ -25,6 +27,7 @@ class Worker:
                 if stage.is_last:
                     losses.append(output)
                 else:
+                    output = fitting(stage, output, self.shape, self.dtype)
                     self.send(output, "activation", k, index, 1)
             else:
                 gradient = None if stage.is_last else self.receive("gradient", k, index, 1)
@@ -45,7 +48,7 @@ class Worker:
             dist.recv(buffer, source, group=self.job.channels[what])
         except RuntimeError as error:
             reason = f"rank {self.job.rank} got no {what} {k} from rank {source}: {error}"
-            print(reason.splitlines()[0], file=sys.stderr, flush=True)
+            print(reason.splitlines()[0].split(". ")[0], file=sys.stderr, flush=True)
             os._exit(1)
         return buffer.to(self.job.device)
 

@@ -110,13 +110,15 @@ def cut_evenly(num_layers, num_stages):
 
 
 def build_part(sizes, first, last, device):
-    """Layers `first` to `last` - 1, matrices drawn from (seed, name): every cut starts alike."""
+    """Layers `first` to `last` - 1 with weights that follow from (seed, name), however it is cut."""
     part = ModelPart(sizes, first, last)
     for name, weight in part.named_parameters():
-        if weight.dim() == 2:
+        if weight.dim() < 2:  # a norm starts at one
+            nn.init.constant_(weight, 0.0 if "bias" in name else 1.0)
+        else:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), sizes.seed))
-            scale = 1.0 if name == "embedding.weight" else weight.shape[1] ** -0.5
             normal = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+            scale = 1.0 if name == "embedding.weight" else weight[0].numel() ** -0.5
             weight.data = scale * normal
     return part.to(device, sizes.torch_dtype)
 

@@ -11,8 +11,7 @@ class Report:
     """Prints the losses and collects them, on the rank that has them; shows how far it is."""
 
     def __init__(self, arguments, job, first_step=0):
-        self.arguments, self.job, self.first_step = arguments, job, first_step
-        self.losses = []
+        self.arguments, self.job, self.first_step, self.losses = arguments, job, first_step, []
 
     def steps(self):
         """The numbers of the steps, behind a progress bar where a terminal watches."""

@@ -8,7 +8,8 @@ class StashingStage:
     """A stage whose backward uses the weights that its forward used (weight stashing)."""
 
     def __init__(self, part, index, num_stages, loss_function, optimizer):
-        self.part, self.loss_function, self.optimizer = part, loss_function, optimizer
+        self.part, self.index = part, index
+        self.loss_function, self.optimizer = loss_function, optimizer
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.held = {}  # mini-batch -> (input, output, weights), from its forward to its backward
 

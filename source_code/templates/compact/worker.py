@@ -7,6 +7,8 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from pipeline.distributed import fitting
+
 
 class Worker:
     """Performs one rank's list of actions; the stages before and after are on its neighbours."""
@@ -26,6 +28,7 @@ class Worker:
                 if stage.is_last:
                     losses.append(output)
                 else:
+                    output = fitting(stage, output, self.shape, self.dtype)
                     self.send(output, following, "activation")
             elif kind == "W":
                 stage.backward_weight(k)
@@ -47,14 +50,13 @@ class Worker:
             dist.recv(buffer, source, group=self.job.channels[what])
         except RuntimeError as error:
             reason = f"rank {self.job.rank} got no {what} from rank {source}: {error}"
-            print(reason.splitlines()[0], file=sys.stderr, flush=True)
+            print(reason.splitlines()[0].split(". ")[0], file=sys.stderr, flush=True)
             os._exit(1)
         return buffer.to(self.job.device)
 
     def send(self, tensor, destination, what):
         """Send without waiting, but for what was sent so long ago that it has been used."""
         buffer = tensor.detach().to(self.job.transport).contiguous()
-        work = dist.isend(buffer, destination, group=self.job.channels[what])
-        self.sent.append((work, buffer))
+        self.sent.append((dist.isend(buffer, destination, group=self.job.channels[what]), buffer))
         if len(self.sent) > 2 * self.job.num_ranks:
             self.sent.popleft()[0].wait()

@@ -14,7 +14,6 @@ from pipeline.worker import Worker
 
 MODELS = {  # layers, dim, heads, kv_heads
     "1m": (8, 104, 4, 2),
-    "10m": (8, 288, 6, 2),
     "125m": (12, 768, 12, 4),
     "1b": (20, 2048, 32, 4),
 }
