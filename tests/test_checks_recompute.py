@@ -67,8 +67,8 @@ def root(layers, inp, inside, waiting):
         (lambda layers, a, i, k: min(layers, round(root(layers, a, i, 1))), "each of the 4"),
         (lambda layers, a, i, k: round(root(layers, a, i, k)), "there are only 8 layers"),
         (lambda layers, a, i, k: root(layers, a, i, k) + 0.5, "return a whole number from 1"),
-        (lambda layers, a, i, k: math.nan, "return a whole number from 1"),
-        (lambda layers, a, i, k: math.inf, "return a whole number from 1"),
+        (lambda layers, a, i, k: math.nan, "is something divided by zero"),
+        (lambda layers, a, i, k: math.inf, "is something divided by zero"),
         (lambda layers, a, i, k: 6, "which holds"),
     ],
 )

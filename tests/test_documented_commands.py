@@ -41,7 +41,7 @@ KINDS = [
     (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
     (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
-    (r"patch$", "tests/test_copy_template.py applies the changes"),
+    (r"patch( -p0)?$", "tests/test_copy_template.py applies the changes"),
     (r"(sudo|scontrol|scancel|squeue|ssh|git|pip|chmod|sed|export)\b", ELSEWHERE),
     (r"(\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
     (r"(torchrun( --nproc-per-node 3)?|[A-Z_]+=\S+)$", "is only a part of a command"),
