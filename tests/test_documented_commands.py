@@ -14,8 +14,9 @@ from pipeline.notebook.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (
-    r"(\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|chmod|eval|export|for i in|git|make|patch|pip|python"
-    r"|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source|squeue|srun|ssh|sudo|torchrun)"
+    r"(\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|chmod|done|eval|export|for \w+ in|git|make|mkdir"
+    r"|patch|pip|python|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source|squeue|srun|ssh"
+    r"|sudo|tail|torchrun)"
 )
 NO_SHELL = ("diff", "mermaid", "python")  # what blocks of these languages hold is no command
 
@@ -42,7 +43,8 @@ KINDS = [
     (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
     (r"patch( -p0)?$", "tests/test_copy_template.py applies the changes"),
-    (r"(sudo|scontrol|scancel|squeue|ssh|git|pip|chmod|sed|export)\b", ELSEWHERE),
+    (r"(sudo|scontrol|scancel|squeue|ssh|git|pip|chmod|sed|export|mkdir)\b", ELSEWHERE),
+    (r"(for name in|tail|done)\b", "test_instructors.py runs the loop over participants"),
     (r"(\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
     (r"(torchrun( --nproc-per-node 3)?|[A-Z_]+=\S+)$", "is only a part of a command"),
 ]

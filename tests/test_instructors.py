@@ -152,3 +152,13 @@ def test_every_slide_fits_its_page_and_is_read_from_the_back(slides, chromium):
                 assert bottom <= 0.97 and right <= 1.0 and not broken, f"{name}, slide {number}"
                 assert zoom >= 75, f"{name}, slide {number} is too small to read"
         browser.close()
+
+
+def test_the_loop_over_participants_names_those_whose_preflight_has_not_passed(tmp_path):
+    (loop,) = re.findall(r"^```\n(for name in .*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    (tmp_path / "participants.txt").write_text("ada\ngrace\nemmy\n")
+    (tmp_path / "ada.out").write_text("all checks passed\nstatus 0\n")
+    (tmp_path / "grace.out").write_text("one check failed\nstatus 1\n")
+    words = ["bash", "-c", loop.replace("/shared/signed-in", str(tmp_path))]
+    printed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=10)
+    assert (printed.stdout, printed.stderr) == ("grace\nemmy\n", "")
