@@ -22,7 +22,7 @@ import pytest
 from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
 from jupyter_client import KernelManager
 
-from pipeline.notebook.launch import run
+from pipeline.launch import run
 
 JOB_SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 needs_slurm = pytest.mark.skipif(
@@ -98,12 +98,10 @@ def test_starting_a_cluster_that_runs_starts_only_what_is_missing(cluster):
     assert before - after == {node.pid} and len(after) == len(before)
 
 
-def test_stop_ends_a_running_job_and_leaves_no_process_in_a_folder_of_the_longest_name(short_path):
+def test_stop_ends_a_running_job_and_leaves_no_process(tmp_path):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
-    long_path = short_path / ("x" * (70 - len(f"{short_path}//cluster")))
-    long_path.mkdir()
-    other = Cluster(long_path, "--nodes", "1", "--gpus", "0", "--port", str(free_ports(2)))
+    other = Cluster(tmp_path, "--nodes", "1", "--gpus", "0", "--port", str(free_ports(2)))
     try:
         other.start()
         job = other.submit("--gres=none", "--nodes=1", "--wrap=echo started; sleep 600")
@@ -115,13 +113,13 @@ def test_stop_ends_a_running_job_and_leaves_no_process_in_a_folder_of_the_longes
 
 
 def test_where_nodes_cannot_have_names_of_their_own_their_ranks_meet_all_the_same(
-    short_path, one_machine
+    tmp_path, one_machine
 ):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
-    other = Cluster(short_path, "--port", str(free_ports(3)))
-    (short_path / "cluster").mkdir()
-    (short_path / "cluster" / "plain").touch()  # what start leaves where unshare is refused
+    other = Cluster(tmp_path, "--port", str(free_ports(3)))
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "plain").touch()  # what start leaves where unshare is refused
     try:
         other.start()
         assert other.environment["MASTER_ADDR"] == "127.0.0.1"
@@ -219,7 +217,7 @@ def test_the_cluster_of_a_notebook_ends_with_its_kernel(tmp_path, monkeypatch, e
         source = str(ROOT / "source_code")
         client.execute_interactive(
             f"import sys; sys.path.insert(0, {source!r})\n"
-            "from pipeline.notebook.cluster import open_cluster\n"
+            "from pipeline.cluster import open_cluster\n"
             "open_cluster().ask('', 'srun --quiet --nodes=2 true')",
             timeout=60,
             output_hook=lambda message: None,
@@ -533,9 +531,9 @@ def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine
 
 def test_the_signal_and_the_sweep_of_one_user_leave_the_other_s_job_alone(two_users):
     reader, owner = two_users
-    flags = ["--steps", 24, "--save-every", 12, "--pace", 10, 20, *SMALL]
-    words = ["--nodes=1", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags]
-    long = [user.submit(*words) for user in two_users]
+    flags = ["--save-every", 12, "--pace", 10, 20, *SMALL]
+    words = ["--nodes=1", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags, "--steps"]
+    long = [reader.submit(*words, 9999), owner.submit(*words, 24)]
     for user, job in zip(two_users, long, strict=True):
         user.wait_for(job, "step 2  loss")
     refused = owner.run("scancel", "--signal=USR1", f"{long[0]}.0")
@@ -599,7 +597,7 @@ def test_the_interactive_command_of_the_readme_works_as_printed(cluster):
 
 INSIDE = """
 import os, signal, threading, time
-from pipeline.notebook.launch import run
+from pipeline.launch import run
 
 class Interrupt:
     def write(self, text):
