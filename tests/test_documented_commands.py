@@ -14,9 +14,9 @@ from pipeline.notebook.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (
-    r"(\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|chmod|done|eval|export|for \w+ in|git|make|mkdir"
-    r"|patch|pip|python|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source|squeue|srun|ssh"
-    r"|sudo|tail|torchrun)"
+    r"(\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|cd|chmod|done|eval|export|for \w+ in|git|make|mkdir"
+    r"|patch|pip|python|sacctmgr|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source"
+    r"|squeue|srun|ssh|sudo|tail|torchrun)"
 )
 NO_SHELL = ("diff", "mermaid", "python")  # what blocks of these languages hold is no command
 
@@ -30,6 +30,10 @@ KINDS = [
     (r"make run\b", RUN),
     (r"make (slides|site)\b", "test_instructors.py and test_site.py make them"),
     (r"(torchrun .*|python )source_code/", RUN),
+    (
+        r"(torchrun .*|python )gpipe\.py",
+        "tests/test_copy_template.py runs a copy on one rank and more",
+    ),
     (r"python tests/architecture\.py$", RUN),
     (r"\.venv/bin/jupytext ", ON_A_COPY),
     (r"make (lab|test|notebooks|images|benchmark|\.venv)\b", ASKED),
@@ -43,7 +47,7 @@ KINDS = [
     (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
     (r"patch( -p0)?$", "tests/test_copy_template.py applies the changes"),
-    (r"(sudo|scontrol|scancel|squeue|ssh|git|pip|chmod|sed|export|mkdir)\b", ELSEWHERE),
+    (r"(sudo|scontrol|scancel|squeue|sacctmgr|ssh|git|pip|chmod|sed|export|cd|mkdir)\b", ELSEWHERE),
     (r"(for name in|tail|done)\b", "test_instructors.py runs the loop over participants"),
     (r"(\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
     (r"(torchrun( --nproc-per-node 3)?|[A-Z_]+=\S+)$", "is only a part of a command"),

@@ -98,10 +98,12 @@ def test_starting_a_cluster_that_runs_starts_only_what_is_missing(cluster):
     assert before - after == {node.pid} and len(after) == len(before)
 
 
-def test_stop_ends_a_running_job_and_leaves_no_process(tmp_path):
+def test_stop_ends_a_running_job_and_leaves_no_process_in_a_folder_of_the_longest_name(short_path):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
-    other = Cluster(tmp_path, "--nodes", "1", "--gpus", "0", "--port", str(free_ports(2)))
+    long_path = short_path / ("x" * (70 - len(f"{short_path}//cluster")))
+    long_path.mkdir()
+    other = Cluster(long_path, "--nodes", "1", "--gpus", "0", "--port", str(free_ports(2)))
     try:
         other.start()
         job = other.submit("--gres=none", "--nodes=1", "--wrap=echo started; sleep 600")
@@ -113,13 +115,13 @@ def test_stop_ends_a_running_job_and_leaves_no_process(tmp_path):
 
 
 def test_where_nodes_cannot_have_names_of_their_own_their_ranks_meet_all_the_same(
-    tmp_path, one_machine
+    short_path, one_machine
 ):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
-    other = Cluster(tmp_path, "--port", str(free_ports(3)))
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "plain").touch()  # what start leaves where unshare is refused
+    other = Cluster(short_path, "--port", str(free_ports(3)))
+    (short_path / "cluster").mkdir()
+    (short_path / "cluster" / "plain").touch()  # what start leaves where unshare is refused
     try:
         other.start()
         assert other.environment["MASTER_ADDR"] == "127.0.0.1"
