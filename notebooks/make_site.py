@@ -81,7 +81,11 @@ def files_of_the_course():
         check=True,
     ).stdout
     files = [Path(line) for line in listed.splitlines()]
-    hidden = [file for file in files if file.parts[0] == "tests" or str(file).startswith(".")]
+    hidden = [
+        file
+        for file in files
+        if file.parts[0] == "tests" or any(part.startswith(".") for part in file.parts)
+    ]
     return [file for file in files if file not in hidden and (ROOT / file).is_file()]
 
 

@@ -110,7 +110,7 @@ def cut_evenly(num_layers, num_stages):
 
 
 def build_part(sizes, first, last, device):
-    """Layers `first` to `last` - 1 with weights that follow from (seed, name), however it is cut."""
+    """Layers `first` to `last` - 1; weights follow from (seed, name), so every cut starts alike."""
     part = ModelPart(sizes, first, last)
     for name, weight in part.named_parameters():
         if weight.dim() < 2:  # a norm starts at one
