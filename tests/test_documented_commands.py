@@ -39,10 +39,6 @@ KINDS = [
     (r"make (lab|test|notebooks|images|benchmark|\.venv)\b", ASKED),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
-    (
-        r"(torchrun .*|python )gpipe\.py",
-        "test_copy_template.py runs a copy on one rank and on more",
-    ),
     (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
     (r"(torchrun .*|python )gpipe\.py", "test_copy_template.py runs a copy"),
     (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),

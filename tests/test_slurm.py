@@ -22,7 +22,7 @@ import pytest
 from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
 from jupyter_client import KernelManager
 
-from pipeline.launch import run
+from pipeline.notebook.launch import run
 
 JOB_SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 needs_slurm = pytest.mark.skipif(
@@ -219,7 +219,7 @@ def test_the_cluster_of_a_notebook_ends_with_its_kernel(tmp_path, monkeypatch, e
         source = str(ROOT / "source_code")
         client.execute_interactive(
             f"import sys; sys.path.insert(0, {source!r})\n"
-            "from pipeline.cluster import open_cluster\n"
+            "from pipeline.notebook.cluster import open_cluster\n"
             "open_cluster().ask('', 'srun --quiet --nodes=2 true')",
             timeout=60,
             output_hook=lambda message: None,
@@ -599,7 +599,7 @@ def test_the_interactive_command_of_the_readme_works_as_printed(cluster):
 
 INSIDE = """
 import os, signal, threading, time
-from pipeline.launch import run
+from pipeline.notebook.launch import run
 
 class Interrupt:
     def write(self, text):
