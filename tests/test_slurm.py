@@ -436,7 +436,18 @@ class User:
         return ended.stdout.strip()
 
     def output(self, job):
-        return (self.folder / f"{job}.out").read_text()
+        file = self.folder / f"{job}.out"
+        return file.read_text() if file.exists() else ""
+
+    def wait_for(self, job, sign):
+        until(lambda: sign in self.output(job), lambda: self.output(job))
+
+
+def until(condition, what, limit=60):
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.1)
 
 
 def for_everybody(folder, path):
@@ -464,6 +475,7 @@ def two_users():
     checkout = folder / "shared"
     for name in ("slurm", "source_code"):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "requirements.txt", checkout)
     home = for_everybody(folder, sys.base_prefix)
     packages = for_everybody(folder, sysconfig.get_path("purelib"))
     python = folder / "python"
@@ -484,17 +496,25 @@ def two_users():
         before = {path: path.stat().st_mtime_ns for path in checkout.rglob("*")}
         yield reader, owner
         assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*")} == before
+        left = reader.submit("--wrap=echo started; sleep 600")  # for stop to end
+        reader.wait_for(left, "started")
     finally:
         cluster.stop()
         assert_gone(cluster)
         shutil.rmtree(folder)
 
 
-def wait_for_all(users, jobs, limit=60):
-    end = time.monotonic() + limit
-    while users[0].run("squeue", "--noheader", f"--jobs={','.join(jobs)}").stdout:
-        assert time.monotonic() < end, users[0].run("squeue").stdout
-        time.sleep(0.2)
+def test_two_clusters_of_one_machine_give_their_jobs_other_ports(cluster, two_users):
+    first = [
+        int(re.search(r"FirstJobId=(\d+)", Path(one.environment["SLURM_CONF"]).read_text())[1])
+        for one in (cluster, two_users[0].cluster)
+    ]
+    assert abs(first[0] % 20000 - first[1] % 20000) >= 20, "prepare.sh: 10000 + number % 20000"
+
+
+def wait_for_all(users, jobs):
+    words = ["squeue", "--noheader", f"--jobs={','.join(jobs)}"]
+    until(lambda: not users[0].run(*words).stdout, lambda: users[0].run("squeue").stdout)
 
 
 def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine):
@@ -511,26 +531,21 @@ def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine
 
 def test_the_signal_and_the_sweep_of_one_user_leave_the_other_s_job_alone(two_users):
     reader, owner = two_users
-    flags = ["--steps", 40, "--save-every", 20, "--pace", 20, 40, *SMALL]
-    long = [
-        user.submit("--gres=gpu:1", "--cpus-per-task=1", "slurm/checkpointed.sbatch", *flags)
-        for user in two_users
-    ]
-    end = time.monotonic() + 30
-    for user, job in zip(two_users, long, strict=True):
-        while "step 5  loss" not in user.output(job):
-            assert time.monotonic() < end, user.output(job)
-            time.sleep(0.1)
-    refused = owner.run("scancel", "--signal=USR1", f"{long[0]}.0")
-    assert refused.returncode != 0 or "denied" in refused.stderr
-    reader.run("scancel", "--signal=USR1", f"{long[0]}.0")
+    flags = ["--save-every", 12, "--pace", 10, 20, *SMALL]
+    words = ["--nodes=1", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags, "--steps"]
+    long = [reader.submit(*words, 9999), owner.submit(*words, 24)]
     sweep = reader.submit(
         "--array=0-0", "slurm/sweep.sbatch", "4", "--", "gpipe.py", "--steps", 2, *SMALL
     )
+    for user, job in zip(two_users, long, strict=True):
+        user.wait_for(job, "step 2  loss")
+    refused = owner.run("scancel", "--signal=USR1", f"{long[0]}.0")
+    assert refused.returncode != 0 or "denied" in refused.stderr
+    reader.run("scancel", "--signal=USR1", f"{long[0]}.0")
     wait_for_all(two_users, [long[1], sweep])
     assert "stopped by SIGUSR1" in reader.output(long[0])
     assert "stopped" not in owner.output(long[1]) and "attempt 2" not in owner.output(long[1])
-    assert len(losses_of(owner.output(long[1]))) == 40
+    assert len(losses_of(owner.output(long[1]))) == 24
     assert "| 4 | " in (reader.folder / "build" / f"sweep-{sweep}" / "sweep.md").read_text()
     reader.run("scancel", long[0])
 
@@ -545,12 +560,15 @@ def test_the_line_in_the_mail_gives_a_copy_and_signs_in(two_users):
         subprocess.run([*git, *words], check=True, cwd=shared / "shared", timeout=30)
     (shared / "signed-in").mkdir()
     (shared / "signed-in").chmod(0o1777)
-    (line,) = re.findall(r"^> 2\. .*`(git clone .*)`", (ROOT / "INSTRUCTORS.md").read_text(), re.M)
-    line = line.replace("/shared/", f"{shared}/").replace("sbatch ", "sbatch --wait ")
-    ended = reader.run("bash", "-c", line, limit=90)
+    (line,) = re.findall(
+        r"^> 2\. .*`(git clone [^`]*)`", (ROOT / "INSTRUCTORS.md").read_text(), re.M
+    )
+    line = line.replace("/shared/", f"{shared}/")
+    ended = reader.run("bash", "-c", line)
+    assert ended.returncode == 0, ended.stderr
+    wait_for_all(two_users, [ended.stdout.split()[-1]])
     signed_in = (shared / "signed-in" / "nobody.out").read_text()
-    assert ended.returncode == 0, ended.stderr + signed_in
-    assert signed_in.splitlines()[-1].endswith("exit status 0")
+    assert signed_in.splitlines()[-1].endswith("exit status 0"), signed_in
 
 
 # Interactive.
