@@ -536,14 +536,14 @@ def test_the_signal_and_the_sweep_of_one_user_leave_the_other_s_job_alone(two_us
     flags = ["--save-every", 12, "--pace", 10, 20, *SMALL]
     words = ["--nodes=1", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags, "--steps"]
     long = [reader.submit(*words, 9999), owner.submit(*words, 24)]
+    sweep = reader.submit(
+        "--array=0-0", "slurm/sweep.sbatch", "4", "--", "gpipe.py", "--steps", 2, *SMALL
+    )
     for user, job in zip(two_users, long, strict=True):
         user.wait_for(job, "step 2  loss")
     refused = owner.run("scancel", "--signal=USR1", f"{long[0]}.0")
     assert refused.returncode != 0 or "denied" in refused.stderr
     reader.run("scancel", "--signal=USR1", f"{long[0]}.0")
-    sweep = reader.submit(
-        "--array=0-0", "slurm/sweep.sbatch", "4", "--", "gpipe.py", "--steps", 2, *SMALL
-    )
     wait_for_all(two_users, [long[1], sweep])
     assert "stopped by SIGUSR1" in reader.output(long[0])
     assert "stopped" not in owner.output(long[1]) and "attempt 2" not in owner.output(long[1])
@@ -565,11 +565,12 @@ def test_the_line_in_the_mail_gives_a_copy_and_signs_in(two_users):
     (line,) = re.findall(
         r"^> 2\. .*`(git clone [^`]*)`", (ROOT / "INSTRUCTORS.md").read_text(), re.M
     )
-    line = line.replace("/shared/", f"{shared}/").replace("sbatch ", "sbatch --wait ")
-    ended = reader.run("bash", "-c", line, limit=90)
+    line = line.replace("/shared/", f"{shared}/")
+    ended = reader.run("bash", "-c", line)
+    assert ended.returncode == 0, ended.stderr
+    wait_for_all(two_users, [ended.stdout.split()[-1]])
     signed_in = (shared / "signed-in" / "nobody.out").read_text()
-    assert ended.returncode == 0, ended.stderr + signed_in
-    assert signed_in.splitlines()[-1].endswith("exit status 0")
+    assert signed_in.splitlines()[-1].endswith("exit status 0"), signed_in
 
 
 # Interactive.
