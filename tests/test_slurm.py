@@ -205,10 +205,10 @@ def test_without_slurm_it_says_what_to_install(tmp_path):
 
 @needs_slurm
 @pytest.mark.parametrize("end", ["shutdown", "kill"])
-def test_the_cluster_of_a_notebook_ends_with_its_kernel(tmp_path, monkeypatch, end):
+def test_the_cluster_of_a_notebook_ends_with_its_kernel(short_path, monkeypatch, end):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "COURSE_"))]:
         monkeypatch.delenv(name)
-    folder = tmp_path / "cluster"
+    folder = short_path / "cluster"
     monkeypatch.setenv("COURSE_CLUSTER_FOLDER", str(folder))
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel()

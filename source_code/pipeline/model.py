@@ -211,13 +211,13 @@ def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
     """Give a laid out part of the model its memory and its starting weights; return it.
 
     `part` may be any module whose parameters have their names in the whole model. Whatever values
-    they had are replaced; buffers of a module that is no ModelPart keep theirs.
+    they had are replaced; of the buffers only the rotary tables are, where it has them.
     """
     for path, module in part.named_modules():
         for name, layout in list(module.named_parameters(recurse=False)):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)
             setattr(module, name, nn.Parameter(weight.to(device, dtype)))
-    if isinstance(part, ModelPart):
+    if hasattr(part, "cosine"):  # a traced part has them, too, and is no ModelPart
         part.cosine, part.sine = rotary_tables(config)
     return part.to(device, dtype)
 
