@@ -101,9 +101,9 @@ check_machine() {
     done
     [ -z "$missing" ] ||
         refuse "not installed:$missing; on Debian and Ubuntu, as root: $INSTALL"
-    # A socket's name has 107 characters at most: here /spool.pp123/pp123_1000003.4294967291 follows.
-    [ ${#folder} -le 70 ] ||
-        refuse "--folder $folder is too long a name for the sockets in it; use one of 70 characters or less"
+    # A socket's name has 107 characters at most: here up to /spool.pp10014/pp10014_59996001.4294967291.
+    [ ${#folder} -le 65 ] ||
+        refuse "--folder $folder is too long a name for the sockets in it; use one of 65 characters or less"
     [[ $folder =~ ^[A-Za-z0-9/._-]+$ ]] ||
         refuse "--folder $folder: SLURM's configuration takes letters, digits and / . _ - only; use such a name"
 }

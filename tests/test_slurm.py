@@ -101,9 +101,10 @@ def test_starting_a_cluster_that_runs_starts_only_what_is_missing(cluster):
 def test_stop_ends_a_running_job_and_leaves_no_process_in_a_folder_of_the_longest_name(short_path):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
-    long_path = short_path / ("x" * (70 - len(f"{short_path}//cluster")))
+    long_path = short_path / ("x" * (65 - len(f"{short_path}//cluster")))
     long_path.mkdir()
-    other = Cluster(long_path, "--nodes", "1", "--gpus", "0", "--port", str(free_ports(2)))
+    flags = ["--nodes", "1", "--first", "9999", "--gpus", "0", "--port", str(free_ports(2))]
+    other = Cluster(long_path, *flags)
     try:
         other.start()
         job = other.submit("--gres=none", "--nodes=1", "--wrap=echo started; sleep 600")
