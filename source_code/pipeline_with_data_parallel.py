@@ -13,8 +13,11 @@ import statistics
 import sys
 
 from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.checkpointing.checkpoint import Checkpoints, Training
-from pipeline.checkpointing.checkpoint_arguments import check_checkpoint_arguments
+from pipeline.checkpointing.checkpoint import Training
+from pipeline.checkpointing.checkpoint_arguments import (
+    check_checkpoint_arguments,
+    continue_training,
+)
 from pipeline.data_parallel.replica_arguments import (
     add_replica_arguments,
     check_replicas,
@@ -165,24 +168,6 @@ def build_training(arguments, parts):
     }
     optimizer = build_optimizer(arguments.optimizer, parameters.values(), arguments.learning_rate)
     return Training(parameters, optimizer, ConstantRate(), arguments.configuration, arguments.seed)
-
-
-def continue_training(arguments, job, training):
-    """Bring `training` to where it was left. Returns the Checkpoints, None without --checkpoints."""
-    if not arguments.checkpoints:
-        return None
-    checkpoints = Checkpoints(
-        job, arguments.checkpoints, arguments.run, arguments.begin, timeout=arguments.timeout
-    )
-    problem = checkpoints.prepare()
-    if problem is None and arguments.begin:
-        problem = checkpoints.restore(training)
-    if problem:
-        leave_job(job)
-        refuse(problem)
-    if training.step and job.rank == 0:
-        print(f"continues after {training.step} steps, from {arguments.begin.path}", flush=True)
-    return checkpoints
 
 
 def build_worker(arguments, replicas, schedule, parts, reduction, recorder, loss_function):
