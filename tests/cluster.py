@@ -27,6 +27,7 @@ class Cluster:
         self.flags = ["--folder", str(folder / "cluster"), *flags]
         self.jobs = folder / "jobs"
         self.jobs.mkdir()
+        self.place, self.identity = ROOT, []  # where commands are called, and as whom
         self.environment = {
             key: value
             for key, value in os.environ.items()
@@ -84,8 +85,8 @@ class Cluster:
     def run(self, *words, limit=60, **options):
         """Run one of SLURM's commands, such as squeue, and return how it ended."""
         return subprocess.run(
-            words,
-            cwd=ROOT,
+            [*self.identity, *map(str, words)],
+            cwd=self.place,
             env=self.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -96,9 +97,7 @@ class Cluster:
 
     def submit(self, *words):
         """Submit a job script of the course; returns the job's number."""
-        ended = self.run(
-            "sbatch", "--parsable", f"--output={self.jobs}/%A.out", *map(str, words), limit=30
-        )
+        ended = self.run("sbatch", "--parsable", f"--output={self.jobs}/%A.out", *words, limit=30)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
 

@@ -101,7 +101,8 @@ def test_starting_a_cluster_that_runs_starts_only_what_is_missing(cluster):
 def test_stop_ends_a_running_job_and_leaves_no_process_in_a_folder_of_the_longest_name(short_path):
     if MISSING:
         pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing)")
-    long_path = short_path / ("x" * (65 - len(f"{short_path}//cluster")))
+    longest = int(re.search(r"use one of (\d+) characters", LOCAL_CLUSTER.read_text())[1])
+    long_path = short_path / ("x" * (longest - len(f"{short_path}//cluster")))
     long_path.mkdir()
     flags = ["--nodes", "1", "--first", "9999", "--gpus", "0", "--port", str(free_ports(2))]
     other = Cluster(long_path, *flags)
@@ -406,13 +407,15 @@ def test_preflight_checks_every_node_and_every_pair_of_neighbours(cluster):
 # Two users at once, on one cluster that root has started.
 
 
-class User:
-    """An account of this machine with a folder of its own, and the course in it."""
+class User(Cluster):
+    """An account of this machine in a cluster that runs, with a folder of its own."""
 
     def __init__(self, cluster, name, python):
         self.cluster, self.account = cluster, pwd.getpwnam(name)
-        self.folder = cluster.folder / name
+        self.folder = self.jobs = self.place = cluster.folder / name
         self.folder.mkdir()
+        ids = [f"--reuid={self.account.pw_uid}", f"--regid={self.account.pw_gid}"]
+        self.identity = ["setpriv", *ids, "--clear-groups"]
         self.environment = {**cluster.environment, "HOME": str(self.folder), "USER": name}
         self.environment["COURSE_SITE"] = str(cluster.folder / "site.env")
         cluster.use_site(COURSE_PYTHON=python)
@@ -420,37 +423,6 @@ class User:
     def owns(self, *paths):
         for path in paths:
             os.chown(path, self.account.pw_uid, self.account.pw_gid, follow_symlinks=False)
-
-    def run(self, *words, limit=30):
-        identity = [f"--reuid={self.account.pw_uid}", f"--regid={self.account.pw_gid}"]
-        return subprocess.run(
-            ["setpriv", *identity, "--clear-groups", *map(str, words)],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-
-    def submit(self, *words):
-        ended = self.run("sbatch", "--parsable", f"--output={self.folder}/%A.out", *words)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.strip()
-
-    def output(self, job):
-        file = self.folder / f"{job}.out"
-        return file.read_text() if file.exists() else ""
-
-    def wait_for(self, job, sign):
-        until(lambda: sign in self.output(job), lambda: self.output(job))
-
-
-def until(condition, what, limit=60):
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end, what()
-        time.sleep(0.1)
 
 
 def for_everybody(folder, path):
@@ -515,17 +487,12 @@ def test_two_clusters_of_one_machine_give_their_jobs_other_ports(cluster, two_us
     assert abs(first[0] % 20000 - first[1] % 20000) >= 20, "prepare.sh: 10000 + number % 20000"
 
 
-def wait_for_all(users, jobs):
-    words = ["squeue", "--noheader", f"--jobs={','.join(jobs)}"]
-    until(lambda: not users[0].run(*words).stdout, lambda: users[0].run("squeue").stdout)
-
-
 def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine):
     words = ["--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", "--steps", 3, *SMALL]
     jobs = [user.submit(*words) for user in two_users]
-    wait_for_all(two_users, jobs)
     for user, job in zip(two_users, jobs, strict=True):
-        assert losses_of(user.output(job)) == one_machine, user.output(job)
+        output = user.wait_for_end(job)
+        assert losses_of(output) == one_machine, output
         logs = list((user.folder / "build" / "jobs" / job).glob("node*/*/attempt_0/*/stdout.log"))
         assert len(logs) == 2
         assert {path.stat().st_uid for path in logs} == {user.account.pw_uid}
@@ -545,7 +512,8 @@ def test_the_signal_and_the_sweep_of_one_user_leave_the_other_s_job_alone(two_us
     refused = owner.run("scancel", "--signal=USR1", f"{long[0]}.0")
     assert refused.returncode != 0 or "denied" in refused.stderr
     reader.run("scancel", "--signal=USR1", f"{long[0]}.0")
-    wait_for_all(two_users, [long[1], sweep])
+    owner.wait_for_end(long[1])
+    reader.wait_for_end(sweep)
     assert "stopped by SIGUSR1" in reader.output(long[0])
     assert "stopped" not in owner.output(long[1]) and "attempt 2" not in owner.output(long[1])
     assert len(losses_of(owner.output(long[1]))) == 24
@@ -569,7 +537,7 @@ def test_the_line_in_the_mail_gives_a_copy_and_signs_in(two_users):
     line = line.replace("/shared/", f"{shared}/")
     ended = reader.run("bash", "-c", line)
     assert ended.returncode == 0, ended.stderr
-    wait_for_all(two_users, [ended.stdout.split()[-1]])
+    reader.wait_for_end(ended.stdout.split()[-1])
     signed_in = (shared / "signed-in" / "nobody.out").read_text()
     assert signed_in.splitlines()[-1].endswith("exit status 0"), signed_in
 
