@@ -118,6 +118,15 @@ class Cluster:
         words = ["squeue", "--noheader", "--job", job]
         return self._until(job, lambda: not self.run(*words).stdout, "no end", limit)
 
+    def wait_for_server(self, job, port, limit=60):
+        """Until somebody listens on `port` of this machine."""
+
+        def listens():
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        return self._until(job, listens, f"nobody listens on port {port}", limit)
+
     def _until(self, job, condition, what, limit):
         end = time.monotonic() + limit
         while not condition():

@@ -614,13 +614,13 @@ def test_a_notebook_in_an_allocation_starts_srun_and_an_interrupt_ends_its_ranks
 def test_jupyter_listens_on_its_node_wants_a_token_and_says_how_to_get_there(cluster):
     job = cluster.submit("slurm/jupyter.sbatch")
     try:
-        cluster.wait_for(job, "Jupyter Server")
-        output = cluster.output(job)
+        output = cluster.wait_for(job, "scancel")
         port = int(re.search(r"ssh -N -L (\d+):pp9:\1 LOGIN$", output, re.MULTILINE)[1])
+        cluster.wait_for_server(job, port)  # JupyterLab says that it runs before it listens
         card = ROOT / re.search(r"^ +cat (\S+)$", output, re.MULTILINE)[1]
         assert card.stat().st_mode & 0o777 == 0o600
         token = re.search(r"token=(\w{48})$", card.read_text().strip())[1]
-        assert token not in output
+        assert token not in cluster.output(job)
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/api/contents", timeout=10)
         address = f"http://127.0.0.1:{port}/api/contents?token={token}"
