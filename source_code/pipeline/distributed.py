@@ -5,7 +5,9 @@ direction, so that with NCCL a send never waits behind a receive of the other di
 create all channels at the start, in one fixed order.
 """
 
+import atexit
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -16,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # its functions keep the default group if there is one by now
 
 from pipeline.nodes import (
     NodesError,
@@ -197,6 +200,17 @@ def leave_job(job):
         dist.barrier()
     job.watch.stop()
     dist.destroy_process_group()
+    atexit.register(_end_threads)
+
+
+def _end_threads():
+    """End the groups' threads: one that frees a tensor while Python shuts down would abort it.
+
+    They end with the last reference to their group, which may be part of a cycle. FSDP2's caches
+    keep one: its threads at least get the time to finish what they are at.
+    """
+    time.sleep(0.02)
+    gc.collect()
 
 
 class Sending:

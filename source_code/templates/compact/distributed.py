@@ -21,6 +21,8 @@ def ranks_from_environment():
 
 def join_job(wanted="auto", timeout=60.0):
     """Join the process group, take a device, open the channels."""
+    from torch.distributed.nn import functional  # noqa: F401 - loaded later, it keeps the group
+
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
     device, backend = torch.device("cpu"), "gloo"
@@ -37,8 +39,7 @@ def join_job(wanted="auto", timeout=60.0):
     channels = {kind: dist.new_group(backend=backend, timeout=limit) for kind in kinds}
     if rank == 0:
         print(f"{num_ranks} ranks on {device.type}, {backend} messages", flush=True)
-    transport = device if backend == "nccl" else torch.device("cpu")
-    return Job(rank, num_ranks, device, transport, channels)
+    return Job(rank, num_ranks, device, device if backend == "nccl" else "cpu", channels)
 
 
 def leave_job(job):
@@ -63,11 +64,8 @@ class Message:
         try:
             self.work.wait()
         except RuntimeError as error:
-            print(
-                f"{self.what} got lost: {str(error).splitlines()[0].split('. ')[0]}",
-                file=sys.stderr,
-                flush=True,
-            )
+            reason = str(error).splitlines()[0].split(". ")[0]
+            print(f"{self.what} got lost: {reason}", file=sys.stderr, flush=True)
             os._exit(1)
         return self.buffer.to(self.job.device)
 

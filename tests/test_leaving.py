@@ -1,0 +1,70 @@
+"""A rank that leaves its job takes the threads of all process groups with it.
+
+A thread of gloo that still lets go of a tensor while Python shuts down aborts the process, after
+all of its work was right. The last thing that a rank here does, before that, is to name its threads.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.notebook.launch import ROOT, SCRIPTS
+
+TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
+TINY = "--dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 1".split()
+NAMES_ITS_THREADS = """
+import atexit, pathlib, runpy, sys
+
+def say(threads):
+    text = ", ".join(sorted({file.read_text().strip() for file in threads.glob("*/comm")}))
+    sys.stdout.write(f"at the end: {text}\\n")
+    sys.stdout.flush()
+
+atexit.register(say, pathlib.Path("/proc/self/task"))  # comes last: all others register later
+del sys.argv[0]
+sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="only Linux tells the names of a process's threads"
+)
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        # The first AdamW loads torch's compiler, and that functions which keep the default group.
+        ("gpipe.py", "--optimizer adamw"),
+        ("pipeline_with_data_parallel.py", "--replicas 2 --reduce ddp"),
+        ("pretrain_llama.py", ""),  # its mesh of ranks is part of a cycle
+    ],
+)
+def test_nothing_of_a_script_refers_to_a_process_group_at_its_end(tmp_path, script, flags):
+    check_end(tmp_path, SCRIPTS / script, flags)
+
+
+def test_nothing_of_a_one_file_copy_refers_to_a_process_group_at_its_end(tmp_path):
+    copy = tmp_path / "program.py"
+    words = [sys.executable, SCRIPTS / "copy_template.py", "gpipe.py", copy]
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    check_end(tmp_path, copy, "--optimizer adamw")
+
+
+def check_end(tmp_path, script, flags):
+    wrapper = tmp_path / "names_its_threads.py"
+    wrapper.write_text(NAMES_ITS_THREADS)
+    ended = subprocess.run(
+        [*TORCHRUN, wrapper, script, *TINY, *flags.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    named = re.findall(r"at the end: (.*)", ended.stdout)
+    assert len(named) == 2, ended.stdout
+    assert not [names for names in named if "gloo" in names], named
