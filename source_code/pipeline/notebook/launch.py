@@ -56,6 +56,10 @@ class RunFailed(RuntimeError):
 
     output = ""
 
+    def _render_traceback_(self):
+        """The lines that a notebook shows: the words of the ranks, not the way through this file."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True)
 class Run:
