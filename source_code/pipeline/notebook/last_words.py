@@ -4,6 +4,19 @@ import re
 import signal
 
 
+class RunFailed(RuntimeError):
+    """A run that ended with an error; the text is what its ranks said last.
+
+    `output` is what it had printed before.
+    """
+
+    output = ""
+
+    def _render_traceback_(self):
+        """The lines that a notebook shows: the words of the ranks, not the way to them."""
+        return [f"{type(self).__name__}: {self}"]
+
+
 def worth_reading(errors):
     """The ranks' own words, without torch's warnings and torchrun's report about them."""
     cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]

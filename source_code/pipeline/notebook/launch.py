@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.notebook.last_words import how_it_ended, rank_to_blame, worth_reading
+from pipeline.notebook.last_words import RunFailed, how_it_ended, rank_to_blame, worth_reading
 from pipeline.timeline import Timeline, from_chrome_trace
 from pipeline.watch import LAUNCHER_VARIABLE
 
@@ -46,19 +46,6 @@ PRELOAD = [
     "pipeline.worker",
 ]
 _fork_server_is_ready = False
-
-
-class RunFailed(RuntimeError):
-    """A run that ended with an error; the text is what its ranks said last.
-
-    `output` is what it had printed before.
-    """
-
-    output = ""
-
-    def _render_traceback_(self):
-        """The lines that a notebook shows: the words of the ranks, not the way through this file."""
-        return [f"{type(self).__name__}: {self}"]
 
 
 @dataclass(frozen=True)
