@@ -12,7 +12,6 @@ Bubble has two conventions, and a number without its convention says nothing:
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import NamedTuple
 
 from pipeline.schedule import KINDS, Action
@@ -59,10 +58,8 @@ class Timeline:
     def by_rank(self):
         """The events of each rank, in the order in which it took them."""
         ranks = [[] for _ in range(self.num_ranks)]
-        for event in self.events:
+        for event in sorted(self.events, key=lambda event: (event.start, event.end)):
             ranks[event.rank].append(event)
-        for events in ranks:  # one by one: they are almost in order, which the sort makes use of
-            events.sort(key=attrgetter("start", "end"))
         return ranks
 
     @cached_property

@@ -83,9 +83,7 @@ class View:
     def picture(self):
         if self.refusal:
             return problem(self.refusal)
-        both = zip(self.timelines.items(), self.waits)
-        stories = {label: [tell(w, each) for w in waits.values()] for (label, each), waits in both}
-        return draw_timelines(self.timelines, reading=True, stories=stories).svg
+        return draw_timelines(self.timelines, reading=True).svg
 
     @property
     def table(self):

@@ -55,7 +55,7 @@ def waits_of(timeline):
     for events in timeline.by_rank:
         ready = timeline.start
         for event in events:
-            free[event.action] = ready
+            free[event] = ready
             ready = event.end
     made = {result_of(event.action): event for event in timeline.events}
     replicas = {stage: len(ranks) for stage, ranks in _ranks_by_stage(timeline).items()}
@@ -69,13 +69,15 @@ def waits_of(timeline):
     smallest = smallest_time(timeline)
     waits = []
     for event, source in zip(timeline.events, sources):
-        ready = free[event.action]
         for_message = (
             source is not None
-            and event.start - ready > smallest
-            and (source.end - ready > smallest or event.start - source.end <= fastest + smallest)
+            and event.start - free[event] > smallest
+            and (
+                source.end - free[event] > smallest
+                or event.start - source.end <= fastest + smallest
+            )
         )
-        waits.append(Wait(event, ready, source, for_message))
+        waits.append(Wait(event, free[event], source, for_message))
     return waits
 
 
