@@ -8,7 +8,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import nbval.kernel
 import pytest
+from kernels import Kernel
 
 LIMIT = 3600  # seconds, after which everything ends, also what hangs
 NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
@@ -16,6 +18,8 @@ NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
 # For every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PIPELINE_WARM_RUNS"] = "1"
+
+nbval.kernel.KernelManager = Kernel
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from jupyter_client import KernelManager
+from kernels import Kernel
 from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
 
 from pipeline.notebook import launch
@@ -26,7 +26,7 @@ class Notebook:
     """A kernel in a folder that is not the repository."""
 
     def __init__(self, folder):
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = Kernel(kernel_name="python3")
         self.manager.start_kernel(cwd=str(folder))
         self.connect()
 

@@ -4,11 +4,14 @@ That they run and print what they store is nbval's work, in the same pytest call
 """
 
 import copy
+import os
 import re
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
+from nbval.kernel import CURRENT_ENV_KERNEL_NAME, start_new_kernel
 from nbval.plugin import IPyNbFile
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -156,3 +159,15 @@ def test_the_code_that_a_lesson_shows_is_the_scripts_code_as_it_is(path):
 def test_two_lessons_start_their_first_run_cold():
     cold = [p.stem for p in LESSONS if any("warm=False" in c.source for c in cells_of(p))]
     assert cold == ["00_start_here", "02_gpipe"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a kernel on Windows has TCP only")
+def test_a_tested_kernel_binds_no_port_that_was_chosen_before_it_started():
+    manager, client = start_new_kernel(kernel_name=CURRENT_ENV_KERNEL_NAME)
+    try:
+        kernel = psutil.Process(manager.provisioner.pid)
+        bound = {connection.laddr.port for connection in kernel.net_connections("inet")}
+        assert bound.isdisjoint(manager.ports)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
-from jupyter_client import KernelManager
+from kernels import Kernel
 
 from pipeline.notebook.launch import run
 
@@ -212,7 +212,7 @@ def test_the_cluster_of_a_notebook_ends_with_its_kernel(short_path, monkeypatch,
         monkeypatch.delenv(name)
     folder = short_path / "cluster"
     monkeypatch.setenv("COURSE_CLUSTER_FOLDER", str(folder))
-    manager = KernelManager(kernel_name="python3")
+    manager = Kernel(kernel_name="python3")
     manager.start_kernel()
     client = manager.client()
     client.start_channels()
