@@ -53,6 +53,7 @@ from pipeline.distributed import (
     leave_job,
     ranks_from_environment,
 )
+from pipeline.nodes import free_port
 from pipeline.watch import LAUNCHER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -241,17 +242,12 @@ def check_port(wanted=TORCHRUN_PORT):
     if wanted is None:
         return Check("port", f"{port} is free")
     try:
-        return Check("port", f"{free_port(wanted)} is free")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", wanted))
+            return Check("port", f"{wanted} is free")
     except OSError:
         advice = "start torchrun with --standalone, or on several nodes with another --master-port"
         return Check("port", f"{wanted} is taken, {port} is free", "warn", advice)
-
-
-def free_port(wanted=0):
-    """Open and close a port of this machine, `wanted` or any. Raises OSError."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", wanted))
-        return probe.getsockname()[1]
 
 
 def check_folder(folder=None):

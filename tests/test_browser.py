@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from pipeline.nodes import free_port
 from pipeline.notebook import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,9 +45,7 @@ CHROMIUM = [
 @pytest.fixture
 def lab(tmp_path):
     """The address of a JupyterLab server that ends with the test."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = os.environ | {
         "JUPYTER_CONFIG_DIR": str(tmp_path),
         "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -83,6 +84,20 @@ def test_what_torchrun_or_the_learner_has_set_stays(environment):
         "10.0.0.7",
         "4321",
     )
+
+
+def test_a_free_port_is_none_that_is_taken_and_none_that_the_system_hands_out(monkeypatch):
+    port = nodes.free_port()
+    assert 10_000 <= port < 30_000
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        draws = iter([port - nodes.FIRST_PORT] * 3 + [nodes.free_port() - nodes.FIRST_PORT])
+        monkeypatch.setattr(nodes.secrets, "randbelow", lambda count: next(draws))
+        assert nodes.free_port() != port and next(draws, None) is None
+        monkeypatch.setattr(nodes.secrets, "randbelow", lambda count: port - nodes.FIRST_PORT)
+        with pytest.raises(OSError, match="in use"):
+            nodes.free_port()
 
 
 def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment):

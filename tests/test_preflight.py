@@ -248,7 +248,7 @@ def test_a_taken_port_warns():
 
 
 def test_no_free_port_fails(monkeypatch):
-    def refuse(wanted=0):
+    def refuse():
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(preflight, "free_port", refuse)

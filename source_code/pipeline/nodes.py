@@ -6,6 +6,7 @@ torchrun and SLURM say in the environment what a rank has to know. `ranks_from_e
 
 import os
 import re
+import secrets
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,23 @@ def set_meeting_point():
             env["MASTER_ADDR"] = resolvable(first_node(env["SLURM_STEP_NODELIST"]))
         number = int(env["SLURM_JOB_ID"]) + 7919 * (1 + int(env.get("SLURM_STEP_ID", 0)))
         env.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
+
+
+def free_port():
+    """A port of this machine that nobody has, for ranks that are about to meet there.
+
+    One that the system hands out would not do: until the ranks are there it hands it out again.
+    Raises OSError.
+    """
+    for attempt in range(100):
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+                return port
+            except OSError:
+                if attempt == 99:
+                    raise
 
 
 def first_node(nodes):

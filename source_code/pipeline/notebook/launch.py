@@ -16,7 +16,6 @@ import re
 import runpy
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.nodes import free_port
 from pipeline.notebook.last_words import RunFailed, how_it_ended, rank_to_blame, worth_reading
 from pipeline.timeline import Timeline, from_chrome_trace
 from pipeline.watch import LAUNCHER_VARIABLE
@@ -246,9 +246,7 @@ class WarmRanks:
         context = multiprocessing.get_context("forkserver")
         out, out_writer = context.Pipe(duplex=False)
         errors, errors_writer = context.Pipe(duplex=False)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.ranks = []
         for rank in range(num_ranks or 1):
             environment = {
