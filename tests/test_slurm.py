@@ -615,7 +615,8 @@ def test_jupyter_listens_on_its_node_wants_a_token_and_says_how_to_get_there(clu
     job = cluster.submit("slurm/jupyter.sbatch")
     try:
         output = cluster.wait_for(job, "scancel")
-        port = int(re.search(r"ssh -N -L (\d+):pp9:\1 LOGIN$", output, re.MULTILINE)[1])
+        node = re.search(r"^job \d+ on (pp9|pp10),", output)[1]  # pp9 may not be free yet
+        port = int(re.search(rf"ssh -N -L (\d+):{node}:\1 LOGIN$", output, re.MULTILINE)[1])
         cluster.wait_for_server(job, port)  # JupyterLab says that it runs before it listens
         card = ROOT / re.search(r"^ +cat (\S+)$", output, re.MULTILINE)[1]
         assert card.stat().st_mode & 0o777 == 0o600
