@@ -99,7 +99,9 @@ def recompute_attention(part, recorder):
 def _checkpointed(mix, recorder, *inputs):
     # `checkpoint` calls what it is given twice: now, and in the backward.
     calls = iter((mix, partial(_mix_again, mix, recorder)))
-    return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, use_reentrant=False)
+    # Nothing in `mix` is random; with dropout in it the generator's state has to be kept, too.
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, **options)
 
 
 def _mix_again(mix, recorder, *inputs):

@@ -1,0 +1,49 @@
+"""What is in memory, as the allocator has it: for a look from outside at what the course counts.
+
+The course counts with hooks which tensors autograd keeps. torch's allocator knows nothing of
+autograd; it sees each piece of memory come and go, whoever keeps it, and torch.profiler notes that.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+
+class Allocator:
+    """Around work on the CPU: the bytes that were asked for inside and are not yet given back.
+
+    `peak` is the most of it, `at[name]` what it was when `mark(name)` was called; both are there
+    once the `with` is over.
+    """
+
+    def __enter__(self):
+        self.profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self.profile.start()
+        return self
+
+    def mark(self, name):
+        with record_function(f"mark {name}"):
+            pass
+
+    def __exit__(self, *_):
+        self.profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self.profile.export_chrome_trace(str(file))
+            rows = json.loads(file.read_text())["traceEvents"]
+        self.at, self.peak = {}, 0
+        there, now = {}, 0  # address -> bytes, and their sum
+        for row in sorted((row for row in rows if "ts" in row), key=lambda row: row["ts"]):
+            if row["name"] == "[memory]":
+                address, size = row["args"]["Addr"], row["args"]["Bytes"]
+                # What was there before may be given back inside; it does not count.
+                if size > 0:
+                    there[address] = size
+                    now += size
+                else:
+                    now -= there.pop(address, 0)
+                self.peak = max(self.peak, now)
+            elif row["name"].startswith("mark "):
+                self.at[row["name"].removeprefix("mark ")] = now
