@@ -110,9 +110,6 @@ def test_at_its_peak_the_allocator_has_little_more_than_what_is_counted(name):
     for rank, found in enumerate(ranks):
         for mode, (allocated, counted) in found.items():
             more = (allocated - counted) / ACTIVATION
-            print(
-                f"{name:17}{mode:10} rank {rank}{allocated / 2**20:8.2f}{counted / 2**20:8.2f} MiB  {more:5.1f}"
-            )
             # Messages on their way, and what one layer's backward makes for the moment.
             assert 0 < more < 28, f"{mode}, rank {rank}: {more:.1f} activations more"
 
