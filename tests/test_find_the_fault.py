@@ -6,10 +6,9 @@ The checks of lesson 12b answer wrong diagnoses and wrong repairs in sentences.
 import re
 import shutil
 
-import broken_pipelines
 import pytest
-from broken_pipelines import Broken, Cured
 
+from broken.pipelines.faults import PIECES, Broken, Cured
 from pipeline.checks import lesson_12b as check
 from pipeline.checks.answer import NOT_ATTEMPTED
 from pipeline.debugging.comparing import compare
@@ -140,7 +139,7 @@ def answer_to(capsys, ask, *answers):
 
 
 def test_the_checks_know_the_pieces_of_the_script():
-    assert {number: case.piece for number, case in check.CASES.items()} == broken_pipelines.PIECES
+    assert {number: case.piece for number, case in check.CASES.items()} == PIECES
     named = {case.fault for case in check.CASES.values()}
     assert named == set(check.FAULTS) - {"micro-batch lost"}  # which nobody commits
 

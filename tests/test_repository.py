@@ -27,7 +27,8 @@ def files():
 
 FILES = files()
 SCRIPTS = sorted((ROOT / "source_code").glob("*.py"))
-MODULES = [path for path in FILES if path.suffix == ".py" and PACKAGE in path.parents]
+SHARED = {PACKAGE, ROOT / "source_code" / "broken"}
+MODULES = [path for path in FILES if path.suffix == ".py" and SHARED & set(path.parents)]
 IMPORTS = architecture.module_imports(PACKAGE)
 PAGES = [path for path in FILES if path.suffix in (".md", ".ipynb")]
 
@@ -96,7 +97,7 @@ def test_the_pictures_in_contributing_are_those_of_the_real_imports():
         r"^```mermaid\n.*?^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
     )
     assert pictures == architecture.pictures(IMPORTS), (
-        "paste what `python tests/architecture.py` prints"
+        "paste what `python tools/architecture.py` prints"
     )
 
 
@@ -231,6 +232,28 @@ def test_links_are_seen():
     }
 
 
+# The layout.
+
+
+def test_the_top_level_is_seen_at_one_glance():
+    top = {path.relative_to(ROOT).parts[0] for path in FILES if path.suffix != ".out"}
+    visible = {name for name in top if not name.startswith(".")}
+    assert {"README.md", "docs", "notebooks", "source_code", "tools"} <= visible
+    assert len(visible) <= 14, sorted(visible)
+
+
+def test_notebooks_holds_only_notebooks_and_what_they_read():
+    for path in FILES:
+        if ROOT / "notebooks" in path.parents and path.suffix != ".ipynb":
+            beside = "".join(notebook.read_text() for notebook in path.parent.glob("*.ipynb"))
+            assert path.name in beside, name_of(path)
+
+
+def test_images_holds_only_pictures_and_their_page():
+    names = {path.name for path in FILES if path.parent == ROOT / "images"}
+    assert {name for name in names if not name.endswith(".svg")} == {"README.md"}
+
+
 # All files.
 
 FOREIGN = {
@@ -258,7 +281,7 @@ def test_packages_come_from_wherever_pip_is_configured_to_look(file):
 def test_licences_are_there_for_code_and_text():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
-    assert "creativecommons.org/licenses/by/4.0" in (ROOT / "LICENSE-text.md").read_text()
+    assert "creativecommons.org/licenses/by/4.0" in (ROOT / "README.md").read_text()
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.search(r"^license: Apache-2.0$", citation, re.MULTILINE)
     assert re.search(r"^cff-version: ", citation, re.MULTILINE)

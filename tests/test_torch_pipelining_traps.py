@@ -1,7 +1,7 @@
 """Each message of the page of errors is what its trap prints, and each cure works.
 
-The page is torch-distributed-pipelining-errors.md, the traps are the functions of
-source_code/broken_torch_pipelining.py.
+The page is docs/torch-distributed-pipelining-errors.md, the traps are the functions of
+source_code/broken/torch_pipelining/, one file per section.
 """
 
 import re
@@ -17,7 +17,7 @@ from pipeline.notebook.launch import RunFailed, run
 PRELOAD.extend(
     ["torch.distributed.pipelining", "pipeline.torch_pipelining.library", "transformers"]
 )
-PAGE = Path(__file__).resolve().parents[1] / "torch-distributed-pipelining-errors.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/torch-distributed-pipelining-errors.md"
 ENTRIES = re.split(r"^### ", PAGE.read_text(), flags=re.M)[1:]
 NOT_REPRODUCED = [entry for entry in ENTRIES if "GPU only, not reproduced." in entry]
 BY_TRAP = {

@@ -13,6 +13,7 @@ from pipeline.notebook import launch
 from pipeline.notebook.source import source_of
 
 SCRIPT = "broken_pipelines.py"
+FAULTY_CODE = "broken/pipelines/faults.py"
 RANKS = 4
 # What each fault would show, for those who name it where it is not.
 FAULTS = {
@@ -142,7 +143,7 @@ def broken_piece(case, fault, ranks):
     try:
         found = None not in (fault, ranks) and ... not in (fault, ranks)
         if found and _check_diagnosis(case, fault, ranks) is None:
-            return source_of(SCRIPT, f"Broken.{CASES[case].piece}")
+            return source_of(FAULTY_CODE, f"Broken.{CASES[case].piece}")
     except WrongAnswer:
         pass
     print("The broken code is shown here once the diagnosis is right.")

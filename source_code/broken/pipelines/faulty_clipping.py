@@ -1,0 +1,23 @@
+"""Clipping by the norm of the whole model, with the piece of case 6."""
+
+import torch
+
+from pipeline.distributed import waiting_for_all
+from pipeline.optimization.clipping import norm_of, scale_gradients, squares_of
+
+LARGEST_NORM = 0.4  # of the gradient
+
+
+def clip_gradients(job, stage, pieces):
+    """Scale the gradients to LARGEST_NORM by the norm that the piece computes."""
+    squares = [None] * job.num_ranks
+    named = list(stage.part.named_parameters())
+    with waiting_for_all(job, "its share of the gradient's norm"):
+        torch.distributed.all_gather_object(squares, squares_of(named))
+    scale_gradients(named, pieces.norm_to_clip_by(job.rank, squares), LARGEST_NORM)
+
+
+def clip_gradients_in_one_process(model, optimizer, step):
+    """The same for the whole model, between backward and update."""
+    named = list(model.named_parameters())
+    scale_gradients(named, norm_of(squares_of(named)), LARGEST_NORM)

@@ -1,0 +1,1 @@
+"""The traps of torch.distributed.pipelining, one file per section of the page of errors."""
