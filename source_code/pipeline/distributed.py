@@ -2,7 +2,7 @@
 
 A message travels on the channel of its ordered pair of ranks: one process group for each
 direction, so that with NCCL a send never waits behind a receive of the other direction. All ranks
-create all channels at the start, in one fixed order.
+create all channels at the start, in one fixed order, and send one number through each.
 """
 
 import atexit
@@ -136,7 +136,46 @@ def join_job(device="auto", timeout=60.0, pairs=None, groups=()):
         job.channels[pair] = dist.new_group(list(pair), backend=backend, timeout=limit)
     for ranks in groups:
         job.groups[ranks] = dist.new_group(list(ranks), backend=backend, timeout=limit)
+    _connect_channels(job)
+    for ranks, group in job.groups.items():
+        connect_group(job, group, ranks)
+    if num_ranks > 1 and not job.channels:  # the messages are the library's, in the default group
+        connect_group(job, dist.group.WORLD, range(num_ranks))
     return job
+
+
+def _connect_channels(job):
+    """Send one number through every channel, one channel after the other in sorted order.
+
+    Up to torch 2.14 NCCL connects a channel when it is first used, and that call blocks until the
+    other rank uses the same channel. In a training step the two ranks of a pair may begin with
+    different channels; then each waits for the other, and the step never starts. In sorted order
+    both ranks of the first unconnected channel arrive at it. Gloo connects a channel when it is
+    created, and needs none of this.
+    """
+    number = torch.zeros(1, device="cpu" if job.through_host else job.device)
+    for source, destination in sorted(job.channels):
+        channel = job.channels[source, destination]
+        what = f"the first message from rank {source} to rank {destination}"
+        if job.rank == source:
+            with job.watch.waiting_for(destination, f"the receipt of {what}"):
+                dist.send(number, destination, group=channel)
+        elif job.rank == destination:
+            with job.watch.waiting_for(source, what):
+                dist.recv(number, source, group=channel)
+
+
+def connect_group(job, group, ranks):
+    """Add up one number over `ranks`, those of `group`, before anything depends on its connection.
+
+    A collective connects all ranks of the group. With NCCL up to torch 2.14 a batch of sends and
+    receives between two of them would otherwise wait for all the others as well.
+    """
+    if job.rank in ranks:
+        number = torch.zeros(1, device="cpu" if job.through_host else job.device)
+        following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
+        with job.watch.waiting_for(following, "its first sum"):
+            dist.all_reduce(number, group=group)
 
 
 def _load_autograd(device):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from pipeline.distributed import Job, Summing
+from pipeline.distributed import Job, Summing, connect_group
 from pipeline.schedule import Schedule
 
 
@@ -81,6 +81,10 @@ def form_replicas(job, count):
     mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=names)
     peers = tuple(range(job.rank % pipeline_ranks, job.num_ranks, pipeline_ranks))
     job.groups[peers] = mesh.get_group("replica")
+    if job.num_ranks > 1:  # in one order, so that no rank waits in the other group
+        first = job.rank - job.rank % pipeline_ranks
+        connect_group(job, mesh.get_group("stage"), range(first, first + pipeline_ranks))
+        connect_group(job, mesh.get_group("replica"), peers)
     return Replicas(job, mesh, count, job.rank // pipeline_ranks, peers)
 
 
