@@ -13,6 +13,7 @@ import sys
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
+NEWEST_TORCH = (2, 15)  # with which the lessons' programs were run
 
 try:
     if sys.version_info[:2] < OLDEST_PYTHON:
@@ -173,8 +174,16 @@ def numbers_of(version):
 
 
 def check_torch():
+    """Whether torch's version lies between the oldest and the newest with which the course was run.
+
+    A newer one may work too, except for lesson 08, which depends on private parts of torch.
+    """
     if numbers_of(torch.__version__) < OLDEST_TORCH:
         return Check("torch", torch.__version__, "FAIL", f"torch is older than 2.11; {INSTALL}")
+    if numbers_of(torch.__version__) > NEWEST_TORCH:
+        newest = ".".join(map(str, NEWEST_TORCH))
+        advice = f"the course was not run with a torch newer than {newest}; {INSTALL}"
+        return Check("torch", torch.__version__, "warn", advice)
     return Check("torch", torch.__version__)
 
 

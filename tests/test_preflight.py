@@ -190,6 +190,20 @@ def test_an_old_torch_fails(monkeypatch, version):
     assert_fails(preflight.check_torch(), "torch", "requirements.txt")
 
 
+@pytest.mark.parametrize("later", [(0, 1), (1, -preflight.NEWEST_TORCH[1])])
+def test_a_torch_newer_than_the_newest_that_was_run_warns(monkeypatch, later):
+    major, minor = (number + more for number, more in zip(preflight.NEWEST_TORCH, later))
+    monkeypatch.setattr(torch, "__version__", f"{major}.{minor}.0+cpu")
+    newest = "newer than {}.{}".format(*preflight.NEWEST_TORCH)
+    assert_fails(preflight.check_torch(), "torch", newest, "warn")
+
+
+@pytest.mark.parametrize("version", [preflight.OLDEST_TORCH, preflight.NEWEST_TORCH])
+def test_the_oldest_and_the_newest_torch_that_were_run_are_fine(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", "{}.{}.1".format(*version))
+    assert preflight.check_torch().status == "ok"
+
+
 def test_a_torch_that_cannot_send_fails(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
     assert_fails(preflight.check_backend(), "backend", "cannot send messages")

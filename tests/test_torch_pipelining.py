@@ -11,14 +11,15 @@ import torch
 import torch_pipelining
 import torch_pipelining_gpt2
 from ranks import PRELOAD, run_on_ranks
+from torch.distributed.pipelining import PipelineStage
 
 from pipeline import schedules
 from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.distributed import ranks_from_environment
+from pipeline.distributed import join_job, ranks_from_environment
+from pipeline.schedule import validate
 from pipeline.model import token_loss
 from pipeline.notebook.launch import RunFailed, run
 from pipeline.reference import train_one_process
-from pipeline.schedule import validate
 from pipeline.simulator import Costs, simulate
 from pipeline.torch_pipelining.library import (
     LOOPS,
@@ -26,6 +27,7 @@ from pipeline.torch_pipelining.library import (
     V_SHAPED,
     schedule_as_data,
     stages_of_rank,
+    without_messages_to_itself,
 )
 
 PRELOAD.extend(
@@ -150,6 +152,51 @@ def greedy(model, flags):
         texts = torch.cat([texts, scores[:, -1:].argmax(-1)], dim=1)
     as_text = lambda tokens: repr(bytes(tokens).decode(errors="replace"))  # noqa: E731
     return [(as_text(text[:start]), as_text(text[start:])) for text in texts.tolist()]
+
+
+# Messages of a stage to its own rank
+
+
+class StageOfTorch215(PipelineStage):
+    """A stage that cannot exchange first messages, as all stages are in torch 2.15."""
+
+    @property
+    def _get_init_p2p_neighbors_ops(self):
+        raise AttributeError("it is gone")
+
+
+def train_without_first_messages(rank):
+    """Train with `StageOfTorch215` in a V on 2 ranks; the exit status, 0 if the losses agree."""
+    flags = f"{SMALL} --schedule ZBVZeroBubble --verify --timeout 20"
+    torch_pipelining.PipelineStage = StageOfTorch215
+    with mock.patch.object(sys, "argv", [SCRIPT, *shlex.split(flags)]):
+        return torch_pipelining.main()
+
+
+def test_stages_that_exchange_no_first_messages_train_as_they_are():
+    assert run_on_ranks(train_without_first_messages, 2) == [0, 0]
+
+
+def first_messages(rank):
+    """To and from whom stage 1 of a V exchanges its first messages: as torch has it, and as left.
+
+    The stage is on rank 1, as is stage 2; stage 0 is on rank 0.
+    """
+    job = join_job("cpu", timeout=20, pairs=[])
+    tensor = torch.zeros(1)
+    stage = PipelineStage(
+        torch.nn.Identity(), 1, 4, job.device, input_args=tensor, output_args=tensor
+    )
+    stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 1, 3: 0}
+    before = [message.peer for message in stage._get_init_p2p_neighbors_ops()]
+    assert without_messages_to_itself(stage) is stage
+    return before, [message.peer for message in stage._get_init_p2p_neighbors_ops()]
+
+
+def test_first_messages_to_the_own_rank_are_left_out_and_those_to_others_are_kept():
+    before, after = run_on_ranks(first_messages, 2)[1]
+    assert sorted(before) == [0, 0, 1, 1]
+    assert after == [0, 0]
 
 
 # The library's schedules as data

@@ -220,9 +220,12 @@ def without_messages_to_itself(stage):
 
     Before the first step a stage exchanges an empty message with each neighbour, so that NCCL
     builds its connections. In a V a neighbour may be on the same rank, and gloo refuses to write
-    to itself. Traced stages do this, and in torch 2.11 all stages.
+    to itself. Traced stages do this, and in torch 2.11 all stages. In torch 2.15 no stage does: the
+    method is gone, and the stage is returned unchanged.
     """
-    exchanges = stage._get_init_p2p_neighbors_ops
+    exchanges = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if exchanges is None:
+        return stage
 
     def with_other_ranks():
         return [message for message in exchanges() if message.peer != dist.get_rank()]
@@ -242,7 +245,7 @@ def forwards_only(schedule):
     orders = schedule.pipeline_order_with_comms
     schedule.pipeline_order_with_comms = {
         rank: [part for action in order for part in action.sub_actions or [action]
-               if part.computation_type.name in ("FORWARD", "SEND_F", "RECV_F")]
+               if part.computation_type.name in ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F")]
         for rank, order in orders.items()
     }  # fmt: skip
     try:
