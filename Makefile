@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run notebooks images slides site benchmark
+.PHONY: help lab check test run notebooks images slides site benchmark
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -13,10 +13,19 @@ help: ## list these targets
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
 	$(BIN)/python -m jupyterlab $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb
 
+check: $(INSTALLED) ## the linter, and every test that starts no process and no notebook: two minutes
+	$(LINT)
+	$(TESTS) -m "not processes" tests $(PYTEST_FLAGS)
+
 test: $(INSTALLED) ## set up .venv and run every test, the notebooks included
-	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m ruff check .
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(LINT)
+	$(TESTS) $(PYTEST_FLAGS)
+
+define LINT
+$(BIN)/python -m ruff format --check .
+$(BIN)/python -m ruff check .
+endef
+TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 run: $(INSTALLED) ## train with GPipe on four processes, and draw the prediction and the run
 	@mkdir -p build
@@ -36,16 +45,16 @@ notebooks: $(INSTALLED) ## run the notebooks and store their outputs (ONLY=FILE 
 NOTEBOOKS = $(or $(ONLY),$(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb))
 
 images: $(INSTALLED) ## draw the figures in images/ anew
-	$(BIN)/python images/make_images.py
+	$(BIN)/python tools/make_images.py
 
 slides: $(INSTALLED) ## make slides of all lessons in build/slides, which any browser shows
-	$(BIN)/python notebooks/make_slides.py
+	$(BIN)/python tools/make_slides.py
 
 site: $(INSTALLED) ## make the course a website in build/site, which opens from disk
-	$(BIN)/python notebooks/make_site.py
+	$(BIN)/python tools/make_site.py
 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
-	$(BIN)/python tests/benchmark.py
+	$(BIN)/python tools/benchmark.py
 
 # Jupyter refuses to run as root unless told, and in a container there is often nobody else.
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)

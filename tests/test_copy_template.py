@@ -31,7 +31,7 @@ from pipeline.schedules import one_f_one_b
 PRELOAD.extend(["torch.distributed.pipelining", "transformers"])
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
-PAGE = ROOT / "your-own-model.md"
+PAGE = ROOT / "docs" / "your-own-model.md"
 SCRIPTS = copy_template.training_scripts()
 SMALL = "--steps 3 --batch-size 8 --dim 16 --seq-len 8 --device cpu"
 FLAGS = {

@@ -34,9 +34,9 @@ KINDS = [
         r"(torchrun .*|python )gpipe\.py",
         "tests/test_copy_template.py runs a copy on one rank and more",
     ),
-    (r"python tests/architecture\.py$", RUN),
+    (r"python tools/architecture\.py$", RUN),
     (r"\.venv/bin/jupytext ", ON_A_COPY),
-    (r"make (lab|test|notebooks|images|benchmark|\.venv)\b", ASKED),
+    (r"make (lab|check|test|notebooks|images|benchmark|\.venv)\b", ASKED),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
     (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
@@ -84,7 +84,7 @@ def commands_of(page):
 
 def pages():
     """All pages and notebooks but the README that goes into copies (tests/test_copy_template.py)."""
-    listed = ["*.md", "*/README.md", "notebooks/*.ipynb", "notebooks/solutions/*.ipynb"]
+    listed = ["*.md", "*/*.md", "notebooks/*.ipynb", "notebooks/solutions/*.ipynb"]
     return sorted(str(path.relative_to(ROOT)) for name in listed for path in ROOT.glob(name))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = (ROOT / "GLOSSARY.md").read_text().partition("|---|---|---|\n")[2]
+TABLE = (ROOT / "docs" / "glossary.md").read_text().partition("|---|---|---|\n")[2]
 ROWS = re.findall(r"^\| (.+?) \| (.+?) \| \[(\w+)\]\((.+?)\) \|$", TABLE, re.MULTILINE)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -56,7 +56,7 @@ def test_a_term_is_introduced_in_its_lesson_and_an_earlier_one_first_says_which_
 
 
 def test_each_term_links_the_lesson_that_introduces_it_and_every_lesson_introduces_one():
-    paths = {path.stem.split("_")[0]: f"notebooks/{path.name}" for path in NOTEBOOKS}
+    paths = {path.stem.split("_")[0]: f"../notebooks/{path.name}" for path in NOTEBOOKS}
     assert [link for *_, link in ROWS] == [paths[lesson] for _, _, lesson, _ in ROWS]
     assert {lesson for _, _, lesson, _ in ROWS} == set(paths)
 
@@ -65,5 +65,5 @@ def test_each_term_links_the_lesson_that_introduces_it_and_every_lesson_introduc
 def test_the_last_line_of_a_lesson_leads_to_its_neighbours_and_to_the_glossary(number):
     last = json.loads(NOTEBOOKS[number].read_text())["cells"][-1]["source"][-1]
     neighbours = [NOTEBOOKS[n].name for n in (number - 1, number + 1) if 0 <= n < len(NOTEBOOKS)]
-    assert re.findall(r"\]\((.*?)\)", last) == [*neighbours, "../GLOSSARY.md"]
-    assert last.endswith("[Glossary](../GLOSSARY.md)")
+    assert re.findall(r"\]\((.*?)\)", last) == [*neighbours, "../docs/glossary.md"]
+    assert last.endswith("[Glossary](../docs/glossary.md)")

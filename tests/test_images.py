@@ -1,8 +1,8 @@
-"""The figures of the pages: each is drawn by images/make_images.py, as the course draws today."""
+"""The figures of the pages: each is drawn by tools/make_images.py, as the course draws today."""
 
 import re
-import sys
 
+import make_images
 import pytest
 
 from pipeline.notebook.launch import ROOT
@@ -10,11 +10,8 @@ from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs, simulate
 from pipeline.views.figures import draw_timelines
 
-sys.path.insert(0, str(ROOT / "images"))
-import make_images  # noqa: E402
-
 FIGURES = sorted((ROOT / "images").glob("*.svg"))
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("notebooks/*.ipynb")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("notebooks/*.ipynb")]
 TITLE = r"<title>(.*?)</title>"
 
 

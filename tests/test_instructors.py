@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.notebook.launch import ROOT
 
-TEXT = (ROOT / "INSTRUCTORS.md").read_text()
+TEXT = (ROOT / "docs" / "instructors.md").read_text()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 SLIDES = ROOT / "build" / "slides"
 
@@ -94,7 +94,7 @@ def test_what_the_pack_names_is_there():
 @pytest.fixture(scope="module")
 def slides():
     made = subprocess.run(
-        [sys.executable, ROOT / "notebooks" / "make_slides.py"],
+        [sys.executable, ROOT / "tools" / "make_slides.py"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -6,12 +6,10 @@ import subprocess
 import sys
 from urllib.parse import unquote
 
+import flowchart
 import pytest
 
 from pipeline.notebook.launch import ROOT
-
-sys.path.insert(0, str(ROOT / "notebooks"))
-import flowchart  # noqa: E402
 
 SITE = ROOT / "build" / "site"
 PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one
@@ -21,7 +19,7 @@ PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one
 def pages():
     """Every page of the site, by its address, made anew."""
     subprocess.run(
-        [sys.executable, ROOT / "notebooks" / "make_site.py"],
+        [sys.executable, ROOT / "tools" / "make_site.py"],
         check=True,
         capture_output=True,
         timeout=180,
@@ -56,16 +54,16 @@ def test_every_page_says_where_it_is_and_leads_to_the_first_page_and_the_glossar
     for address, page in pages.items():
         links = [unquote(link) for link in re.findall(r'<a href="([^"#]*)"', page)]
         targets = {(SITE / address).parent.joinpath(link).resolve() for link in links}
-        assert {SITE / "index.html", SITE / "GLOSSARY.html"} <= targets, address
+        assert {SITE / "index.html", SITE / "docs/glossary.html"} <= targets, address
         if address != "index.html":
             assert re.search(r'<p class="place"><a href="[^"]*">course</a> / ', page), address
 
 
 def test_the_glossary_leads_to_every_lesson_in_its_own_text(pages):
-    glossary = re.search(r"<main>(.*)</main>", pages["GLOSSARY.html"], re.DOTALL)[1]
+    glossary = re.search(r"<main>(.*)</main>", pages["docs/glossary.html"], re.DOTALL)[1]
     assert "<td>bubble</td>" in glossary
     for path in ROOT.glob("notebooks/*.ipynb"):
-        assert f'href="notebooks/{path.stem}.html"' in glossary, path.stem
+        assert f'href="../notebooks/{path.stem}.html"' in glossary, path.stem
 
 
 def test_below_each_stored_picture_of_a_panel_stands_that_it_is_one(pages):

@@ -532,7 +532,7 @@ def test_the_line_in_the_mail_gives_a_copy_and_signs_in(two_users):
     (shared / "signed-in").mkdir()
     (shared / "signed-in").chmod(0o1777)
     (line,) = re.findall(
-        r"^> 2\. .*`(git clone [^`]*)`", (ROOT / "INSTRUCTORS.md").read_text(), re.M
+        r"^> 2\. .*`(git clone [^`]*)`", (ROOT / "docs" / "instructors.md").read_text(), re.M
     )
     line = line.replace("/shared/", f"{shared}/")
     ended = reader.run("bash", "-c", line)

@@ -1,4 +1,4 @@
-"""Draw every figure in this folder: predicted by the simulator, performed by real processes.
+"""Draw every figure of images/: predicted by the simulator, performed by real processes.
 
 make images
 """

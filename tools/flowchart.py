@@ -1,6 +1,6 @@
 """Mermaid flowcharts for pages without a network: the text becomes a drawing and a list.
 
-Read is what `tests/architecture.py` writes: `name["label"]` and `name --> other`, one a line.
+Read is what `tools/architecture.py` writes: `name["label"]` and `name --> other`, one a line.
 """
 
 import html

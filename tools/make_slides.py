@@ -1,7 +1,7 @@
 """Make slides of the notebooks: build/slides/NN_name.html, one file a lesson, no network needed.
 
 make slides                                 # all lessons
-python notebooks/make_slides.py 02 03       # some
+python tools/make_slides.py 02 03           # some
 
 A slide is a piece of a notebook: the prose before a code cell, the code if it is short, and what
 the cell has stored as its output. Exercises come without their answers. Arrow keys, Page keys,
@@ -16,8 +16,9 @@ from pathlib import Path
 
 from formulas import with_formulas
 
-NOTEBOOKS = Path(__file__).resolve().parent
-SLIDES = NOTEBOOKS.parent / "build" / "slides"
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+SLIDES = ROOT / "build" / "slides"
 MOST_CODE = 16  # lines; longer code is in the notebook
 MOST_OUTPUT = 18
 MOST_SOURCE = 19

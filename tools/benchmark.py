@@ -1,6 +1,6 @@
 """Timings of this repository on this machine, beside the theory and torch's own schedule.
 
-    python tests/benchmark.py
+    python tools/benchmark.py
 
 Each line is the median of 7 runs (3 with --quick), with the smallest and the largest; runs that
 are compared take turns, so that a disturbance meets both. The table is printed and written to
@@ -111,7 +111,7 @@ def measure_start(repeats):
     warm, cold, bare, library = [], [], [], []
     for round in each_round("start", repeats):
         warm.append(timed_run(OURS, "", 4).first_loss)
-        scripts = (OURS, cold), ("../tests/benchmark_bare.py", bare), (TORCHS, library)
+        scripts = (OURS, cold), ("../tools/benchmark_bare.py", bare), (TORCHS, library)
         for script, times in in_turns(round, *scripts):
             start = time.perf_counter()
             launch.run(script, warm=False, show=False, limit=LIMIT)

@@ -1,6 +1,7 @@
-"""What holds for every test. It stands at the root so that it holds for the notebooks, too."""
+"""What holds for every test and every notebook: pyproject.toml loads it as a plugin of pytest."""
 
 import faulthandler
+import multiprocessing.process
 import os
 import shutil
 import sys
@@ -11,9 +12,13 @@ from pathlib import Path
 import nbval.kernel
 import pytest
 from kernels import Kernel
+from processes import starts_processes
 
 LIMIT = 3600  # seconds, after which everything ends, also what hangs
 NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
+
+# Python's audit events of a new process, beside multiprocessing's own way.
+STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 
 # For every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -58,9 +63,76 @@ class LastResort:
         self.arm()  # pytest has just cancelled it, as it does whenever a test fails
 
 
+class OnlyMarkedTestsStartProcesses:
+    """Fails a test that starts a process without the mark by which `make check` leaves it out.
+
+    Also in `make test`, so that a missing mark shows in both. Fixtures of the test count. The end
+    of a test does not: it may be the end of a file's fixture, which other tests have used.
+    """
+
+    def __init__(self):
+        self.watched = False  # whether a test without the mark is running
+        self.started = None  # what it started
+        sys.addaudithook(lambda event, _: event in STARTS and self.refuse(event))
+        start = multiprocessing.process.BaseProcess.start
+
+        def refuse_or_start(process):
+            self.refuse("multiprocessing")
+            start(process)
+
+        multiprocessing.process.BaseProcess.start = refuse_or_start
+
+    def refuse(self, what):
+        if self.watched:
+            self.started = what
+            self.fail()
+
+    def fail(self):
+        pytest.fail(
+            f"this test starts a process ({self.started}); mark it with @pytest.mark.processes, "
+            "so that `make check` leaves it out",
+            pytrace=False,
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item):
+        return (yield from self.watch(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        return (yield from self.watch(item))
+
+    def watch(self, item):
+        self.watched, self.started = item.get_closest_marker("processes") is None, None
+        try:
+            result = yield
+        finally:
+            self.watched = False
+        if self.started:  # in a thread, or where the failure was caught
+            self.fail()
+        return result
+
+
+guard = OnlyMarkedTestsStartProcesses()
+
+
 def pytest_configure(config):
     sys.stderr.flush()
     config.pluginmanager.register(LastResort(LIMIT), "last-resort")
+    config.pluginmanager.register(guard, "only-marked-tests-start-processes")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not isinstance(item, pytest.Function) or any(map(starts_processes, code_of(item))):
+            item.add_marker("processes")  # a cell of a notebook has a kernel
+
+
+def code_of(item):
+    """The functions that run for a test: its own and its fixtures'."""
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return [item.function, *(definition.func for each in fixtures for definition in each)]
 
 
 @pytest.hookimpl(wrapper=True)

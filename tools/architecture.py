@@ -1,6 +1,6 @@
 """Prints the pictures of source_code/pipeline for CONTRIBUTING.md, from its real imports.
 
-python tests/architecture.py
+python tools/architecture.py
 """
 
 import ast
