@@ -18,6 +18,9 @@ an end until the training is started again. A job script goes on with
 
 (torchrun itself would die of SIGUSR1, hence the trap, which it inherits; the ranks listen anew.)
 
+A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
+from then on, so the checkpoints before it stay.
+
     python source_code/distributed_checkpointing.py --checkpoints build/run --export build/model.pt
 
 writes the newest checkpoint as one file for torch.load, and --import FILE begins from it where the
@@ -40,6 +43,7 @@ from pipeline.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
+    end_diverged,
     export_newest,
 )
 from pipeline.checkpointing.checkpoint_folder import mark_stopped
@@ -47,6 +51,7 @@ from pipeline.checkpointing.stop_request import STOPPED, StopRequest
 from pipeline.distributed import join_job, leave_job
 from pipeline.model import build_part, token_loss
 from pipeline.optimization.clipping import clip_gradients, norm_of, scale_gradients, squares_of
+from pipeline.optimization.finite import find_not_finite
 from pipeline.optimization.learning_rate import WarmUpThenCosine, share_of_peak
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
@@ -74,27 +79,29 @@ def main():
     worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)
     report = Report(arguments, job, schedule, recorder, first_step=training.step)
 
-    stopped = None
+    stopped = diverged = None
     for step in report.steps():
         inputs, targets = microbatches_of(arguments, job, training.batches)
         training.optimizer.zero_grad()
         loss = worker.run_step(inputs, targets)
+        norm = None
         if arguments.clip:
-            clip_gradients(job, training.parameters.items(), arguments.clip)
+            norm = clip_gradients(job, training.parameters.items(), arguments.clip)
         training.optimizer.step()
         training.advance()
         report.record_step(step, loss)
-        if checkpoints:
+        diverged = find_not_finite(job, step, loss, norm)
+        if checkpoints and not diverged:
             stopped = stop_request.agreed(job)
             due = training.step % arguments.save_every == 0 or training.step == arguments.steps
             if stopped or due:
-                checkpoints.save(training)
-        if stopped:
+                diverged = checkpoints.save(training)
+        if stopped or diverged:
             break
 
-    status = finish(arguments, job, training, checkpoints, report, stopped)
+    status = finish(arguments, job, training, checkpoints, report, stopped, diverged)
     leave_job(job)
-    if stopped:
+    if stopped or diverged:
         return status
     kept = report.verify(
         functools.partial(train_one_process, before_update=before_update(arguments))
@@ -152,7 +159,7 @@ def microbatches_of(arguments, job, number):
     return tuple(tokens.to(job.device).chunk(arguments.microbatches) for tokens in batch)
 
 
-def finish(arguments, job, training, checkpoints, report, stopped):
+def finish(arguments, job, training, checkpoints, report, stopped, diverged):
     """The end of the run, on every rank. Returns the exit status."""
     if checkpoints:
         checkpoints.finish()
@@ -160,6 +167,8 @@ def finish(arguments, job, training, checkpoints, report, stopped):
         report.finish()
     elif job.rank == 0:
         print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")
+    if diverged:
+        return end_diverged(job, diverged, checkpoints)
     if checkpoints and checkpoints.problem:
         return 1
     if not stopped:

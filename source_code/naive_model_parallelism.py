@@ -22,7 +22,7 @@ from pipeline.distributed import join_job, leave_job
 from pipeline.model import build_part, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
-from pipeline.report import Report, keeps_promise, write_losses
+from pipeline.report import Report, are_finite, keeps_promise, write_losses
 from pipeline.schedules import naive
 from pipeline.stage import Stage
 
@@ -160,7 +160,8 @@ def train_in_one_process(arguments):
         print(f"step {step}  loss {losses[-1]:.6f}")
 
     write_losses(arguments, losses)
-    return 0 if keeps_promise(arguments, losses, devices[0]) else 1
+    finite = are_finite(losses)
+    return 0 if keeps_promise(arguments, losses, devices[0]) and finite else 1
 
 
 def devices_of_one_process(arguments):

@@ -17,6 +17,7 @@ from pipeline.checkpointing.checkpoint import Training
 from pipeline.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
+    end_diverged,
 )
 from pipeline.data_parallel.replica_arguments import (
     add_replica_arguments,
@@ -28,6 +29,7 @@ from pipeline.data_parallel.replicas import AllReduce, form_replicas, own_microb
 from pipeline.distributed import gather, join_job, leave_job
 from pipeline.model import build_part
 from pipeline.optimization.clipping import clip_gradients, norm_of, scale_gradients, squares_of
+from pipeline.optimization.finite import find_not_finite
 from pipeline.optimization.learning_rate import ConstantRate
 from pipeline.optimizer import build_optimizer
 from pipeline.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
@@ -56,22 +58,30 @@ def main():
     worker = build_worker(arguments, replicas, schedule, parts, reduction, recorder, loss_function)
     report = Report(arguments, job, schedule, recorder, first_step=training.step)
 
+    diverged = None
     for step in report.steps():
         inputs, targets = microbatches_of(arguments, replicas, step)
         loss_function.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
         reduction.finish()
+        norm = None
         if arguments.clip:
-            clip_gradients(job, training.parameters.items(), arguments.clip)
+            norm = clip_gradients(job, training.parameters.items(), arguments.clip)
         training.optimizer.step()
         training.advance()
         report.record_step(step, loss)
-        if checkpoints and save_is_due(arguments, step):
-            checkpoints.save(training)
+        diverged = find_not_finite(job, step, loss, norm)
+        if checkpoints and not diverged and save_is_due(arguments, step):
+            diverged = checkpoints.save(training)
+        if diverged:
+            break
 
     finish(arguments, job, checkpoints, report, reduction)
+    status = end_diverged(job, diverged, checkpoints) if diverged else 0
     leave_job(job)
+    if diverged:
+        return status
     one_process = functools.partial(train_one_process, before_update=before_update(arguments))
     return 0 if report.verify(one_process) else 1
 

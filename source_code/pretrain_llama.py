@@ -32,6 +32,7 @@ from pipeline.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
+    end_diverged,
     export_newest,
 )
 from pipeline.checkpointing.checkpoint_folder import mark_stopped
@@ -47,6 +48,7 @@ from pipeline.memory.footprint import count_weights, measure_memory, memory_tabl
 from pipeline.memory.recompute import MODES, build_recomputing_stage
 from pipeline.model import build_part
 from pipeline.optimization.clipping import clip_gradients, norm_of, scale_gradients, squares_of
+from pipeline.optimization.finite import find_not_finite
 from pipeline.optimization.learning_rate import WarmUpThenCosine, share_of_peak
 from pipeline.optimization.mixed_precision import computing_copy, hand_over_put_off, refresh
 from pipeline.optimizer import build_optimizer
@@ -98,7 +100,7 @@ def main():
 
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
-    stopped = None
+    stopped = diverged = None
     for step in report.steps():
         metrics.start_step()
         batch = batch_of(arguments, training.batches)
@@ -115,22 +117,26 @@ def main():
         )
         training.advance()
         report.record_step(step, loss)
+        diverged = find_not_finite(job, step, loss, norm)
+        if diverged:
+            break
         last = training.step == arguments.steps
         if last or training.step % arguments.evaluate_every == 0:
             evaluate(arguments, forward_only, metrics, training.step)
         if checkpoints:
             stopped = stop_request.agreed(job)
             if stopped or last or training.step % arguments.save_every == 0:
-                checkpoints.save(training)
-        if stopped:
+                diverged = checkpoints.save(training)
+        if stopped or diverged:
             break
-    if not stopped:
+    if not stopped and not diverged:
         show_sample(arguments, forward_only, training.step)
 
     memory = measure_memory(stages, masters, training.optimizer, recorder.meter)
-    status = finish(arguments, job, training, memory, checkpoints, report, metrics, stopped)
+    ended_early = stopped, diverged
+    status = finish(arguments, job, training, memory, checkpoints, report, metrics, *ended_early)
     leave_job(job)
-    if stopped:
+    if stopped or diverged:
         return status
     return status if report.verify(one_process) else 1
 
@@ -363,7 +369,7 @@ def predicted_memory(arguments):
     )
 
 
-def finish(arguments, job, training, memory, checkpoints, report, metrics, stopped):
+def finish(arguments, job, training, memory, checkpoints, report, metrics, stopped, diverged):
     """The end of the run, on every rank. Returns the exit status."""
     if checkpoints:
         checkpoints.finish()
@@ -376,6 +382,8 @@ def finish(arguments, job, training, memory, checkpoints, report, metrics, stopp
             print(memory_table({"measured": measured, "predicted": predicted_memory(arguments)}))
     elif job.rank == 0:
         print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")
+    if diverged:
+        return end_diverged(job, diverged, checkpoints)
     if checkpoints and checkpoints.problem:
         return 1
     if not stopped:

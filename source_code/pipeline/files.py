@@ -1,6 +1,8 @@
-"""Writes a file whole or not at all."""
+"""Writes files: each whole or not at all, and lines of JSON that every program can read."""
 
 import errno
+import json
+import math
 import os
 from pathlib import Path
 
@@ -13,3 +15,12 @@ def write_whole(path, text):
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     os.replace(partial, path)
+
+
+def json_line(row):
+    """`row`, a dictionary, as one line. JSON has no NaN and no infinity: null stands for them."""
+    row = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+    return json.dumps(row, allow_nan=False) + "\n"

@@ -1,14 +1,14 @@
 """What every training script prints and writes: losses, progress, a summary, files."""
 
 import dataclasses
-import json
+import math
 import statistics
 import sys
 
 import torch
 
 from pipeline.distributed import gather
-from pipeline.files import write_whole
+from pipeline.files import json_line, write_whole
 from pipeline.profiler import StepProfiler
 from pipeline.recorder import gather_timelines
 from pipeline.recording import RecordingWriter
@@ -115,11 +115,29 @@ class Report:
         )
 
     def verify(self, reference=train_one_process):
-        """Compare with one process, on the rank that has the losses. Call it after leaving."""
+        """Whether the losses are all finite and, with --verify, those of one process.
+
+        It looks on the rank that has the losses. Call it after leaving.
+        """
         if not self.has_loss:
             return True
         device, first_step = self.job.device, self.first_step
-        return keeps_promise(self.arguments, self.losses, device, reference, first_step)
+        finite = are_finite(self.losses, first_step)
+        return keeps_promise(self.arguments, self.losses, device, reference, first_step) and finite
+
+
+def are_finite(losses, first_step=0):
+    """Whether all losses are finite; if not, a sentence on standard error names the first step."""
+    for step, loss in enumerate(losses, first_step):
+        if not math.isfinite(loss):
+            print(
+                f"the loss of step {step} is {loss}: the training diverged; use a smaller "
+                "--learning-rate",
+                file=sys.stderr,
+                flush=True,
+            )
+            return False
+    return True
 
 
 def keeps_promise(arguments, losses, device, reference=train_one_process, first_step=0):
@@ -149,7 +167,7 @@ def write_losses(arguments, losses, first_step=0):
     """With --losses FILE: one JSON object a line, in full precision."""
     if arguments.losses:
         rows = ({"step": step, "loss": loss} for step, loss in enumerate(losses, first_step))
-        write_whole(arguments.losses, "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(arguments.losses, "".join(map(json_line, rows)))
 
 
 def measured_costs(timelines):

@@ -149,6 +149,18 @@ def reason_of(error):
     return f"rank {rank}: {str(failure).splitlines()[0] or type(failure).__name__}"
 
 
+def find_not_finite_tensor(state):
+    """Which weight or state of the optimizer on this rank is not finite, with a value, or None."""
+    tensors = dict(state["model"])
+    for name, kinds in state["optimizer"].items():
+        tensors |= {f"{kind} of {name}": tensor for kind, tensor in kinds.items()}
+    for name, tensor in tensors.items():
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of FSDP2: a shard
+        if not own.isfinite().all():
+            return f"{name} holds {own[~own.isfinite()][0].item()}"
+    return None
+
+
 def copy_to_host(state):
     """The same dictionaries with copies of the tensors, which training does not change any more."""
     if isinstance(state, dict):
@@ -208,7 +220,7 @@ class Checkpoints:
     `folder` and `run` say where (see checkpoint_folder.py), `begin` is the Checkpoint to continue
     from, or None; `keep` checkpoints of the run stay. `timeout` in seconds is the longest wait,
     also for the slowest rank of a save. `problem` tells how the last save ended: None, or a
-    sentence, on every rank the same.
+    sentence, and `newest` is the path of the newest checkpoint, or None; on every rank the same.
     """
 
     def __init__(self, job, folder, run, begin=None, keep=2, asynchronous=False, timeout=60.0):
@@ -218,6 +230,7 @@ class Checkpoints:
         self.background = ThreadPoolExecutor(1) if asynchronous else None
         self.pending = None  # the save in the background
         self.problem = None
+        self.newest = begin.path if begin else None
         self.claim = None
 
     def prepare(self):
@@ -254,11 +267,16 @@ class Checkpoints:
         """Save, or in the background: then only a copy is made before training goes on.
 
         Prints how long training was held up. A save that fails is said and leaves the training and
-        all earlier checkpoints as they are.
+        all earlier checkpoints as they are. Weights that are not finite are not saved: they would
+        take the place of good ones. Returns what is not finite, on every rank the same, or None.
         """
         started = time.perf_counter()
         self.wait()  # one save at a time
         state = training.state(self.job)
+        with waiting_for_all(self.job, f"the weights after {training.step} steps"):
+            not_finite = self.first(find_not_finite_tensor(state))
+        if not_finite:
+            return f"after the update of step {training.step - 1}, {not_finite}"
         if self.background:
             state = copy_to_host(state)
             self.pending = self.background.submit(self.write, state, training.step, started)
@@ -267,6 +285,7 @@ class Checkpoints:
                 self.problem = self.write(state, training.step, started)
         held_up = (time.perf_counter() - started) * 1000
         self.say(f"checkpoint after {training.step} steps: training held up {held_up:.1f} ms")
+        return None
 
     def wait(self):
         """Until the save in the background has ended, if there is one."""
@@ -299,6 +318,7 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             self.say(f"the checkpoint after {step} steps was NOT saved ({error}); training goes on")
             return str(error)
+        self.newest = path
         took = (time.perf_counter() - started) * 1000
         self.say(f"checkpoint after {step} steps: whole in {took:.1f} ms, {path}")
         return None

@@ -5,6 +5,7 @@ Everything that the names, sizes and flags in a folder can tell is checked befor
 
 import hashlib
 import os
+import sys
 
 from pipeline.arguments import can_be_written, positive_integer, refuse
 from pipeline.checkpointing.checkpoint import Checkpoints, export, read_exported, take_exported
@@ -160,6 +161,23 @@ def continue_training(arguments, job, training):
         where = arguments.begin.path if arguments.begin else arguments.import_file
         print(f"continues after {training.step} steps, from {where}", flush=True)
     return checkpoints
+
+
+def end_diverged(job, what, checkpoints):
+    """Say on standard error what is not finite, what is kept and what to do. Returns the status 1."""
+    if job.rank == 0:
+        kept, where = "no checkpoint was saved", ""
+        if checkpoints:
+            where = " with another --checkpoints folder"
+        if checkpoints and checkpoints.newest:
+            kept = f"the checkpoint {checkpoints.newest} is kept"
+        print(
+            f"{what}: the training diverged and ends here; {kept}; begin anew{where} and a smaller "
+            "--learning-rate or --clip",
+            file=sys.stderr,
+            flush=True,
+        )
+    return 1
 
 
 def export_newest(arguments):

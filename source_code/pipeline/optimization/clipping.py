@@ -47,8 +47,11 @@ def clip_gradients(job, named_parameters, largest_norm):
 
 
 def norm_of(squares):
-    """The norm from the sums of squares by name."""
-    return math.sqrt(math.fsum(squares.values()))  # sum() rounds otherwise from Python 3.12 on
+    """The norm from the sums of squares by name; infinite where their sum overflows."""
+    try:
+        return math.sqrt(math.fsum(squares.values()))  # sum() rounds otherwise from Python 3.12 on
+    except OverflowError:  # fsum() raises where sum() gives inf
+        return math.inf
 
 
 @torch.no_grad()

@@ -5,11 +5,11 @@ or an evaluation (held-out loss, perplexity). It can be read while the training 
 is continued goes on in the same file.
 """
 
-import json
 import math
 import statistics
 import time
 
+from pipeline.files import json_line
 from pipeline.pretraining.throughput import flops_per_token, peak_flops
 
 
@@ -66,7 +66,7 @@ class Metrics:
             return
         # Opened for each line: what is written is there, whatever happens next.
         with open(self.file, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json_line(row))
 
     def utilisation(self, tokens_per_second):
         """MFU, a share of one."""

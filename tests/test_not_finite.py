@@ -1,0 +1,210 @@
+"""A training that diverges ends with status 1 and one sentence, and its good checkpoints stay."""
+
+import contextlib
+import importlib
+import io
+import json
+import math
+import re
+import sys
+
+import pytest
+import torch
+from ranks import run_on_ranks
+
+from pipeline.checkpointing import checkpoint_folder
+from pipeline.distributed import join_job, leave_job
+from pipeline.files import json_line
+from pipeline.notebook.launch import RunFailed, run
+from pipeline.optimization.clipping import norm_of
+from pipeline.optimization.finite import find_not_finite
+
+SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --microbatches 2"
+FLAGS = f"{SIZES} --device cpu --dtype float64 --optimizer sgd --steps 8"
+SAVING = {
+    "distributed_checkpointing": "--save-every 1",
+    "pipeline_with_data_parallel": "--save-every 1 --replicas 2 --layers 2",
+    "pretrain_llama": "--save-every 1 --evaluate-every 1 --evaluate-windows 2 --sample 2",
+}
+
+
+def train(rank, script, flags, spoil=None):
+    """On one rank: the script's exit status, and what it wrote to standard error.
+
+    `spoil` is (rank, step): there a weight becomes infinite in the update, which no loss shows.
+    """
+    module = importlib.import_module(script)
+    if spoil and spoil[0] == rank:
+        module.build_optimizer = spoiling(module.build_optimizer, spoil[1])
+    sys.argv = [f"{script}.py", *flags.split()]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = module.main()
+    return status, said.getvalue()
+
+
+def spoiling(build, at_step):
+    """`build`, whose optimizers make a weight infinite in update number `at_step`, from 0."""
+
+    def build_spoiling(name, parameters, *further, **options):
+        parameters = list(parameters)
+        optimizer = build(name, parameters, *further, **options)
+        step, calls = optimizer.step, iter(range(100))
+
+        def step_and_spoil():
+            step()
+            if next(calls) == at_step:
+                parameters[-1].data.view(-1)[0] = math.inf
+
+        optimizer.step = step_and_spoil
+        return optimizer
+
+    return build_spoiling
+
+
+def saved_steps(folder):
+    return checkpoint_folder.steps_of(folder, "run-0001")
+
+
+def newest_is_finite(folder, tmp_path):
+    """Whether all weights in the newest checkpoint are finite, read by torch alone."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(checkpoint_folder.find_checkpoint(folder).path, tmp_path / "whole.pt")
+    weights = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
+    assert weights
+    return all(weight.isfinite().all() for weight in weights.values())
+
+
+def strict_rows(file):
+    """The JSON objects in a file; NaN and Infinity, which are no JSON, fail."""
+
+    def not_json(constant):
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=not_json) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["", "--asynchronous"])
+@pytest.mark.parametrize("script", SAVING)
+def test_a_loss_that_is_not_finite_ends_the_training_and_keeps_the_good_checkpoints(
+    tmp_path, script, how
+):
+    if how and script == "pipeline_with_data_parallel":
+        how = "--clip 1e9"  # it has no --asynchronous
+    folder, losses = tmp_path / "saved", tmp_path / "losses"
+    flags = f"{FLAGS} {SAVING[script]} {how} --learning-rate 1e300"
+    ends = run_on_ranks(train, 2, script, f"{flags} --checkpoints {folder} --losses {losses}")
+    assert [status for status, _ in ends] == [1, 1]
+    sentence = "".join(said for _, said in ends)
+    assert sentence.count("\n") == 1
+    step = int(re.match(r"the loss of step (\d+) is (nan|inf): ", sentence)[1])
+    assert f"{folder}/run-0001/step-{step:08} is kept" in sentence
+    assert "--learning-rate" in sentence and "--clip" in sentence
+    # It ended at once, with what was saved before.
+    assert [row["step"] for row in strict_rows(losses)] == list(range(step + 1))
+    assert strict_rows(losses)[-1]["loss"] is None
+    assert saved_steps(folder)[-1] == step
+    assert newest_is_finite(folder, tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("script", SAVING)
+def test_weights_that_an_update_has_spoilt_are_not_saved_though_the_loss_was_finite(
+    tmp_path, script, rank
+):
+    folder = tmp_path / "saved"
+    flags = f"{FLAGS} {SAVING[script]} --checkpoints {folder}"
+    ends = run_on_ranks(train, 2, script, flags, (rank, 2))
+    assert [status for status, _ in ends] == [1, 1]
+    sentence = "".join(said for _, said in ends)
+    assert sentence.startswith("after the update of step 2, ") and "holds inf" in sentence
+    assert f"{folder}/run-0001/step-00000002 is kept" in sentence
+    assert saved_steps(folder) == [1, 2]
+    assert newest_is_finite(folder, tmp_path)
+
+
+@pytest.mark.processes
+def test_the_command_ends_with_status_1_and_shows_the_sentence(tmp_path):
+    """As it is typed: eight steps, of which a NaN would have left the two last checkpoints."""
+    command = (
+        f"distributed_checkpointing.py {FLAGS} --learning-rate 1e300 --save-every 1 "
+        f"--checkpoints {tmp_path / 'saved'}"
+    )
+    with pytest.raises(RunFailed, match=r"the loss of step \d+ is (nan|inf).*is kept") as failed:
+        run(command, 2, warm=True, show=False, limit=60)
+    assert "exit status 1" in str(failed.value)
+    assert newest_is_finite(tmp_path / "saved", tmp_path)
+
+
+@pytest.mark.processes
+def test_without_checkpoints_the_sentence_says_that_nothing_was_saved(tmp_path):
+    metrics = tmp_path / "metrics"
+    flags = f"{FLAGS} --evaluate-every 1 --learning-rate 1e300 --metrics {metrics}"
+    ends = run_on_ranks(train, 2, "pretrain_llama", flags)
+    assert [status for status, _ in ends] == [1, 1]
+    assert "no checkpoint was saved" in ends[0][1] and ends[1][1] == ""
+    rows = strict_rows(metrics)
+    assert [row["loss"] for row in rows if "loss" in row][-1] is None
+
+
+def agree(rank, values):
+    job = join_job("cpu", 20.0)
+    loss, norm = values[rank]
+    found = find_not_finite(job, 3, None if loss is None else torch.tensor(loss), norm)
+    leave_job(job)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("loss", "norms", "found"),
+    [
+        (5.5, (1.0, 1.0), None),
+        (5.5, (None, None), None),
+        (math.nan, (None, None), "the loss of step 3 is nan"),
+        (math.inf, (math.nan, math.nan), "the loss of step 3 is inf"),
+        (5.5, (math.inf, 1.0), "the gradient norm of step 3 is inf"),
+    ],
+)
+def test_all_ranks_learn_which_number_is_not_finite(loss, norms, found):
+    values = [(None, norms[0]), (loss, norms[1])]
+    assert run_on_ranks(agree, 2, values) == [found, found]
+
+
+def test_a_norm_whose_squares_overflow_together_is_infinite():
+    assert norm_of({"a": 1.7e308, "b": 1.7e308}) == math.inf
+    assert math.isnan(norm_of({"a": math.inf, "b": math.nan}))
+
+
+@pytest.mark.processes
+def test_a_script_without_checkpoints_ends_with_status_1_and_names_the_first_such_step(tmp_path):
+    losses = tmp_path / "losses"
+    flags = f"{FLAGS} --learning-rate 1e300 --losses {losses}"
+    ends = run_on_ranks(train, 2, "gpipe", flags)
+    # Only the rank with the losses can tell; a launcher reports the job as failed all the same.
+    assert [status for status, _ in ends] == [0, 1]
+    rows = strict_rows(losses)
+    first = [row["loss"] for row in rows].index(None)
+    assert len(rows) == 8 and ends[0][1] == "" and ends[1][1].count("\n") == 1
+    assert re.match(rf"the loss of step {first} is (nan|inf): ", ends[1][1])
+    assert "--learning-rate" in ends[1][1]
+
+
+@pytest.mark.processes
+def test_so_does_one_process_with_several_stages():
+    flags = f"{FLAGS} --learning-rate 1e300 --single-process 2"
+    [(status, said)] = run_on_ranks(train, 1, "naive_model_parallelism", flags)
+    assert status == 1 and re.match(r"the loss of step \d is (nan|inf): ", said)
+
+
+@pytest.mark.processes
+def test_a_loss_that_is_large_ends_nothing():
+    ends = run_on_ranks(train, 2, "distributed_checkpointing", f"{FLAGS} --learning-rate 30")
+    assert ends == [(0, ""), (0, "")]
+
+
+def test_json_lines_hold_null_for_what_is_not_finite():
+    row = {"step": 3, "loss": math.nan, "norm": math.inf, "rate": 0.25}
+    assert json.loads(json_line(row)) == {"step": 3, "loss": None, "norm": None, "rate": 0.25}
