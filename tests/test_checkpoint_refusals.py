@@ -8,7 +8,7 @@ from pathlib import Path
 
 import distributed_checkpointing
 import pytest
-from test_bad_input import SCRIPTS, SOURCE, Refusal
+from test_bad_input import SCRIPTS, SOURCE, Refusal, schedule_file
 from torch.distributed.run import get_args_parser
 
 from pipeline import arguments
@@ -150,6 +150,73 @@ def test_export_is_the_work_of_one_process(refusal, saved, tmp_path):
     flags = ["--checkpoints", str(saved), "--optimizer", "adamw", "--export", str(tmp_path / "f")]
     sentence = refusal.check(SCRIPT, *flags, names="--export", ranks=2)
     assert "python instead of torchrun" in sentence
+
+
+OUTPUTS = ("--export", "--losses", "--timeline", "--profile", "--record")
+
+
+@pytest.mark.parametrize("script", (SCRIPT, "pretrain_llama"))
+@pytest.mark.parametrize("flag", [*OUTPUTS, "--metrics"])
+@pytest.mark.parametrize(
+    "place", ["", "latest", "new", "run-0001/step-00000010/__0_0.distcp", "../link/new"]
+)
+def test_no_output_lies_on_or_in_the_checkpoints(refusal, saved, script, flag, place):
+    if script == SCRIPT and flag == "--metrics":
+        flag = "--losses"  # only pretrain_llama.py writes metrics
+    (saved.parent / "link").symlink_to(saved / "run-0001", target_is_directory=True)
+    before = content_of(saved)
+    flags = ["--checkpoints", str(saved), "--optimizer", "adamw", flag, str(saved / place)]
+    sentence = refusal.check(script, *flags, names="--checkpoints")
+    assert f"{flag} " in sentence and str(saved) in sentence
+    assert ("name the same file" if place == "" else "lies in --checkpoints") in sentence
+    assert content_of(saved) == before
+
+
+def test_a_checkpoint_folder_behind_a_link_is_looked_into(refusal, saved):
+    link = saved.parent / "link"
+    link.symlink_to(saved, target_is_directory=True)
+    flags = ["--checkpoints", str(link), "--optimizer", "adamw", "--export", f"{saved}/latest"]
+    assert "lies in --checkpoints" in refusal.check(SCRIPT, *flags, names="--export")
+
+
+def test_outputs_lie_apart_before_there_is_a_folder(refusal, tmp_path):
+    new, record = str(tmp_path / "new"), tmp_path / "record"
+    flags = ["--checkpoints", new, "--losses", f"{new}/losses"]
+    assert "--losses" in refusal.check(SCRIPT, *flags, names="lies in --checkpoints")
+    record.mkdir()
+    flags = ["--checkpoints", f"{record}/new", "--record", str(record)]
+    assert "--checkpoints" in refusal.check(SCRIPT, *flags, names="lies in --record")
+    flags = ["--losses", f"{record}/losses", "--record", str(record)]
+    assert "--losses" in refusal.check(SCRIPT, *flags, names="lies in --record")
+    assert list(tmp_path.iterdir()) == [record] and list(record.iterdir()) == []
+
+
+@pytest.mark.parametrize("read", ["--data", "--import", "--tokenizer"])
+@pytest.mark.parametrize("flag", [*OUTPUTS, "--metrics"])
+def test_no_output_overwrites_a_file_that_is_read(refusal, tmp_path, read, flag):
+    (tmp_path / "file").write_bytes(bytes(1000))
+    (tmp_path / "link").symlink_to("file")
+    flags = [read, str(tmp_path / "file"), flag, str(tmp_path / "link")]
+    flags += ["--checkpoints", str(tmp_path / "saved")]
+    sentence = refusal.check(
+        "pretrain_llama", *flags, names=f"{flag} and {read} name the same file"
+    )
+    assert str(tmp_path / "link") in sentence
+    assert (tmp_path / "file").read_bytes() == bytes(1000) and not (tmp_path / "saved").exists()
+
+
+def test_a_schedule_that_is_performed_is_not_overwritten(refusal):
+    file = schedule_file(1)
+    before = Path(file).read_bytes()
+    refusal.check("custom_schedule", "--losses", file, names="--losses and FILE.csv")
+    assert Path(file).read_bytes() == before
+
+
+def test_outputs_beside_the_checkpoints_are_accepted(saved, monkeypatch):
+    # A name that begins like the folder's is no place within it.
+    beside = ["--export", f"{saved}.pt", "--losses", f"{saved}-losses"]
+    found = parse(monkeypatch, "--checkpoints", str(saved), "--optimizer", "adamw", *beside)
+    assert found.export == f"{saved}.pt" and found.begin.step == 10
 
 
 def test_an_older_step_that_is_not_there_is_refused_with_those_that_are(refusal, saved):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,25 @@ from pipeline.schedules import build_schedule
 from pipeline.simulator import Costs
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Every path that a run reads or writes, and the attribute that has it; each script has some of them.
+# --checkpoints is both, and stands among the first: what is there has to be kept.
+READ = {
+    "--data": "data",
+    "--tokenizer": "tokenizer",
+    "--pretrained": "pretrained",
+    "--import": "import_file",
+    "--repair": "repair",
+    "FILE.csv": "file",
+    "--checkpoints": "checkpoints",
+}
+WRITTEN = {
+    "--timeline": "timeline",
+    "--profile": "profile",
+    "--losses": "losses",
+    "--metrics": "metrics",
+    "--record": "record",
+    "--export": "export",
+}
 LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
 
 
@@ -160,8 +180,8 @@ def check_rate(arguments):
 
 
 def check_outputs(arguments):
-    """Refuse an output that could not be written when the training is over."""
-    taken = {os.path.realpath(arguments.data): "--data"} if arguments.data else {}
+    """Refuse an output that could not be written when the training is over, or would destroy."""
+    check_paths_apart(arguments)
     for flag in ("--timeline", "--profile", "--losses", "--metrics"):
         path = getattr(arguments, flag.removeprefix("--"))
         if path is None:
@@ -169,13 +189,32 @@ def check_outputs(arguments):
         folder = os.path.dirname(os.path.abspath(path))
         if not os.path.isdir(folder):
             refuse(f"{flag} {path}: the folder {folder} does not exist; make it first")
-        if os.path.realpath(path) in taken:
-            other = taken[os.path.realpath(path)]
-            refuse(f"{flag} and {other} name the same file {path}; give each its own")
-        taken[os.path.realpath(path)] = flag
         if not can_be_written(path, folder):
             refuse(f"{flag} {path} cannot be written; name a file in a folder of yours")
     check_recording(arguments.record)
+
+
+def check_paths_apart(arguments):
+    """Refuse an output on or in another path of the run, or around it; links are resolved."""
+    taken = {}  # flag -> path, of those that may be followed by an output
+    for flag, name in {**READ, **WRITTEN}.items():
+        path = getattr(arguments, name, None)
+        if not path:  # not given, or '', which is refused elsewhere
+            continue
+        for other in taken if flag in WRITTEN else []:
+            check_apart(flag, path, other, taken[other])
+        taken[flag] = path
+
+
+def check_apart(flag, path, other, other_path):
+    """Refuse two paths of which one is the other or lies in it."""
+    real, other_real = Path(os.path.realpath(path)), Path(os.path.realpath(other_path))
+    if real == other_real:
+        refuse(f"{flag} and {other} name the same file {path}; give each its own")
+    if real.is_relative_to(other_real):
+        refuse(f"{flag} {path} lies in {other} {other_path}; name a place outside of it")
+    if other_real.is_relative_to(real):
+        refuse(f"{other} {other_path} lies in {flag} {path}; name a place outside of it")
 
 
 def check_recording(folder):
