@@ -1,5 +1,6 @@
 """Eight pipelines with one fault each, to be found in their recordings (lesson 12b).
 
+    mkdir -p build
     torchrun --standalone --nproc-per-node 4 source_code/broken_pipelines.py --case 1 \\
         --record build/case_1
 
