@@ -22,7 +22,7 @@ from pipeline.model import build_part, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.report import Report
-from pipeline.schedules import CHUNKED, GENERATORS
+from pipeline.schedules import synchronous_schedules
 from pipeline.worker import Worker
 
 
@@ -60,17 +60,13 @@ def parse_arguments():
         metavar="C",
         help="of a stage, whose inputs --recompute stage keeps; 1 unless given",
     )
-    synchronous = [name for name in GENERATORS if name != "pipedream"]
-    add("--schedule", choices=synchronous, default="gpipe", help="order of the actions")
+    names = synchronous_schedules()
+    add("--schedule", choices=names, default="gpipe", help="order of the actions")
     add("--chunks", type=positive_integer, metavar="V", help="stages a rank")
-    arguments = parse_training_arguments(parser, number_of_stages)
+    arguments = parse_training_arguments(parser, lambda flags: choose_schedule(flags).num_stages)
     check_pieces(arguments)
     arguments.paced = pace_with_recompute(arguments)
     return arguments, choose_schedule(arguments)
-
-
-def number_of_stages(flags):
-    return flags.num_ranks * (flags.chunks or (2 if flags.schedule in CHUNKED else 1))
 
 
 def check_pieces(arguments):

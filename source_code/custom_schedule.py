@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from pipeline.arguments import parse_training_arguments, refuse, training_parser
 from pipeline.distributed import join_job, leave_job
+from pipeline.legal import check_legal
 from pipeline.model import build_part, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
@@ -95,7 +96,7 @@ def pace_by_layers(arguments):
 def read_schedule(path):
     """The schedule in a file, or a refusal that says which action of which rank is wrong."""
     try:
-        schedule = read_csv(path)
+        schedule = check_legal(read_csv(path))
     except ScheduleError as error:
         refuse(f"{path}: {error}; mend that row")
     except (OSError, UnicodeDecodeError):

@@ -1,5 +1,6 @@
 """Distributed checkpointing: save a pipeline, lose a rank, go on with fewer (lesson 07).
 
+    mkdir -p build
     torchrun --standalone --nproc-per-node 4 source_code/distributed_checkpointing.py \\
         --checkpoints build/run --steps 20 --verify
 
@@ -17,6 +18,9 @@ an end until the training is started again. A job script goes on with
     exit $status
 
 (torchrun itself would die of SIGUSR1, hence the trap, which it inherits; the ranks listen anew.)
+
+A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
+from then on, so the checkpoints before it stay.
 
 A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
 from then on, so the checkpoints before it stay.
@@ -57,11 +61,9 @@ from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
 from pipeline.report import Report
-from pipeline.schedules import GENERATORS
+from pipeline.schedules import synchronous_schedules
 from pipeline.stage import Stage
 from pipeline.worker import Worker
-
-SCHEDULES = [name for name in GENERATORS if name not in ("naive", "pipedream")]
 
 
 def main():
@@ -112,13 +114,13 @@ def main():
 def parse_arguments():
     parser = training_parser(__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work")
+    add("--schedule", choices=synchronous_schedules(), default="1f1b", help="order of the work")
     add("--chunks", type=positive_integer, default=1, metavar="V", help="stages on each rank")
     add("--warm-up-steps", type=positive_integer, metavar="N", help="updates to the peak, else 2")
     add("--decay-steps", type=positive_integer, metavar="N", help="end of the cosine, else --steps")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
     add_checkpoint_arguments(parser)
-    arguments = parse_training_arguments(parser, lambda flags: flags.num_ranks * flags.chunks)
+    arguments = parse_training_arguments(parser, lambda flags: choose_schedule(flags).num_stages)
     further = {"warm_up_steps": 2, "decay_steps": max(arguments.steps, 3), "clip": None}
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)

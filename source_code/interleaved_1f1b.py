@@ -57,7 +57,7 @@ def parse_arguments():
     parser.add_argument(
         "--chunks", type=positive_integer, default=2, metavar="V", help="stages a rank"
     )
-    arguments = parse_training_arguments(parser, lambda flags: flags.num_ranks * flags.chunks)
+    arguments = parse_training_arguments(parser, lambda flags: choose_schedule(flags).num_stages)
     return arguments, choose_schedule(arguments)
 
 

@@ -12,7 +12,7 @@ import functools
 import statistics
 import sys
 
-from pipeline.arguments import parse_training_arguments, training_parser
+from pipeline.arguments import choose_schedule, parse_training_arguments, training_parser
 from pipeline.checkpointing.checkpoint import Training
 from pipeline.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
@@ -37,11 +37,10 @@ from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
 from pipeline.refusal import positive_integer, positive_number, refuse
 from pipeline.report import Report
-from pipeline.schedules import CHUNKED, GENERATORS
+from pipeline.schedules import synchronous_schedules
 from pipeline.stage import Stage
 from pipeline.worker import Worker
 
-SCHEDULES = [name for name in GENERATORS if name not in ("naive", "pipedream")]
 SPLIT = ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"]  # with backwards in two halves
 
 
@@ -93,7 +92,8 @@ def parse_arguments():
     add("--reduce", choices=["all-reduce", "ddp", "fsdp2"], default="all-reduce",
         help="who sums the gradients of the replicas")  # fmt: skip
     add("--library", action="store_true", help="let torch.distributed.pipelining do the work")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work in a pipeline")
+    names = synchronous_schedules()
+    add("--schedule", choices=names, default="1f1b", help="order of the work in a pipeline")
     add("--chunks", type=positive_integer, metavar="V", help="stages on each rank")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
@@ -111,9 +111,9 @@ def parse_arguments():
 
 
 def num_stages_of(arguments):
-    if arguments.chunks is None:
-        arguments.chunks = 2 if arguments.schedule in CHUNKED else 1
-    arguments.stages = pipeline_ranks(arguments) * arguments.chunks
+    ranks = pipeline_ranks(arguments)
+    arguments.stages = choose_schedule(arguments, ranks).num_stages
+    arguments.chunks = arguments.stages // ranks
     return arguments.stages
 
 

@@ -10,14 +10,19 @@ import math
 import sys
 
 from pipeline.files import write_whole
-from pipeline.refusal import Parser, positive_integer, positive_number, refuse
+from pipeline.legal import check_legal
+from pipeline.refusal import (
+    Parser,
+    positive_integer,
+    positive_number,
+    refuse,
+    schedule_option,
+)
 from pipeline.schedule import ScheduleError, read_csv, to_csv
-from pipeline.schedules import CHUNKED, GENERATORS, build_schedule
+from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import from_chrome_trace
 from pipeline.views.figures import draw_timelines
-
-CHUNKED_NAMES = ", ".join(CHUNKED)
 
 
 def main():
@@ -45,10 +50,15 @@ def main():
 def parse_arguments():
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("schedule", help=f"{', '.join(GENERATORS)}, or a CSV file")
+    add("schedule", help=f"{', '.join(SCHEDULES)}, or a CSV file")
     add("--ranks", type=positive_integer, default=4, metavar="P")
     add("--microbatches", type=positive_integer, default=8, metavar="M")
-    add("--chunks", type=positive_integer, metavar="V", help=f"stages a rank, for {CHUNKED_NAMES}")
+    chunked = ", ".join(chunked_schedules())
+    add("--chunks", type=positive_integer, metavar="V", help=f"stages a rank, for {chunked}")
+    has = "; ".join(
+        f"{name}: {', '.join(row.options)}" for name, row in SCHEDULES.items() if row.options
+    )
+    add("--option", type=schedule_option, action="append", metavar="NAME=VALUE", help=has)
     add("--forward", type=positive_number, default=1.0, metavar="T", help="of one stage")
     add("--backward", type=positive_number, default=2.0, metavar="T", help="full, of one stage")
     add("--backward-weight", type=positive_number, metavar="T", help="its part for the weights")
@@ -85,17 +95,24 @@ def schedule_of(arguments):
     name, chunks = arguments.schedule, arguments.chunks
     sizes = f" --ranks {arguments.ranks} --microbatches {arguments.microbatches}"
     sizes += f" --chunks {chunks}" if chunks else ""
+    options = dict(arguments.option or [])
+    sizes += "".join(f" --option {option}={value}" for option, value in options.items())
     try:
-        if name in GENERATORS:
-            return build_schedule(name, arguments.ranks, arguments.microbatches, chunks)
+        if name in SCHEDULES:
+            return build_schedule(name, arguments.ranks, arguments.microbatches, chunks, **options)
         if chunks:
-            refuse(f"--chunks is for {CHUNKED_NAMES}; a file says itself where its stages are")
-        return read_csv(name)
+            names = ", ".join(chunked_schedules())
+            refuse(f"--chunks is for {names}; a file says itself where its stages are")
+        if options:
+            refuse(
+                "--option is for a schedule with a name; a file is one order, and has no options"
+            )
+        return check_legal(read_csv(name))
     except ScheduleError as error:
-        refuse(f"{name}{sizes if name in GENERATORS else ''}: {error}")
+        refuse(f"{name}{sizes if name in SCHEDULES else ''}: {error}")
     except (OSError, UnicodeDecodeError):
         refuse(
-            f"'{name}' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV file that can be read"
+            f"'{name}' is neither a schedule ({', '.join(SCHEDULES)}) nor a CSV file that can be read"
         )
 
 

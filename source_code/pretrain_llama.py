@@ -21,6 +21,7 @@ import torch
 
 from pipeline.arguments import (
     check_rate,
+    choose_schedule,
     parse_training_arguments,
     positive_integer,
     positive_number,
@@ -59,10 +60,9 @@ from pipeline.pretraining.tokens import BYTES, filled_up, load_corpus, read_cont
 from pipeline.recorder import Recorder
 from pipeline.reference import train_one_process
 from pipeline.report import Report
-from pipeline.schedules import CHUNKED, GENERATORS
+from pipeline.schedules import synchronous_schedules
 from pipeline.worker import Worker
 
-SCHEDULES = [name for name in GENERATORS if name not in ("naive", "pipedream")]
 MODELS = {  # layers, dim, heads, kv_heads, vocabulary
     "1m": (8, 104, 4, 2, 256),
     "10m": (8, 288, 6, 2, 4096),
@@ -150,7 +150,8 @@ def parse_arguments():
     add("--documents", action="store_true", help="a row is one document, between blank lines")
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
     add("--characters", type=positive_integer, default=10_000_000, metavar="N", help="of --dataset")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the work in a pipeline")
+    names = synchronous_schedules()
+    add("--schedule", choices=names, default="1f1b", help="order of the work in a pipeline")
     add("--chunks", type=positive_integer, metavar="V", help="stages on each rank")
     add_replica_arguments(parser)
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
@@ -206,8 +207,7 @@ def pieces_of_batch(arguments):
 
 
 def number_of_stages(arguments):
-    default = 2 if arguments.schedule in CHUNKED else 1
-    return pipeline_ranks(arguments) * (arguments.chunks or default)
+    return choose_schedule(arguments, pipeline_ranks(arguments)).num_stages
 
 
 def read_corpus(arguments):

@@ -14,7 +14,6 @@ from pipeline.model import build_part, token_loss
 from pipeline.optimizer import build_optimizer
 from pipeline.recorder import Recorder
 from pipeline.report import Report
-from pipeline.schedules import CHUNKED
 from pipeline.stage import Stage
 from pipeline.worker import Worker
 
@@ -50,9 +49,7 @@ def parse_arguments():
         default="zb-h1",
         help="order of the actions",
     )
-    arguments = parse_training_arguments(
-        parser, lambda flags: flags.num_ranks * (2 if flags.schedule in CHUNKED else 1)
-    )
+    arguments = parse_training_arguments(parser, lambda flags: choose_schedule(flags).num_stages)
     return arguments, choose_schedule(arguments)
 
 

@@ -16,7 +16,7 @@ from pipeline.planning.exact_search import (
     sweep,
     what_matters,
 )
-from pipeline.schedule import Action, Schedule, ScheduleError, needs_of, read_csv, result_of
+from pipeline.schedule import Action, Schedule, ScheduleError, message_of, needs_of, read_csv
 from pipeline.schedules import (
     gpipe,
     interleaved_1f1b,
@@ -167,7 +167,7 @@ def test_interleaved_1f1b_and_zb_v_are_as_short_as_their_placements_allow():
 
 def waits_on_purpose(timeline):
     """Whether a rank stands idle although one of its actions could start."""
-    ends = {result_of(event.action): event.end for event in timeline.events}
+    ends = {message_of(event.action): event.end for event in timeline.events}
     for events in timeline.by_rank:
         free = timeline.start
         for i, event in enumerate(events):

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.schedule import KINDS, ScheduleError, from_csv
 from pipeline.schedules import (
-    GENERATORS,
+    SCHEDULES,
     build_schedule,
     gpipe,
     one_f_one_b,
@@ -23,7 +23,7 @@ from pipeline.views.stepping import STORED
 from pipeline.views.story import moments_at, short, stories_of, times_of, waits_of
 
 SETTINGS = explore().settings
-EVERY_SCHEDULE = pytest.mark.parametrize("name", GENERATORS)
+EVERY_SCHEDULE = pytest.mark.parametrize("name", SCHEDULES)
 
 
 def view_of(schedule="gpipe", **changed):

@@ -12,16 +12,18 @@ import predict
 import pytest
 from torch_orders import torch_order
 
-from pipeline.schedule import ScheduleError, from_csv, to_csv, validate
+from pipeline.legal import check_legal
+from pipeline.schedule import ScheduleError, from_csv, to_csv
 from pipeline.schedules import (
-    CHUNKED,
-    GENERATORS,
+    SCHEDULES,
     build_schedule,
+    chunked_schedules,
     dualpipe_v,
     gpipe,
     interleaved_1f1b,
     looped_bfs,
     one_f_one_b,
+    synchronous_schedules,
     zb_h1,
     zb_h2,
     zb_v,
@@ -42,7 +44,8 @@ def rows(schedule):
 
 def sizes_of(name):
     """Every (ranks, micro-batches, chunks) up to 6, 14 and 4 that the schedule allows."""
-    chunks = {"zb-v": [2], "dualpipe-v": [2]}.get(name, [2, 3, 4] if name in CHUNKED else [None])
+    row = SCHEDULES[name]
+    chunks = [row.chunks] if row.fixed_chunks or not row.chunks else [2, 3, 4]
     for p in range(1, 7):
         for m in range(1, 15):
             allowed = {
@@ -56,17 +59,52 @@ def sizes_of(name):
 # Every generator
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_allowed_size_gives_a_valid_schedule_of_that_size(name):
     for p, m, v in sizes_of(name):
         schedule = build_schedule(name, p, m, v)
-        assert validate(schedule) is schedule
+        assert check_legal(schedule) is schedule
         assert schedule.name == name
         assert (schedule.num_ranks, schedule.num_microbatches) == (p, m)
         assert schedule.num_stages == p * (v or 1)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if row.options])
+def test_every_value_of_an_option_gives_a_legal_schedule_or_a_sentence(name):
+    for option in SCHEDULES[name].options:
+        with pytest.raises(ScheduleError, match=rf"^{name} .* not -1$"):
+            build_schedule(name, 4, 8, **{option: -1})
+        for p, m, v in sizes_of(name):
+            for value in range(1, p + 2):
+                schedule = build_schedule(name, p, m, v, **{option: value})
+                assert check_legal(schedule) is schedule
+                assert (schedule.num_ranks, schedule.num_microbatches) == (p, m)
+
+
+def test_an_option_that_a_schedule_has_not_is_refused_with_those_it_has():
+    with pytest.raises(ScheduleError) as refused:
+        build_schedule("1f1b", 4, 8, width=2)
+    assert str(refused.value) == "1f1b has no option 'width'; it has depth"
+    with pytest.raises(ScheduleError) as refused:
+        build_schedule("gpipe", 4, 8, depth=2)
+    assert str(refused.value) == "gpipe has no option 'depth'; it has none"
+
+
+def test_the_row_says_which_schedules_are_synchronous_those_without_updates():
+    for name in SCHEDULES:
+        kinds = {action.kind for order in build_schedule(name, 3, 6).orders for action in order}
+        assert (name in synchronous_schedules()) == ("U" not in kinds)
+
+
+def test_1f1b_with_a_depth_holds_one_microbatch_more_than_its_warm_up():
+    for p, m in EVERY_SIZE:
+        assert one_f_one_b(p, m, depth=p - 1) == one_f_one_b(p, m)
+        for depth in range(p):
+            held = simulate(one_f_one_b(p, m, depth), Costs()).peak_held_per_rank
+            assert held == [min(m, min(p - 1 - rank, depth) + 1) for rank in range(p)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_stage_is_where_its_placement_puts_it(name):
     for p, m, v in sizes_of(name):
         ranks = build_schedule(name, p, m, v).ranks_of_stage
@@ -75,13 +113,13 @@ def test_every_stage_is_where_its_placement_puts_it(name):
         assert ranks == (in_a_v if name.endswith("-v") else in_loops)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_comes_back_from_its_text(name):
     schedule = build_schedule(name, 3, 6)
     assert from_csv(to_csv(schedule), name) == schedule
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("sizes", [(0, 8), (4, 0), (-1, 8), (4, -3)])
 def test_less_than_one_rank_or_microbatch_is_refused(name, sizes):
     with pytest.raises(ScheduleError) as refused:
@@ -91,7 +129,7 @@ def test_less_than_one_rank_or_microbatch_is_refused(name, sizes):
     )
 
 
-@pytest.mark.parametrize("name", CHUNKED)
+@pytest.mark.parametrize("name", chunked_schedules())
 def test_without_a_number_of_chunks_there_are_2(name):
     assert build_schedule(name, 2, 4) == build_schedule(name, 2, 4, 2)
 
@@ -187,7 +225,7 @@ def test_the_order_is_that_of_torchs_class_for_every_size(name, theirs):
 
 def test_torchs_looped_bfs_runs_each_chunks_backwards_in_reverse_and_takes_as_long():
     for p, m, v in sizes_of("looped-bfs"):
-        theirs = validate(from_csv(torch_order("LoopedBFS", p, m, v)))
+        theirs = check_legal(from_csv(torch_order("LoopedBFS", p, m, v)))
         ours = looped_bfs(p, m, v)
         for our_order, their_order in zip(ours.orders, theirs.orders):
             assert [a[:2] for a in our_order] == [a[:2] for a in their_order]
@@ -196,7 +234,7 @@ def test_torchs_looped_bfs_runs_each_chunks_backwards_in_reverse_and_takes_as_lo
 
 def test_torch_2_13s_own_1f1b_order_is_wrong_on_the_last_rank_and_refused():
     with pytest.raises(ScheduleError) as refused:
-        validate(from_csv(torch_order("1F1B", 4, 8, 1)))
+        check_legal(from_csv(torch_order("1F1B", 4, 8, 1)))
     assert str(refused.value) == (
         "rank 3 runs the backward of micro-batch 0 on stage 3 at step 1, but never the forward of "
         "micro-batch 0 on stage 3"
@@ -233,7 +271,7 @@ def test_of_4_ranks_and_8_microbatches_every_figure_is_the_known_one(name, chunk
 
 
 def test_torchs_interleaved_zero_bubble_of_4_ranks_and_8_microbatches_takes_51():
-    theirs = validate(from_csv(torch_order("InterleavedZeroBubble", 4, 8, 2)))
+    theirs = check_legal(from_csv(torch_order("InterleavedZeroBubble", 4, 8, 2)))
     timeline = simulate(theirs, EQUAL_COSTS)
     assert timeline.makespan == 51
     assert timeline.peak_held_per_rank == [8, 7, 6, 5]

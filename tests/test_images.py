@@ -6,7 +6,7 @@ import make_images
 import pytest
 
 from pipeline.notebook.launch import ROOT
-from pipeline.schedules import build_schedule
+from pipeline.schedules import SCHEDULES
 from pipeline.simulator import Costs, simulate
 from pipeline.views.figures import draw_timelines
 
@@ -16,7 +16,7 @@ TITLE = r"<title>(.*?)</title>"
 
 
 def test_every_figure_is_made_by_a_command_and_every_other_one_is_gone():
-    assert {path.stem for path in FIGURES} == set(make_images.TRAINED_BY)
+    assert {path.stem for path in FIGURES} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)
@@ -33,8 +33,7 @@ def redrawn(name, monkeypatch):
         lambda name, schedule, script, costs: simulate(schedule, costs),
     )
     monkeypatch.setattr(make_images.Path, "write_text", lambda path, text: saved.append(text))
-    schedule = build_schedule(name, 4, 1 if name == "naive" else 8)
-    make_images.draw(name, schedule, make_images.TRAINED_BY[name], Costs(10, 20, 10))
+    make_images.draw(name, make_images.schedule_of(name), "", Costs(10, 20, 10))
     return saved[0]
 
 
@@ -50,7 +49,7 @@ def parts_of(svg):
     }
 
 
-@pytest.mark.parametrize("name", sorted(make_images.TRAINED_BY))
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_figure_is_what_the_command_draws_today_but_for_the_milliseconds_of_the_run(
     name, monkeypatch
 ):
@@ -63,14 +62,14 @@ def test_the_figure_is_what_the_command_draws_today_but_for_the_milliseconds_of_
 
 
 def simulated(name):
-    return simulate(build_schedule(name, 4, 1 if name == "naive" else 8), Costs(10, 20, 10))
+    return simulate(make_images.schedule_of(name), Costs(10, 20, 10))
 
 
 def test_the_same_run_is_drawn_into_the_same_file_byte_by_byte(monkeypatch):
     assert redrawn("zb-v", monkeypatch) == redrawn("zb-v", monkeypatch)
 
 
-@pytest.mark.parametrize("name", sorted(make_images.TRAINED_BY))
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_words_for_a_figure_have_the_numbers_that_are_predicted(name):
     text = (ROOT / "images" / "README.md").read_text()
     alt = re.search(rf"!\[([^\]]*)\]\({name}\.svg\)", text)[1]

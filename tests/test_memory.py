@@ -18,7 +18,7 @@ from pipeline.notebook.launch import run
 from pipeline.optimization.mixed_precision import computing_copy, hand_over_put_off
 from pipeline.pretraining.padding import ShareOfLoss
 from pipeline.recorder import Recorder
-from pipeline.schedules import CHUNKED, build_schedule
+from pipeline.schedules import build_schedule, chunked_schedules
 
 SIZES = {
     "narrow": ModelConfig(8, 16, 4, 2, 8, 256),
@@ -71,7 +71,7 @@ def measured(rank, size, dtype):
     job = join_job("cpu")
     found = {}
     for name in SCHEDULES:
-        schedule = build_schedule(name, 4 if name not in CHUNKED else 2, 6)
+        schedule = build_schedule(name, 2 if name in chunked_schedules() else 4, 6)
         for mode, pieces in WAYS:
             found[name, mode, pieces] = play(
                 job, schedule, SIZES[size], getattr(torch, dtype), mode, pieces

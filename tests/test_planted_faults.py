@@ -198,7 +198,7 @@ class CountedSending(Sending):
 
 
 class NothingReleasedBeforeTheEnd(Worker):
-    def release_sent(self, message):
+    def release_sent(self, source, message):
         pass
 
 

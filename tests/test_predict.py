@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import predict
 import pytest
 
-from pipeline.schedule import from_csv, to_csv, validate
-from pipeline.schedules import CHUNKED, GENERATORS, build_schedule, gpipe, naive
+from pipeline.legal import check_legal
+from pipeline.schedule import from_csv, to_csv
+from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules, gpipe, naive
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import to_chrome_trace
 
@@ -124,7 +125,7 @@ def test_a_file_with_a_split_backward_is_predicted_with_its_own_sizes(tmp_path, 
     }
 
 
-@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_predicted_and_comes_back_the_same_from_its_file(name, tmp_path, capsys):
     words = ["--ranks", 3, "--microbatches", 6, "--transfer", 0.25, "--backward-weight", 0.5]
     path = tmp_path / "again.csv"
@@ -167,7 +168,7 @@ def test_a_schedule_of_262144_actions_is_predicted_with_its_known_figures():
 def test_csv_on_standard_output_is_the_schedule_and_nothing_else():
     text = printed("gpipe", "--ranks", 3, "--microbatches", 5, "--csv", "-")
     assert text == to_csv(gpipe(3, 5))
-    assert validate(from_csv(text)).orders == gpipe(3, 5).orders
+    assert check_legal(from_csv(text)).orders == gpipe(3, 5).orders
 
 
 def test_a_written_schedule_predicts_the_same_under_its_own_name(tmp_path, capsys):
@@ -208,7 +209,7 @@ def refusal(capsys, *words):
 def test_a_schedule_that_does_not_exist_is_refused_with_those_that_do():
     called = call("gpip")
     assert sentence_of(called.returncode, called.stdout, called.stderr) == (
-        f"'gpip' is neither a schedule ({', '.join(GENERATORS)}) nor a CSV file that can be read"
+        f"'gpip' is neither a schedule ({', '.join(SCHEDULES)}) nor a CSV file that can be read"
     )
 
 
@@ -234,7 +235,7 @@ def test_chunks_beside_a_file_are_refused(tmp_path, capsys):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,0B0\n")
     assert refusal(capsys, path, "--chunks", 2) == (
-        f"--chunks is for {', '.join(CHUNKED)}; a file says itself where its stages are"
+        f"--chunks is for {', '.join(chunked_schedules())}; a file says itself where its stages are"
     )
 
 

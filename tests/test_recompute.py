@@ -18,13 +18,13 @@ from pipeline.model import ModelConfig, build_part, token_loss
 from pipeline.notebook.launch import RunFailed, run
 from pipeline.recorder import Recorder
 from pipeline.report import measured_costs
-from pipeline.schedules import GENERATORS, gpipe, one_f_one_b, zb_h1, zb_h2
+from pipeline.schedules import gpipe, one_f_one_b, synchronous_schedules, zb_h1, zb_h2
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import Timeline, from_chrome_trace, to_chrome_trace
 from pipeline.views.figures import draw_timelines
 
 SCRIPT = "activation_checkpointing.py"
-SYNCHRONOUS = [name for name in GENERATORS if name != "pipedream"]
+SYNCHRONOUS = synchronous_schedules()
 FLAGS = f"{SMALL} --layers 16 --steps 3 --learning-rate 0.2 --microbatches 8"
 CONFIG = ModelConfig(layers=8, dim=16, heads=4, kv_heads=2, seq_len=8)
 LAYERS = 4  # of the stages below

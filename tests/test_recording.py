@@ -13,12 +13,17 @@ import torch
 
 from pipeline.asynchronous.weight_stash import forward_version
 from pipeline.debugging.comparing import compare
-from pipeline.debugging.recorded_run import RecordingError, read_recording, tell_unanswered
+from pipeline.debugging.recorded_run import (
+    RecordingError,
+    maker_of,
+    read_recording,
+    tell_unanswered,
+)
 from pipeline.debugging.time_machine import TimePanel, time_machine
 from pipeline.notebook import launch
 from pipeline.notebook.launch import ROOT, RunFailed
 from pipeline.recording import fingerprint
-from pipeline.schedule import Action, result_of
+from pipeline.schedule import Action
 from pipeline.schedules import gpipe
 
 TINY = "--dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2"
@@ -58,12 +63,12 @@ def test_every_message_arrives_as_it_was_sent_and_is_what_was_made_and_what_is_u
     assert recording.unanswered == {}
     for step in recording.steps:
         assert step.ended == set(range(4))
-        for message in schedule.messages:
-            producer = Action(*result_of(message.producer))
+        for message, source, destination, consumer_stage in schedule.messages:
+            producer = maker_of(message)
             sender = step.by_result[producer]
-            receiver = step.by_result[producer._replace(stage=message.consumer_stage)]
-            assert sender.sent.peer == message.destination
-            assert receiver.received.peer == message.source
+            receiver = step.by_result[producer._replace(stage=consumer_stage)]
+            assert sender.sent.peer == destination
+            assert receiver.received.peer == source
             assert sender.made == sender.sent.what == receiver.received.what == receiver.used
         performed = [
             tuple(e.event.action for e in step.entries if e.event.rank == r) for r in range(4)

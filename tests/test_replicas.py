@@ -15,7 +15,7 @@ from pipeline.data_parallel.replicas import (
     sums_done,
 )
 from pipeline.distributed import Job, join_job, leave_job
-from pipeline.schedule import result_of
+from pipeline.schedule import message_of
 from pipeline.schedules import build_schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from pipeline.simulator import Costs, simulate
 
@@ -87,8 +87,8 @@ def test_two_chunks_hide_one_of_two_sums():
 def test_messages_of_one_replica_use_what_its_own_ranks_made():
     schedule = replicate(gpipe(2, 2), 2)
     assert schedule.rank_of(1, 1) == 1 and schedule.rank_of(1, 2) == 3
-    makers = {result_of(a): rank for rank, order in enumerate(schedule.orders) for a in order}
-    assert all(makers[result_of(m.producer)] == m.source for m in schedule.messages)
+    makers = {message_of(a): rank for rank, order in enumerate(schedule.orders) for a in order}
+    assert all(makers[m.message] == m.source for m in schedule.messages)
 
 
 # Ranks that form replicas

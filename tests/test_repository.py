@@ -72,7 +72,7 @@ def test_the_core_is_exactly_what_the_scripts_of_lessons_01_to_03_build_on():
         for module in {name.removeprefix("pipeline.") for name in named} & IMPORTS.keys():
             needed |= {module} | architecture.reachable(IMPORTS, module)
     core = {module for module in IMPORTS if architecture.topic_of(module) == architecture.CORE}
-    assert core == needed
+    assert core == needed | {"legal"}  # for schedules from files, which these scripts do not read
 
 
 def test_a_file_has_a_name_of_its_own_by_which_it_is_called_in_every_folder():

@@ -5,18 +5,19 @@ import random
 
 import pytest
 
+from pipeline.legal import check_legal
+from pipeline.message import Message
 from pipeline.schedule import (
     Action,
     Schedule,
     ScheduleError,
     from_csv,
+    message_of,
     read_csv,
-    result_of,
     to_csv,
-    validate,
 )
 from pipeline.schedules import (
-    GENERATORS,
+    build_schedule,
     gpipe,
     naive,
     noam,
@@ -71,19 +72,19 @@ def test_gpipe_runs_all_forwards_before_any_backward_gpipe_section_2_3(num_ranks
 @pytest.mark.parametrize("name", ["naive", "gpipe"])
 @pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
 def test_a_generated_schedule_has_the_sizes_asked_for(name, num_ranks, num_microbatches):
-    schedule = GENERATORS[name](num_ranks, num_microbatches)
+    schedule = build_schedule(name, num_ranks, num_microbatches)
     assert schedule.name == name
     assert schedule.num_ranks == schedule.num_stages == num_ranks
     assert schedule.num_microbatches == num_microbatches
     assert schedule.ranks_of_stage == {stage: (stage,) for stage in range(num_ranks)}
-    assert validate(schedule) is schedule
+    assert check_legal(schedule) is schedule
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe"])
 @pytest.mark.parametrize("sizes", [(0, 8), (4, 0), (-1, 8), (4, -3)])
 def test_a_generator_refuses_less_than_one_rank_or_microbatch(name, sizes):
     with pytest.raises(ScheduleError) as refused:
-        GENERATORS[name](*sizes)
+        build_schedule(name, *sizes)
     assert str(refused.value) == (
         f"a schedule needs at least one rank and one micro-batch, not {sizes[0]} and {sizes[1]}"
     )
@@ -152,9 +153,9 @@ def test_every_complete_group_of_minibatches_is_updated_and_no_other():
 
 def test_an_update_of_replicas_needs_the_gradients_of_the_whole_group():
     schedule = pipedream_round_robin((2, 1, 1), 4)
-    assert schedule.needs_of(Action(0, "U", 2)) == [(0, "I", 2), (0, "I", 3)]
-    assert schedule.needs_of(Action(0, "U", 3)) == [(0, "I", 2), (0, "I", 3)]
-    assert schedule.needs_of(Action(1, "U", 3)) == [(1, "I", 3)]
+    assert schedule.needs_of(Action(0, "U", 2)) == [("gradient", 0, 2), ("gradient", 0, 3)]
+    assert schedule.needs_of(Action(0, "U", 3)) == [("gradient", 0, 2), ("gradient", 0, 3)]
+    assert schedule.needs_of(Action(1, "U", 3)) == [("gradient", 1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -172,11 +173,14 @@ def test_noam_is_the_ranks_over_the_replicas_of_the_input_stage_pipedream_sectio
 
 def test_a_message_goes_to_the_replica_whose_turn_the_minibatch_is():
     schedule = pipedream_round_robin((2, 3), 6)
-    ways = {(str(m.producer), m.source, m.destination) for m in schedule.messages}
+    ways = {(route.message, route.source, route.destination) for route in schedule.messages}
     assert ways == {
         way
         for k in range(6)
-        for way in ((f"0F{k}", k % 2, 2 + k % 3), (f"1B{k}", 2 + k % 3, k % 2))
+        for way in (
+            (Message("activation", 0, k), k % 2, 2 + k % 3),
+            (Message("gradient", 1, k), 2 + k % 3, k % 2),
+        )
     }
 
 
@@ -200,26 +204,27 @@ def test_a_stage_without_a_rank_is_refused(replicas):
 @pytest.mark.parametrize("name", ["naive", "gpipe"])
 @pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
 def test_a_straight_pipeline_sends_2m_times_p_minus_1_messages(name, num_ranks, num_microbatches):
-    messages = GENERATORS[name](num_ranks, num_microbatches).messages
+    messages = build_schedule(name, num_ranks, num_microbatches).messages
     assert len(messages) == len(set(messages)) == 2 * num_microbatches * (num_ranks - 1)
 
 
 def test_activations_go_one_rank_up_and_gradients_one_rank_down():
-    for message in gpipe(4, 3).messages:
-        step = 1 if message.producer.kind == "F" else -1
-        assert message.destination == message.source + step
-        assert message.consumer_stage == message.producer.stage + step
+    for message, source, destination, consumer_stage in gpipe(4, 3).messages:
+        step = 1 if message.what == "activation" else -1
+        assert destination == source + step
+        assert consumer_stage == message.stage + step
 
 
 def test_messages_of_a_sender_stand_in_the_order_in_which_it_makes_them():
     schedule = from_csv("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0\n")
-    from_rank_0 = [message.producer for message in schedule.messages if message.source == 0]
-    assert from_rank_0 == [Action(0, "F", 1), Action(0, "F", 0)]
+    from_rank_0 = [route.message for route in schedule.messages if route.source == 0]
+    assert from_rank_0 == [Message("activation", 0, 1), Message("activation", 0, 0)]
 
 
 def test_a_message_says_what_it_is():
     activation, gradient = gpipe(2, 1).messages
     assert str(activation) == "the activation of micro-batch 0 from stage 0"
+    assert str(gradient) == str(Message("gradient", 1, 0))
     assert str(gradient) == "the gradient of micro-batch 0 from stage 1"
 
 
@@ -227,7 +232,15 @@ def test_stages_of_one_rank_and_weight_gradients_need_no_message():
     one_rank = from_csv("0F0,1F0,1B0,0B0\n")
     assert one_rank.messages == []
     split = from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
-    assert [str(message.producer) for message in split.messages] == ["0F0", "1I0"]
+    sent = [route.message for route in split.messages]
+    assert sent == [Message("activation", 0, 0), Message("gradient", 1, 0)]
+
+
+def test_a_full_backward_makes_the_same_message_as_a_backward_for_the_input():
+    whole, half = message_of(Action(1, "B", 2)), message_of(Action(1, "I", 2))
+    assert whole == half == Message("gradient", 1, 2)
+    assert str(whole) == "the gradient of micro-batch 2 from stage 1"
+    assert message_of(Action(1, "W", 2)) is message_of(Action(1, "U", 2)) is None
 
 
 # Text form
@@ -236,24 +249,27 @@ def test_stages_of_one_rank_and_weight_gradients_need_no_message():
 @pytest.mark.parametrize("name", ["naive", "gpipe"])
 @pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
 def test_the_text_form_comes_back_as_the_same_schedule(name, num_ranks, num_microbatches):
-    schedule = GENERATORS[name](num_ranks, num_microbatches)
+    schedule = build_schedule(name, num_ranks, num_microbatches)
     assert from_csv(to_csv(schedule), name) == schedule
 
 
 def test_every_kind_of_action_comes_back_from_the_text_form():
     text = "0F0,2F0,2I0,2W0,2U0,0B0,0U0\n1F0,1B0,1U0\n"
-    schedule = validate(from_csv(text))
+    schedule = check_legal(from_csv(text))
     assert schedule.orders[0][2] == Action(2, "I", 0)
     assert to_csv(schedule) == text
 
 
-def test_a_file_is_read_validated_and_named_after_itself(tmp_path):
+def test_a_file_is_read_and_named_after_itself(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(gpipe(3, 4)))
     assert read_csv(path) == Schedule("mine", gpipe(3, 4).orders)
-    path.write_text("0B0,0F0\n")
-    with pytest.raises(ScheduleError):
+    path.write_text("0B0,0X0\n")
+    with pytest.raises(ScheduleError, match="'0X0' is no action"):
         read_csv(path)
+    path.write_text("0B0,0F0\n")
+    with pytest.raises(ScheduleError, match="^rank 0 runs the backward"):
+        check_legal(read_csv(path))
 
 
 def test_spaces_and_empty_cells_are_ignored():
@@ -398,7 +414,7 @@ def test_an_illegal_schedule_gets_a_sentence_that_says_what_is_wrong(what):
     if isinstance(schedule, str):
         schedule = from_csv(schedule)
     with pytest.raises(ScheduleError) as refused:
-        validate(schedule)
+        check_legal(schedule)
     assert str(refused.value) == sentence
 
 
@@ -451,7 +467,7 @@ DEADLOCKS = {
 def test_a_deadlock_sentence_names_the_ranks_of_the_cycle_and_no_other(what):
     text, sentence = DEADLOCKS[what]
     with pytest.raises(ScheduleError) as refused:
-        validate(from_csv(text))
+        check_legal(from_csv(text))
     assert str(refused.value) == sentence
 
 
@@ -499,7 +515,7 @@ def plays_to_the_end(schedule):
 
 def is_valid(schedule):
     try:
-        validate(schedule)
+        check_legal(schedule)
     except ScheduleError:
         return False
     return True
@@ -549,13 +565,13 @@ def test_of_3000_shuffled_schedules_exactly_those_that_can_be_played_are_valid()
 def test_the_playable_order_has_every_action_once_after_all_it_needs(
     name, num_ranks, num_microbatches
 ):
-    schedule = GENERATORS[name](num_ranks, num_microbatches)
+    schedule = build_schedule(name, num_ranks, num_microbatches)
     done = set()
     next_step = [0] * num_ranks
     for rank, action, needs in schedule.playable_order:
         assert action is schedule.orders[rank][next_step[rank]]
         assert needs == schedule.needs_of(action)
         assert done.issuperset(needs)
-        done.add(result_of(action))
+        done.add(message_of(action))
         next_step[rank] += 1
     assert next_step == [len(order) for order in schedule.orders]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, to_csv, validate
-from pipeline.schedules import GENERATORS, build_schedule, pipedream, pipedream_round_robin
+from pipeline.legal import check_legal
+from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, to_csv
+from pipeline.schedules import SCHEDULES, build_schedule, pipedream, pipedream_round_robin
 from pipeline.simulator import Costs, simulate
 
 FEW = settings(max_examples=400, deadline=None, derandomize=True)
@@ -23,7 +24,7 @@ def legal_schedules():
     """Small ones of every generator."""
     schedules = [pipedream(2, 6, microbatches_per_update=3), pipedream_round_robin((1, 2), 5)]
     schedules += [pipedream_round_robin((2, 1), 4), pipedream_round_robin((2, 3), 6)]
-    for name in GENERATORS:
+    for name in SCHEDULES:
         for num_ranks, num_microbatches in [(1, 2), (2, 2), (2, 4), (3, 3), (3, 6)]:
             if name != "dualpipe-v" or num_microbatches >= 2 * num_ranks:
                 schedules.append(build_schedule(name, num_ranks, num_microbatches))
@@ -149,7 +150,7 @@ def verdict(judge, schedule):
 @MANY
 @given(spoilt_schedules([swap, drop, repeat, move, split]))
 def test_the_validator_accepts_exactly_what_can_be_played_to_its_end(schedule):
-    sentence = verdict(validate, schedule)
+    sentence = verdict(check_legal, schedule)
     assert (sentence is None) == can_be_played(schedule), f"{sentence}\n{to_csv(schedule)}"
 
 
@@ -159,7 +160,7 @@ def test_of_reordered_schedules_the_simulator_plays_exactly_the_valid_ones(sched
     # The simulator only knows what an action needs; that an update follows the weights' part of
     # its own backward, which no other rank waits for, is the validator's alone.
     sentence = verdict(lambda schedule: simulate(schedule, Costs()), schedule)
-    valid = verdict(validate, schedule) is None
+    valid = verdict(check_legal, schedule) is None
     if not any(action.kind == "U" for order in schedule.orders for action in order):
         assert (sentence is None) == valid, f"{sentence}\n{to_csv(schedule)}"
     assert not valid or sentence is None
@@ -168,7 +169,7 @@ def test_of_reordered_schedules_the_simulator_plays_exactly_the_valid_ones(sched
 @FEW
 @given(spoilt_schedules([swap, drop, repeat, move, split]))
 def test_a_refusal_names_a_rank_or_a_stage_and_what_is_wrong(schedule):
-    sentence = verdict(validate, schedule)
+    sentence = verdict(check_legal, schedule)
     if sentence is not None:
         assert re.search(r"\b(rank|stage) \d+\b", sentence), sentence
         assert "\n" not in sentence

@@ -6,7 +6,7 @@ The costs are sums of powers of two, so that every time is exact and nothing is 
 
 import pytest
 
-from pipeline.schedule import ScheduleError, from_csv, result_of
+from pipeline.schedule import ScheduleError, from_csv, message_of
 from pipeline.schedules import gpipe, naive, one_f_one_b, pipedream, pipedream_round_robin
 from pipeline.simulator import Costs, simulate
 
@@ -196,12 +196,12 @@ def test_naive_adds_up_uneven_stages_and_no_stage_sets_the_pace(costs):
 @pytest.mark.parametrize("costs", COSTS + UNEVEN[1:3], ids=str)
 def test_an_action_starts_at_the_first_moment_at_which_it_can(make, costs):
     schedule = make(4, 6)
-    events = {result_of(event.action): event for event in simulate(schedule, costs).events}
+    events = {message_of(event.action): event for event in simulate(schedule, costs).events}
     assert len(events) == sum(map(len, schedule.orders))
     for rank, order in enumerate(schedule.orders):
         free = 0
         for action in order:
-            event = events[result_of(action)]
+            event = events[message_of(action)]
             arrivals = [
                 needed.end + (costs.transfer if needed.rank != rank else 0)
                 for needed in (events[need] for need in schedule.needs_of(action))

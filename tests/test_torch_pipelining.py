@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from pipeline import schedules
 from pipeline.arguments import parse_training_arguments, training_parser
 from pipeline.distributed import join_job, ranks_from_environment
-from pipeline.schedule import validate
+from pipeline.legal import check_legal
 from pipeline.model import token_loss
 from pipeline.notebook.launch import RunFailed, run
 from pipeline.reference import train_one_process
@@ -222,7 +222,7 @@ def test_looped_bfs_takes_another_order_than_ours_and_as_long():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_each_listed_schedule_is_legal_on_the_ranks_that_its_placement_says(name):
     chunks = 2 if name in LOOPS + V_SHAPED else 1
-    schedule = validate(schedule_as_data(name, 4, 8, chunks))
+    schedule = check_legal(schedule_as_data(name, 4, 8, chunks))
     for rank in range(4):
         stages = {stage for stage, owners in schedule.ranks_of_stage.items() if rank in owners}
         assert stages == set(stages_of_rank(name, rank, 4, chunks))

@@ -10,32 +10,34 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from pipeline.notebook.launch import run  # noqa: E402
-from pipeline.schedules import build_schedule  # noqa: E402
+from pipeline.schedules import SCHEDULES, build_schedule  # noqa: E402
 from pipeline.simulator import Costs, simulate  # noqa: E402
 from pipeline.views.figures import draw_timelines  # noqa: E402
 
 RUNS = 3  # of which the shortest is drawn: whatever else the machine does only adds time
 
-# What performs each schedule, with the flags that ask for it.
-TRAINED_BY = {
-    "naive": "naive_model_parallelism.py --microbatches 1",
-    "gpipe": "gpipe.py --microbatches 8",
-    "1f1b": "one_f_one_b.py --microbatches 8",
-    "pipedream": "pipedream.py --steps 8",
-    "interleaved-1f1b": "interleaved_1f1b.py --microbatches 8 --schedule interleaved-1f1b",
-    "looped-bfs": "interleaved_1f1b.py --microbatches 8 --schedule looped-bfs",
-    "zb-h1": "zero_bubble.py --microbatches 8 --schedule zb-h1",
-    "zb-h2": "zero_bubble.py --microbatches 8 --schedule zb-h2",
-    "zb-v": "zero_bubble.py --microbatches 8 --schedule zb-v",
-    "dualpipe-v": "zero_bubble.py --microbatches 8 --schedule dualpipe-v",
-}
+MICROBATCHES = {"naive": 1}  # 8 for the others
 
 
 def main():
-    for name, script in TRAINED_BY.items():
-        microbatches = 1 if name == "naive" else 8
-        draw(name, build_schedule(name, 4, microbatches), script, Costs(10, 20, 10))
+    for name in SCHEDULES:
+        draw(name, schedule_of(name), script_of(name), Costs(10, 20, 10))
     return 0
+
+
+def schedule_of(name):
+    """What is drawn of a schedule: four ranks, and two stages on each where it has several."""
+    return build_schedule(name, 4, MICROBATCHES.get(name, 8))
+
+
+def script_of(name):
+    """The command that performs it. Each asynchronous schedule has a script of its own name."""
+    if not SCHEDULES[name].synchronous:
+        return f"{name}.py --steps 8"
+    return (
+        f"activation_checkpointing.py --recompute none --schedule {name} "
+        f"--microbatches {MICROBATCHES.get(name, 8)}"
+    )
 
 
 def draw(name, schedule, script, costs):

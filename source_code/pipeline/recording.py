@@ -1,5 +1,6 @@
 """Writes down what every action of a rank took in, made and used: the recording of a run.
 
+    mkdir -p build
     torchrun --standalone --nproc-per-node 4 source_code/gpipe.py --record build/monday
 
 FOLDER then holds `run.json` (the schedule and the pace) and `rankN.jsonl`, one line of JSON for
@@ -23,7 +24,8 @@ from pathlib import Path
 import torch
 
 from pipeline.files import write_whole
-from pipeline.schedule import Action, Message, result_of, to_csv
+from pipeline.message import Message
+from pipeline.schedule import to_csv
 
 RUN_FILE = "run.json"
 RANK_FILE = "rank{}.jsonl"
@@ -142,7 +144,7 @@ def producer_of(what, source):
     stage of its own number.
     """
     if isinstance(what, Message):
-        return str(Action(*result_of(what.producer)))
+        return f"{what.stage}{'F' if what.what == 'activation' else 'I'}{what.microbatch}"
     found = re.fullmatch(r"(activation|gradient) (\d+)", what)
     return f"{source}{'F' if found[1] == 'activation' else 'I'}{found[2]}" if found else what
 

@@ -52,6 +52,16 @@ def positive_integer(text):
     return value
 
 
+def schedule_option(text):
+    """An --option NAME=VALUE of a schedule's generator, as (name, whole number)."""
+    name, _, value = text.partition("=")
+    try:
+        return name, int(value)
+    except ValueError:
+        form = "NAME=VALUE with a whole number, as in depth=2"
+        raise argparse.ArgumentTypeError(f"must be {form}, not '{text}'") from None
+
+
 def positive_number(text):
     """A flag's value as a number, above zero and finite."""
     try:

@@ -1,7 +1,8 @@
 """A schedule is data: for each rank, the actions it takes, in order.
 
-The simulator predicts it, the worker performs it and the figures draw it; none of them knows how
-it was made. This file holds the data, its text form and the check that it is legal.
+The simulator predicts it, the worker performs it and the figures draw it, whichever way it was
+made. This file holds the data, what each action needs and makes, and the text form. The check that
+a schedule is legal is in legal.py.
 
 Text form: one row a rank, cells `stage kind micro-batch` such as `0F3`, separated by commas. It is
 the form that torch.distributed.pipelining reads and writes.
@@ -10,11 +11,11 @@ the form that torch.distributed.pipelining reads and writes.
 import re
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.needs import needs_of, result_of, update_group
+from pipeline.message import Message
 
 KINDS = {
     "F": "forward",
@@ -43,22 +44,59 @@ class Action(NamedTuple):
         return f"the {KINDS[self.kind]} of micro-batch {self.microbatch} on stage {self.stage}"
 
 
-class Message(NamedTuple):
-    """What travels from one rank to another: the activation or the gradient of a micro-batch.
+class Route(NamedTuple):
+    """The way of a message from one rank to another, to the stage that uses it."""
 
-    `producer` is the action that made it, `consumer_stage` the stage that needs it.
-    """
-
+    message: Message
     source: int
     destination: int
-    producer: Action
     consumer_stage: int
 
     def __str__(self):
-        what = "activation" if self.producer.kind == "F" else "gradient"
-        return (
-            f"the {what} of micro-batch {self.producer.microbatch} from stage {self.producer.stage}"
-        )
+        return str(self.message)
+
+
+_new_message = partial(tuple.__new__, Message)  # Message(...) takes four times as long
+
+
+def message_of(action):
+    """The Message that an action makes, for this rank or another; None for W and U.
+
+    A full backward and a backward for the input both make the gradient of the stage's input.
+    """
+    stage, kind, microbatch = action
+    if kind == "F":
+        return _new_message(("activation", stage, microbatch))
+    if kind in "BI":
+        return _new_message(("gradient", stage, microbatch))
+    return None
+
+
+def needs_of(action, num_stages, replicas=1):
+    """The messages that must exist before `action` can start, as a list.
+
+    A backward needs the activation of its own stage, too. W and U need the gradient that the
+    backward of their own stage makes: it leaves the deferred weight gradient, or the gradient of
+    the weights. `replicas` is the number of ranks that have the stage: each update adds up the
+    gradients of as many consecutive micro-batches, one from each replica.
+    """
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [_new_message(("activation", stage - 1, microbatch))] if stage > 0 else []
+    if kind == "W":
+        return [_new_message(("gradient", stage, microbatch))]
+    if kind == "U":
+        return [_new_message(("gradient", stage, k)) for k in update_group(microbatch, replicas)]
+    own = _new_message(("activation", stage, microbatch))
+    if stage == num_stages - 1:
+        return [own]
+    return [own, _new_message(("gradient", stage + 1, microbatch))]
+
+
+def update_group(microbatch, replicas):
+    """The micro-batches whose gradients go into the same update of a stage with replicas."""
+    first = microbatch - microbatch % replicas
+    return range(first, first + replicas)
 
 
 @dataclass(frozen=True)
@@ -114,10 +152,10 @@ class Schedule:
     @cached_property
     def pairs(self):
         """The ordered pairs of ranks that exchange messages."""
-        return sorted({(message.source, message.destination) for message in self.messages})
+        return sorted({(route.source, route.destination) for route in self.messages})
 
     def needs_of(self, action):
-        """The results that must exist before `action` can start (see needs.py)."""
+        """The messages that must exist before `action` can start."""
         replicas = len(self.ranks_of_stage[action.stage]) if action.kind == "U" else 1
         return needs_of(action, self.num_stages, replicas)
 
@@ -129,24 +167,25 @@ class Schedule:
         """
         return _play(self)
 
-    def message_after(self, action):
-        """The message that `action` sends to another rank, or None."""
-        if action.kind in "WU":
+    def route_after(self, action):
+        """The Route of the message that `action` sends to another rank, or None."""
+        message = message_of(action)
+        if message is None:
             return None
-        consumer_stage = action.stage + (1 if action.kind == "F" else -1)
+        consumer_stage = action.stage + (1 if message.what == "activation" else -1)
         if not 0 <= consumer_stage < self.num_stages:
             return None
         source = self.rank_of(action.stage, action.microbatch)
         destination = self.rank_of(consumer_stage, action.microbatch)
         if source == destination:
             return None
-        return Message(source, destination, action, consumer_stage)
+        return Route(message, source, destination, consumer_stage)
 
     @cached_property
     def messages(self):
-        """Every message, in the order in which each sender sends."""
-        sent = (self.message_after(action) for order in self.orders for action in order)
-        return [message for message in sent if message is not None]
+        """The Route of every message, in the order in which each sender sends."""
+        sent = (self.route_after(action) for order in self.orders for action in order)
+        return [route for route in sent if route is not None]
 
 
 def _play(schedule):
@@ -156,7 +195,7 @@ def _play(schedule):
     """
     played = []
     done = set()
-    waiting = {}  # result -> ranks that wait for it
+    waiting = {}  # message -> ranks that wait for it
     step = [0] * schedule.num_ranks
     ready = deque(range(schedule.num_ranks))
     while ready:
@@ -171,10 +210,10 @@ def _play(schedule):
                 break
             played.append((rank, action, needs))
             step[rank] += 1
-            result = result_of(action)
-            done.add(result)
-            if result in waiting:
-                ready.extend(waiting.pop(result))
+            message = message_of(action)
+            done.add(message)
+            if message in waiting:
+                ready.extend(waiting.pop(message))
     stuck = [rank for rank, order in enumerate(schedule.orders) if step[rank] < len(order)]
     if stuck:
         raise ScheduleError(_explain_deadlock(schedule, step, waiting, stuck))
@@ -182,13 +221,15 @@ def _play(schedule):
 
 
 def _explain_deadlock(schedule, step, waiting, stuck):
-    needed = {rank: result for result, ranks in waiting.items() for rank in ranks}
-    made_by = {result_of(a): rank for rank, order in enumerate(schedule.orders) for a in order}
+    needed = {rank: message for message, ranks in waiting.items() for rank in ranks}
+    made_by = {message_of(a): rank for rank, order in enumerate(schedule.orders) for a in order}
 
     def waits(rank):
+        what, stage, microbatch = needed[rank]
+        pass_ = "forward" if what == "activation" else "backward"
         return (
             f"rank {rank} cannot take step {step[rank]} ({schedule.orders[rank][step[rank]]}) "
-            f"before {Action(*needed[rank]).describe().replace(' for the input', '')}"
+            f"before the {pass_} of micro-batch {microbatch} on stage {stage}"
         )
 
     for rank in stuck:
@@ -205,146 +246,14 @@ def _explain_deadlock(schedule, step, waiting, stuck):
     return "deadlock: " + "; ".join(sentences)
 
 
-def validate(schedule):
-    """Return `schedule` if it can be performed to its end, else raise ScheduleError.
-
-    Each stage belongs to one rank, or in an asynchronous schedule to several in turn; each
-    micro-batch passes each stage once forward and once backward, in full (B) or split (I, then W);
-    on a rank every action comes after what it needs there; and the ranks together can be played to
-    the end without a deadlock.
-    """
-    if not schedule.orders or not any(schedule.orders):
-        raise ScheduleError("the schedule has no actions")
-    steps = _validate_steps(schedule)
-    for stage in range(schedule.num_stages):
-        if stage not in schedule.ranks_of_stage:
-            raise ScheduleError(f"stage {stage} belongs to no rank")
-    for (stage, microbatch), rank in schedule.rank_of_passage.items():
-        _validate_passage(rank, stage, microbatch, steps)
-    for stage, ranks in schedule.ranks_of_stage.items():
-        for microbatch in range(schedule.num_microbatches):
-            if (stage, microbatch) not in schedule.rank_of_passage:
-                forward = Action(stage, "F", microbatch)
-                rank = ranks[microbatch % len(ranks)]
-                raise ScheduleError(f"rank {rank} never runs {forward.describe()}")
-        if len(ranks) > 1:
-            _validate_joint_updates(schedule, stage, ranks, steps)
-    schedule.playable_order  # noqa: B018 - raises if there is none
-    return schedule
-
-
-def _validate_steps(schedule):
-    """Each action for itself: known, on the right rank, once. Returns the step of each."""
-    updated = {action.stage for order in schedule.orders for action in order if action.kind == "U"}
-    owner, steps = {}, {}
-    for rank, order in enumerate(schedule.orders):
-        if not order:
-            raise ScheduleError(f"rank {rank} has no actions")
-        for step, action in enumerate(order):
-            stage, kind, microbatch = action
-            if kind not in KINDS:
-                raise ScheduleError(
-                    f"rank {rank}, step {step} ({action}): the kind is one of {', '.join(KINDS)}"
-                )
-            if stage < 0 or microbatch < 0:
-                raise ScheduleError(
-                    f"rank {rank}, step {step} ({action}): stages and micro-batches are counted "
-                    "from 0"
-                )
-            if stage in updated:
-                _validate_turn(schedule, rank, step, action)
-            elif owner.setdefault(stage, rank) != rank:
-                raise ScheduleError(
-                    f"rank {rank}, step {step} ({action}): stage {stage} already belongs to rank "
-                    f"{owner[stage]}"
-                )
-            if action in steps:
-                raise ScheduleError(
-                    f"rank {rank} runs {action.describe()} twice, at steps {steps[action]} and {step}"
-                )
-            steps[action] = step
-    return steps
-
-
-def _validate_turn(schedule, rank, step, action):
-    """The replicas of a stage take its micro-batches in turn."""
-    ranks = schedule.ranks_of_stage[action.stage]
-    in_turn = ranks[action.microbatch % len(ranks)]
-    if rank == in_turn:
-        return
-    where = f"rank {rank}, step {step} ({action})"
-    if len(ranks) == 1:
-        raise ScheduleError(f"{where}: stage {action.stage} belongs to rank {in_turn}")
-    raise ScheduleError(
-        f"{where}: stage {action.stage} belongs to ranks {', '.join(map(str, ranks))}, which take "
-        f"its micro-batches in turn, and this one is rank {in_turn}'s"
-    )
-
-
-def _validate_passage(rank, stage, microbatch, steps):
-    """One micro-batch on one stage: complete, and in order."""
-    forward, full, for_input, for_weights, update = [
-        steps.get((stage, kind, microbatch)) for kind in "FBIWU"
-    ]
-
-    def named(kind):
-        return Action(stage, kind, microbatch).describe()
-
-    if forward is None:
-        kind, step = next(
-            (kind, steps[stage, kind, microbatch])
-            for kind in "BIWU"
-            if (stage, kind, microbatch) in steps
-        )
-        raise ScheduleError(
-            f"rank {rank} runs {named(kind)} at step {step}, but never {named('F')}"
-        )
-    if full is not None and (for_input is not None or for_weights is not None):
-        extra, part = (for_weights, "W") if for_input is None else (for_input, "I")
-        raise ScheduleError(
-            f"rank {rank} runs {named('B')} in full at step {full} and a part of it again at step "
-            f"{extra} ({stage}{part}{microbatch})"
-        )
-    if full is None and for_input is None:
-        raise ScheduleError(f"rank {rank} never runs {named('B')}")
-    if full is None and for_weights is None:
-        raise ScheduleError(f"rank {rank} never runs {named('W')}")
-    taken = [(forward, "F")]
-    taken += [(for_input, "I"), (for_weights, "W")] if full is None else [(full, "B")]
-    taken += [] if update is None else [(update, "U")]
-    for (before, first), (step, second) in zip(taken, taken[1:]):
-        if step < before:
-            raise ScheduleError(
-                f"rank {rank} runs {named(second)} at step {step}, but {named(first)} comes at "
-                f"step {before}"
-            )
-
-
-def _validate_joint_updates(schedule, stage, ranks, steps):
-    """The replicas of a stage update after each complete group of micro-batches, and only then."""
-    for microbatch in range(schedule.num_microbatches):
-        update = Action(stage, "U", microbatch)
-        rank = ranks[microbatch % len(ranks)]
-        last = update_group(microbatch, len(ranks))[-1]
-        if last >= schedule.num_microbatches and update in steps:
-            raise ScheduleError(
-                f"rank {rank} runs {update.describe()} at step {steps[update]}, but there is no "
-                f"micro-batch {last} to complete the group of {len(ranks)}"
-            )
-        if last < schedule.num_microbatches and update not in steps:
-            raise ScheduleError(
-                f"rank {rank} never runs {update.describe()}, which the {len(ranks)} replicas of "
-                "the stage make together"
-            )
-
-
 def to_csv(schedule):
     """The text form: one row a rank."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
 
 
 def from_csv(text, name="custom"):
-    """Read the text form. Empty cells are ignored. Raises ScheduleError; does not validate.
+    """Read the text form. Empty cells are ignored. Raises ScheduleError for cells that
+    are no actions; legal.py says whether the schedule can be performed.
 
     torch's cells of two actions at once, `(0F1;3B0)OVERLAP_F_B`, are read as one after the other.
     """
@@ -366,5 +275,5 @@ def from_csv(text, name="custom"):
 
 
 def read_csv(path):
-    """Read and validate a schedule from a file. Raises ScheduleError or OSError."""
-    return validate(from_csv(Path(path).read_text(), name=Path(path).stem))
+    """Read the text form from a file. Raises what `from_csv` does, or OSError."""
+    return from_csv(Path(path).read_text(), name=Path(path).stem)

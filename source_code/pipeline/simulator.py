@@ -6,7 +6,7 @@ message takes `transfer` after the action that made it; the sender is not held u
 
 from dataclasses import dataclass
 
-from pipeline.schedule import result_of
+from pipeline.schedule import message_of
 from pipeline.timeline import Event, Timeline
 
 
@@ -60,7 +60,7 @@ def simulate(schedule, costs):
     Linear in the number of actions.
     """
     free = [0.0] * schedule.num_ranks
-    made = {}  # result -> the rank that made it, and when it was done
+    made = {}  # message -> the rank that made it, and when it was done
     cost_of = {}  # (stage, kind) -> cost
     events = []
     for rank, action, needs in schedule.playable_order:
@@ -75,6 +75,6 @@ def simulate(schedule, costs):
             cost_of[key] = costs.of(action)
         end = start + cost_of[key]
         free[rank] = end
-        made[result_of(action)] = rank, end
+        made[message_of(action)] = rank, end
         events.append(Event(rank, action, start, end, costs.recompute_of(action)))
     return Timeline(schedule.name, tuple(events))

@@ -11,7 +11,8 @@ from collections import deque
 from contextlib import nullcontext
 
 from pipeline.distributed import Receiving, Sending
-from pipeline.schedule import Action, result_of
+from pipeline.message import Message
+from pipeline.schedule import message_of
 
 
 class Worker:
@@ -38,15 +39,15 @@ class Worker:
         }
         for index in {action.stage for action in schedule.orders[job.rank] if action.kind == "I"}:
             stages[index].allow_split_backward()
-        # When its rank takes each action: this says when a message that was sent has been used.
+        # The step at which its rank makes each message: it says when one that was sent has been used.
         self.step_of = {
-            result_of(action): step
+            message_of(action): step
             for order in schedule.orders
             for step, action in enumerate(order)
         }
         # Looked up rather than worked out between two actions, where it would delay a message.
-        self.message_after = {
-            action: schedule.message_after(action) for action in schedule.orders[job.rank]
+        self.route_after = {
+            action: schedule.route_after(action) for action in schedule.orders[job.rank]
         }
 
     def run_step(self, inputs, targets):
@@ -64,9 +65,9 @@ class Worker:
         self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Sending)
         self.expected = {rank: deque() for rank in ranks}  # messages, in the order they are sent
         self.posted = {rank: deque() for rank in ranks}  # (message, Receiving)
-        for message in self.schedule.messages:
-            if message.destination == self.job.rank:
-                self.expected[message.source].append(message)
+        for route in self.schedule.messages:
+            if route.destination == self.job.rank:
+                self.expected[route.source].append(route.message)
         for rank in ranks:
             self.post_receive(rank)
         for action in self.schedule.orders[self.job.rank]:
@@ -84,7 +85,7 @@ class Worker:
         if stage.is_first:
             activation = self.inputs[microbatch]
         else:
-            activation = self.take(Action(action.stage - 1, "F", microbatch))
+            activation = self.take(Message("activation", action.stage - 1, microbatch))
         output = stage.forward(microbatch, activation, self.targets[microbatch])
         if stage.is_last:
             self.losses[microbatch] = output
@@ -95,7 +96,7 @@ class Worker:
         stage, microbatch = self.stages[action.stage], action.microbatch
         gradient = None
         if not stage.is_last:
-            gradient = self.take(Action(action.stage + 1, "I", microbatch))
+            gradient = self.take(Message("gradient", action.stage + 1, microbatch))
         backward = stage.backward if action.kind == "B" else stage.backward_input
         gradient = backward(microbatch, gradient)
         if not stage.is_first:
@@ -109,27 +110,27 @@ class Worker:
 
     def give(self, action, tensor):
         """Hand what `action` made to the stage that needs it, here or on another rank."""
-        message = self.message_after[action]
-        if message is None:
-            self.results[result_of(action)] = tensor
+        route = self.route_after[action]
+        if route is None:
+            self.results[message_of(action)] = tensor
             return
         if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             # The receiver would wait for ever, or take half a message for a whole one.
             made = f"{tuple(tensor.shape)} in {tensor.dtype}"
-            raise ValueError(f"{message} is {made}, but has to be {self.shape} in {self.dtype}")
-        sending = Sending(self.job, tensor, message.destination, message)
-        user = result_of(action._replace(stage=message.consumer_stage))
-        self.sent[message.destination].append((self.step_of[user], sending))
+            raise ValueError(f"{route} is {made}, but has to be {self.shape} in {self.dtype}")
+        sending = Sending(self.job, tensor, route.destination, route.message)
+        used_for = route.message._replace(stage=route.consumer_stage)
+        self.sent[route.destination].append((self.step_of[used_for], sending))
 
-    def take(self, result):
+    def take(self, wanted):
         """What a neighbouring stage made, waiting for it if it has not arrived."""
-        source = self.schedule.rank_of(result.stage, result.microbatch)
-        while result not in self.results:
+        source = self.schedule.rank_of(wanted.stage, wanted.microbatch)
+        while wanted not in self.results:
             message, receiving = self.posted[source].popleft()
-            self.results[result_of(message.producer)] = receiving.wait()
-            self.release_sent(message)
+            self.results[message] = receiving.wait()
+            self.release_sent(source, message)
             self.post_receive(source)
-        return self.results.pop(result)
+        return self.results.pop(wanted)
 
     def post_receive(self, source):
         """Expect the next message from `source`, if there is one."""
@@ -138,10 +139,10 @@ class Worker:
             receiving = Receiving(self.job, self.shape, self.dtype, source, message)
             self.posted[source].append((message, receiving))
 
-    def release_sent(self, message):
-        """Let go of what the sender of `message` must have used before it made the message."""
-        made = self.step_of[result_of(message.producer)]
-        used = [pair for pair in self.sent[message.source] if pair[0] <= made]
+    def release_sent(self, source, message):
+        """Let go of what rank `source` must have used before it made `message`."""
+        made = self.step_of[message]
+        used = [pair for pair in self.sent[source] if pair[0] <= made]
         for pair in used:
             pair[1].wait()
-            self.sent[message.source].remove(pair)
+            self.sent[source].remove(pair)

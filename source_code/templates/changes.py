@@ -165,6 +165,7 @@ RECIPES = {
                 "from pipeline.stage import",
                 "from pipeline.schedules import interleaved_1f1b\nfrom pipeline.stage import",
             ),
+            ("choose_schedule(flags).num_stages", "flags.num_ranks * flags.chunks"),
             (
                 "choose_schedule(arguments)",
                 "interleaved_1f1b(arguments.num_ranks, arguments.microbatches, arguments.chunks)",
@@ -189,11 +190,11 @@ RECIPES = {
                 "",
             ),
             ("choose_schedule, parse_training", "parse_training"),
-            ("import CHUNKED", "import zb_h1"),
             (
-                "parser, lambda flags: flags.num_ranks * (2 if flags.schedule in CHUNKED else 1)",
-                "parser",
+                "from pipeline.stage import",
+                "from pipeline.schedules import zb_h1\nfrom pipeline.stage import",
             ),
+            ("parser, lambda flags: choose_schedule(flags).num_stages", "parser"),
             ("choose_schedule(arguments)", "zb_h1(arguments.num_ranks, arguments.microbatches)"),
             *ONE_STAGE,
             *BUILD_ONE_STAGE,

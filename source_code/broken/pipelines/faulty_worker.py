@@ -1,6 +1,6 @@
 """A worker that asks a piece which message comes next, in the cases 1, 4 and 5."""
 
-from pipeline.schedule import Action
+from pipeline.message import Message
 from pipeline.worker import Worker
 
 ASKING_RANK = {1: 1, 4: 2, 5: 2}  # {case: the rank whose worker asks the piece}
@@ -33,21 +33,22 @@ class WorkerWithPieces(Worker):
                 super().give(waiting, self.pieces.next_to_send(self.outputs))
             self.actions = []
 
-    def take(self, result):
+    def take(self, wanted):
         if self.asks == 5:
-            return self.take_in_order(result)
-        received = super().take(result)
-        if self.asks == 4 and result.kind == "F":
+            return self.take_in_order(wanted)
+        received = super().take(wanted)
+        if self.asks == 4 and wanted.what == "activation":
             return self.pieces.keep_activation(received, self.buffers)
         return received
 
-    def take_in_order(self, result):
-        """Wait for one message after the other as the piece orders them, until `result` is here."""
+    def take_in_order(self, wanted):
+        """Wait for one message after the other as the piece orders them, until `wanted` is here."""
         if self.order is None:
             self.order = self.pieces.order_of_receives(list(self.schedule.orders[self.job.rank]))
-        while result not in self.arrived:
+        while wanted not in self.arrived:
             stage, kind, microbatch = self.order.pop(0)
-            need = Action(stage - 1, "F", microbatch) if kind == "F" else None
-            need = need or Action(stage + 1, "I", microbatch)
+            forward = kind == "F"
+            what, maker = ("activation", stage - 1) if forward else ("gradient", stage + 1)
+            need = Message(what, maker, microbatch)
             self.arrived[need] = super().take(need)
-        return self.arrived.pop(result)
+        return self.arrived.pop(wanted)

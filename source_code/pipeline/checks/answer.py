@@ -8,7 +8,8 @@ import functools
 import math
 import numbers
 
-from pipeline.schedule import ScheduleError, from_csv, validate
+from pipeline.legal import check_legal
+from pipeline.schedule import ScheduleError, from_csv
 
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
@@ -97,7 +98,7 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
     if len(answer) != num_ranks:
         raise WrongAnswer(f"{case}: {len(answer)} rows, one is needed for each rank")
     try:
-        schedule = validate(from_csv("\n".join(answer), "yours"))
+        schedule = check_legal(from_csv("\n".join(answer), "yours"))
     except ScheduleError as error:
         raise WrongAnswer(f"{case}: {error}") from None
     if schedule.num_microbatches != num_microbatches:

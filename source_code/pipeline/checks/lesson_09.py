@@ -1,7 +1,8 @@
 """Checks of lesson 09: moving the weights' halves by hand, what is left idle, and what fits."""
 
 from pipeline.checks.answer import WrongAnswer, call, call_for_number, close, instant
-from pipeline.schedule import ScheduleError, from_csv, validate
+from pipeline.legal import check_legal
+from pipeline.schedule import ScheduleError, from_csv
 from pipeline.schedules import one_f_one_b, zb_h1, zb_h2
 from pipeline.simulator import Costs, simulate
 from pipeline.views.story import waits_of
@@ -16,7 +17,7 @@ def fill_the_bubble(rows):
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
         raise WrongAnswer("rows is a list with one text for each rank")
     try:
-        schedule = validate(from_csv("\n".join(rows), "yours"))
+        schedule = check_legal(from_csv("\n".join(rows), "yours"))
     except ScheduleError as error:
         raise WrongAnswer(str(error)) from None
     start = one_f_one_b(3, 4)

@@ -3,9 +3,10 @@
 from pipeline.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer, call, instant
 from pipeline.checks.puzzles import PUZZLES
 from pipeline.files import write_whole
+from pipeline.legal import check_legal
 from pipeline.nodes import DELAY_VARIABLE, PRETENDED_VARIABLE, pretended_nodes
 from pipeline.notebook.launch import ROOT, run
-from pipeline.schedule import Schedule, ScheduleError, from_csv, to_csv, validate
+from pipeline.schedule import Schedule, ScheduleError, from_csv, to_csv
 from pipeline.simulator import simulate
 from pipeline.views.figures import draw_timelines
 from pipeline.views.story import name_of_message, short, smallest_time, waits_of
@@ -91,7 +92,7 @@ def schedule_of(number, answer):
             f"{schedule.num_ranks} rows, and the puzzle has {given.num_ranks} ranks, a row for each"
         )
     try:
-        validate(schedule)
+        check_legal(schedule)
     except ScheduleError as error:
         raise WrongAnswer(str(error)) from None
     _fits(given, schedule)

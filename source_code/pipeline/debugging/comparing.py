@@ -2,8 +2,12 @@
 
 from typing import NamedTuple
 
-from pipeline.debugging.recorded_run import RecordingError, tell_unanswered
-from pipeline.schedule import Action, result_of
+from pipeline.debugging.recorded_run import (
+    RecordingError,
+    maker_of,
+    recorded_as,
+    tell_unanswered,
+)
 from pipeline.timeline import Event
 
 
@@ -111,11 +115,11 @@ def causes_among(differing, one, other, number):
     before = {}  # the action before it on its rank
     for recording in (other, one):
         for events in recording.timeline(number).by_rank:
-            results = [Action(*result_of(event.action)) for event in events]
+            results = [recorded_as(event.action) for event in events]
             before |= dict(zip(results[1:], results))
 
     def builds_on(result):
-        return {before.get(result), *(Action(*need) for need in one.schedule.needs_of(result))}
+        return {before.get(result), *map(maker_of, one.schedule.needs_of(result))}
 
     return [result for result in differing if not builds_on(result) & set(differing)]
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.schedule import Action, Schedule, from_csv, result_of
+from pipeline.schedule import Action, Schedule, from_csv, message_of
 from pipeline.timeline import Event, Timeline
 
 
@@ -86,8 +86,8 @@ class Step:
 
     @cached_property
     def by_result(self):
-        """The Entry of each action, by what others wait for: a B stands where an I would."""
-        return {Action(*result_of(entry.event.action)): entry for entry in self.entries}
+        """The Entry of each action, under the name that `recorded_as` gives it."""
+        return {recorded_as(entry.event.action): entry for entry in self.entries}
 
     @cached_property
     def by_action(self):
@@ -139,20 +139,25 @@ class Recording:
         """In words, what a tensor is that was made in a step, or None if nothing made it."""
         for entry in self.steps[step].entries:
             if print_ and entry.made and entry.made.digest == print_.digest:
-                return name_of_result(Action(*result_of(entry.event.action)))
+                return str(message_of(entry.event.action))
         return None
 
 
-def name_of_result(result):
-    """("2", "F", 3) as "the activation of micro-batch 3 from stage 2"."""
-    what = "activation" if result.kind == "F" else "gradient"
-    return f"the {what} of micro-batch {result.microbatch} from stage {result.stage}"
+def recorded_as(action):
+    """The Action under which two recordings are compared: a full backward as the I that it contains."""
+    return action._replace(kind="I") if action.kind == "B" else action
 
 
-def action_in(text):
-    """The Action that a text such as "2F3" names, or None for other words."""
+def maker_of(message):
+    """The Action, F or I, whose text names a message in a recording."""
+    kind = "F" if message.what == "activation" else "I"
+    return Action(message.stage, kind, message.microbatch)
+
+
+def message_in(text):
+    """The Message that a text such as "2F3" names, or None for other words."""
     try:
-        return from_csv(text).orders[0][0]
+        return message_of(from_csv(text).orders[0][0])
     except (ValueError, IndexError):
         return None
 
@@ -230,17 +235,16 @@ def _attach(step, rank, travelled):
         action = entry.event.action
         if entry.event.rank != rank or action.kind in "WU":
             continue
-        entry.sent = travelled.get(("sent", str(Action(*result_of(action)))))
-        stage = action.stage + (-1 if action.kind == "F" else 1)
-        source = Action(stage, "F" if action.kind == "F" else "I", action.microbatch)
-        entry.received = travelled.get(("received", str(source)))
+        message = message_of(action)
+        entry.sent = travelled.get(("sent", str(maker_of(message))))
+        source = message._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
+        entry.received = travelled.get(("received", str(maker_of(source))))
 
 
 def tell_unanswered(recording):
     """What each rank waited for when the recording ended, a sentence each."""
     sentences = []
     for rank, wait in sorted(recording.unanswered.items()):
-        producer = action_in(wait.producer)
-        what = name_of_result(producer) if producer else wait.producer
+        what = message_in(wait.producer) or wait.producer
         sentences.append(f"rank {rank} waits for {what}, from rank {wait.source}")
     return sentences

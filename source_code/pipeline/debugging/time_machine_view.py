@@ -3,8 +3,8 @@
 from functools import cached_property
 from html import escape
 
-from pipeline.debugging.recorded_run import action_in, name_of_result
-from pipeline.schedule import KINDS, Action, result_of
+from pipeline.debugging.recorded_run import message_in, recorded_as
+from pipeline.schedule import KINDS
 from pipeline.views.drawing import draw_cursor
 from pipeline.views.explorer_view import table_of, tell_held, tell_wait
 from pipeline.views.figures import draw_timelines
@@ -98,8 +98,7 @@ class RecordedView:
                 does += f"; then {event.action} {self.weights(label, event)}"
             elif last and moment.rank in unanswered:
                 wait = unanswered[moment.rank]
-                producer = action_in(wait.producer)
-                what = name_of_result(producer) if producer else wait.producer
+                what = message_in(wait.producer) or wait.producer
                 does = f"waits for {what}, from rank {wait.source}; here its recording ends"
             else:
                 does = "has done everything"
@@ -187,6 +186,6 @@ def tell_made(recording, entry):
 
 def sender_of(recording, step, entry):
     """The Entry whose message an action needed, if it was recorded."""
-    stage, kind, microbatch = result_of(entry.event.action)
-    source = Action(stage - 1 if kind == "F" else stage + 1, kind, microbatch)
+    own = recorded_as(entry.event.action)
+    source = own._replace(stage=own.stage - 1 if own.kind == "F" else own.stage + 1)
     return recording.steps[step].by_result.get(source)

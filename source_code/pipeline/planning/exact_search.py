@@ -23,7 +23,8 @@ the search finite, and the tests compare it with trying everything:
 
 from typing import NamedTuple
 
-from pipeline.schedule import Action, Schedule, validate
+from pipeline.legal import check_legal
+from pipeline.schedule import Action, Schedule
 
 WIDTHS = (1, 10, 100, 1_000, 10_000, 100_000)
 
@@ -262,4 +263,4 @@ def schedule_of(problem, moment, name):
         microbatch = counts.get(station, 0)
         counts[station] = microbatch + 1
         orders[station.rank].append(Action(station.stage, station.kind, microbatch))
-    return validate(Schedule(name, tuple(map(tuple, orders))))
+    return check_legal(Schedule(name, tuple(map(tuple, orders))))

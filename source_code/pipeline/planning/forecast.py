@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pipeline.schedule import ScheduleError
-from pipeline.schedules import CHUNKED, build_schedule
+from pipeline.schedules import SCHEDULES, build_schedule
 from pipeline.simulator import Costs, simulate
 
 BYTES_PER_PARAMETER = 16  # 16-bit weight and gradient, 32-bit weight, mean and mean of squares
@@ -110,10 +110,8 @@ def batch_time(batch, replicas, microbatch, ranks, forward, backward):
 def forecast(model, machine, plan):
     """A Forecast from the simulator. Raises ScheduleError where the schedule does not exist."""
     m = plan.microbatches(model)
-    schedule = build_schedule(
-        plan.schedule, plan.ranks, m, plan.chunks if plan.schedule in CHUNKED else None
-    )
-    stages = plan.ranks * plan.chunks
+    schedule = build_schedule(plan.schedule, plan.ranks, m, plan.chunks)
+    stages = schedule.num_stages
     compute = model.flops_per_update / (plan.tensor * plan.replicas * machine.flops) / m / stages
     values = plan.microbatch * model.length * model.hidden  # of one layer's input
     transfer = 0.0
@@ -146,7 +144,7 @@ def candidates(model, machine, schedules, chunk_counts=(2, 3, 4)):
             continue
         plan = Plan("1f1b", ranks, 1, groups // ranks, tensor)
         for name in schedules:
-            for chunks in chunk_counts if name in CHUNKED else (1,):
+            for chunks in chunk_counts if SCHEDULES[name].chunks else (1,):
                 if model.layers % (ranks * chunks) == 0 and (chunks == 1 or ranks > 1):
                     yield replace(plan, schedule=name, chunks=chunks)
 

@@ -1,25 +1,34 @@
-"""The generators: each writes down one schedule of the field, as data.
+"""The generators: each writes down one schedule of the field, as data; SCHEDULES has a row for each.
 
-Every generator takes the number of ranks and of micro-batches, and some the number of chunks (the
-stages of one rank). It returns a valid `Schedule`, or raises ScheduleError with what it allows.
+A new schedule is one file here and one row. Every generator takes the number of ranks and of
+micro-batches, some the number of chunks (the stages of one rank), and the options that its row
+names. It returns a legal `Schedule`, or raises ScheduleError with what it allows.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from pipeline.schedule import ScheduleError
-from pipeline.schedules.looped import interleaved_1f1b, looped_bfs
-from pipeline.schedules.no_flush import (
+from pipeline.schedules.dualpipe_v import dualpipe_v
+from pipeline.schedules.gpipe import gpipe
+from pipeline.schedules.interleaved_1f1b import interleaved_1f1b
+from pipeline.schedules.looped_bfs import looped_bfs
+from pipeline.schedules.naive import naive
+from pipeline.schedules.one_f_one_b import one_f_one_b
+from pipeline.schedules.pipedream import (
     noam,
     pipedream,
     pipedream_round_robin,
     round_robin_warm_up,
 )
-from pipeline.schedules.straight import gpipe, naive, one_f_one_b
-from pipeline.schedules.v_shaped import dualpipe_v, zb_v
-from pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from pipeline.schedules.zb_v import zb_v
+from pipeline.schedules.zero_bubble_h import zb_h1, zb_h2
 
 __all__ = [
-    "CHUNKED",
-    "GENERATORS",
+    "SCHEDULES",
+    "Generator",
     "build_schedule",
+    "chunked_schedules",
     "dualpipe_v",
     "gpipe",
     "interleaved_1f1b",
@@ -30,40 +39,72 @@ __all__ = [
     "pipedream",
     "pipedream_round_robin",
     "round_robin_warm_up",
+    "synchronous_schedules",
     "zb_h1",
     "zb_h2",
     "zb_v",
 ]
 
-GENERATORS = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "pipedream": pipedream,
-    "interleaved-1f1b": interleaved_1f1b,
-    "looped-bfs": looped_bfs,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "dualpipe-v": dualpipe_v,
+
+@dataclass(frozen=True)
+class Generator:
+    """What makes a schedule, and what can be asked of it.
+
+    `make(num_ranks, num_microbatches)` returns the Schedule. Where a rank has several stages,
+    `chunks` is how many unless a third argument says otherwise, and `fixed_chunks` says that no
+    other number is possible. A synchronous schedule updates the weights once, after its last
+    action. `options` are the names of further integer arguments of `make`.
+    """
+
+    make: Callable
+    chunks: int | None = None
+    fixed_chunks: bool = False
+    synchronous: bool = True
+    options: tuple[str, ...] = ()
+
+
+SCHEDULES = {
+    "naive": Generator(naive),
+    "gpipe": Generator(gpipe),
+    "1f1b": Generator(one_f_one_b, options=("depth",)),
+    "pipedream": Generator(pipedream, synchronous=False, options=("microbatches_per_update",)),
+    "interleaved-1f1b": Generator(interleaved_1f1b, chunks=2),
+    "looped-bfs": Generator(looped_bfs, chunks=2),
+    "zb-h1": Generator(zb_h1),
+    "zb-h2": Generator(zb_h2),
+    "zb-v": Generator(zb_v, chunks=2, fixed_chunks=True),
+    "dualpipe-v": Generator(dualpipe_v, chunks=2, fixed_chunks=True),
 }
 
-# Those that take a number of chunks, 2 unless given. In a V there are always 2.
-CHUNKED = ("interleaved-1f1b", "looped-bfs", "zb-v", "dualpipe-v")
+
+def synchronous_schedules():
+    """The names of those that take the training step of one process, in the order of SCHEDULES."""
+    return [name for name, generator in SCHEDULES.items() if generator.synchronous]
 
 
-def build_schedule(name, num_ranks, num_microbatches, num_chunks=None):
-    """The schedule of that name (a key of GENERATORS).
+def chunked_schedules():
+    """The names of those with several stages per rank."""
+    return [name for name, generator in SCHEDULES.items() if generator.chunks]
 
-    `num_chunks` is the number of stages a rank, for a name in CHUNKED; None is its default. Raises
-    ScheduleError with a sentence that says what the schedule allows.
+
+def build_schedule(name, num_ranks, num_microbatches, chunks=None, **options):
+    """The schedule of that name, a key of SCHEDULES.
+
+    `chunks` is the number of stages per rank; None is the schedule's own. `options` are integers,
+    by the names in the schedule's row. Raises ScheduleError with a sentence that says what the
+    schedule allows.
     """
+    generator = SCHEDULES[name]
+    for option in options:
+        if option not in generator.options:
+            has = f"it has {', '.join(generator.options)}" if generator.options else "it has none"
+            raise ScheduleError(f"{name} has no option '{option}'; {has}")
     sizes = [num_ranks, num_microbatches]
-    if name in CHUNKED and num_chunks is not None:
-        sizes.append(num_chunks)
-    elif num_chunks not in (None, 1):
+    if generator.chunks and chunks is not None:
+        sizes.append(chunks)
+    elif chunks not in (None, 1):
         raise ScheduleError(
-            f"{name} has one stage a rank, not {num_chunks} chunks; "
-            f"use one of {', '.join(CHUNKED)} for several"
+            f"{name} has one stage a rank, not {chunks} chunks; "
+            f"use one of {', '.join(chunked_schedules())} for several"
         )
-    return GENERATORS[name](*sizes)
+    return generator.make(*sizes, **options)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from pipeline.distributed import ranks_from_environment
+from pipeline.legal import check_legal
 from pipeline.refusal import refuse
-from pipeline.schedule import Action, Schedule, validate
+from pipeline.schedule import Action, Schedule
 from pipeline.schedules import gpipe, one_f_one_b
 from pipeline.watch import Wait, end_process, is_loss
 
@@ -101,7 +102,7 @@ def schedule_as_data(name, num_ranks, num_microbatches, chunks):
                 for action in actions
             )
         )
-    return validate(Schedule(name, tuple(orders)))
+    return check_legal(Schedule(name, tuple(orders)))
 
 
 @dataclass

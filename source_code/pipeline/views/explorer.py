@@ -12,8 +12,8 @@ from dataclasses import replace
 import ipywidgets as widgets
 
 from pipeline.schedule import Schedule
-from pipeline.schedules import GENERATORS
-from pipeline.views.explorer_view import LOOPED, Settings, View, is_split
+from pipeline.schedules import SCHEDULES
+from pipeline.views.explorer_view import Settings, View, can_choose_chunks, is_split
 from pipeline.views.stepping import STYLE, Shown, Stepper
 
 NOTHING = "nothing"
@@ -41,8 +41,8 @@ def explore(
     Raises ValueError for an unknown name. What a generator refuses is said in the picture's place.
     """
     for choice in (schedule, compare):
-        if isinstance(choice, str) and choice not in GENERATORS:
-            raise ValueError(f"no schedule is named '{choice}'; take {', '.join(GENERATORS)}")
+        if isinstance(choice, str) and choice not in SCHEDULES:
+            raise ValueError(f"no schedule is named '{choice}'; take {', '.join(SCHEDULES)}")
     weight = backward / 2 if weight is None else weight
     return Explorer(
         Settings(
@@ -81,7 +81,7 @@ class Panel(Stepper):
     def make_controls(self):
         """One control for each of the Settings, under the same name."""
         chosen = self.settings
-        names = [*self.own, *(name for name in GENERATORS if name not in self.own)]
+        names = [*self.own, *(name for name in SCHEDULES if name not in self.own)]
         first, second = (
             next((name for name, own in self.own.items() if own is choice), choice)
             for choice in (chosen.schedule, chosen.compare)
@@ -133,7 +133,7 @@ class Panel(Stepper):
         chosen = (self.settings.schedule, self.settings.compare)
         made = any(isinstance(choice, str) for choice in chosen)
         self.controls["ranks"].disabled = self.controls["microbatches"].disabled = not made
-        self.controls["chunks"].disabled = not set(map(str, chosen)) & set(LOOPED)
+        self.controls["chunks"].disabled = not any(map(can_choose_chunks, chosen))
         split = any(is_split(each.schedule) for each in self.view.predictions)
         # Where a refusal may be about the weights' part, it must be possible to move it.
         self.controls["weight"].disabled = not split and not self.view.refusal

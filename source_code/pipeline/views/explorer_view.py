@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 
 from pipeline.schedule import KINDS, Schedule, ScheduleError
-from pipeline.schedules import build_schedule
+from pipeline.schedules import SCHEDULES, build_schedule
 from pipeline.simulator import Costs, simulate
 from pipeline.timeline import Timeline
 from pipeline.views.drawing import draw_cursor
@@ -20,9 +20,6 @@ from pipeline.views.story import (
     times_of,
     waits_of,
 )
-
-# Those of which one chooses how many stages a rank has. In a V there are always two.
-LOOPED = ("interleaved-1f1b", "looped-bfs")
 
 
 @dataclass(frozen=True)
@@ -155,8 +152,15 @@ def schedule_of(settings):
     name = settings.schedule
     if isinstance(name, Schedule):
         return name
-    chunks = settings.chunks if name in LOOPED else None
+    chunks = settings.chunks if can_choose_chunks(name) else None
     return build_schedule(name, settings.ranks, settings.microbatches, chunks)
+
+
+def can_choose_chunks(choice):
+    """Whether it names a schedule of which one chooses how many stages a rank has."""
+    if not isinstance(choice, str):
+        return False
+    return bool(SCHEDULES[choice].chunks) and not SCHEDULES[choice].fixed_chunks
 
 
 def problem(sentence):

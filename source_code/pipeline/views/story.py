@@ -6,7 +6,7 @@ Times in the sentences are counted from the timeline's start, as on the axis of 
 
 from typing import NamedTuple
 
-from pipeline.schedule import KINDS, needs_of, result_of
+from pipeline.schedule import KINDS, message_of, needs_of
 from pipeline.timeline import Event
 
 
@@ -57,7 +57,7 @@ def waits_of(timeline):
         for event in events:
             free[event] = ready
             ready = event.end
-    made = {result_of(event.action): event for event in timeline.events}
+    made = {message_of(event.action): event for event in timeline.events}
     replicas = {stage: len(ranks) for stage, ranks in _ranks_by_stage(timeline).items()}
     sources = []
     for event in timeline.events:
@@ -137,8 +137,8 @@ def _why_then(wait, timeline, unit):
 
 def name_of_message(source):
     """What `source` sends, and from where."""
-    what = "activation" if source.action.kind == "F" else "gradient"
-    return f"the {what} of micro-batch {source.action.microbatch} from rank {source.rank}"
+    what, _, microbatch = message_of(source.action)
+    return f"the {what} of micro-batch {microbatch} from rank {source.rank}"
 
 
 def short(time):

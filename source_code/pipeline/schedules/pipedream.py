@@ -2,9 +2,9 @@
 
 import math
 
-from pipeline.schedule import Action, Schedule, ScheduleError, update_group, validate
+from pipeline.schedule import Action, Schedule, ScheduleError, update_group
+from pipeline.schedules.one_f_one_b import one_f_one_b
 from pipeline.schedules.order import require_positive
-from pipeline.schedules.straight import one_f_one_b
 
 
 def pipedream(num_ranks, num_minibatches, microbatches_per_update=1):
@@ -13,6 +13,10 @@ def pipedream(num_ranks, num_minibatches, microbatches_per_update=1):
     With `microbatches_per_update` above 1 what passes are micro-batches, and an update follows the
     last of each group (PipeDream-2BW: Narayanan et al. 2021, section 3).
     """
+    if microbatches_per_update < 1:
+        raise ScheduleError(
+            f"pipedream updates after at least 1 micro-batch, not {microbatches_per_update}"
+        )
     orders = []
     for order in one_f_one_b(num_ranks, num_minibatches).orders:
         with_updates = []
@@ -21,7 +25,7 @@ def pipedream(num_ranks, num_minibatches, microbatches_per_update=1):
             if action.kind == "B" and (action.microbatch + 1) % microbatches_per_update == 0:
                 with_updates.append(action._replace(kind="U"))
         orders.append(tuple(with_updates))
-    return validate(Schedule("pipedream", tuple(orders)))
+    return Schedule("pipedream", tuple(orders))
 
 
 def pipedream_round_robin(replicas, num_minibatches):
@@ -55,7 +59,7 @@ def pipedream_round_robin(replicas, num_minibatches):
             for minibatch in own[len(own) - warm_up :]:
                 order += _backward_and_update(stage, minibatch, count, num_minibatches)
             orders.append(tuple(order))
-    return validate(Schedule("pipedream", tuple(orders)))
+    return Schedule("pipedream", tuple(orders))
 
 
 def round_robin_warm_up(replicas, stage):

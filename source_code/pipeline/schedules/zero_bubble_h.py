@@ -1,4 +1,6 @@
-"""One stage a rank and a backward in two parts (Zero Bubble: Qi et al. 2023, arXiv 2401.10241).
+"""ZB-H1 and ZB-H2: one stage per rank and a backward in two parts.
+
+Zero Bubble: Qi et al. 2023, arXiv 2401.10241.
 
 The previous stage waits for the gradient of its output only. So the part for the input (I) runs as
 early as it can, and the part for the weights (W), which nobody waits for, fills what would have
@@ -6,7 +8,7 @@ been idle. These are the paper's handcrafted orders (section 2), which suit equa
 W; its automatic scheduler searches for others.
 """
 
-from pipeline.schedule import Schedule, validate
+from pipeline.schedule import Schedule
 from pipeline.schedules.order import Order, require_positive
 
 
@@ -50,4 +52,4 @@ def _with_delayed_weights(name, num_ranks, num_microbatches, forwards_per_rank_b
             order.backward_for_weights()
         order.remaining_backwards_for_weights()
         orders.append(tuple(order.actions))
-    return validate(Schedule(name, tuple(orders)))
+    return Schedule(name, tuple(orders))

@@ -1,10 +1,10 @@
-"""Several stages (chunks) a rank, in loops: chunk c of rank i is stage c * num_ranks + i.
+"""Interleaved 1F1B: several stages (chunks) per rank, in loops.
 
-A micro-batch passes all ranks once for each chunk. That makes each step of the pipeline shorter,
-and with it the bubble, for as many more messages.
+Chunk c of rank i is stage c * num_ranks + i. A micro-batch passes all ranks once for each chunk.
+That makes each step of the pipeline shorter, and with it the bubble, for as many more messages.
 """
 
-from pipeline.schedule import Action, Schedule, ScheduleError, validate
+from pipeline.schedule import Action, Schedule, ScheduleError
 from pipeline.schedules.order import require_positive, require_several_chunks
 
 
@@ -46,7 +46,7 @@ def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2):
         # Cool-down: the backwards that are left.
         order += backwards[passages - warm_up :]
         orders.append(tuple(order))
-    return validate(Schedule("interleaved-1f1b", tuple(orders)))
+    return Schedule("interleaved-1f1b", tuple(orders))
 
 
 def _chunk_and_microbatch(passage, group, num_chunks):
@@ -54,25 +54,3 @@ def _chunk_and_microbatch(passage, group, num_chunks):
     number_of_group, within = divmod(passage, group * num_chunks)
     chunk, member = divmod(within, group)
     return chunk, number_of_group * group + member
-
-
-def looped_bfs(num_ranks, num_microbatches, num_chunks=2):
-    """Breadth first: chunk after chunk for the whole batch (Lamy-Poirier 2022, arXiv 2211.05953).
-
-    GPipe with several chunks a rank, with the bubble of interleaved 1F1B and the memory of GPipe.
-    The backwards run in the order of the forwards, as in `gpipe`.
-    """
-    require_positive(num_ranks, num_microbatches)
-    require_several_chunks("looped-bfs", num_chunks, "gpipe")
-    orders = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * num_chunks, num_ranks)
-        order = []
-        for stage in stages:
-            for microbatch in range(num_microbatches):
-                order.append(Action(stage, "F", microbatch))
-        for stage in reversed(stages):
-            for microbatch in range(num_microbatches):
-                order.append(Action(stage, "B", microbatch))
-        orders.append(tuple(order))
-    return validate(Schedule("looped-bfs", tuple(orders)))

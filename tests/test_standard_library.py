@@ -1,0 +1,50 @@
+"""What schedules, simulator, legality, puzzles and their drawings import: the standard library only.
+
+So a browser can run them. Whatever is installed beside it is blocked in the process that imports.
+"""
+
+import subprocess
+import sys
+
+from pipeline.notebook.launch import ROOT
+
+MODULES = [
+    "message",
+    "schedule",
+    "legal",
+    "schedules",
+    "simulator",
+    "timeline",
+    "checks.puzzles",
+    "planning.exact_search",
+    "views.story",
+    "views.drawing",
+    "views.figures",
+    "views.explorer_view",
+]
+
+# Run with -I -S: without the folders of installed packages, and then any import is a failure that
+# names what asked for it.
+PROGRAM = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+own = {name.partition(".")[0] for name in sys.modules}
+print(sorted(own - sys.stdlib_module_names - {"__main__", "pipeline"}))
+"""
+
+
+def imported_alone(*modules):
+    command = [sys.executable, "-I", "-S", "-c", PROGRAM, str(ROOT / "source_code"), *modules]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_schedules_simulator_puzzles_and_drawings_import_the_standard_library_only():
+    done = imported_alone(*(f"pipeline.{name}" for name in MODULES))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
+
+
+def test_a_module_that_imports_torch_fails_there():
+    assert "No module named 'torch'" in imported_alone("pipeline.model").stderr
