@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from lab.figures import new_plot, picture_of  # noqa: E402
+from lab.timeline import from_chrome_trace  # noqa: E402
+
 from pipeline.files import write_whole  # noqa: E402
-from pipeline.timeline import from_chrome_trace  # noqa: E402
-from pipeline.views.figures import new_plot, picture_of  # noqa: E402
 
 
 def main():

@@ -65,7 +65,7 @@ whole_number() {
     echo "$2"
 }
 
-refuse() {
+reject() {
     echo "$1" >&2
     exit 2
 }

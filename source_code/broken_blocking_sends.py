@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.distributed import Receiving, Sending, join_job
+from pipeline.job import Receiving, Sending, join_job
+from pipeline.training import parse_training_arguments, training_parser
 
 
 def main():

@@ -12,19 +12,23 @@ wants to find the faults reads no further than this file: they are in broken/pip
 import os
 import sys
 
+from lab.report import Report
+
 from broken.pipelines.faults import PIECES, RANKS, choose_pieces
 from broken.pipelines.faulty_clipping import clip_gradients, clip_gradients_in_one_process
 from broken.pipelines.faulty_stages import build_stage, cut_layers, draw_microbatches
 from broken.pipelines.faulty_stash import train_without_flush
 from broken.pipelines.faulty_tying import exchange_tied_gradient, train_tied_in_one_process
 from broken.pipelines.faulty_worker import WorkerWithPieces
-from pipeline.arguments import parse_training_arguments, refuse, training_parser
-from pipeline.distributed import join_job, leave_job
-from pipeline.optimizer import build_optimizer
-from pipeline.recorder import Recorder
-from pipeline.reference import train_one_process
-from pipeline.report import Report
+from pipeline.command_line import reject
+from pipeline.job import join_job, leave_job
 from pipeline.schedules import one_f_one_b
+from pipeline.training import (
+    build_optimizer,
+    parse_training_arguments,
+    train_one_process,
+    training_parser,
+)
 
 
 def main():
@@ -80,11 +84,11 @@ def parse_arguments():
         parser.set_defaults(microbatches=1, steps=10)
     arguments = parse_training_arguments(parser)
     if case == 7 and arguments.microbatches > 1:
-        refuse("--case 7 updates after each batch and cuts none; leave out --microbatches")
+        reject("--case 7 updates after each batch and cuts none; leave out --microbatches")
     if arguments.cured and arguments.repair:
-        refuse("--cured and --repair each replace the broken piece; leave one of the two out")
+        reject("--cured and --repair each replace the broken piece; leave one of the two out")
     if arguments.repair is not None and not os.path.isfile(arguments.repair):
-        refuse(f"--repair {arguments.repair}: there is no such file; name one that defines a piece")
+        reject(f"--repair {arguments.repair}: there is no such file; name one that defines a piece")
     return arguments
 
 

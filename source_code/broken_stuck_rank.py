@@ -9,8 +9,8 @@ import tempfile
 
 import torch
 
-from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.distributed import Receiving, Sending, join_job, leave_job
+from pipeline.job import Receiving, Sending, join_job, leave_job
+from pipeline.training import parse_training_arguments, training_parser
 
 STUCK_RANK, STUCK_MICROBATCH = 2, 1
 

@@ -14,6 +14,7 @@ prints how far it is from one process.
 import sys
 
 import torch.distributed as dist
+from extensions.torch_pipelining.library import watched
 
 from broken.torch_pipelining import (
     distributed_data_parallel,
@@ -24,10 +25,9 @@ from broken.torch_pipelining import (
     steps_and_losses,
     traced_models,
 )
-from pipeline.arguments import seconds
-from pipeline.distributed import join_job, leave_job, ranks_from_environment
-from pipeline.refusal import Parser, refuse
-from pipeline.torch_pipelining.library import watched
+from pipeline.command_line import Parser, ranks_from_environment, reject
+from pipeline.job import join_job, leave_job
+from pipeline.training import seconds
 
 SECTIONS = (  # in the order of the page of errors
     refused_schedules,
@@ -64,10 +64,10 @@ def parse_arguments():
     parser.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait")
     arguments = parser.parse_args()
     if arguments.trap not in TRAPS:
-        refuse(f"--trap takes one of: {', '.join(TRAPS)}")
+        reject(f"--trap takes one of: {', '.join(TRAPS)}")
     ranks = RANKS.get(arguments.trap, 2)
     if ranks_from_environment()[1] != ranks:
-        refuse(f"--trap {arguments.trap} is set for {ranks} ranks: use --nproc-per-node {ranks}")
+        reject(f"--trap {arguments.trap} is set for {ranks} ranks: use --nproc-per-node {ranks}")
     return arguments
 
 

@@ -65,7 +65,7 @@ def training_scripts():
 def trains(path):
     """Whether a script takes part in a job and updates weights; the broken ones are no start."""
     text = path.read_text()
-    joins = re.search(r"^from pipeline.distributed import .*leave_job", text, re.MULTILINE)
+    joins = re.search(r"^from pipeline.job import .*leave_job", text, re.MULTILINE)
     return bool(joins) and "optimizer" in text and not path.name.startswith("broken_")
 
 

@@ -1,87 +1,125 @@
-"""Interleaved 1F1B and looped BFS: several stages a rank, and less bubble (lesson 05).
+"""Interleaved 1F1B: several stages per rank, and less bubble (lesson 05).
 
     torchrun --standalone --nproc-per-node 4 source_code/interleaved_1f1b.py --chunks 2 --verify
 
 Each rank has --chunks stages of the model that do not follow each other: with four ranks and two
-chunks, rank 1 has stages 1 and 5.
+chunks, rank 1 has stages 1 and 5. `train.py --schedule looped-bfs` runs them breadth first.
 """
 
 import sys
 
-from pipeline.arguments import (
-    choose_schedule,
-    parse_training_arguments,
-    positive_integer,
+from lab import attach
+
+from pipeline.command_line import positive_integer, reject
+from pipeline.job import join_job
+from pipeline.message import Message
+from pipeline.training import (
+    build_stage,
+    cut_layers,
+    parse_arguments,
+    train,
     training_parser,
 )
-from pipeline.distributed import join_job, leave_job
-from pipeline.model import build_part, token_loss
-from pipeline.optimizer import build_optimizer
-from pipeline.recorder import Recorder
-from pipeline.report import Report
-from pipeline.stage import Stage
-from pipeline.worker import Worker
 
 
 def main():
-    arguments, schedule = parse_arguments()
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
-    recorder = Recorder(job, arguments.paced)
-    stages = build_stages(arguments, job, schedule, recorder)
-    weights = [weight for stage in stages.values() for weight in stage.part.parameters()]
-    optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)
-    report = Report(arguments, job, schedule, recorder)
+    parser = training_parser(__doc__)
+    more = {"type": positive_integer, "metavar": "V"}
+    parser.add_argument("--chunks", default=2, help="stages per rank", **more)
+    attach.add_flags(parser)
+    arguments = parse_arguments(parser)
+    p, v = arguments.num_ranks, arguments.chunks
+    group = group_size(arguments.microbatches, p, v)
+    cut = cut_layers(arguments, p * v)
+    # A ring: the last rank sends its activations to the first one, for the next chunk.
+    pairs = [(rank, (rank + 1) % p, "activation") for rank in range(p) if p > 1]
+    pairs += [((rank + 1) % p, rank, "gradient") for rank in range(p) if p > 1]
+    job = join_job(arguments.device, arguments.timeout, pairs)
+    stages = [build_stage(arguments, job.rank + c * p, cut, job.device) for c in range(v)]
+    attach.observe(arguments, job, stages, "interleaved-1f1b")
 
-    for step in report.steps():
-        inputs, targets = microbatches_of(arguments, job, step)
-        optimizer.zero_grad()
-        loss = worker.run_step(inputs, targets)
-        optimizer.step()
-        report.record_step(step, loss)
+    def step(inputs, targets):
+        return run_step(arguments, job, stages, group, inputs, targets)
 
-    report.finish()
-    leave_job(job)
-    return 0 if report.verify() else 1
-
-
-def parse_arguments():
-    parser = training_parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--schedule",
-        choices=["interleaved-1f1b", "looped-bfs"],
-        default="interleaved-1f1b",
-        help="order of the actions",
-    )
-    parser.add_argument(
-        "--chunks", type=positive_integer, default=2, metavar="V", help="stages a rank"
-    )
-    arguments = parse_training_arguments(parser, lambda flags: choose_schedule(flags).num_stages)
-    return arguments, choose_schedule(arguments)
+    return train(arguments, job, stages, step)
 
 
-def build_stages(arguments, job, schedule, recorder):
-    """This rank's stages by index; whichever has the last one has the loss."""
-
-    def share_of_loss(scores, targets):
-        # The mean over the batch is the mean of the micro-batches' means: they are equally large.
-        return token_loss(scores, targets) / arguments.microbatches
-
-    stages = {}
-    for index in schedule.stages_of(job.rank):
-        first, last = arguments.stage_layers[index]
-        part = build_part(
-            arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
+def group_size(num_microbatches, num_ranks, num_chunks):
+    """Micro-batches pass the chunks in groups, all of a group through one chunk, then the next."""
+    if num_chunks < 2:
+        reject(f"--chunks {num_chunks}: interleaving needs at least 2; with one it is 1F1B")
+    groups = max(1, num_microbatches // num_ranks)
+    if num_microbatches % groups:
+        reject(
+            f"--microbatches {num_microbatches} do not part into {groups} equal groups of at least "
+            f"{num_ranks}; use {groups * num_ranks} or {(groups + 1) * num_ranks}"
         )
-        stages[index] = Stage(part, index, schedule.num_stages, recorder, share_of_loss)
-    return stages
+    return num_microbatches // groups
 
 
-def microbatches_of(arguments, job, step):
-    """Inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
-    batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
-    return tuple(tokens.to(job.device).chunk(arguments.microbatches) for tokens in batch)
+def run_step(arguments, job, stages, group, inputs, targets):
+    """One step of this rank. Returns the loss on the last rank, None elsewhere."""
+    shape, dtype = (*inputs[0].shape, arguments.dim), arguments.torch_dtype
+    p, v, m = job.num_ranks, len(stages), len(inputs)
+    previous, following = (job.rank - 1) % p, (job.rank + 1) % p
+    passages = v * m  # of a micro-batch through a chunk
+    warm_up = min(passages, (v - 1) * group + 2 * (p - 1 - job.rank))
+    results = {}  # what one stage of this rank hands to the next one here, when p is 1
+    losses = []
+
+    def chunk_and_microbatch(passage):
+        number, within = divmod(passage, group * v)
+        chunk, member = divmod(within, group)
+        return chunk, number * group + member
+
+    def take(what, stage, source, k):
+        message = Message(what, stage, k)
+        if p == 1:
+            return results.pop(message)
+        return job.receive(shape, dtype, source, message).wait()
+
+    def give(tensor, what, stage, destination, k):
+        message = Message(what, stage, k)
+        if p == 1:
+            results[message] = tensor
+        else:
+            job.send(tensor, destination, message)
+
+    def forward(passage):
+        chunk, k = chunk_and_microbatch(passage)
+        stage, activation = stages[chunk], inputs[k]
+        if not stage.is_first:
+            activation = take("activation", stage.index - 1, previous, k)
+        output = stage.forward(k, activation, targets[k])
+        if stage.is_last:
+            losses.append(output)
+        else:
+            give(output, "activation", stage.index, following, k)
+
+    def backward(passage):
+        chunk, k = chunk_and_microbatch(passage)
+        stage, gradient = stages[v - 1 - chunk], None
+        if not stage.is_last:
+            gradient = take("gradient", stage.index + 1, following, k)
+        gradient = stage.backward(k, gradient)
+        if not stage.is_first:
+            give(gradient, "gradient", stage.index, previous, k)
+
+    # Warm-up: all chunks but the last for one group, and two forwards more for each rank behind.
+    for passage in range(warm_up):
+        forward(passage)
+
+    # Steady: one forward, one backward.
+    for passage in range(passages - warm_up):
+        forward(warm_up + passage)
+        backward(passage)
+
+    # Cool-down: the backwards that are left.
+    for passage in range(passages - warm_up, passages):
+        backward(passage)
+
+    job.complete_sends()
+    return sum(losses) if losses else None
 
 
 if __name__ == "__main__":

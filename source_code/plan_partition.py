@@ -11,25 +11,19 @@ import json
 import sys
 
 import torch
-
-from pipeline.arguments import (
-    DTYPES,
-    Parser,
-    check_memory,
-    check_sizes,
-    positive_integer,
-    positive_number,
-    refuse,
-)
-from pipeline.distributed import choose_device
-from pipeline.model import ModelConfig
-from pipeline.planning.partition import (
+from extensions.planning.partition import (
     PartitionError,
     check_size,
     plan_stages,
     profile_model,
     read_profile,
 )
+from lab.checks import check_memory
+
+from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.job import choose_device
+from pipeline.model import ModelConfig
+from pipeline.training import DTYPES, check_sizes
 
 STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 
@@ -47,7 +41,7 @@ def main():
             memory=arguments.memory,
         )
     except PartitionError as error:
-        refuse(str(error))
+        reject(str(error))
     if arguments.json:
         print(json.dumps(figures(plan)))
     else:
@@ -108,14 +102,14 @@ def parse_arguments():
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     arguments = parser.parse_args()
     if arguments.bandwidth < 1:
-        refuse(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte a second")
+        reject(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte a second")
     return arguments
 
 
 def measure(arguments):
     """The profile of the course's model in the sizes that the flags ask for."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: this machine has no usable GPU; use --device cpu or auto")
+        reject("--device cuda: this machine has no usable GPU; use --device cpu or auto")
     arguments.microbatches, arguments.seed = 1, 0  # a whole mini-batch at once
     check_sizes(arguments)
     check_size(arguments.layers, arguments.workers, arguments.straight)  # before it takes time

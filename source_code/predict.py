@@ -9,20 +9,16 @@ import json
 import math
 import sys
 
+from lab.figures import draw_timelines
+from lab.simulator import Costs, simulate
+from lab.timeline import from_chrome_trace
+
+from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.files import write_whole
-from pipeline.legal import check_legal
-from pipeline.refusal import (
-    Parser,
-    positive_integer,
-    positive_number,
-    refuse,
-    schedule_option,
-)
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
-from pipeline.simulator import Costs, simulate
-from pipeline.timeline import from_chrome_trace
-from pipeline.views.figures import draw_timelines
+from pipeline.schedules.from_flags import schedule_option
+from pipeline.schedules.legal import check_legal
 
 
 def main():
@@ -72,11 +68,11 @@ def parse_arguments():
     if arguments.backward_weight is None:
         arguments.backward_weight = arguments.backward / 2
     if arguments.backward_weight >= arguments.backward:
-        refuse("--backward-weight must be less than --backward, of which it is a part")
+        reject("--backward-weight must be less than --backward, of which it is a part")
     if arguments.csv == "-" and arguments.json:
-        refuse("--csv - and --json both want standard output; name a file for the CSV")
+        reject("--csv - and --json both want standard output; name a file for the CSV")
     if arguments.performed and not arguments.svg:
-        refuse("--performed only adds to a drawing; name one with --svg")
+        reject("--performed only adds to a drawing; name one with --svg")
     return arguments
 
 
@@ -102,16 +98,16 @@ def schedule_of(arguments):
             return build_schedule(name, arguments.ranks, arguments.microbatches, chunks, **options)
         if chunks:
             names = ", ".join(chunked_schedules())
-            refuse(f"--chunks is for {names}; a file says itself where its stages are")
+            reject(f"--chunks is for {names}; a file says itself where its stages are")
         if options:
-            refuse(
+            reject(
                 "--option is for a schedule with a name; a file is one order, and has no options"
             )
         return check_legal(read_csv(name))
     except ScheduleError as error:
-        refuse(f"{name}{sizes if name in SCHEDULES else ''}: {error}")
+        reject(f"{name}{sizes if name in SCHEDULES else ''}: {error}")
     except (OSError, UnicodeDecodeError):
-        refuse(
+        reject(
             f"'{name}' is neither a schedule ({', '.join(SCHEDULES)}) nor a CSV file that can be read"
         )
 
@@ -165,7 +161,7 @@ def write_files(arguments, schedule, timeline):
             write_whole(path, draw_timelines(timelines).svg)
     except (OSError, ValueError, KeyError) as error:
         reason = getattr(error, "strerror", None) or "it is no timeline of this course"
-        refuse(f"{flag} {path}: {reason}; name another file")
+        reject(f"{flag} {path}: {reason}; name another file")
 
 
 if __name__ == "__main__":

@@ -41,21 +41,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
+from course.free_port import free_port
+from lab.watch import LAUNCHER_VARIABLE
 
-from pipeline.arguments import Parser, positive_number
+from pipeline.collectives import gather
+from pipeline.command_line import Parser, positive_number, ranks_from_environment
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
-from pipeline.distributed import (
-    Receiving,
-    Sending,
-    choose_device,
-    gather,
-    host_name,
-    join_job,
-    leave_job,
-    ranks_from_environment,
-)
-from pipeline.nodes import free_port
-from pipeline.watch import LAUNCHER_VARIABLE
+from pipeline.job import Receiving, Sending, choose_device, join_job
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
@@ -378,7 +370,7 @@ def checks_of_job(timeout, of_this_node):
     except (RuntimeError, ValueError) as error:  # nobody there, or MASTER_ADDR is not set
         yield failed_to_meet(str(error).splitlines()[0])
         return
-    for host, checks in gather(job, (host_name(), of_this_node if job.rank else [])) or []:
+    for host, checks in gather(job, (socket.gethostname(), of_this_node if job.rank else [])) or []:
         for check in checks:
             yield check._replace(name=f"{check.name} on {host}")
     measured = gather(job, measure_neighbours(job)) or []

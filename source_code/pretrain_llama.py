@@ -15,53 +15,80 @@ are read in `read_corpus`: both say what they promise to the rest.
 """
 
 import sys
-from contextlib import nullcontext
+from functools import partial
 
 import torch
-
-from pipeline.arguments import (
-    check_rate,
-    choose_schedule,
-    parse_training_arguments,
-    positive_integer,
-    positive_number,
-    refuse,
-    training_parser,
-)
-from pipeline.checkpointing.checkpoint import Training
-from pipeline.checkpointing.checkpoint_arguments import (
+from extensions.checkpointing.checkpoint import Training
+from extensions.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
-    end_diverged,
     export_newest,
+    nothing_left,
+    status_of_end,
 )
-from pipeline.checkpointing.checkpoint_folder import mark_stopped
-from pipeline.checkpointing.stop_request import STOPPED, StopRequest
-from pipeline.data_parallel.replica_arguments import (
+from extensions.checkpointing.stop_request import StopRequest
+from extensions.data_parallel.replica_arguments import (
     add_replica_arguments,
     choose_replicated_schedule,
-    pipeline_ranks,
 )
-from pipeline.data_parallel.replicas import AllReduce, form_replicas, own_microbatches
-from pipeline.distributed import gather, join_job, leave_job
-from pipeline.memory.footprint import count_weights, measure_memory, memory_table, predict_memory
-from pipeline.memory.recompute import MODES, build_recomputing_stage
+from extensions.data_parallel.replicas import (
+    AllReduce,
+    DataParallelWorker,
+    form_replicas,
+    own_microbatches,
+)
+from extensions.optimization.clipping import clip_gradients
+from extensions.optimization.finite import find_not_finite
+from extensions.optimization.learning_rate import WarmUpThenCosine
+from extensions.optimization.mixed_precision import (
+    computing_copy,
+    hand_over_deferred,
+    refresh,
+)
+from extensions.optimization.update import (
+    add_update_flags,
+    check_rate,
+    clip_and_set_rate,
+)
+from extensions.planning.footprint import (
+    count_weights,
+    measure_memory,
+    memory_table,
+    predict_memory,
+)
+from extensions.pretraining.forward_only import ForwardOnly
+from extensions.pretraining.metrics import Metrics
+from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
+from extensions.pretraining.tokens import (
+    BYTES,
+    filled_up,
+    load_corpus,
+    read_content,
+    stream_content,
+)
+from extensions.recompute import MODES, recomputing
+from lab import attach
+
+from pipeline.collectives import gather
+from pipeline.command_line import (
+    positive_integer,
+    positive_number,
+    ranks_from_environment,
+    reject,
+)
+from pipeline.job import join_job
 from pipeline.model import build_part
-from pipeline.optimization.clipping import clip_gradients, norm_of, scale_gradients, squares_of
-from pipeline.optimization.finite import find_not_finite
-from pipeline.optimization.learning_rate import WarmUpThenCosine, share_of_peak
-from pipeline.optimization.mixed_precision import computing_copy, hand_over_put_off, refresh
-from pipeline.optimizer import build_optimizer
-from pipeline.pretraining.forward_only import ForwardOnly
-from pipeline.pretraining.metrics import Metrics
-from pipeline.pretraining.padding import ShareOfLoss, count_real_tokens
-from pipeline.pretraining.tokens import BYTES, filled_up, load_corpus, read_content, stream_content
-from pipeline.recorder import Recorder
-from pipeline.reference import train_one_process
-from pipeline.report import Report
-from pipeline.schedules import synchronous_schedules
-from pipeline.worker import Worker
+from pipeline.schedules.from_flags import add_schedule_flags
+from pipeline.split_stage import stage_class_for
+from pipeline.training import (
+    LossLog,
+    build_optimizer,
+    complete_arguments,
+    cut_layers,
+    train_one_process,
+    training_parser,
+)
 
 MODELS = {  # layers, dim, heads, kv_heads, vocabulary
     "1m": (8, 104, 4, 2, 256),
@@ -75,48 +102,51 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), sec
 
 
 def main():
-    arguments = parse_arguments()
+    arguments, schedule = read_flags()
+    cut = cut_layers(arguments, schedule.num_stages)
     if arguments.plan:
-        return print_plan(arguments)
+        return print_plan(arguments, schedule, cut)
     if arguments.export:
         return export_newest(arguments)
-    schedule = arguments.built_schedule
     job = join_job(arguments.device, arguments.timeout, schedule.pairs)
     replicas = form_replicas(job, arguments.replicas)
     stop_request = StopRequest() if arguments.checkpoints else None
-    recorder = Recorder(job, arguments.paced)
-    loss_function = ShareOfLoss()
+    share_of_loss = ShareOfLoss()
     reduction = AllReduce(replicas, schedule)
-    masters, stages = build_stages(arguments, job, schedule, recorder, loss_function, reduction)
+    masters, stages = build_stages(arguments, job, schedule, cut, share_of_loss, reduction)
     training = build_training(arguments, masters)
     checkpoints = continue_training(arguments, job, training)
     update_copies(stages, masters)
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)
-    forward_only = ForwardOnly(worker, replicas, loss_function)
+    worker = DataParallelWorker(job, schedule, stages, shape, arguments.torch_dtype, reduction)
+    forward_only = ForwardOnly(worker, replicas, share_of_loss)
+    log = LossLog(
+        arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0), training.step
+    )
+    metrics = build_metrics(arguments, job, log)
     what = "step" if arguments.accumulate == 1 else "pass"
-    report = Report(arguments, job, schedule, recorder, what, first_step=training.step)
-    metrics = build_metrics(arguments, job, report)
+    memory = partial(print_memory, arguments, job, schedule, cut, stages, masters, training)
+    attach.observe(arguments, job, stages.values(), schedule, what, training.step, memory)
 
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
     stopped = diverged = None
-    for step in report.steps():
+    nothing = nothing_left(arguments, job, training)
+    for step in range(training.step, arguments.steps):
         metrics.start_step()
         batch = batch_of(arguments, training.batches)
         # Every rank draws the whole batch, so each knows how many tokens all of them have.
-        loss_function.real_tokens = count_real_tokens([batch[1]])
+        share_of_loss.real_tokens = count_real_tokens([batch[1]])
         training.optimizer.zero_grad()
-        loss = run_passes(passes_of(arguments, replicas, batch), worker, reduction, report)
-        loss = replicas.sum_loss(loss)
+        loss = replicas.sum_loss(run_passes(passes_of(arguments, replicas, batch), worker))
         norm = clip_gradients(job, training.parameters.items(), arguments.clip)
         training.optimizer.step()
         update_copies(stages, masters)
         metrics.end_step(
-            step, loss, training.optimizer.param_groups[0]["lr"], norm, loss_function.real_tokens
+            step, loss, training.optimizer.param_groups[0]["lr"], norm, share_of_loss.real_tokens
         )
         training.advance()
-        report.record_step(step, loss)
+        log.add(step, loss)
         diverged = find_not_finite(job, step, loss, norm)
         if diverged:
             break
@@ -131,55 +161,52 @@ def main():
             break
     if not stopped and not diverged:
         show_sample(arguments, forward_only, training.step)
-
-    memory = measure_memory(stages, masters, training.optimizer, recorder.meter)
-    ended_early = stopped, diverged
-    status = finish(arguments, job, training, memory, checkpoints, report, metrics, *ended_early)
-    leave_job(job)
-    if stopped or diverged:
-        return status
-    return status if report.verify(one_process) else 1
+    if log.has_loss and not nothing:
+        print(metrics.summary(), flush=True)
+    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
+    job.leave()
+    return log.finish(job.device, one_process, verify=not (stopped or diverged)) or status
 
 
-def parse_arguments():
-    parser = training_parser(__doc__.splitlines()[0])
-    add = parser.add_argument
+def read_flags():
+    """The flags, and the schedule of all replicas."""
+    parser = training_parser(__doc__)
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--model", choices=list(MODELS), default="1m", help="sizes by name; flags override them")
-    add("--vocabulary", type=positive_integer, metavar="N", help="256: bytes; more: byte pairs")
+    add("--vocabulary", help="256: bytes; more: byte pairs", **count)
     add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
     add("--documents", action="store_true", help="a row is one document, between blank lines")
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
-    add("--characters", type=positive_integer, default=10_000_000, metavar="N", help="of --dataset")
-    names = synchronous_schedules()
-    add("--schedule", choices=names, default="1f1b", help="order of the work in a pipeline")
-    add("--chunks", type=positive_integer, metavar="V", help="stages on each rank")
+    add("--characters", default=10_000_000, help="of --dataset", **count)
+    add_schedule_flags(parser, default="1f1b")
     add_replica_arguments(parser)
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
-    add("--accumulate", type=positive_integer, default=1, metavar="A", help="passes an update")
-    add("--warm-up-steps", type=positive_integer, metavar="N", help="updates to the peak, else 10")
-    add("--decay-steps", type=positive_integer, metavar="N", help="end of the cosine, else --steps")
-    add("--clip", type=positive_number, metavar="X", help="largest norm of the gradient, else 1")
-    add("--evaluate-every", type=positive_integer, default=50, metavar="N", help="steps")
-    add("--evaluate-windows", type=positive_integer, default=256, metavar="N", help="most rows")
-    add("--sample", type=positive_integer, metavar="N", help="write N tokens, before and after")
-    add("--metrics", metavar="FILE", help="log of the training, one JSON object a line")
+    add("--accumulate", default=1, help="passes per update", **count)
+    add_update_flags(parser, warm_up_steps=10)
+    add("--evaluate-every", default=50, help="steps", **count)
+    add("--evaluate-windows", default=256, help="most rows", **count)
+    add("--sample", help="write N tokens, before and after", **count)
+    add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
     add("--plan", type=positive_integer, metavar="RANKS", help="say what each would hold, and end")
     add_checkpoint_arguments(parser)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, **sizes)
-    arguments = parse_training_arguments(parser, number_of_stages, complete, read_corpus)
+    attach.add_flags(parser)
+    arguments = parser.parse_args()
+    complete_sizes(arguments)
+    complete_arguments(parser, arguments, read_corpus)
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
-    arguments.built_schedule = choose_replicated_schedule(arguments)
+    schedule = choose_replicated_schedule(arguments)
     if not arguments.plan:
         further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
         check_checkpoint_arguments(arguments, {"vocabulary": 0, "documents": 0, **further})
         check_rate(arguments)
-    return arguments
+    return arguments, schedule
 
 
-def complete(arguments):
-    """Fill in what --model and the machine say, and refuse what does not fit together."""
+def complete_sizes(arguments):
+    """Fill in what --model and the machine say, and reject what does not fit together."""
     names = ("layers", "dim", "heads", "kv_heads", "vocabulary")
     for name, size in zip(names, MODELS[arguments.model]):
         if getattr(arguments, name) is None:
@@ -187,27 +214,22 @@ def complete(arguments):
     if arguments.dtype is None:
         on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
         arguments.dtype = "bfloat16" if on_gpu else "float32"
-    if arguments.plan and arguments.num_ranks > 1:
-        refuse("--plan is the work of one process; start it with python instead of torchrun")
-    arguments.num_ranks = arguments.plan or arguments.num_ranks
+    if arguments.plan and ranks_from_environment()[1] > 1:
+        reject("--plan is the work of one process; start it with python instead of torchrun")
     if arguments.batch_size % pieces_of_batch(arguments):
-        refuse(
+        reject(
             f"--batch-size {arguments.batch_size} cannot be cut into --replicas "
             f"{arguments.replicas} times --accumulate {arguments.accumulate} times --microbatches "
             f"{arguments.microbatches} equal parts; use a multiple of {pieces_of_batch(arguments)}"
         )
     if arguments.vocabulary < BYTES:
-        refuse(f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256")
+        reject(f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256")
     if arguments.dataset and arguments.data:
-        refuse("--dataset and --data both say what to learn; use one of them")
+        reject("--dataset and --data both say what to learn; use one of them")
 
 
 def pieces_of_batch(arguments):
     return arguments.replicas * arguments.accumulate * arguments.microbatches
-
-
-def number_of_stages(arguments):
-    return choose_schedule(arguments, pipeline_ranks(arguments)).num_stages
 
 
 def read_corpus(arguments):
@@ -244,7 +266,7 @@ def build_model_part(arguments, first, last, device="cpu"):
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
 
 
-def build_stages(arguments, job, schedule, recorder, loss_function, reduction):
+def build_stages(arguments, job, schedule, cut, loss_function, reduction):
     """By index, the parts that are updated and the stages that compute with them or a copy."""
 
     def share_of_loss(scores, targets):
@@ -252,19 +274,14 @@ def build_stages(arguments, job, schedule, recorder, loss_function, reduction):
         return loss_function(scores.float() if arguments.dtype == "bfloat16" else scores, targets)
 
     masters, stages = {}, {}
+    stage_class = stage_class_for(schedule)
     for index in schedule.stages_of(job.rank):
-        master = build_model_part(arguments, *arguments.stage_layers[index], job.device)
+        master = build_model_part(arguments, *cut[index], job.device)
         masters[index] = reduction.wrap(master, index)
-        stages[index] = build_recomputing_stage(
-            arguments.recompute,
-            1,
-            computing_copy(master, arguments.torch_dtype),
-            index,
-            schedule.num_stages,
-            recorder,
-            share_of_loss,
-        )
-        hand_over_put_off(stages[index], master)
+        part = computing_copy(master, arguments.torch_dtype)
+        stage = stage_class(part, index, schedule.num_stages, share_of_loss)
+        stages[index] = recomputing(stage, arguments.recompute)
+        hand_over_deferred(stages[index], master)
     return masters, stages
 
 
@@ -299,28 +316,23 @@ def passes_of(arguments, replicas, batch):
     ]
 
 
-def run_passes(passes, worker, reduction, report):
+def run_passes(passes, worker):
     """The passes of one update: their gradients add up, and so do their shares of the loss."""
     losses = []
     for number, (inputs, targets) in enumerate(passes, 1):
-        last = number == len(passes)
-        # Replicas exchange gradients once they are whole.
-        worker.around = reduction.around if last else lambda action: nullcontext()
+        worker.sums = number == len(passes)  # replicas exchange gradients once they are whole
         losses.append(worker.run_step(inputs, targets))
-        if not last:
-            report.record_pass()
-    reduction.finish()
     return None if losses[0] is None else sum(losses)
 
 
-def build_metrics(arguments, job, report):
+def build_metrics(arguments, job, log):
     return Metrics(
         job,
         arguments.metrics,
         arguments.config,
         arguments.torch_dtype,
-        report.has_loss,
-        report.first_step,
+        log.has_loss,
+        log.first_step,
         arguments.peak_flops,
     )
 
@@ -346,22 +358,22 @@ def show_sample(arguments, forward_only, step):
             print(f"after {step} steps  {begin!r} -> {continuation!r}", flush=True)
 
 
-def print_plan(arguments):
+def print_plan(arguments, schedule, cut):
     """Say what each rank would hold."""
-    memory = predicted_memory(arguments)
+    memory = predicted_memory(arguments, schedule, cut)
     weights = count_weights(arguments.config)[0]
-    print(f"{arguments.model}: {weights:,} weights, {arguments.built_schedule.name}")
+    print(f"{arguments.model}: {weights:,} weights, {schedule.name}")
     print(memory_table({"predicted": memory}))
     most = max(range(len(memory)), key=lambda rank: memory[rank].total)
     print(f"the most on rank {most}: {memory[most].total / 2**30:.2f} GiB, and what torch needs")
     return 0
 
 
-def predicted_memory(arguments):
+def predicted_memory(arguments, schedule, cut):
     return predict_memory(
         arguments.config,
-        arguments.built_schedule,
-        arguments.stage_layers,
+        schedule,
+        cut,
         arguments.microbatch_size,
         arguments.torch_dtype.itemsize,
         arguments.optimizer,
@@ -369,44 +381,22 @@ def predicted_memory(arguments):
     )
 
 
-def finish(arguments, job, training, memory, checkpoints, report, metrics, stopped, diverged):
-    """The end of the run, on every rank. Returns the exit status."""
-    if checkpoints:
-        checkpoints.finish()
-    if report.events_per_step:
-        if report.has_loss:
-            print(metrics.summary(), flush=True)
-        report.finish()
-        measured = gather(job, memory)
-        if job.rank == 0:
-            print(memory_table({"measured": measured, "predicted": predicted_memory(arguments)}))
-    elif job.rank == 0:
-        print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")
-    if diverged:
-        return end_diverged(job, diverged, checkpoints)
-    if checkpoints and checkpoints.problem:
-        return 1
-    if not stopped:
-        return 0
+def print_memory(arguments, job, schedule, cut, stages, masters, training, activations):
+    """Print what each rank held, beside the prediction; `activations` is this rank's peak, bytes."""
+    measured = gather(job, measure_memory(stages, masters, training.optimizer, activations))
     if job.rank == 0:
-        mark_stopped(arguments.checkpoints, f"{stopped.name} after {training.step} steps")
-        print(f"stopped by {stopped.name} after {training.step} steps, saved", flush=True)
-    return STOPPED
+        predicted = predicted_memory(arguments, schedule, cut)
+        print(memory_table({"measured": measured, "predicted": predicted}))
 
 
 def one_process(arguments, device):
     """The losses of one process with the same model, batches, clipping and rates."""
 
-    def clip_and_set_rate(model, optimizer, step):
-        parameters = list(model.named_parameters())
-        scale_gradients(parameters, norm_of(squares_of(parameters)), arguments.clip)
-        share = share_of_peak(step, arguments.warm_up_steps, arguments.decay_steps)
-        optimizer.param_groups[0]["lr"] = arguments.learning_rate * share
-
     def build_whole(arguments, device):
         return build_model_part(arguments, 0, arguments.layers, device)
 
-    return train_one_process(arguments, device, clip_and_set_rate, build_whole, **ADAMW)
+    before_update = clip_and_set_rate(arguments)
+    return train_one_process(arguments, device, before_update, build_whole, **ADAMW)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,8 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import (
-    PipelineStage,
-    SplitPoint,
-    build_stage,
-    pipe_split,
-    pipeline,
-)
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
-
-from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.distributed import join_job, leave_job
-from pipeline.model import VOCABULARY, ModelPart, build_model, materialise, token_loss
-from pipeline.optimization.clipping import clip_gradients
-from pipeline.recorder import Recorder
-from pipeline.refusal import positive_integer, positive_number, refuse
-from pipeline.report import Report
-from pipeline.torch_pipelining.library import (
+from extensions.optimization.clipping import clip_gradients
+from extensions.torch_pipelining.library import (
     ONE_STAGE,
     SCHEDULES,
     V_SHAPED,
@@ -45,6 +28,22 @@ from pipeline.torch_pipelining.library import (
     watched,
     without_messages_to_itself,
 )
+from lab.report import Report
+from torch.distributed.pipelining import (
+    PipelineStage,
+    SplitPoint,
+    build_stage,
+    pipe_split,
+    pipeline,
+)
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+from pipeline.command_line import positive_integer, positive_number, reject
+from pipeline.job import join_job, leave_job
+from pipeline.model import VOCABULARY, ModelPart, materialise, token_loss
+from pipeline.training import build_model, parse_training_arguments, training_parser
 
 LINE_END = 10  # the byte; two in a row end a paragraph
 
@@ -111,14 +110,14 @@ def check_combination(arguments):
         arguments.schedule, arguments.num_ranks, arguments.microbatches, arguments.chunks
     )
     if complaint:
-        refuse(complaint)
+        reject(complaint)
     if arguments.documents and arguments.split != "manual":
-        refuse(
+        reject(
             f"--documents with --split {arguments.split}: the tracer would send the mask through "
             "all stages, and the library has no backward for that; use --split manual"
         )
     if arguments.warm_up and arguments.warm_up >= arguments.steps:
-        refuse(
+        reject(
             f"--warm-up {arguments.warm_up} leaves none of --steps {arguments.steps} for the "
             "cosine; use fewer, or more steps"
         )

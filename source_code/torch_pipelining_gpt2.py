@@ -15,6 +15,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from extensions.torch_pipelining.library import (
+    device_without_sharing,
+    mean_of,
+    recorded,
+    schedule_as_data,
+    watched,
+)
+from lab.report import Report
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -26,21 +34,12 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
-from pipeline.arguments import parse_training_arguments, training_parser
+from pipeline.collectives import gather
+from pipeline.command_line import reject
 from pipeline.data import Text, load_text
-from pipeline.distributed import gather, join_job, leave_job
+from pipeline.job import join_job, leave_job
 from pipeline.model import VOCABULARY, token_loss
-from pipeline.optimizer import build_optimizer
-from pipeline.recorder import Recorder
-from pipeline.refusal import refuse
-from pipeline.report import Report
-from pipeline.torch_pipelining.library import (
-    device_without_sharing,
-    mean_of,
-    recorded,
-    schedule_as_data,
-    watched,
-)
+from pipeline.training import build_optimizer, parse_training_arguments, training_parser
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 MODELS = ("gpt2", "gpt2-classifier", "llama")
@@ -94,12 +93,12 @@ def parse_arguments():
     arguments = parse_training_arguments(parser)
     arguments.device = device_without_sharing(arguments.device)
     if arguments.schedule == "1F1B" and arguments.microbatches < arguments.num_ranks:
-        refuse(
+        reject(
             f"--schedule 1F1B: --microbatches {arguments.microbatches} is less than the "
             f"{arguments.num_ranks} stages; use {arguments.num_ranks} or more"
         )
     if arguments.tied and arguments.model != "gpt2":
-        refuse(f"--tied with --model {arguments.model}: only --model gpt2 ties its matrices")
+        reject(f"--tied with --model {arguments.model}: only --model gpt2 ties its matrices")
     arguments.model_config = model_config(arguments)
     if arguments.pretrained:
         take_pretrained(arguments)
@@ -161,19 +160,19 @@ def take_pretrained(arguments):
 
     folder = Path(arguments.pretrained)
     if not (folder / "config.json").is_file():
-        refuse(f"--pretrained {folder}: there is no config.json; name a folder with a saved model")
+        reject(f"--pretrained {folder}: there is no config.json; name a folder with a saved model")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     wanted = {"gpt2-classifier": "gpt2"}.get(arguments.model, arguments.model)
     if config.model_type != wanted:
-        refuse(f"--pretrained {folder} holds a {config.model_type}; it fits no --model {wanted}")
+        reject(f"--pretrained {folder} holds a {config.model_type}; it fits no --model {wanted}")
     sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     if sizes != (arguments.layers, arguments.dim, arguments.heads):
-        refuse(
+        reject(
             f"--pretrained {folder} has other sizes than the flags; "
             "use --layers {} --dim {} --heads {}".format(*sizes)
         )
     if arguments.seq_len > config.max_position_embeddings:
-        refuse(
+        reject(
             f"--seq-len {arguments.seq_len} is more than the {config.max_position_embeddings} "
             f"positions of --pretrained {folder}; use fewer"
         )
@@ -189,7 +188,7 @@ def take_pretrained(arguments):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         arguments.text = tokenized(arguments, tokenizer)
     elif config.vocab_size < VOCABULARY:
-        refuse(f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes")
+        reject(f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes")
 
 
 def tokenized(arguments, tokenizer):
@@ -199,7 +198,7 @@ def tokenized(arguments, tokenizer):
     tokens = torch.tensor(tokenizer(content)["input_ids"])
     cut = len(tokens) - len(tokens) // 10
     if len(tokens) // 10 <= arguments.seq_len:
-        refuse(
+        reject(
             f"--data has {len(tokens)} tokens, too few for --seq-len {arguments.seq_len}; "
             "use a longer text or a smaller --seq-len"
         )

@@ -10,13 +10,13 @@ import sys
 import warnings
 
 import torch
+from extensions.torch_pipelining.library import mean_of, watched
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, pipeline
 
-from pipeline.arguments import seconds
-from pipeline.distributed import join_job, leave_job, ranks_from_environment
-from pipeline.refusal import Parser, positive_integer, refuse
-from pipeline.torch_pipelining.library import mean_of, watched
+from pipeline.command_line import Parser, positive_integer, ranks_from_environment, reject
+from pipeline.job import join_job, leave_job
+from pipeline.training import seconds
 
 SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
 
@@ -60,14 +60,14 @@ def parse_arguments():
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
     arguments = parser.parse_args()
     if arguments.batch_size % arguments.microbatches:
-        refuse(
+        reject(
             f"--microbatches {arguments.microbatches} does not divide --batch-size "
             f"{arguments.batch_size}; use a divisor"
         )
     if arguments.microbatches < 3:
-        refuse(f"--microbatches {arguments.microbatches} is less than the 3 stages; use 3 or more")
+        reject(f"--microbatches {arguments.microbatches} is less than the 3 stages; use 3 or more")
     if ranks_from_environment()[1] != 3:
-        refuse("the model is cut in three: use --nproc-per-node 3")
+        reject("the model is cut in three: use --nproc-per-node 3")
     return arguments
 
 

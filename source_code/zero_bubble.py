@@ -2,78 +2,96 @@
 
     torchrun --standalone --nproc-per-node 4 source_code/zero_bubble.py --schedule zb-h1 --verify
 
-ZB-H1 and ZB-H2 have a stage a rank. ZB-V and DualPipeV have two, laid out as a V: with four ranks,
-rank 0 has the first stage and the last, so that the loss is on rank 0.
+ZB-H1 has the warm-up of 1F1B and its memory; ZB-H2 a warm-up twice as long and no bubble.
 """
 
 import sys
+from collections import deque
 
-from pipeline.arguments import choose_schedule, parse_training_arguments, training_parser
-from pipeline.distributed import join_job, leave_job
-from pipeline.model import build_part, token_loss
-from pipeline.optimizer import build_optimizer
-from pipeline.recorder import Recorder
-from pipeline.report import Report
-from pipeline.stage import Stage
-from pipeline.worker import Worker
+from lab import attach
+
+from pipeline.job import join_job
+from pipeline.message import Message
+from pipeline.split_stage import SplitStage
+from pipeline.training import (
+    build_stage,
+    cut_layers,
+    parse_arguments,
+    train,
+    training_parser,
+)
+
+FORWARDS_PER_RANK_BEHIND = {"zb-h1": 1, "zb-h2": 2}
 
 
 def main():
-    arguments, schedule = parse_arguments()
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
-    recorder = Recorder(job, arguments.paced)
-    stages = build_stages(arguments, job, schedule, recorder)
-    weights = [weight for stage in stages.values() for weight in stage.part.parameters()]
-    optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)
-    report = Report(arguments, job, schedule, recorder)
+    parser = training_parser(__doc__)
+    names = list(FORWARDS_PER_RANK_BEHIND)
+    parser.add_argument("--schedule", choices=names, default="zb-h1", help="length of the warm-up")
+    attach.add_flags(parser)
+    arguments = parse_arguments(parser)
+    cut = cut_layers(arguments, arguments.num_ranks)
+    job = join_job(arguments.device, arguments.timeout)
+    stage = build_stage(arguments, job.rank, cut, job.device, SplitStage)
+    attach.observe(arguments, job, [stage], arguments.schedule)
 
-    for step in report.steps():
-        inputs, targets = microbatches_of(arguments, job, step)
-        optimizer.zero_grad()
-        loss = worker.run_step(inputs, targets)
-        optimizer.step()
-        report.record_step(step, loss)
+    def step(inputs, targets):
+        return run_step(arguments, job, stage, inputs, targets)
 
-    report.finish()
-    leave_job(job)
-    return 0 if report.verify() else 1
+    return train(arguments, job, [stage], step)
 
 
-def parse_arguments():
-    parser = training_parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--schedule",
-        choices=["zb-h1", "zb-h2", "zb-v", "dualpipe-v"],
-        default="zb-h1",
-        help="order of the actions",
-    )
-    arguments = parse_training_arguments(parser, lambda flags: choose_schedule(flags).num_stages)
-    return arguments, choose_schedule(arguments)
+def run_step(arguments, job, stage, inputs, targets):
+    """One step of this rank. Returns the loss on the last rank, None elsewhere."""
+    shape, dtype = (*inputs[0].shape, arguments.dim), arguments.torch_dtype
+    previous, following = job.rank - 1, job.rank + 1
+    per_rank = FORWARDS_PER_RANK_BEHIND[arguments.schedule]
+    warm_up = min(len(inputs), per_rank * (job.num_ranks - 1 - job.rank))
+    kept_back = per_rank * job.rank  # weight gradients that wait for the cool-down
+    deferred = deque()  # micro-batches whose weight gradients are still to be computed
+    losses = []
 
+    def forward(k):
+        activation = inputs[k]
+        if not stage.is_first:
+            name = Message("activation", previous, k)
+            activation = job.receive(shape, dtype, previous, name).wait()
+        output = stage.forward(k, activation, targets[k])
+        if stage.is_last:
+            losses.append(output)
+        else:
+            job.send(output, following, Message("activation", job.rank, k))
 
-def build_stages(arguments, job, schedule, recorder):
-    """This rank's stages by index; whichever has the last one has the loss."""
+    def backward_input(k):
+        gradient = None
+        if not stage.is_last:
+            name = Message("gradient", following, k)
+            gradient = job.receive(shape, dtype, following, name).wait()
+        gradient = stage.backward_input(k, gradient)
+        if not stage.is_first:
+            job.send(gradient, previous, Message("gradient", job.rank, k))
+        deferred.append(k)
 
-    def share_of_loss(scores, targets):
-        # The mean over the batch is the mean of the micro-batches' means: they are equally large.
-        return token_loss(scores, targets) / arguments.microbatches
+    # Warm-up: fill the stages behind this one.
+    for k in range(warm_up):
+        forward(k)
 
-    stages = {}
-    for index in schedule.stages_of(job.rank):
-        first, last = arguments.stage_layers[index]
-        part = build_part(
-            arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
-        )
-        stages[index] = Stage(part, index, schedule.num_stages, recorder, share_of_loss)
-    return stages
+    # Steady: forward, backward for the input, and one for the weights once enough are kept back.
+    for k in range(len(inputs) - warm_up):
+        forward(warm_up + k)
+        backward_input(k)
+        if len(deferred) > kept_back:
+            stage.backward_weight(deferred.popleft())
 
+    # Cool-down: between two gradients there is time for the weights of another micro-batch.
+    for k in range(len(inputs) - warm_up, len(inputs)):
+        backward_input(k)
+        stage.backward_weight(deferred.popleft())
+    while deferred:
+        stage.backward_weight(deferred.popleft())
 
-def microbatches_of(arguments, job, step):
-    """Inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
-    batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
-    return tuple(tokens.to(job.device).chunk(arguments.microbatches) for tokens in batch)
+    job.complete_sends()
+    return sum(losses) if losses else None
 
 
 if __name__ == "__main__":

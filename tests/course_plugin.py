@@ -73,16 +73,16 @@ class OnlyMarkedTestsStartProcesses:
     def __init__(self):
         self.watched = False  # whether a test without the mark is running
         self.started = None  # what it started
-        sys.addaudithook(lambda event, _: event in STARTS and self.refuse(event))
+        sys.addaudithook(lambda event, _: event in STARTS and self.reject(event))
         start = multiprocessing.process.BaseProcess.start
 
         def refuse_or_start(process):
-            self.refuse("multiprocessing")
+            self.reject("multiprocessing")
             start(process)
 
         multiprocessing.process.BaseProcess.start = refuse_or_start
 
-    def refuse(self, what):
+    def reject(self, what):
         if self.watched:
             self.started = what
             self.fail()

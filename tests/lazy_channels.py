@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from extensions.data_parallel import replicas
 
 from pipeline import distributed
-from pipeline.data_parallel import replicas
 
 SCRIPTS = Path(distributed.__file__).resolve().parents[1]
 connected = set()  # what this rank has waited for: (name of the group, its ranks)

@@ -11,7 +11,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from pipeline.notebook.launch import PRELOAD, WarmRanks, _follow
+from course.launch import PRELOAD, WarmRanks, _follow
 
 # What a rank would import by itself: the files that its functions stand in need pytest, the
 # optimizers of torch.optim need the compiler, and lesson 07 saves.

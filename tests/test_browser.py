@@ -13,9 +13,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-
-from pipeline.nodes import free_port
-from pipeline.notebook import launch
+from course import launch
+from lab.slow_network import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [
@@ -146,7 +145,7 @@ def executed(page):
 EXPLORER = """
 import sys
 sys.path.insert(0, "{folder}")
-from pipeline.views.explorer import explore
+from course.views.explorer import explore
 explore("gpipe", compare="1f1b")
 """
 
@@ -229,7 +228,7 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
 TIME_MACHINE = """
 import sys
 sys.path.insert(0, "{folder}")
-from pipeline.debugging.time_machine import time_machine
+from course.debugging.time_machine import time_machine
 time_machine("{broken}", compare="{healthy}")
 """
 

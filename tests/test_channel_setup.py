@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from course.last_words import RunFailed
+from course.launch import WarmRanks, _follow
 from ranks import run_on_ranks
 
 from pipeline import distributed
-from pipeline.notebook.launch import RunFailed, WarmRanks, _follow
 
 PROGRAM = Path(__file__).with_name("lazy_channels.py")
 SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2 --device cpu --verify"

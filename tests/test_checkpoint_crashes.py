@@ -20,11 +20,10 @@ from unittest import mock
 import distributed_checkpointing
 import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
+from course.last_words import RunFailed
+from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
 from ranks import run_on_ranks
-
-from pipeline.checkpointing import checkpoint_folder
-from pipeline.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
-from pipeline.notebook.launch import RunFailed
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 4 --microbatches 2"
 FLAGS = f"script {SIZES} --optimizer adamw --device cpu --decay-steps 300 --timeout 20"
@@ -366,7 +365,7 @@ def test_damage_gets_a_sentence_that_names_the_file_and_offers_the_checkpoint_be
 
 
 def start_script(flags):
-    from pipeline.notebook.launch import run
+    from course.launch import run
 
     command = FLAGS.replace("script", "distributed_checkpointing.py", 1)
     return run(f"{command} {flags}", RANKS, warm=True, show=False, limit=60)

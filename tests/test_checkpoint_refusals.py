@@ -8,11 +8,11 @@ from pathlib import Path
 
 import distributed_checkpointing
 import pytest
+from extensions.checkpointing import checkpoint_folder
 from test_bad_input import SCRIPTS, SOURCE, Refusal, schedule_file
 from torch.distributed.run import get_args_parser
 
 from pipeline import arguments
-from pipeline.checkpointing import checkpoint_folder
 
 SCRIPT = "distributed_checkpointing"
 MADE_WITH = "--clip 1 --optimizer adamw --warm-up-steps 3 --decay-steps 50"

@@ -17,11 +17,13 @@ from unittest import mock
 import distributed_checkpointing
 import pytest
 import torch
+from course.last_words import RunFailed
+from course.launch import run
+from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
 from ranks import run_on_ranks
 
-from pipeline.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
-from pipeline.model import ModelConfig, build_model
-from pipeline.notebook.launch import RunFailed, run
+from pipeline.model import ModelConfig
+from pipeline.training import build_model
 
 SIZES = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --batch-size 8 --microbatches 4"
 FLAGS = f"distributed_checkpointing.py {SIZES} --device cpu --clip 1 --decay-steps 9"

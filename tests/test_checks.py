@@ -7,8 +7,7 @@ from functools import partial
 import numpy
 import pytest
 import torch
-
-from pipeline.checks import (
+from course.checks import (
     lesson_00,
     lesson_01,
     lesson_02,
@@ -17,7 +16,8 @@ from pipeline.checks import (
     lesson_07,
     lesson_11,
 )
-from pipeline.checks.answer import NOT_ATTEMPTED
+from course.checks.answer import NOT_ATTEMPTED
+
 from pipeline.model import cut_evenly, token_loss
 
 

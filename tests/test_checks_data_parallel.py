@@ -1,9 +1,8 @@
 """The checks of lesson 10 know a stub, the right answer and typical wrong ones."""
 
 import pytest
-
-from pipeline.checks import lesson_10
-from pipeline.checks.answer import NOT_ATTEMPTED
+from course.checks import lesson_10
+from course.checks.answer import NOT_ATTEMPTED
 
 RIGHT = {
     ("1.3 billion", "one node"): "data parallel",

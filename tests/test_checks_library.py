@@ -1,9 +1,8 @@
 """The checks of lesson 08 know a stub, the right answer and typical wrong ones."""
 
 import pytest
-
-from pipeline.checks import lesson_08
-from pipeline.checks.answer import NOT_ATTEMPTED
+from course.checks import lesson_08
+from course.checks.answer import NOT_ATTEMPTED
 
 
 def answer_to(check, capsys, answer):

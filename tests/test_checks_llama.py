@@ -1,9 +1,8 @@
 """The checks of lesson 12c know a stub, the right answer and typical wrong ones."""
 
 import pytest
-
-from pipeline.checks import lesson_12c
-from pipeline.checks.answer import NOT_ATTEMPTED
+from course.checks import lesson_12c
+from course.checks.answer import NOT_ATTEMPTED
 
 STATES = {"sgd": 0, "momentum": 1, "adamw": 2}
 

@@ -3,9 +3,8 @@
 import math
 
 import pytest
-
-from pipeline.checks import lesson_06
-from pipeline.checks.answer import NOT_ATTEMPTED
+from course.checks import lesson_06
+from course.checks.answer import NOT_ATTEMPTED
 
 
 def answer_to(check, capsys, answer):

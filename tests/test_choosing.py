@@ -1,9 +1,8 @@
 """What data, sharded, tensor and pipeline parallelism cost on paper, by the papers' formulas."""
 
 import pytest
-
-from pipeline.planning.choosing import mixes, ways
-from pipeline.planning.forecast import BYTES_PER_PARAMETER, Machine, Model
+from extensions.planning.choosing import mixes, ways
+from extensions.planning.forecast import BYTES_PER_PARAMETER, Machine, Model
 
 MODEL = Model(layers=32, hidden=4096, length=2048, vocabulary=32_000, batch=256)
 MACHINE = Machine(gpus=32)

@@ -24,9 +24,9 @@ from ranks import PRELOAD, run_on_ranks
 from templates import changes, single_file
 from templates.leave_out import leave_out
 
-from pipeline.optimizer import build_optimizer
 from pipeline.schedule import to_csv
 from pipeline.schedules import one_f_one_b
+from pipeline.training import build_optimizer
 
 PRELOAD.extend(["torch.distributed.pipelining", "transformers"])
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,22 +15,23 @@ from unittest import mock
 import pipeline_with_data_parallel as script
 import pytest
 import torch
+from course.last_words import RunFailed
+from course.launch import run
+from extensions.data_parallel.replicas import AllReduce
+from extensions.optimization import clipping
+from extensions.pretraining.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
 from ranks import PRELOAD, run_on_ranks
 from test_bad_input import Refusal
 
 from pipeline.data import load_text
-from pipeline.data_parallel.replicas import AllReduce
-from pipeline.model import build_model, token_loss
-from pipeline.notebook.launch import RunFailed, run
-from pipeline.optimization import clipping
-from pipeline.pretraining.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
-from pipeline.reference import train_one_process
+from pipeline.model import token_loss
+from pipeline.training import build_model, train_one_process
 
 PRELOAD.extend(
     [
         "torch.distributed.pipelining",
-        "pipeline.torch_pipelining.library_worker",
-        "pipeline.data_parallel.wrappers",
+        "extensions.torch_pipelining.library_worker",
+        "extensions.data_parallel.wrappers",
     ]
 )
 SMALL = "--layers 8 --dim 16 --heads 4 --kv-heads 2 --seq-len 24 --batch-size 16 --microbatches 4"

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from pipeline.notebook.launch import ROOT
+from course.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (

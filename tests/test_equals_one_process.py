@@ -20,12 +20,15 @@ import torch
 from ranks import run_on_ranks
 
 from pipeline import schedules
-from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.distributed import join_job, leave_job
-from pipeline.model import build_model, token_loss
-from pipeline.optimizer import build_optimizer
-from pipeline.recorder import Recorder
-from pipeline.reference import train_one_process
+from pipeline.job import join_job, leave_job
+from pipeline.model import token_loss
+from pipeline.training import (
+    build_model,
+    build_optimizer,
+    parse_training_arguments,
+    train_one_process,
+    training_parser,
+)
 from pipeline.worker import Worker
 
 # Batches of 48 sequences can be cut into 1, 2, 3, 8 and 16 micro-batches.

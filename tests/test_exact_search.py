@@ -5,9 +5,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-
-from pipeline.checks.puzzles import PUZZLES
-from pipeline.planning.exact_search import (
+from course.checks.puzzles import PUZZLES
+from extensions.planning.exact_search import (
     Moment,
     Problem,
     best_schedule,
@@ -16,6 +15,8 @@ from pipeline.planning.exact_search import (
     sweep,
     what_matters,
 )
+from lab.simulator import Costs, simulate
+
 from pipeline.schedule import Action, Schedule, ScheduleError, message_of, needs_of, read_csv
 from pipeline.schedules import (
     gpipe,
@@ -26,7 +27,6 @@ from pipeline.schedules import (
     zb_h2,
     zb_v,
 )
-from pipeline.simulator import Costs, simulate
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 WHOLE = Costs(forward=1, backward=2)

@@ -5,6 +5,12 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from course.views.explorer import NOTHING, Panel, explore
+from course.views.explorer_view import View
+from course.views.stepping import STORED
+from course.views.story import moments_at, short, stories_of, times_of, waits_of
+from lab.simulator import Costs, simulate
+from lab.timeline import Event, Timeline
 
 from pipeline.schedule import KINDS, ScheduleError, from_csv
 from pipeline.schedules import (
@@ -15,12 +21,6 @@ from pipeline.schedules import (
     pipedream,
     pipedream_round_robin,
 )
-from pipeline.simulator import Costs, simulate
-from pipeline.timeline import Event, Timeline
-from pipeline.views.explorer import NOTHING, Panel, explore
-from pipeline.views.explorer_view import View
-from pipeline.views.stepping import STORED
-from pipeline.views.story import moments_at, short, stories_of, times_of, waits_of
 
 SETTINGS = explore().settings
 EVERY_SCHEDULE = pytest.mark.parametrize("name", SCHEDULES)

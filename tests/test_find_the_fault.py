@@ -7,14 +7,14 @@ import re
 import shutil
 
 import pytest
+from course import launch
+from course.checks import lesson_12b as check
+from course.checks.answer import NOT_ATTEMPTED
+from course.debugging.comparing import compare
+from course.last_words import RunFailed
+from lab.flight_log_reader import read_recording
 
 from broken.pipelines.faults import PIECES, Broken, Cured
-from pipeline.checks import lesson_12b as check
-from pipeline.checks.answer import NOT_ATTEMPTED
-from pipeline.debugging.comparing import compare
-from pipeline.debugging.recorded_run import read_recording
-from pipeline.notebook import launch
-from pipeline.notebook.launch import RunFailed
 
 # What is the first difference from a healthy run: step, ranks, action.
 FIRST = {

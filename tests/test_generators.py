@@ -10,9 +10,9 @@ from unittest import mock
 
 import predict
 import pytest
+from lab.simulator import Costs, simulate
 from torch_orders import torch_order
 
-from pipeline.legal import check_legal
 from pipeline.schedule import ScheduleError, from_csv, to_csv
 from pipeline.schedules import (
     SCHEDULES,
@@ -28,7 +28,7 @@ from pipeline.schedules import (
     zb_h2,
     zb_v,
 )
-from pipeline.simulator import Costs, simulate
+from pipeline.schedules.legal import check_legal
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 21)

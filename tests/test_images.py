@@ -4,11 +4,11 @@ import re
 
 import make_images
 import pytest
+from course.launch import ROOT
+from lab.figures import draw_timelines
+from lab.simulator import Costs, simulate
 
-from pipeline.notebook.launch import ROOT
 from pipeline.schedules import SCHEDULES
-from pipeline.simulator import Costs, simulate
-from pipeline.views.figures import draw_timelines
 
 FIGURES = sorted((ROOT / "images").glob("*.svg"))
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("notebooks/*.ipynb")]

@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-
-from pipeline.notebook.launch import ROOT
+from course.launch import ROOT
 
 TEXT = (ROOT / "docs" / "instructors.md").read_text()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))

@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from course import launch
+from course.last_words import RunFailed
+from course.launch import ROOT, launch_words, run
 from kernels import Kernel
 from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
-
-from pipeline.notebook import launch
-from pipeline.notebook.launch import ROOT, RunFailed, launch_words, run
 
 LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it
 EITHER_WAY = pytest.mark.parametrize("warm", [True, False], ids=["warm", "torchrun"])
@@ -36,9 +36,7 @@ class Notebook:
         self.client.start_channels()
         self.client.wait_for_ready(timeout=90)
         source = str(ROOT / "source_code")
-        self.start(
-            f"import sys; sys.path.insert(0, {source!r}); from pipeline.notebook.launch import run"
-        )
+        self.start(f"import sys; sys.path.insert(0, {source!r}); from course.launch import run")
         self.read_until("idle")
 
     def start(self, code):
@@ -239,9 +237,7 @@ def test_inside_a_slurm_allocation_torchrun_is_started_by_srun(monkeypatch):
 
 
 def test_importing_launch_does_not_import_torch():
-    program = (
-        "import sys, pipeline.notebook.launch; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
+    program = "import sys, course.launch; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT / "source_code",

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from pipeline.notebook.launch import ROOT, SCRIPTS
+from course.launch import ROOT, SCRIPTS
 
 TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]
 TINY = "--dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 1".split()

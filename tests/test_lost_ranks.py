@@ -14,16 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
-
-from pipeline.notebook.launch import (
-    SCRIPTS,
-    LaunchedRanks,
-    RunFailed,
-    WarmRanks,
-    _follow,
-    launch_words,
-)
-from pipeline.watch import Wait, Watch
+from course.last_words import RunFailed
+from course.launch import SCRIPTS, LaunchedRanks, WarmRanks, _follow, launch_words
+from lab.watch import Wait, Watch
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = ["--steps", "1000", "--pace", "10", "20"]  # minutes, if nobody ends it
@@ -255,7 +248,7 @@ def test_a_watch_ends_only_processes_with_the_same_parent():
 def test_a_rank_outlives_no_launcher():
     program = (
         "import sys, time; sys.path.insert(0, 'source_code')\n"
-        "from pipeline.watch import Watch\n"
+        "from lab.watch import Watch\n"
         "Watch(0, 60).start(); print('watching', flush=True); time.sleep(60)\n"
     )
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

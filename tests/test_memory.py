@@ -8,17 +8,17 @@ import re
 
 import pytest
 import torch
+from course.launch import run
+from extensions.optimization.mixed_precision import computing_copy, hand_over_put_off
+from extensions.planning.footprint import Kept, count_weights, most_held, predict_memory
+from extensions.pretraining.padding import ShareOfLoss
+from extensions.recompute import build_recomputing_stage
 from ranks import run_on_ranks
 
-from pipeline.distributed import join_job, leave_job
-from pipeline.memory.footprint import Kept, count_weights, most_held, predict_memory
-from pipeline.memory.recompute import build_recomputing_stage
-from pipeline.model import ModelConfig, build_model, build_part, cut_evenly
-from pipeline.notebook.launch import run
-from pipeline.optimization.mixed_precision import computing_copy, hand_over_put_off
-from pipeline.pretraining.padding import ShareOfLoss
-from pipeline.recorder import Recorder
+from pipeline.job import join_job, leave_job
+from pipeline.model import ModelConfig, build_part, cut_evenly
 from pipeline.schedules import build_schedule, chunked_schedules
+from pipeline.training import build_model
 
 SIZES = {
     "narrow": ModelConfig(8, 16, 4, 2, 8, 256),

@@ -15,7 +15,6 @@ from pipeline.model import (
     Attention,
     ModelConfig,
     ModelPart,
-    build_model,
     build_part,
     cut_as,
     cut_evenly,
@@ -25,6 +24,7 @@ from pipeline.model import (
     starting_weight,
     token_loss,
 )
+from pipeline.training import build_model
 
 torch.set_num_threads(1)
 

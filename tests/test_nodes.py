@@ -6,13 +6,14 @@ import socket
 import time
 
 import pytest
+from course.last_words import RunFailed
+from course.launch import ROOT, WarmRanks, _follow, launch_words, run
+from lab.simulator import Costs, simulate
+from lab.slow_network import NodesError
 
 from pipeline import nodes
-from pipeline.distributed import ranks_from_environment
-from pipeline.nodes import NodesError, first_node
-from pipeline.notebook.launch import ROOT, RunFailed, WarmRanks, _follow, launch_words, run
+from pipeline.command_line import first_node, ranks_from_environment
 from pipeline.schedules import gpipe
-from pipeline.simulator import Costs, simulate
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 SLURM_VARIABLES = {

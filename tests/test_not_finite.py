@@ -10,14 +10,15 @@ import sys
 
 import pytest
 import torch
+from course.last_words import RunFailed
+from course.launch import run
+from extensions.checkpointing import checkpoint_folder
+from extensions.optimization.clipping import norm_of
+from extensions.optimization.finite import find_not_finite
 from ranks import run_on_ranks
 
-from pipeline.checkpointing import checkpoint_folder
-from pipeline.distributed import join_job, leave_job
 from pipeline.files import json_line
-from pipeline.notebook.launch import RunFailed, run
-from pipeline.optimization.clipping import norm_of
-from pipeline.optimization.finite import find_not_finite
+from pipeline.job import join_job, leave_job
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --microbatches 2"
 FLAGS = f"{SIZES} --device cpu --dtype float64 --optimizer sgd --steps 8"

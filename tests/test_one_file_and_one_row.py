@@ -6,15 +6,15 @@ import sys
 
 import predict
 import pytest
+from course.views.explorer import Panel, explore
+from lab.simulator import Costs, simulate
 from test_equals_one_process import SGD
 from test_every_schedule import largest_difference, train
 
 from pipeline import schedules
-from pipeline.legal import check_legal
 from pipeline.schedule import read_csv
 from pipeline.schedules import SCHEDULES, Generator, build_schedule, synchronous_schedules
-from pipeline.simulator import Costs, simulate
-from pipeline.views.explorer import Panel, explore
+from pipeline.schedules.legal import check_legal
 
 FILE = '''
 from pipeline.schedule import Action, Schedule

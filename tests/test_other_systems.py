@@ -4,9 +4,8 @@ import subprocess
 import sys
 
 import preflight
-
-from pipeline.notebook import launch
-from pipeline.notebook.launch import ROOT
+from course import launch
+from course.launch import ROOT
 
 
 def test_one_rank_trains_where_torch_has_no_store_in_memory():

@@ -14,9 +14,7 @@ import gpipe
 import plan_partition
 import pytest
 import torch
-
-from pipeline.model import ModelConfig, build_model, cut_as
-from pipeline.planning.partition import (
+from extensions.planning.partition import (
     LayerProfile,
     PartitionError,
     Profile,
@@ -25,6 +23,9 @@ from pipeline.planning.partition import (
     read_profile,
     stage_seconds,
 )
+
+from pipeline.model import ModelConfig, cut_as
+from pipeline.training import build_model
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "source_code" / "plan_partition.py"

@@ -14,18 +14,19 @@ from unittest import mock
 import pipedream
 import pytest
 import torch
+from course.last_words import RunFailed
+from course.launch import run
+from extensions.asynchronous import asynchronous_reference, weight_stash
+from extensions.asynchronous.weight_stash import forward_version
+from lab.simulator import Costs, simulate
 from ranks import run_on_ranks
 
-from pipeline.asynchronous import asynchronous_reference, weight_stash
-from pipeline.asynchronous.weight_stash import forward_version
-from pipeline.distributed import gather, join_job, leave_job
-from pipeline.notebook.launch import RunFailed, run
-from pipeline.recorder import Recorder
-from pipeline.reference import train_one_process
+from pipeline.collectives import gather
+from pipeline.job import join_job, leave_job
 from pipeline.schedule import Action
 from pipeline.schedules import one_f_one_b
 from pipeline.schedules import pipedream as pipedream_schedule
-from pipeline.simulator import Costs, simulate
+from pipeline.training import train_one_process
 from pipeline.worker import Worker
 
 SMALL = "--layers 4 --dim 16 --heads 4 --kv-heads 2 --seq-len 8 --device cpu --steps 8"

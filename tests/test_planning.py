@@ -3,10 +3,9 @@
 import json
 
 import pytest
-
-from pipeline.notebook.cluster import RECORDED, Cluster, stacks_of
-from pipeline.notebook.launch import ROOT, run
-from pipeline.planning.forecast import (
+from course.cluster import RECORDED, Cluster, stacks_of
+from course.launch import ROOT, run
+from extensions.planning.forecast import (
     Machine,
     Model,
     Plan,
@@ -17,8 +16,9 @@ from pipeline.planning.forecast import (
     forecasts,
     training_days,
 )
+from lab.simulator import Costs, simulate
+
 from pipeline.schedules import interleaved_1f1b, one_f_one_b
-from pipeline.simulator import Costs, simulate
 
 GPT3 = Model(layers=96, hidden=12288, batch=1536)
 FAST = {"bandwidth": 1e30, "latency": 0.0, "memory": 1e15}

@@ -11,13 +11,14 @@ import time
 from unittest import mock
 
 import pytest
+from course.last_words import RunFailed
 from ranks import run_on_ranks
 from test_equals_one_process import NAIVE, SGD, differences, flags_of, one_process, train
 
 from pipeline import schedules
-from pipeline.distributed import Receiving, Sending, gather, join_job, leave_job
+from pipeline.collectives import gather
+from pipeline.job import Receiving, Sending, join_job, leave_job
 from pipeline.model import token_loss
-from pipeline.notebook.launch import RunFailed
 from pipeline.worker import Worker
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 8

@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 import predict
 import pytest
+from lab.simulator import Costs, simulate
+from lab.timeline import to_chrome_trace
 
-from pipeline.legal import check_legal
 from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules, gpipe, naive
-from pipeline.simulator import Costs, simulate
-from pipeline.timeline import to_chrome_trace
+from pipeline.schedules.legal import check_legal
 
 PREDICT = Path(__file__).parents[1] / "source_code" / "predict.py"
 KEYS = [

@@ -262,7 +262,7 @@ def test_a_taken_port_warns():
 
 
 def test_no_free_port_fails(monkeypatch):
-    def refuse():
+    def reject():
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(preflight, "free_port", refuse)

@@ -10,22 +10,24 @@ from tempfile import TemporaryDirectory
 import pretrain_llama
 import pytest
 import torch
-
-from pipeline.data import DataError, load_text
-from pipeline.memory.footprint import count_weights
-from pipeline.model import ModelConfig, build_model, build_part, token_loss
-from pipeline.notebook.launch import RunFailed, run, warm_up
-from pipeline.optimization.mixed_precision import computing_copy, refresh
-from pipeline.pretraining.metrics import Metrics
-from pipeline.pretraining.padding import PADDING
-from pipeline.pretraining.throughput import PEAKS, flops_per_token, known_peak
-from pipeline.pretraining.tokens import (
+from course.last_words import RunFailed
+from course.launch import run, warm_up
+from extensions.optimization.mixed_precision import computing_copy, refresh
+from extensions.planning.footprint import count_weights
+from extensions.pretraining.metrics import Metrics
+from extensions.pretraining.padding import PADDING
+from extensions.pretraining.throughput import PEAKS, flops_per_token, known_peak
+from extensions.pretraining.tokens import (
     filled_up,
     in_rows,
     load_corpus,
     read_content,
     stream_content,
 )
+
+from pipeline.data import DataError, load_text
+from pipeline.model import ModelConfig, build_part, token_loss
+from pipeline.training import build_model
 
 warm_up("torch._dynamo", "torch.distributed.checkpoint", "tokenizers")
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from course.last_words import RunFailed
+from course.launch import run
+from extensions.recompute import MODES, build_recomputing_stage
+from lab.figures import draw_timelines
+from lab.report import measured_costs
+from lab.simulator import Costs, simulate
+from lab.timeline import Timeline, from_chrome_trace, to_chrome_trace
 from test_equals_one_process import SMALL, one_process
 from test_split_backward import CountProducts
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.distributed import join_job, leave_job
-from pipeline.memory.recompute import MODES, build_recomputing_stage
+from pipeline.job import join_job, leave_job
 from pipeline.model import ModelConfig, build_part, token_loss
-from pipeline.notebook.launch import RunFailed, run
-from pipeline.recorder import Recorder
-from pipeline.report import measured_costs
 from pipeline.schedules import gpipe, one_f_one_b, synchronous_schedules, zb_h1, zb_h2
-from pipeline.simulator import Costs, simulate
-from pipeline.timeline import Timeline, from_chrome_trace, to_chrome_trace
-from pipeline.views.figures import draw_timelines
 
 SCRIPT = "activation_checkpointing.py"
 SYNCHRONOUS = synchronous_schedules()

@@ -10,19 +10,20 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-
-from pipeline.asynchronous.weight_stash import forward_version
-from pipeline.debugging.comparing import compare
-from pipeline.debugging.recorded_run import (
+from course import launch
+from course.debugging.comparing import compare
+from course.debugging.time_machine import TimePanel, time_machine
+from course.last_words import RunFailed
+from course.launch import ROOT
+from extensions.asynchronous.weight_stash import forward_version
+from lab.flight_log import fingerprint
+from lab.flight_log_reader import (
     RecordingError,
     maker_of,
     read_recording,
     tell_unanswered,
 )
-from pipeline.debugging.time_machine import TimePanel, time_machine
-from pipeline.notebook import launch
-from pipeline.notebook.launch import ROOT, RunFailed
-from pipeline.recording import fingerprint
+
 from pipeline.schedule import Action
 from pipeline.schedules import gpipe
 

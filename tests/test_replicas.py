@@ -4,20 +4,20 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_on_ranks
-
-from pipeline.data_parallel import replicas
-from pipeline.data_parallel.replicas import (
+from extensions.data_parallel import replicas
+from extensions.data_parallel.replicas import (
     AllReduce,
     Replicas,
     last_backwards,
     replicate,
     sums_done,
 )
-from pipeline.distributed import Job, join_job, leave_job
+from lab.simulator import Costs, simulate
+from ranks import run_on_ranks
+
+from pipeline.job import Job, join_job, leave_job
 from pipeline.schedule import message_of
 from pipeline.schedules import build_schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
-from pipeline.simulator import Costs, simulate
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])

@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from pipeline.legal import check_legal
 from pipeline.message import Message
 from pipeline.schedule import (
     Action,
@@ -25,6 +24,7 @@ from pipeline.schedules import (
     pipedream_round_robin,
     round_robin_warm_up,
 )
+from pipeline.schedules.legal import check_legal
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (4, 8), (5, 2), (8, 16)]
 

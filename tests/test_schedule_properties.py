@@ -10,11 +10,11 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab.simulator import Costs, simulate
 
-from pipeline.legal import check_legal
 from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, pipedream, pipedream_round_robin
-from pipeline.simulator import Costs, simulate
+from pipeline.schedules.legal import check_legal
 
 FEW = settings(max_examples=400, deadline=None, derandomize=True)
 MANY = settings(FEW, max_examples=4000)

@@ -8,8 +8,7 @@ from urllib.parse import unquote
 
 import flowchart
 import pytest
-
-from pipeline.notebook.launch import ROOT
+from course.launch import ROOT
 
 SITE = ROOT / "build" / "site"
 PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one

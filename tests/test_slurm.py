@@ -20,9 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
+from course.launch import run
 from kernels import Kernel
-
-from pipeline.notebook.launch import run
 
 JOB_SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 needs_slurm = pytest.mark.skipif(
@@ -221,7 +220,7 @@ def test_the_cluster_of_a_notebook_ends_with_its_kernel(short_path, monkeypatch,
         source = str(ROOT / "source_code")
         client.execute_interactive(
             f"import sys; sys.path.insert(0, {source!r})\n"
-            "from pipeline.notebook.cluster import open_cluster\n"
+            "from course.cluster import open_cluster\n"
             "open_cluster().ask('', 'srun --quiet --nodes=2 true')",
             timeout=60,
             output_hook=lambda message: None,
@@ -569,7 +568,7 @@ def test_the_interactive_command_of_the_readme_works_as_printed(cluster):
 
 INSIDE = """
 import os, signal, threading, time
-from pipeline.notebook.launch import run
+from course.launch import run
 
 class Interrupt:
     def write(self, text):

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.distributed import join_job, leave_job
+from pipeline.job import join_job, leave_job
 from pipeline.model import ModelConfig, build_part, token_loss
-from pipeline.recorder import Recorder
 from pipeline.stage import Stage
 
 CONFIG = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, seq_len=8)

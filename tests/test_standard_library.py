@@ -6,7 +6,7 @@ So a browser can run them. Whatever is installed beside it is blocked in the pro
 import subprocess
 import sys
 
-from pipeline.notebook.launch import ROOT
+from course.launch import ROOT
 
 MODULES = [
     "message",

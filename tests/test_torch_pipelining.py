@@ -10,18 +10,9 @@ import pytest
 import torch
 import torch_pipelining
 import torch_pipelining_gpt2
-from ranks import PRELOAD, run_on_ranks
-from torch.distributed.pipelining import PipelineStage
-
-from pipeline import schedules
-from pipeline.arguments import parse_training_arguments, training_parser
-from pipeline.distributed import join_job, ranks_from_environment
-from pipeline.legal import check_legal
-from pipeline.model import token_loss
-from pipeline.notebook.launch import RunFailed, run
-from pipeline.reference import train_one_process
-from pipeline.simulator import Costs, simulate
-from pipeline.torch_pipelining.library import (
+from course.last_words import RunFailed
+from course.launch import run
+from extensions.torch_pipelining.library import (
     LOOPS,
     SCHEDULES,
     V_SHAPED,
@@ -29,9 +20,19 @@ from pipeline.torch_pipelining.library import (
     stages_of_rank,
     without_messages_to_itself,
 )
+from lab.simulator import Costs, simulate
+from ranks import PRELOAD, run_on_ranks
+from torch.distributed.pipelining import PipelineStage
+
+from pipeline import schedules
+from pipeline.command_line import ranks_from_environment
+from pipeline.job import join_job
+from pipeline.model import token_loss
+from pipeline.schedules.legal import check_legal
+from pipeline.training import parse_training_arguments, train_one_process, training_parser
 
 PRELOAD.extend(
-    ["torch.distributed.pipelining", "pipeline.torch_pipelining.library", "transformers"]
+    ["torch.distributed.pipelining", "extensions.torch_pipelining.library", "transformers"]
 )
 SCRIPT = "torch_pipelining.py"
 SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 4 --device cpu"
@@ -263,9 +264,8 @@ def test_what_the_library_would_refuse_later_is_refused_before_the_start(
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV", "1F1B"])
 def test_what_is_refused_and_what_is_not_is_what_the_library_refuses(name):
     chunks = 1 if name == "1F1B" else 2
+    from extensions.torch_pipelining.library import complaint_about
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    from pipeline.torch_pipelining.library import complaint_about
 
     for ranks in (2, 3, 4):
         for microbatches in range(1, 18):
@@ -298,8 +298,7 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
 
 def test_a_terminal_on_the_rank_of_the_last_stage_gets_a_progress_bar(monkeypatch):
     import tqdm
-
-    from pipeline.report import Report
+    from lab.report import Report
 
     schedule = schedule_as_data("ZBVZeroBubble", 4, 8, 2)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -348,7 +347,7 @@ def train_traced(rank, model):
     """Trace a Hugging Face model, take one step on 4 ranks; the error, or None."""
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, build_stage, pipeline
 
-    from pipeline.distributed import join_job
+    from pipeline.job import join_job
 
     job = join_job("cpu", timeout=20, pairs=[])
     arguments = arguments_of(f"{TINY} --model {model}", torch_pipelining_gpt2)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import broken_torch_pipelining
 import pytest
+from course.last_words import RunFailed
+from course.launch import run
 from ranks import PRELOAD
 
-from pipeline.notebook.launch import RunFailed, run
-
 PRELOAD.extend(
-    ["torch.distributed.pipelining", "pipeline.torch_pipelining.library", "transformers"]
+    ["torch.distributed.pipelining", "extensions.torch_pipelining.library", "transformers"]
 )
 PAGE = Path(__file__).resolve().parents[1] / "docs/torch-distributed-pipelining-errors.md"
 ENTRIES = re.split(r"^### ", PAGE.read_text(), flags=re.M)[1:]

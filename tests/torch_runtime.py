@@ -14,11 +14,11 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from custom_schedule import parse_arguments
+from lab.report import write_losses
 
-from pipeline.distributed import join_job, leave_job
+from pipeline.job import join_job, leave_job
 from pipeline.model import VOCABULARY, build_part, token_loss
-from pipeline.optimizer import build_optimizer
-from pipeline.report import write_losses
+from pipeline.training import build_optimizer
 
 
 def main():

@@ -25,14 +25,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
+from course import launch
+from course.views.explorer import Panel, explore
+from extensions.torch_pipelining.library import ONE_STAGE, SCHEDULES, schedule_as_data
+from lab.simulator import Costs, simulate
+
+from pipeline.command_line import Parser
 from pipeline.files import write_whole
-from pipeline.notebook import launch
-from pipeline.refusal import Parser
 from pipeline.schedule import to_csv
 from pipeline.schedules import build_schedule, gpipe, naive
-from pipeline.simulator import Costs, simulate
-from pipeline.torch_pipelining.library import ONE_STAGE, SCHEDULES, schedule_as_data
-from pipeline.views.explorer import Panel, explore
 
 OURS, NAIVE = "gpipe.py", "naive_model_parallelism.py"
 TORCHS = "torch_pipelining.py --schedule GPipe"
@@ -67,7 +68,7 @@ def main():
     print(f"{machine}\n", flush=True)
     # torch's schedules take seconds to import. In the fork server they make our warm start a
     # little slower, never faster.
-    launch.PRELOAD.extend(["torch.distributed.pipelining", "pipeline.torch_pipelining.library"])
+    launch.PRELOAD.extend(["torch.distributed.pipelining", "extensions.torch_pipelining.library"])
     launch.run(f"{OURS} {TINY} --steps 1", warm=True, show=False)
 
     tables = [

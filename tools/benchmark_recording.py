@@ -7,11 +7,9 @@ from unittest import mock
 
 import gpipe
 
-from pipeline.distributed import join_job, leave_job
-from pipeline.optimizer import build_optimizer
-from pipeline.recorder import Recorder
-from pipeline.recording import RecordingWriter
+from pipeline.job import join_job, leave_job
 from pipeline.schedules import gpipe as gpipe_schedule
+from pipeline.training import build_optimizer
 from pipeline.worker import Worker
 
 

@@ -27,8 +27,8 @@ class Text:
 
     def batch(self, step, batch_size, seq_len, seed=0):
         """Inputs and targets of `step`, both (batch_size, seq_len); targets are one token later."""
-        # A CPU generator takes the low 32 bits of its seed and ignores the rest: spread the seeds
-        # over them (by the golden ratio), so that no two share the batches of their first steps.
+        # A CPU generator takes the low 32 bits of its seed: the golden ratio spreads the seeds
+        # over them, so that no two share the batches of their first steps.
         generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
         last_start = len(self.training) - seq_len - 1
         starts = torch.randint(last_start + 1, (batch_size,), generator=generator)
@@ -37,11 +37,7 @@ class Text:
 
 
 def load_text(path=None, seq_len=32):
-    """Read a text file, or the course's own text when `path` is None.
-
-    Raises DataError when the file is missing, too short for one sequence in either part, or when
-    the course's text is not the one that the expected losses were computed from.
-    """
+    """Read a text file, or the course's own text when `path` is None. Raises DataError."""
     source = DEFAULT_TEXT if path is None else Path(path)
     try:
         if source.exists() and not (source.is_file() or source.is_dir()):

@@ -1,10 +1,7 @@
-"""The course's one model, a small Llama-style decoder, and how a stage of it is built.
+"""The course's model, a small Llama-style decoder, and how a stage of it is built.
 
-Tokens pass an embedding, `layers` equal decoder layers (RMSNorm, rotary position embedding,
-grouped-query attention, SwiGLU), a last norm and a head that scores the next token. A `ModelPart`
-is any run of consecutive layers; the first part also has the embedding, the last part the norm and
-the head. Parameters keep the names of the whole model and are drawn from (seed, name), so every
-cut of the model starts from the same weights and no rank ever builds more than its own part.
+Parameters keep their names in the whole model and are drawn from (seed, name): every cut of the
+model starts from the same weights, and no rank ever builds more than its own part.
 """
 
 import math
@@ -14,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
-
-VOCABULARY = 256  # tokens are bytes, unless a tokenizer makes them
 
 
 @dataclass(frozen=True)
@@ -27,7 +22,7 @@ class ModelConfig:
     heads: int = 4
     kv_heads: int = 2
     seq_len: int = 32
-    vocabulary: int = VOCABULARY
+    vocabulary: int = 256  # tokens are bytes, unless a tokenizer makes them
 
     @property
     def head_dim(self):
@@ -39,85 +34,59 @@ class ModelConfig:
         return 16 * math.ceil(8 * self.dim / 3 / 16)
 
 
-def linear(num_inputs, num_outputs):
-    """A matrix without bias, laid out without memory (see `build_part`)."""
-    return nn.Linear(num_inputs, num_outputs, bias=False, device="meta")
-
-
-class Embedding(nn.Module):
-    """A row of numbers for each token. nn.Embedding would draw its weights even without memory."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.dim, device="meta"))
-
-    def forward(self, tokens):
-        return F.embedding(tokens, self.weight)
-
-
 class RMSNorm(nn.Module):
     """(..., dim) over its root mean square, times a weight (Zhang and Sennrich 2019, 1910.07467)."""
 
     def __init__(self, dim):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim, device="meta"))
+        self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 class Attention(nn.Module):
-    """Causal self-attention: (batch, length, dim) in and out, positions told by `rotary`.
-
-    Several query heads share a key and a value head (Ainslie et al. 2023, 2305.13245).
-    """
+    """Causal self-attention; query heads share key and value heads (Ainslie 2023, 2305.13245)."""
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
-        kv_dim = config.kv_heads * config.head_dim
-        self.query = linear(config.dim, config.dim)
-        self.key = linear(config.dim, kv_dim)
-        self.value = linear(config.dim, kv_dim)
-        self.output = linear(config.dim, config.dim)
+        self.head_dim, kv_dim = config.head_dim, config.kv_heads * config.head_dim
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, kv_dim, bias=False)
+        self.value = nn.Linear(config.dim, kv_dim, bias=False)
+        self.output = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x, rotary, mask=None):
-        batch, length, dim = x.shape
-
         def in_heads(projected):  # (batch, length, width) -> (batch, heads, length, head_dim)
-            return projected.view(batch, length, -1, self.config.head_dim).transpose(1, 2)
+            return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         query = rotate(in_heads(self.query(x)), *rotary)
         key = rotate(in_heads(self.key(x)), *rotary)
-        value = in_heads(self.value(x))
-        mixed = self.mix(query, key, value, mask)
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
+        mixed = self.mix(query, key, in_heads(self.value(x)), mask)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
 
     def mix(self, query, key, value, mask=None):
-        """What each position takes from those before it: (batch, heads, length, head_dim)."""
+        """What each position takes from those it may look at: (batch, heads, length, head_dim)."""
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one projection gates the other (Shazeer 2020, 2002.05202). (..., dim) in and out."""
+    """SwiGLU: one projection gates the other (Shazeer 2020, 2002.05202)."""
 
     def __init__(self, config):
         super().__init__()
-        self.gate = linear(config.dim, config.hidden_dim)
-        self.up = linear(config.dim, config.hidden_dim)
-        self.down = linear(config.hidden_dim, config.dim)
+        self.gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the feed-forward network, each behind a norm and added to its input.
-
-    (batch, length, dim) in and out; `rotary` has the tables of `rotary_tables` for this length.
-    """
+    """Attention, then the feed-forward network, each behind a norm and added to its input."""
 
     def __init__(self, config):
         super().__init__()
@@ -132,114 +101,42 @@ class DecoderLayer(nn.Module):
 
 
 class ModelPart(nn.Module):
-    """Layers `first` to `last` - 1 of the model, laid out without memory (see `build_part`).
+    """Layers `first` to `last` - 1, with the embedding if first, with norm and head if last.
 
-    Takes tokens (batch, length) if it is the first part, else activations (batch, length, dim);
-    returns scores (batch, length, vocabulary) if it is the last part, else activations. `mask`,
-    (batch, 1, length, length), is True where a position may look at another one; without it each
-    position looks at itself and all before it.
+    Takes tokens (batch, length) or activations (batch, length, dim); returns activations, or from
+    the last part scores (batch, length, vocabulary). `mask` (batch, 1, length, length) is True
+    where a position may look at another; without it, at itself and all before.
     """
 
     def __init__(self, config, first, last):
         super().__init__()
-        self.config = config
-        self.is_first = first == 0
-        self.is_last = last == config.layers
-        if self.is_first:
-            self.embedding = Embedding(config)
+        self.config, self.is_first, self.is_last = config, first == 0, last == config.layers
+        if self.is_first:  # nn.Embedding by itself would draw its weights
+            rows = torch.empty(config.vocabulary, config.dim)
+            self.embedding = nn.Embedding.from_pretrained(rows, freeze=False)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(first, last)})
         if self.is_last:
             self.norm = RMSNorm(config.dim)
-            self.head = linear(config.dim, config.vocabulary)
+            self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
         for name in ("cosine", "sine"):
-            table = torch.empty(config.seq_len, config.head_dim // 2, device="meta")
+            table = torch.empty(config.seq_len, config.head_dim // 2)
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, x, mask=None, start=0, end=None):
-        """Run the part, or of its layers only `start` to `end` - 1, counted within the part.
-
-        The embedding goes with the first layer, the last norm and the head with the last one.
-        """
+        """Run the part, or only its layers `start` to `end` - 1, counted within the part."""
         layers = list(self.layers.values())
         if self.is_first and start == 0:
             x = self.embedding(x)
-        length = x.shape[1]
-        rotary = self.cosine[:length], self.sine[:length]
+        rotary = self.cosine[: x.shape[1]], self.sine[: x.shape[1]]
         for layer in layers[start:end]:
             x = layer(x, rotary, mask)
         return self.head(self.norm(x)) if self.is_last and end in (None, len(layers)) else x
 
 
 def rotate(x, cosine, sine):
-    """Rotary position embedding: turn each pair (x[i], x[i + half]) by its position's angle.
-
-    `x` is (batch, heads, length, head_dim), the tables (length, head_dim / 2) (Su et al. 2021,
-    2104.09864, section 3.2).
-    """
+    """Rotary position embedding of (batch, heads, length, head_dim) (Su et al. 2021, 2104.09864)."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
-
-
-def cut_evenly(num_layers, num_stages):
-    """Layers of each stage as (first, last) pairs, `last` not included.
-
-    When they do not go evenly, the earlier stages get one layer more.
-    """
-    if num_layers < num_stages:
-        raise ValueError(f"{num_layers} layers cannot be cut into {num_stages} stages")
-    base, extra = divmod(num_layers, num_stages)
-    return cut_as([base + (stage < extra) for stage in range(num_stages)])
-
-
-def cut_as(layers_per_stage):
-    """The same for a given number of layers of each stage, e.g. [3, 3, 2]."""
-    ends = [sum(layers_per_stage[: i + 1]) for i in range(len(layers_per_stage))]
-    return list(zip([0] + ends[:-1], ends))
-
-
-def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
-    """Build layers `first` to `last` - 1 with their starting weights.
-
-    The module is laid out on torch's meta device, where it has shapes but no memory; each parameter
-    gets its memory together with its weight. This is how a model that fits on no single device is
-    built.
-    """
-    return materialise(ModelPart(config, first, last), config, seed, dtype, device)
-
-
-def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
-    """Give a laid out part of the model its memory and its starting weights; return it.
-
-    `part` may be any module whose parameters have their names in the whole model. Whatever values
-    they had are replaced; of the buffers only the rotary tables are, where it has them.
-    """
-    for path, module in part.named_modules():
-        for name, layout in list(module.named_parameters(recurse=False)):
-            weight = starting_weight(f"{path}.{name}", layout.shape, seed)
-            setattr(module, name, nn.Parameter(weight.to(device, dtype)))
-    if hasattr(part, "cosine"):  # a traced part has them, too, and is no ModelPart
-        part.cosine, part.sine = rotary_tables(config)
-    return part.to(device, dtype)
-
-
-def build_model(config, seed=0, dtype=torch.float64, device="cpu"):
-    """The whole model in one part."""
-    return build_part(config, 0, config.layers, seed, dtype, device)
-
-
-def starting_weight(name, shape, seed):
-    """The float64 starting value of one parameter, from the seed and its name in the whole model.
-
-    Norms start at one and biases, which the course's model has none of, at zero; matrices and
-    kernels of convolutions are normal with variance 1 / (number of inputs), the embedding with
-    variance 1. Drawn on the CPU, so that every device starts from the same digits.
-    """
-    if len(shape) < 2:
-        return torch.full(shape, 0.0 if "bias" in name else 1.0, dtype=torch.float64)
-    # A CPU generator takes the low 32 bits of its seed and ignores the rest.
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
-    scale = 1.0 if name == "embedding.weight" else math.prod(shape[1:]) ** -0.5
-    return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def rotary_tables(config):
@@ -250,6 +147,54 @@ def rotary_tables(config):
     return angle.cos(), angle.sin()
 
 
+def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
+    """Build layers `first` to `last` - 1 with their starting weights.
+
+    The module is laid out on torch's meta device, where it has shapes but no memory; each parameter
+    gets its memory together with its weight. So a model that fits on no device can be built.
+    """
+    with torch.device("meta"):
+        part = ModelPart(config, first, last)
+    return materialise(part, config, seed, dtype, device)
+
+
+def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
+    """Give a part that is laid out its memory and its starting weights; return it."""
+    for path, module in part.named_modules():
+        for name, layout in list(module.named_parameters(recurse=False)):
+            weight = starting_weight(f"{path}.{name}", layout.shape, seed)
+            setattr(module, name, nn.Parameter(weight.to(device, dtype)))
+    if hasattr(part, "cosine"):
+        part.cosine, part.sine = rotary_tables(config)
+    return part.to(device, dtype)
+
+
+def starting_weight(name, shape, seed):
+    """The float64 starting value of a parameter, from the seed and its name in the whole model.
+
+    Norms start at one, biases at zero; matrices are normal with variance 1 / (number of inputs),
+    the embedding with variance 1. Drawn on the CPU, so that every device has the same digits.
+    """
+    if len(shape) < 2:
+        return torch.full(shape, 0.0 if "bias" in name else 1.0, dtype=torch.float64)
+    # A CPU generator takes the low 32 bits of its seed and ignores the rest.
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
+    scale = 1.0 if name == "embedding.weight" else math.prod(shape[1:]) ** -0.5
+    return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
 def token_loss(scores, targets):
     """Mean cross-entropy in nats per token. Scores (..., vocabulary), targets (...)."""
     return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+
+
+def cut_evenly(num_layers, num_stages):
+    """(first, last) layer of each stage, `last` not included; earlier stages get one more."""
+    base, extra = divmod(num_layers, num_stages)
+    return cut_as([base + (stage < extra) for stage in range(num_stages)])
+
+
+def cut_as(layers_per_stage):
+    """The same for a given number of layers per stage, e.g. [3, 3, 2]."""
+    ends = [sum(layers_per_stage[: i + 1]) for i in range(len(layers_per_stage))]
+    return list(zip([0, *ends], ends))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pipeline.refusal import refuse
+from pipeline.command_line import reject
 
 PIECES = {  # the function in which each case has its fault
     1: "next_to_send",
@@ -110,7 +110,7 @@ def choose_pieces(arguments):
     That one is broken, with --cured right, and with --repair the one that FILE defines.
     """
     if arguments.num_ranks != RANKS:
-        refuse(
+        reject(
             f"--case {arguments.case} is a pipeline of {RANKS} ranks, and this job has "
             f"{arguments.num_ranks}; start it with --nproc-per-node {RANKS}"
         )
@@ -119,7 +119,7 @@ def choose_pieces(arguments):
     if arguments.repair:
         defined = runpy.run_path(arguments.repair, {"math": math, "torch": torch})
         if name not in defined:
-            refuse(f"--repair {arguments.repair} defines no function {name}; give it that name")
+            reject(f"--repair {arguments.repair} defines no function {name}; give it that name")
         pieces[name] = defined[name]
     elif not arguments.cured:
         pieces[name] = getattr(Broken, name)

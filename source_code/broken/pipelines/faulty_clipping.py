@@ -1,9 +1,9 @@
 """Clipping by the norm of the whole model, with the piece of case 6."""
 
 import torch
+from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 
-from pipeline.distributed import waiting_for_all
-from pipeline.optimization.clipping import norm_of, scale_gradients, squares_of
+from pipeline.job import waiting_for_all
 
 LARGEST_NORM = 0.4  # of the gradient
 

@@ -1,10 +1,11 @@
 """Cutting the model and the batch, with the pieces of the cases 2 and 3."""
 
+from lab.simulator import Costs
+
 from broken.pipelines.faults import RANKS
 from broken.pipelines.faulty_tying import start_tied
+from pipeline.command_line import reject
 from pipeline.model import build_part, cut_as, token_loss
-from pipeline.refusal import refuse
-from pipeline.simulator import Costs
 from pipeline.stage import Stage
 
 
@@ -12,7 +13,7 @@ def cut_layers(arguments, pieces):
     """Cut the model as the piece says, and pace every stage in proportion to its layers."""
     layers = pieces.layers_of_stages(arguments.layers, RANKS)
     if len(layers) != RANKS or sum(layers) != arguments.layers or min(layers) < 1:
-        refuse(
+        reject(
             f"--repair: layers_of_stages({arguments.layers}, {RANKS}) returned {layers}; give each "
             "stage at least one layer, and all of them together"
         )

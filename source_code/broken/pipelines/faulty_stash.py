@@ -1,15 +1,16 @@
 """PipeDream with a stash that asks the piece of case 7 before every update."""
 
+from extensions.asynchronous.asynchronous_reference import train_by_rule
+from extensions.asynchronous.weight_stash import StashingStage, WeightStash
+from lab.report import Report
+
 from broken.pipelines.faults import RANKS
 from broken.pipelines.faulty_stages import draw_microbatches
-from pipeline.asynchronous.asynchronous_reference import train_by_rule
-from pipeline.asynchronous.weight_stash import StashingStage, WeightStash
-from pipeline.distributed import gather, join_job, leave_job
+from pipeline.collectives import gather
+from pipeline.job import join_job, leave_job
 from pipeline.model import build_part, token_loss
-from pipeline.optimizer import build_optimizer
-from pipeline.recorder import Recorder
-from pipeline.report import Report
 from pipeline.schedules import pipedream
+from pipeline.training import build_optimizer
 from pipeline.worker import Worker
 
 

@@ -1,9 +1,9 @@
 """An embedding and a head that share one matrix, with the piece of case 8."""
 
 from broken.pipelines.faults import RANKS
-from pipeline.distributed import Receiving, Sending
-from pipeline.model import build_model, starting_weight, token_loss
-from pipeline.optimizer import build_optimizer
+from pipeline.job import Receiving, Sending
+from pipeline.model import starting_weight, token_loss
+from pipeline.training import build_model, build_optimizer
 
 
 def start_tied(part, arguments):

@@ -18,7 +18,7 @@ from broken.torch_pipelining.small_pipeline import (
     run_step,
     wait_for_all_ranks,
 )
-from pipeline.distributed import gather
+from pipeline.collectives import gather
 
 
 class LayerWithTable(nn.Module):

@@ -7,6 +7,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from extensions.torch_pipelining.library import forwards_only
 from torch import nn
 
 from broken.torch_pipelining.small_pipeline import (
@@ -23,7 +24,6 @@ from broken.torch_pipelining.small_pipeline import (
     run_step,
     wait_for_all_ranks,
 )
-from pipeline.torch_pipelining.library import forwards_only
 
 
 def step_without_grad(job, cured):

@@ -7,6 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from extensions.torch_pipelining.library import stages_of_rank, without_messages_to_itself
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, build_stage, pipe_split
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -25,7 +26,6 @@ from broken.torch_pipelining.small_pipeline import (
     trace_model,
     wait_for_all_ranks,
 )
-from pipeline.torch_pipelining.library import stages_of_rank, without_messages_to_itself
 
 
 class BranchingModel(nn.Module):

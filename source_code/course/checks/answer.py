@@ -1,0 +1,134 @@
+"""How a check answers: at once, like a colleague, and never with a traceback.
+
+A check is a function that takes the learner's answer and returns a sentence when something is
+wrong, None when all is right. The decorator `instant` turns it into what a notebook calls.
+"""
+
+import functools
+import math
+import numbers
+
+from pipeline.schedule import ScheduleError, from_csv
+from pipeline.schedules.legal import check_legal
+
+NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
+
+
+def instant(praise):
+    """Make a check print one line: not attempted, not yet and why, or right and what it means.
+
+    `praise` is what it means, or a function that says so of the answers.
+    """
+
+    def decorate(check):
+        @functools.wraps(check)
+        def answer(*answers):
+            if any(value is None or value is ... for value in answers):
+                print(NOT_ATTEMPTED)
+                return
+            try:
+                complaint = check(*answers)
+            except NotAttempted:
+                print(NOT_ATTEMPTED)
+            except WrongAnswer as error:
+                print(f"Not yet: {error}")
+            except Exception as error:
+                # The check took the answer for what the exercise asks for, and it is not.
+                print(
+                    "Not yet: the answer does not have the form that this exercise asks for "
+                    f"({_in_short(error)})"
+                )
+            else:
+                meaning = praise(*answers) if callable(praise) else praise
+                print(f"Not yet: {complaint}" if complaint else f"Right: {meaning}")
+
+        return answer
+
+    return decorate
+
+
+class NotAttempted(Exception):
+    """The learner's function still returns the `...` of the stub."""
+
+
+class WrongAnswer(Exception):
+    """An answer that cannot be examined further; the text says why."""
+
+
+def call(function, *arguments):
+    """What the learner's function returns, or the reason why it returned nothing."""
+    shown = ", ".join(map(repr, arguments)) if all(_is_short(a) for a in arguments) else "..."
+    name = f"{_name_of(function)}({shown})"
+    if not callable(function):
+        raise WrongAnswer(f"this exercise asks for a function, not for {_in_short(repr(function))}")
+    try:
+        result = function(*arguments)
+    except Exception as error:  # whatever the learner's code raises is an answer, too
+        raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
+    if result is ...:
+        raise NotAttempted
+    if result is None:
+        raise WrongAnswer(f"{name} returned nothing; is there a return on every way through it?")
+    return result
+
+
+def call_for_number(function, *arguments):
+    """The same for a function that must return a number."""
+    result = call(function, *arguments)
+    return require_number(result, f"{_name_of(function)} returned")
+
+
+def require_number(value, name):
+    """`value`, if it is a finite number; `name` is the beginning of the sentence if it is not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is no number")
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if not math.isfinite(value):
+        raise WrongAnswer(f"{name} {value}; is something divided by zero?")
+    return value
+
+
+def call_for_schedule(rows, num_ranks, num_microbatches):
+    """The legal schedule that the learner's function writes, one text a rank, "0F0,0F1,0B0,0B1"."""
+    answer = call(rows, num_ranks, num_microbatches)
+    case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
+    if not isinstance(answer, (list, tuple)) or not all(isinstance(row, str) for row in answer):
+        raise WrongAnswer('return a list with one text for each rank, such as "0F0,0F1,0B0,0B1"')
+    if len(answer) != num_ranks:
+        raise WrongAnswer(f"{case}: {len(answer)} rows, one is needed for each rank")
+    try:
+        schedule = check_legal(from_csv("\n".join(answer), "yours"))
+    except ScheduleError as error:
+        raise WrongAnswer(f"{case}: {error}") from None
+    if schedule.num_microbatches != num_microbatches:
+        raise WrongAnswer(
+            f"{case}: your rows hold {many(schedule.num_microbatches, 'micro-batch')}"
+        )
+    if schedule.num_stages != num_ranks:
+        raise WrongAnswer(f"{case}: your rows hold {schedule.num_stages} stages, not one a rank")
+    return schedule
+
+
+def many(count, thing):
+    """As in "1 rank", "4 ranks", "1 micro-batch", "8 micro-batches"."""
+    plural = "es" if thing.endswith("ch") else "s"
+    return f"{count} {thing}{'' if count == 1 else plural}"
+
+
+def close(value, wanted):
+    return abs(value - wanted) <= 1e-9 * max(1.0, abs(wanted))
+
+
+def _name_of(function):
+    return getattr(function, "__name__", "the answer")
+
+
+def _in_short(value, most=60):
+    """One line of at most `most` characters."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _is_short(value):
+    return isinstance(value, (int, float, str)) and len(str(value)) <= 12

@@ -1,0 +1,54 @@
+"""Checks of lesson 00: a line of two stations, and the memory wall."""
+
+from course.checks.answer import call_for_number, close, instant, require_number
+
+
+@instant("the first load fills the line, then one load comes out each turn of the slower machine.")
+def laundry(laundry_minutes):
+    """`laundry_minutes(loads, washer, dryer)`: when the last load is dry. See the field guide."""
+    for loads, washer, dryer in [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25)]:
+        answer = call_for_number(laundry_minutes, loads, washer, dryer)
+        right = _play_laundry(loads, washer, dryer)
+        if close(answer, right):
+            continue
+        case = f"{loads} loads, washer {washer}, dryer {dryer}: you say {answer:g} minutes"
+        if close(answer, loads * (washer + dryer)) and loads > 1:
+            return f"{case}, as if each load waited until the one before is dry; the washer is free"
+        if close(answer, loads * washer + dryer):
+            return f"{case}, but the dryer is the slower machine here, and loads queue before it"
+        if close(answer, washer + loads * dryer):
+            return f"{case}, but the washer is the slower machine here, and the dryer waits for it"
+        if close(answer, loads * max(washer, dryer)):
+            return f"{case}: the turns of the slower machine are right, the filling is missing"
+        return f"{case}, and playing it load by load gives {right:g}"
+
+
+def _play_laundry(loads, washer, dryer):
+    washed = dried = 0.0
+    for _ in range(loads):
+        washed += washer
+        dried = max(dried, washed) + dryer
+    return dried
+
+
+@instant("16 bytes a parameter before the first activation: the wall is made of optimizer state.")
+def memory_wall(bytes_per_parameter, ranks):
+    """float32 weights, gradients and AdamW's two moments; 7e9 parameters on devices of 80e9 bytes."""
+    bytes_per_parameter = require_number(bytes_per_parameter, "bytes_per_parameter is")
+    ranks = require_number(ranks, "ranks is")
+    known = {
+        4: "that is the weights alone; training also keeps a gradient and AdamW's state for each",
+        8: "weights and gradients are in; AdamW keeps two more numbers for each parameter",
+        12: "AdamW keeps two numbers for each parameter, a mean and a mean of squares",
+    }
+    if bytes_per_parameter != 16:
+        reason = known.get(
+            bytes_per_parameter, "count the numbers kept for one parameter, 4 bytes each"
+        )
+        return f"{bytes_per_parameter} bytes a parameter: {reason}"
+    if ranks == 112 / 80:
+        return f"{ranks} devices: a device cannot be bought in parts, so round up"
+    if ranks == 1:
+        return "1 device holds 80e9 bytes, and 7e9 x 16 bytes are 112e9"
+    if ranks != 2:
+        return f"{ranks} devices: divide 7e9 x 16 bytes by 80e9 and round up"

@@ -1,0 +1,114 @@
+"""Checks of lesson 02: a schedule of one's own, enough micro-batches, the scale of the gradient."""
+
+import math
+
+from lab.simulator import Costs, simulate
+
+from course.checks.answer import (
+    WrongAnswer,
+    call,
+    call_for_number,
+    call_for_schedule,
+    instant,
+    many,
+)
+from pipeline.schedules import gpipe, naive
+
+
+@instant("your schedule is legal, and it takes exactly as long as GPipe's.")
+def own_gpipe(rows):
+    """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
+    for num_ranks, num_microbatches in [(2, 2), (4, 8), (3, 1), (1, 4)]:
+        schedule = call_for_schedule(rows, num_ranks, num_microbatches)
+        case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
+        timeline = simulate(schedule, Costs(10, 20))
+        wanted = simulate(gpipe(num_ranks, num_microbatches), Costs(10, 20))
+        slowest = simulate(naive(num_ranks, num_microbatches), Costs(10, 20))
+        if timeline.makespan == slowest.makespan > wanted.makespan:
+            return (
+                f"{case}: legal, but {timeline.makespan:g} ms, as slow as lesson 01: let a rank "
+                "start the next micro-batch before the last one has come back"
+            )
+        if timeline.makespan != wanted.makespan:
+            return f"{case}: legal, but {timeline.makespan:g} ms; GPipe takes {wanted.makespan:g}"
+        held = zip(wanted.peak_held_per_rank, timeline.peak_held_per_rank)
+        for rank, (most, yours) in enumerate(held):
+            if most != yours:
+                return (
+                    f"{case}: legal and as fast, but not GPipe, where all forwards come first: "
+                    f"rank {rank} holds {most} micro-batches at its peak, yours {yours}"
+                )
+
+
+@instant("m >= (p - 1)(1 - x) / x: halving the bubble takes about twice the micro-batches.")
+def enough_microbatches(microbatches_needed):
+    """`microbatches_needed(num_ranks, largest_bubble)`: fewest with bubble over total at most x."""
+    for num_ranks, largest in [(4, 0.25), (4, 0.1), (8, 0.1), (2, 0.5), (1, 0.1), (64, 0.05)]:
+        answer = call_for_number(microbatches_needed, num_ranks, largest)
+        right = _fewest(num_ranks, largest)
+        if answer == right:
+            continue
+        case = (
+            f"{many(num_ranks, 'rank')}, bubble at most {largest}: you say {answer:g} micro-batches"
+        )
+        if answer != int(answer):
+            return f"{case}, but micro-batches are whole: round up"
+        if answer < 1:
+            return f"{case}, but a batch has at least one"
+        bubble = (num_ranks - 1) / (answer + num_ranks - 1)
+        if answer == math.ceil((num_ranks - 1) / largest - 1e-9):
+            return (
+                f"{case}: that bounds idle / busy, (p - 1) / m; the question is idle / total, "
+                "(p - 1) / (m + p - 1)"
+            )
+        if answer < right:
+            return f"{case}, whose bubble is {bubble:.4f}, too much"
+        return f"{case}, whose bubble is {bubble:.4f}; {right} would do"
+
+
+def _fewest(num_ranks, largest):
+    # The tolerance is for bubbles that meet the limit exactly, such as 1/2 for two ranks.
+    return max(1, math.ceil((num_ranks - 1) * (1 - largest) / largest - 1e-9))
+
+
+@instant("the gradients of the micro-batches add up to the gradient of the batch.")
+def gradient_scale(share_of_loss):
+    """`share_of_loss(scores, targets, num_microbatches)`: what the last stage runs backward.
+
+    The gradients of all micro-batches must add up to those of the mean loss of the whole batch, in
+    float64 to 1e-12.
+    """
+    import torch
+
+    from pipeline.data import load_text
+    from pipeline.model import ModelConfig, token_loss
+    from pipeline.training import build_model
+
+    config = ModelConfig(layers=1)
+    for num_microbatches in (4, 2):
+        model = build_model(config)
+        inputs, targets = load_text().batch(0, 8, config.seq_len)
+        token_loss(model(inputs), targets).backward()
+        wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
+        model.zero_grad()
+        for tokens, next_tokens in zip(
+            inputs.chunk(num_microbatches), targets.chunk(num_microbatches)
+        ):
+            share = call(share_of_loss, model(tokens), next_tokens, num_microbatches)
+            if not isinstance(share, torch.Tensor) or share.dim() != 0:
+                raise WrongAnswer("return one number as a tensor, so that it can be run backward")
+            share.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        if (gradient - wanted).abs().max() <= 1e-12:
+            continue
+        ratio = (gradient @ wanted / (wanted @ wanted)).item()
+        case = (
+            f"with {num_microbatches} micro-batches the gradient is {ratio:.4g} times the right one"
+        )
+        if not (gradient - ratio * wanted).abs().max() <= 1e-9:
+            return "the gradient points another way: start from token_loss(scores, targets)"
+        if abs(ratio - num_microbatches) < 1e-6:
+            return f"{case}: each micro-batch counts as much as a whole batch"
+        if abs(ratio * num_microbatches - 1) < 1e-6:
+            return f"{case}: it is divided by the number of micro-batches twice"
+        return f"{case}: token_loss is a mean already; what is the mean of means?"

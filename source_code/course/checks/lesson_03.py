@@ -1,0 +1,77 @@
+"""Checks of lesson 03: 1F1B as a schedule, what it holds, and what the room is good for."""
+
+from lab.simulator import Costs, simulate
+
+from course.checks.answer import call_for_number, call_for_schedule, instant, many
+from pipeline.schedules import one_f_one_b
+
+
+@instant("legal, as fast as GPipe, and rank r never holds more than p - r micro-batches.")
+def own_1f1b(rows):
+    """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
+    for num_ranks, num_microbatches in [(2, 3), (4, 8), (4, 2), (1, 3)]:
+        schedule = call_for_schedule(rows, num_ranks, num_microbatches)
+        case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
+        timeline = simulate(schedule, Costs(10, 20))
+        wanted = simulate(one_f_one_b(num_ranks, num_microbatches), Costs(10, 20))
+        held = zip(wanted.peak_held_per_rank, timeline.peak_held_per_rank)
+        for rank, (most, yours) in enumerate(held):
+            if yours > most:
+                return (
+                    f"{case}: legal, but rank {rank} holds {yours} micro-batches at its peak and "
+                    f"{most} are enough; count the forwards of its warm-up"
+                )
+        if timeline.makespan > wanted.makespan:
+            return (
+                f"{case}: legal, but {timeline.makespan:g} ms instead of {wanted.makespan:g}: "
+                "some rank starts its first backward too early and leaves the next one waiting"
+            )
+
+
+@instant("a rank holds what is under way between it and the end of the pipeline.")
+def held_micro_batches(held):
+    """`held(rank, num_ranks, num_microbatches)`: the most that a rank holds in 1F1B."""
+    for num_ranks, num_microbatches in [(4, 8), (4, 2), (8, 3), (1, 5)]:
+        timeline = simulate(one_f_one_b(num_ranks, num_microbatches), Costs(10, 20))
+        for rank, right in enumerate(timeline.peak_held_per_rank):
+            answer = call_for_number(held, rank, num_ranks, num_microbatches)
+            if answer == right:
+                continue
+            case = f"rank {rank} of {num_ranks}, {many(num_microbatches, 'micro-batch')}: you say {answer:g}"
+            if answer == num_ranks - 1 - rank:
+                return f"{case}, the forwards of its warm-up; the steady phase begins with another"
+            if answer == num_ranks - rank:
+                return f"{case}, but there are not so many micro-batches in the batch"
+            if answer == num_microbatches:
+                return f"{case}, as in GPipe; here the first backward runs long before that"
+            if answer == num_ranks:
+                return f"{case}, which is right for rank 0 only: the others are nearer to the end"
+            return f"{case}, and the simulator says {right}"
+
+
+@instant("GPipe's room limits m and so the bubble; 1F1B's room limits only p.")
+def most_microbatches(most):
+    """`most(schedule, num_ranks, room, available)`: the largest m that fits, "gpipe" or "1f1b".
+
+    Rank 0 has room for `room` micro-batches; the batch has `available` of them at most.
+    """
+    for num_ranks, room, available in [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64)]:
+        for schedule in ("gpipe", "1f1b"):
+            answer = call_for_number(most, schedule, num_ranks, room, available)
+            if schedule == "1f1b" and room >= num_ranks:
+                right = available
+            else:
+                right = min(room, available)
+            if answer == right:
+                continue
+            case = (
+                f"{schedule}, {num_ranks} ranks, room for {room}, {available} available: "
+                f"you say {answer:g}"
+            )
+            if answer > available:
+                return f"{case}, more than there are"
+            if schedule == "gpipe":
+                return f"{case}; rank 0 holds every micro-batch before its first backward"
+            if answer > right:
+                return f"{case}, but rank 0 holds min(m, p) and has no room for {num_ranks}"
+            return f"{case}; rank 0 never holds more than {num_ranks}, however many there are"

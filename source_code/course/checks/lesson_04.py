@@ -1,0 +1,92 @@
+"""Checks of lesson 04: versions of the weights, what they cost, and an even cut."""
+
+from course.checks.answer import call, call_for_number, close, instant
+from pipeline.schedules import pipedream
+
+
+@instant("rank r is p - 1 - r updates behind; the last rank is never behind.")
+def version_seen(version):
+    """`version(minibatch, rank, num_ranks)` that a forward sees, all counted from 0.
+
+    Counted in the schedule itself: the updates before that forward in the rank's list.
+    """
+    for num_ranks in (4, 2, 1):
+        for rank, order in enumerate(pipedream(num_ranks, 9).orders):
+            updates = 0
+            for action in order:
+                if action.kind == "U":
+                    updates += 1
+                if action.kind != "F":
+                    continue
+                answer = call_for_number(version, action.microbatch, rank, num_ranks)
+                if answer == updates:
+                    continue
+                case = (
+                    f"mini-batch {action.microbatch} on rank {rank} of {num_ranks}: "
+                    f"you say version {answer:g}"
+                )
+                if answer < 0:
+                    return f"{case}, but nothing is older than the starting weights, version 0"
+                if answer == action.microbatch:
+                    return (
+                        f"{case}, as if every mini-batch before it were back here with its update"
+                    )
+                if answer == max(0, action.microbatch - (num_ranks - 1)):
+                    return f"{case}; that is rank 0, and this rank is nearer to the end"
+                if answer == max(0, action.microbatch - (num_ranks - rank)):
+                    return f"{case}, one too old: the mini-batch itself is not among the updates"
+                return f"{case}; {updates} updates stand before it in the rank's list"
+
+
+@instant("the stash is largest where the pipeline begins, and 2BW's does not grow with p.")
+def stash_bytes(total_bytes):
+    """`total_bytes(mode, rank, num_ranks, weight_bytes)` of all live versions on one rank.
+
+    `mode` is "stashed", "vertical-sync" or "double-buffered"; the current version counts.
+    """
+    for num_ranks, weight_bytes in [(4, 100), (8, 7), (2, 10)]:
+        for rank in range(num_ranks):
+            versions = {
+                "stashed": num_ranks - rank,
+                "vertical-sync": num_ranks,
+                "double-buffered": 2,
+            }
+            for mode, count in versions.items():
+                answer = call_for_number(total_bytes, mode, rank, num_ranks, weight_bytes)
+                if close(answer, count * weight_bytes):
+                    continue
+                case = (
+                    f"{mode}, rank {rank} of {num_ranks}, {weight_bytes} bytes: you say {answer:g}"
+                )
+                if mode == "vertical-sync" and close(answer, (num_ranks - rank) * weight_bytes):
+                    return f"{case}, as with stashing; here it must still have what rank 0 used"
+                if mode == "double-buffered" and close(answer, num_ranks * weight_bytes):
+                    return f"{case}, a version for each rank; 2BW updates less often than that"
+                if close(answer, (count - 1) * weight_bytes):
+                    return f"{case}, one version short: the current one is in memory as well"
+                if close(answer, num_ranks * weight_bytes):
+                    return f"{case}, as on the first rank; fewer mini-batches are under way here"
+                if close(answer, weight_bytes):
+                    return f"{case}, a single version: then some backward meets other weights"
+                return f"{case}; {count} versions are alive at the peak"
+
+
+@instant("the slower of the two stages sets the pace, and no cut makes it faster than this one.")
+def even_cut(cut):
+    """`cut(seconds)`: how many layers the first of two stages gets. `seconds` is one a layer."""
+    profiles = ([3, 1, 1, 1], [1, 1, 1, 1, 4], [2, 2, 2, 2], [5, 4, 3, 2, 1], [1, 9])
+    for seconds in profiles:
+        answer = call(cut, list(seconds))
+        case = f"layers of {seconds} s: you give the first stage {answer}"
+        if answer not in range(1, len(seconds)):
+            return f"{case}; each of the two stages needs a layer, so 1 to {len(seconds) - 1}"
+        slower = max(sum(seconds[:answer]), sum(seconds[answer:]))
+        best = min(max(sum(seconds[:i]), sum(seconds[i:])) for i in range(1, len(seconds)))
+        if slower == best:
+            continue
+        if answer == len(seconds) // 2:
+            return (
+                f"{case}, half of the layers, and the slower stage takes {slower} s; count "
+                f"seconds, not layers: {best} s is possible"
+            )
+        return f"{case}, and the slower stage takes {slower} s; {best} s is possible"

@@ -1,0 +1,105 @@
+"""Checks of lesson 06: what recomputation leaves to hold, what it costs, and where to checkpoint."""
+
+from lab.simulator import Costs, simulate
+
+from course.checks.answer import call_for_number, close, instant
+from pipeline.schedules import gpipe, one_f_one_b
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+@instant("an input for each micro-batch that waits, and the inside of the one at work.")
+def held_with_recompute(held):
+    """`held(schedule, rank, num_ranks, num_microbatches, input_bytes, inside_bytes)`, in bytes.
+
+    `schedule` is "gpipe" or "1f1b". `inside_bytes` is what one forward leaves behind without
+    recomputation, its own input among it.
+    """
+    for num_ranks, m, inp, inside in [(4, 8, 16, 400), (4, 2, 10, 300), (8, 32, 1, 50)]:
+        for name, make in SCHEDULES.items():
+            peaks = simulate(make(num_ranks, m), Costs()).peak_held_per_rank
+            for rank, waiting in enumerate(peaks):
+                answer = call_for_number(held, name, rank, num_ranks, m, inp, inside)
+                if close(answer, (waiting - 1) * inp + inside):
+                    continue
+                case = (
+                    f"{name}, rank {rank} of {num_ranks}, m = {m}, an input of {inp} and an inside "
+                    f"of {inside} bytes: you say {answer:g}"
+                )
+                if close(answer, waiting * inp + inside):
+                    return f"{case}; the input of the micro-batch at work is part of its inside"
+                if close(answer, waiting * inp):
+                    return f"{case}, the inputs alone; a backward needs the inside of its own"
+                if close(answer, waiting * inside):
+                    return f"{case}, which is the bill without recomputation"
+                if name == "1f1b" and close(answer, (m - 1) * inp + inside):
+                    return f"{case}, as in GPipe; in 1F1B fewer micro-batches wait on this rank"
+                return (
+                    f"{case}; at its peak the rank has {waiting} micro-batches between forward and "
+                    "backward"
+                )
+
+
+@instant("with a backward of two forwards, time x 4/3 and throughput x 3/4: one fact.")
+def throughput_left(left):
+    """`left(forward, backward)`: throughput with the whole forward recomputed over that without."""
+    for forward, backward in [(10, 20), (1, 1), (5, 20)]:
+        answer = call_for_number(left, forward, backward)
+        plain, again = (
+            simulate(gpipe(4, 8), Costs(forward, backward, recompute=r)).makespan
+            for r in (0, forward)
+        )
+        if close(answer, plain / again):
+            continue
+        case = f"forward {forward}, backward {backward}: you say {answer:.4g}"
+        if close(answer, again / plain):
+            return (
+                f"{case}, by which the time is multiplied; micro-batches a second are its inverse"
+            )
+        if close(answer, 2 - again / plain):
+            return (
+                f"{case}: what the time gains in per cent is not what the throughput loses; "
+                "divide, do not subtract"
+            )
+        if close(answer, 1 / 2):
+            return f"{case}, as if everything ran twice; the backward does not, only the forward"
+        return f"{case}, and the simulator says {plain / again:.4g}"
+
+
+@instant("the square root of what an inside costs over what an input costs, and never past l.")
+def best_checkpoints(best):
+    """`best(layers, input_bytes, inside_bytes, waiting)`: how many inputs a stage should keep.
+
+    Of c checkpoints in a stage of `layers` layers, each of `waiting` micro-batches keeps c inputs,
+    and the one at work has the inside of layers / c layers.
+    """
+    cases = [(16, 16, 64, 1), (24, 1, 24, 4), (24, 1, 24, 16), (8, 1, 32, 1)]
+    for layers, inp, inside, waiting in cases:
+        counts = range(1, layers + 1)
+        answer = call_for_number(best, layers, inp, inside, waiting)
+        case = (
+            f"{layers} layers, input {inp}, inside {inside}, {waiting} waiting: you say {answer:g}"
+        )
+        if not answer >= 1 or answer % 1:
+            return f"{case}, and a checkpoint is there or it is not: return a whole number from 1"
+        if answer > layers:
+            return f"{case}, but there are only {layers} layers to keep the inputs of"
+        least = min(held_bytes(c, layers, inp, inside, waiting) for c in counts)
+        yours = held_bytes(answer, layers, inp, inside, waiting)
+        if close(yours, least):
+            continue
+        found = f"{case}, which holds {yours:g}, and {least:g} is possible"
+        if waiting > 1 and answer == min(counts, key=lambda c: held_bytes(c, layers, inp, inside)):
+            return f"{found}; the inputs are kept for each of the {waiting} micro-batches"
+        if answer == layers:
+            return f"{found}; with an input for every layer the inputs are most of it"
+        if answer == 1:
+            return f"{found}; with one input the inside of the whole stage is most of it"
+        if answer == round(layers**0.5):
+            return f"{found}; the square root of the layers is right only if an inside is an input"
+        return found
+
+
+def held_bytes(checkpoints, layers, inp, inside, waiting=1):
+    """What a stage holds: inputs of all that wait, and the inside of one piece of one of them."""
+    return waiting * checkpoints * inp + layers / checkpoints * inside

@@ -1,0 +1,112 @@
+"""Checks of lesson 07: what must come before what, who reads what, and how often to save."""
+
+import math
+
+from course.checks.answer import WrongAnswer, call, call_for_number, instant
+from pipeline.model import cut_evenly
+
+CALLS = ["write", "sync", "wait for all ranks", "rename", "move latest", "remove the oldest"]
+
+
+@instant("at every moment one whole checkpoint has its name, and latest names one.")
+def order_of_a_save(order):
+    """`order` holds the calls of CALLS; a crash of the machine is tried before and after each.
+
+    Played with two ranks: rank 0 makes the calls in this order, rank 1 is slower and has written
+    and synced its file only when rank 0 has waited for it.
+    """
+    if not isinstance(order, (list, tuple)) or sorted(map(str, order)) != sorted(CALLS):
+        raise WrongAnswer(f"use each of these once: {', '.join(CALLS)}")
+    for done in range(len(order) + 1):
+        complaint = _after_crash(list(order[:done]))
+        if complaint:
+            moment = f"after '{order[done - 1]}'"
+            raise WrongAnswer(f"the power fails {moment}: {complaint}")
+
+
+def _after_crash(made):
+    """What is wrong with the folder when only these calls were made, or None."""
+    named = "rename" in made
+    before_name = made[: made.index("rename")] if named else made
+    if named and "write" not in before_name:
+        return "the new checkpoint has its name, and rank 0 has not written its file"
+    if named and "sync" not in before_name:
+        return (
+            "the new checkpoint has its name, and what rank 0 wrote was only in memory, not on disk"
+        )
+    if named and "wait for all ranks" not in before_name:
+        return "the new checkpoint has its name, and rank 1 has not finished writing its file"
+    if "sync" in made and "write" not in made[: made.index("sync")]:
+        return "what rank 0 syncs it has not written yet"
+    if "move latest" in made and not named:
+        return "latest names a checkpoint that does not have its name yet"
+    if "remove the oldest" in made and "move latest" not in made:
+        if not named:
+            return "the old checkpoint is gone, and the new one does not have its name yet"
+        return "latest still names the old checkpoint, which is gone"
+    return None
+
+
+@instant("a rank opens the files that hold its layers, whoever wrote them.")
+def files_to_open(files):
+    """`files(rank, num_ranks, saved_by, layers)`: the ranks whose files hold this rank's layers."""
+    for layers, saved_by, num_ranks in [(8, 4, 2), (8, 2, 4), (8, 4, 1), (8, 4, 4), (10, 4, 3)]:
+        saved = cut_evenly(layers, saved_by)
+        for rank, (first, last) in enumerate(cut_evenly(layers, num_ranks)):
+            answer = call(files, rank, num_ranks, saved_by, layers)
+            try:
+                answer = sorted(answer)
+            except TypeError:
+                raise WrongAnswer(f"return a list of ranks, not {answer!r}") from None
+            wanted = [s for s, (low, high) in enumerate(saved) if low < last and first < high]
+            if answer == wanted:
+                continue
+            case = f"{layers} layers saved by {saved_by} ranks, rank {rank} of {num_ranks}"
+            if answer == [rank]:
+                hint = "the file of the same number has other layers once the cut is another"
+            elif answer == list(range(saved_by)):
+                hint = "that is every file: it needs those only in which its own layers lie"
+            elif set(wanted) - set(answer):
+                missing = min(set(wanted) - set(answer))
+                hint = f"in the file of rank {missing} lie layers {saved[missing][0]} to {saved[missing][1] - 1}"
+            else:
+                extra = min(set(answer) - set(wanted), default=None)
+                hint = "no rank twice, please"
+                if extra is not None:
+                    hint = f"the file of rank {extra} has none of its layers"
+            return f"{case} has layers {first} to {last - 1}, and you open {answer}: {hint}"
+    return None
+
+
+@instant("the square root of twice the cost times the time between failures (Young 1974).")
+def time_between_saves(seconds):
+    """`seconds(cost, node_hours, nodes)` between two saves, so that the least time is lost.
+
+    A save holds training up for `cost` seconds; a node fails every `node_hours` hours. Lost are a
+    share cost / T to saving and, after a failure, half of T on average. Accepted is what loses at
+    most 1 % more than the best.
+    """
+    for cost, node_hours, nodes in [(30, 25_000, 125), (5, 25_000, 125), (30, 25_000, 1)]:
+        answer = call_for_number(seconds, cost, node_hours, nodes)
+        between = node_hours * 3600 / nodes
+        best = math.sqrt(2 * cost * between)
+        case = f"{cost} s a save, a node fails every {node_hours} h, {nodes} nodes"
+        if answer <= 0:
+            return f"{case}: {answer:g} s is no time between two saves"
+        lost = cost / answer + answer / (2 * between)
+        least = cost / best + best / (2 * between)
+        if lost <= 1.01 * least:
+            continue
+        hint = f"with that {lost:.2%} of the time is lost; {least:.2%} is possible"
+        if nodes > 1 and _near(answer, math.sqrt(2 * cost * node_hours * 3600)):
+            hint = f"that is right for one node; of {nodes}, one fails {nodes} times as often"
+        elif _near(answer, math.sqrt(2 * cost * between / 3600)):
+            hint = "an hour has 3600 seconds"
+        elif _near(answer, math.sqrt(cost * between)):
+            hint = "after a failure half of an interval is lost on average, not all of it"
+        return f"{case}: you say {answer:.0f} s; {hint}"
+    return None
+
+
+def _near(value, wanted):
+    return abs(value - wanted) <= 0.02 * wanted

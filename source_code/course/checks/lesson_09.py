@@ -1,0 +1,139 @@
+"""Checks of lesson 09: moving the weights' halves by hand, what is left idle, and what fits."""
+
+from lab.simulator import Costs, simulate
+
+from course.checks.answer import WrongAnswer, call, call_for_number, close, instant
+from course.views.story import waits_of
+from pipeline.schedule import ScheduleError, from_csv
+from pipeline.schedules import one_f_one_b, zb_h1, zb_h2
+from pipeline.schedules.legal import check_legal
+
+EQUAL = Costs(forward=1, backward=2, backward_weight=1)
+SCHEDULES = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
+
+
+@instant("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
+def fill_the_bubble(rows):
+    """`rows`: a text for each of three ranks, four micro-batches; only the W may have moved."""
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
+        raise WrongAnswer("rows is a list with one text for each rank")
+    try:
+        schedule = check_legal(from_csv("\n".join(rows), "yours"))
+    except ScheduleError as error:
+        raise WrongAnswer(str(error)) from None
+    start = one_f_one_b(3, 4)
+    if schedule.num_ranks != 3 or schedule.num_microbatches != 4 or schedule.num_stages != 3:
+        return "keep three ranks with a stage each, and four micro-batches"
+    for rank, (yours, original) in enumerate(zip(schedule.orders, start.orders)):
+        if any(action.kind == "B" for action in yours):
+            return f"rank {rank} still has a whole backward (B); write I and W"
+        without = [(a.kind.replace("I", "B"), a.microbatch) for a in yours if a.kind != "W"]
+        if without != [(action.kind, action.microbatch) for action in original]:
+            return f"rank {rank}: leave the order of F and I as it was and move the W only"
+    timeline, best = simulate(schedule, EQUAL), simulate(zb_h1(3, 4), EQUAL).makespan
+    if timeline.makespan > best:
+        return (
+            f"legal, {timeline.makespan:g} units long, and {best:g} are possible: "
+            f"{_where_time_is_lost(timeline)}"
+        )
+
+
+def _where_time_is_lost(timeline):
+    """A W that a rank could run while it waits, or else one in the way of what another waits for."""
+    waits = {wait.event: wait for wait in waits_of(timeline)}
+    event = last = max(timeline.events, key=lambda event: event.end)
+    order = timeline.by_rank[last.rank]
+    for waited in order:
+        free = waits[waited].free
+        done = {before.action for before in order if before.end <= free}
+        for kept in order:
+            is_ready = kept.action._replace(kind="I") in done and kept.action not in done
+            if waited.start > free and kept.action.kind == "W" and is_ready:
+                return (
+                    f"rank {last.rank} waits from {free:g} to {waited.start:g} and could run "
+                    f"{kept.action} there, which it keeps until {kept.start:g}"
+                )
+    # Back from the end, each time to what made the action start no sooner.
+    waiting = None  # the event of another rank from which the way came last
+    while event.start > timeline.start:
+        source = waits[event].source
+        if source and source.end == event.start:
+            event, waiting = source, event
+            continue
+        order = timeline.by_rank[event.rank]
+        before = order[order.index(event) - 1]
+        if waiting and before.action.kind == "W" != event.action.kind:
+            return (
+                f"rank {event.rank} runs {before.action} before {event.action}, and so rank "
+                f"{waiting.rank} has to wait with {waiting.action}"
+            )
+        event = before
+
+
+@instant("each step of delay that a rank can fill with W is a step that it does not wait.")
+def zero_bubble_idle(idle):
+    """`idle(schedule, num_ranks, forward, backward_input, backward_weight)` of a rank's span.
+
+    `schedule` is "1f1b", "zb-h1" or "zb-h2"; times are those of one action.
+    """
+    for num_ranks, forward, for_input, weight in [(4, 1, 1, 1), (8, 3, 3, 2), (2, 5, 4, 4)]:
+        for name, make in SCHEDULES.items():
+            timeline = simulate(
+                make(num_ranks, 4 * num_ranks), Costs(forward, for_input + weight, weight)
+            )
+            right = max(timeline.span_per_rank) - timeline.ideal
+            answer = call_for_number(idle, name, num_ranks, forward, for_input, weight)
+            if close(answer, right):
+                continue
+            case = (
+                f"{name}, {num_ranks} ranks, F {forward}, I {for_input}, W {weight}: "
+                f"you say {answer:g}"
+            )
+            whole = (num_ranks - 1) * (forward + for_input + weight)
+            if close(answer, whole):
+                return f"{case}, all of 1F1B's; a W fills some of the time, and so it is not idle"
+            if close(answer, whole / 3):
+                return f"{case}, a third of 1F1B's, which holds only where F, I and W are equal"
+            if close(answer, (num_ranks - 1) * (forward + for_input)):
+                return f"{case}; there the W is no longer waited for, but it does not fill yet"
+            return f"{case}, and the simulator says {right:g}"
+
+
+@instant("ZB-H2 buys the rest of the bubble with nearly twice the memory.")
+def best_that_fits(best):
+    """`best(num_ranks, num_microbatches, room)`: "1f1b", "zb-h1", "zb-h2" or "none".
+
+    `room` is what any rank can hold, in micro-batches counted until their weights' half is done.
+    """
+    for num_ranks, num_microbatches, room in [
+        (4, 8, 4),
+        (4, 8, 6),
+        (4, 8, 7),
+        (8, 32, 15),
+        (8, 9, 7),
+    ]:
+        fits = {"none": float("inf")}
+        for name, make in SCHEDULES.items():
+            timeline = simulate(make(num_ranks, num_microbatches), EQUAL)
+            if max(timeline.peak_held_until_weight_per_rank) <= room:
+                fits[name] = timeline.bubble_by_span
+        right = min(fits, key=fits.get)
+        answer = call(best, num_ranks, num_microbatches, room)
+        if answer == right:
+            continue
+        case = f"{num_ranks} ranks, {num_microbatches} micro-batches, room for {room}: you say {answer!r}"
+        if answer not in (*SCHEDULES, "none"):
+            return f'{case}; choose from "1f1b", "zb-h1", "zb-h2" and "none"'
+        if answer not in fits:
+            held = max(
+                simulate(
+                    SCHEDULES[answer](num_ranks, num_microbatches), EQUAL
+                ).peak_held_until_weight_per_rank
+            )
+            return f"{case}, but a rank holds up to {held} there"
+        if answer == "none":
+            return f"{case}, but {right} fits"
+        return (
+            f"{case}, a bubble of {fits[answer]:.3f} of the span; {right} fits too and has "
+            f"{fits[right]:.3f}"
+        )

@@ -1,0 +1,206 @@
+"""The puzzles of lesson 12, as data: what is given, what is asked for, what is known to be best.
+
+The figures of what is best come from exact_search.py, and the tests ask it again.
+"""
+
+from dataclasses import dataclass
+
+from extensions.planning.exact_search import Problem
+from lab.simulator import Costs
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """One puzzle. Costs and times are in milliseconds; costs are those of one stage.
+
+    `rank_of_stage[stage]` is the rank that has the stage. `room[rank]`, unless None, is the most
+    stage x micro-batch activations that the rank may hold, from the start of F to the end of B or
+    I, or with `until_weight` to the end of B or W. `target` and `best` are makespans, or with
+    `measure="idle"` the longest time that a rank is idle between its first action and its last.
+    `best` is proven to be the best unless `bound` is given: then nothing below `bound` is possible,
+    and whether that can be reached is not known. `flags` are those of custom_schedule.py that make
+    the ranks as fast as the costs say, `node_delay` the milliseconds that a message between two
+    nodes of two ranks takes.
+    """
+
+    title: str
+    rank_of_stage: tuple
+    num_microbatches: int
+    costs: Costs
+    target: float
+    best: float
+    praise: str
+    bound: float | None = None
+    measure: str = "makespan"
+    split: bool = False
+    room: tuple | None = None
+    until_weight: bool = False
+    flags: str = "--pace 20 40"
+    node_delay: float = 0.0
+
+    @property
+    def num_ranks(self):
+        return 1 + max(self.rank_of_stage)
+
+    @property
+    def problem(self):
+        """The same for exact_search.py, which looks for the shortest makespan."""
+        return Problem(
+            self.rank_of_stage,
+            self.num_microbatches,
+            self.costs,
+            self.split,
+            self.room,
+            self.until_weight,
+        )
+
+    def measured(self, timeline):
+        """What the target is compared with."""
+        if self.measure == "makespan":
+            return timeline.makespan
+        return max(
+            span - busy for span, busy in zip(timeline.span_per_rank, timeline.busy_per_rank)
+        )
+
+    def held(self, timeline):
+        """What `room` is compared with, for each rank."""
+        if self.until_weight:
+            return timeline.peak_held_until_weight_per_rank
+        return timeline.peak_held_per_rank
+
+
+STAGE = Costs(forward=20, backward=40)
+HALF_A_STAGE = Costs(forward=10, backward=20)
+# Stages 1 and 2 have two layers each, the outer ones one; ranks 1 and 2 are on different nodes.
+TWO_NODES = Costs([10, 20, 20, 10], [20, 40, 40, 20], transfer={(1, 2): 50, (2, 1): 50})
+
+# By the number of the exercise.
+PUZZLES = {
+    1: Puzzle(
+        "One at a time",
+        (0, 1),
+        2,
+        STAGE,
+        target=240,
+        best=240,
+        room=(1, 1),
+        praise="with room for one micro-batch the naive order is all there is.",
+    ),
+    2: Puzzle(
+        "All forwards first",
+        (0, 1, 2),
+        4,
+        STAGE,
+        target=360,
+        best=360,
+        praise="rank 2 waits for its first activation and rank 0 for its last gradient; "
+        "no order of whole backwards changes either.",
+    ),
+    3: Puzzle(
+        "A deadlock",
+        (0, 1),
+        4,
+        STAGE,
+        target=300,
+        best=300,
+        room=(2, 2),
+        praise="one forward less in hand, and nobody waits for somebody who waits.",
+    ),
+    4: Puzzle(
+        "As fast, with less in hand",
+        (0, 1, 2),
+        4,
+        STAGE,
+        target=360,
+        best=360,
+        room=(3, 2, 1),
+        praise="GPipe's makespan with 1F1B's memory.",
+    ),
+    5: Puzzle(
+        "Room for two",
+        (0, 1, 2),
+        4,
+        STAGE,
+        target=420,
+        best=420,
+        room=(2, 2, 2),
+        praise="a micro-batch less on rank 0 costs 60 ms, and no order gets them back.",
+    ),
+    6: Puzzle(
+        "Two stages a rank",
+        (0, 1, 0, 1),
+        4,
+        HALF_A_STAGE,
+        target=270,
+        best=270,
+        room=(5, 3),
+        flags="--pace 10 20",
+        praise="half the bubble of one stage a rank, in Megatron's memory.",
+    ),
+    7: Puzzle(
+        "Halves, in 1F1B's own room",
+        (0, 1, 2),
+        4,
+        STAGE,
+        target=320,
+        best=320,
+        split=True,
+        room=(3, 2, 1),
+        until_weight=True,
+        praise="that is all that splitting gives for nothing; what is left of the bubble costs room.",
+    ),
+    8: Puzzle(
+        "The bubble of ZB-H1",
+        (0, 1, 2, 3),
+        8,
+        STAGE,
+        target=540,
+        best=540,
+        split=True,
+        room=(4, 4, 4, 4),
+        until_weight=True,
+        praise="every rank holds what rank 0 of 1F1B holds, and a third of the bubble is left.",
+    ),
+    9: Puzzle(
+        "No idle time in between",
+        (0, 1),
+        4,
+        STAGE,
+        target=0,
+        best=0,
+        measure="idle",
+        split=True,
+        room=(3, 3),
+        until_weight=True,
+        praise="zero bubble, for one micro-batch more in hand.",
+    ),
+    10: Puzzle(
+        "Both ends on one rank",
+        (0, 1, 1, 0),
+        4,
+        HALF_A_STAGE,
+        target=0,
+        best=0,
+        measure="idle",
+        split=True,
+        room=(4, 4),
+        until_weight=True,
+        flags="--pace 10 20",
+        praise="zero bubble in 1F1B's memory: four halves are two whole micro-batches.",
+    ),
+    11: Puzzle(
+        "Two nodes",
+        (0, 1, 2, 3),
+        16,
+        TWO_NODES,
+        target=1200,
+        best=1150,
+        bound=1040,
+        split=True,
+        room=(4, 4, 4, 4),
+        until_weight=True,
+        flags="--layers 6 --cut 1,2,2,1 --pace 10 20 --pace-per-layer",
+        node_delay=50,
+        praise="1F1B takes 1860 ms here.",
+    ),
+}

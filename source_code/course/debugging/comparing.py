@@ -1,0 +1,242 @@
+"""Compares two recordings: the first action at which they differ, in the order of cause and effect."""
+
+from typing import NamedTuple
+
+from lab.flight_log_reader import (
+    RecordingError,
+    maker_of,
+    recorded_as,
+    tell_unanswered,
+)
+from lab.timeline import Event
+
+
+class Difference(NamedTuple):
+    """Where two recordings first differ: in `step`, at `event` of the first of them, and how.
+
+    `event` is None where no action differs: the weights before the step, or the update after it.
+    """
+
+    step: int
+    ranks: tuple
+    event: Event | None
+    sentence: str
+
+
+def compare(one, other, tolerance=0.0):
+    """The first Difference between two Recordings in the order of cause and effect, or None.
+
+    Of the actions that differ, those count of which nothing that they build on differs, and of
+    these the one that ended first. `tolerance` 0 asks for the same bits; 1e-9 lets tensors pass
+    whose fingerprints are that close, as fractions of their norms: another cut or another device
+    rounds differently. Times and held bytes are not compared. Raises RecordingError when the two
+    have different stages, ranks or micro-batches.
+    """
+    _check_comparable(one, other)
+    for number in range(max(len(one.steps), len(other.steps))):
+        if number >= len(one.steps) or number >= len(other.steps):
+            return _missing_step(number, one, other)
+        found = (
+            _first_weights(one, other, number, tolerance)
+            or _first_action(one, other, number, tolerance)
+            or _first_update(one, other, number, tolerance)
+        )
+        if found:
+            return found
+    return None
+
+
+def _check_comparable(one, other):
+    passages = [recording.schedule.rank_of_passage for recording in (one, other)]
+    if passages[0] != passages[1]:
+        raise RecordingError(
+            f"{one.schedule.name} and {other.schedule.name} put other stages or micro-batches on "
+            "their ranks; record two runs of the same cut"
+        )
+    for stage, names in _names_of_weights(one).items():
+        others = _names_of_weights(other).get(stage, names)
+        if names != others:
+            raise RecordingError(
+                f"stage {stage} has {_layers(names)} here and {_layers(others)} in the other; their "
+                "messages are different by right, so compare losses or times, or record two runs "
+                "of the same cut"
+            )
+
+
+def _names_of_weights(recording):
+    """The names of each stage's weights, as far as the recording goes."""
+    step = recording.steps[0]
+    return {stage: set(prints) for (stage, _), prints in step.weights.items()}
+
+
+def _layers(names):
+    layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    return "layers " + ", ".join(sorted(layers, key=int))
+
+
+def _missing_step(number, one, other):
+    shorter = one if number >= len(one.steps) else other
+    name = "the first" if shorter is one else "the second"
+    return Difference(number, (), None, f"{name} recording ends before step {number}")
+
+
+def _apart(one, other, tolerance):
+    """Whether two Fingerprints, or None, stand for different tensors."""
+    if one is None or other is None:
+        return False  # a rank that has a neighbour on board gets no message from it
+    return one.distance(other) > tolerance if tolerance else one.digest != other.digest
+
+
+def _numbers_apart(one, other, tolerance):
+    if one is None or other is None:
+        return one is not other
+    return abs(one - other) > max(tolerance, 1e-15) * max(abs(one), abs(other))
+
+
+def _first_weights(one, other, number, tolerance):
+    """Weights that differ before any action of the step used them."""
+    ours, theirs = one.steps[number].weights, other.steps[number].weights
+    first = min((version for _, version in ours), default=0)
+    for (stage, version), prints in sorted(ours.items()):
+        for name, mine in prints.items():
+            yours = theirs.get((stage, version), {}).get(name)
+            if version == first and yours and _apart(mine, yours, tolerance):
+                ranks = one.schedule.ranks_of_stage[stage]
+                sentence = (
+                    f"step {number} begins with another {name} on rank {ranks[0]}: {mine} here, "
+                    f"{yours} in the other"
+                )
+                return Difference(number, ranks, None, sentence)
+    return None
+
+
+def causes_among(differing, one, other, number):
+    """Those of the `differing` actions that did not inherit it from anything they build on."""
+    before = {}  # the action before it on its rank
+    for recording in (other, one):
+        for events in recording.timeline(number).by_rank:
+            results = [recorded_as(event.action) for event in events]
+            before |= dict(zip(results[1:], results))
+
+    def builds_on(result):
+        return {before.get(result), *map(maker_of, one.schedule.needs_of(result))}
+
+    return [result for result in differing if not builds_on(result) & set(differing)]
+
+
+def _first_action(one, other, number, tolerance):
+    ours, theirs = _in_both_kinds(one.steps[number], other.steps[number])
+    differing = {
+        result: sentences
+        for result, entry in ours.items()
+        if (sentences := _differences(entry, theirs.get(result), one, number, tolerance))
+    }
+    differing |= {result: ["the other took it"] for result in theirs if result not in ours}
+    roots = causes_among(differing, one, other, number)
+    if not roots:
+        return None
+
+    def when(result):
+        entry = ours.get(result)
+        return entry.event.end if entry else float("inf")
+
+    root = min(roots, key=when)
+    if root not in ours:
+        return _never_taken(one, other, number, roots)
+    event = ours[root].event
+    sentence = f"step {number}, {event.action} on rank {event.rank}: " + "; ".join(differing[root])
+    return Difference(number, (event.rank,), event, sentence)
+
+
+def _in_both_kinds(one, other):
+    """The entries of two steps by result; a W is left out where the other has a backward in full."""
+
+    def whole(step, result):
+        entry = step.by_result.get(result._replace(kind="I"))
+        return entry is not None and entry.event.action.kind == "B"
+
+    return (
+        {r: entry for r, entry in step.by_result.items() if r.kind != "W" or not whole(against, r)}
+        for step, against in ((one, other), (other, one))
+    )
+
+
+def _differences(mine, yours, one, number, tolerance):
+    """What differs between two Entries of the same action, as half-sentences."""
+    if yours is None:
+        return ["the other never came to it"]
+    found = []
+    for verb, here, there in _pairs(mine, yours):
+        if _apart(here, there, tolerance):
+            found.append(f"{verb} {here}, and {there} in the other{_how_far(here, there)}")
+            name = one.name_of(here, number)
+            if name and here != mine.made:
+                found[-1] += f"; what it {verb} here is {name}"
+    if mine.version != yours.version:
+        found.append(
+            f"used version {mine.version} of the weights, and {yours.version} in the other"
+        )
+    # After an I the weights' part is still to come; a B has it.
+    same_kind = mine.event.action.kind == yours.event.action.kind
+    if same_kind and _numbers_apart(mine.gradient, yours.gradient, tolerance):
+        found.append(
+            f"has gathered a gradient of norm {mine.gradient:.6g}, and {yours.gradient:.6g} in "
+            "the other"
+        )
+    return found
+
+
+def _pairs(mine, yours):
+    """What is compared of an action, in the order in which it passes through; nothing twice."""
+    received, sent = (
+        [getattr(entry, name) and getattr(entry, name).what for entry in (mine, yours)]
+        for name in ("received", "sent")
+    )
+    pairs = [("received", *received)]
+    if [mine.used, yours.used] != received:
+        pairs.append(("used", mine.used, yours.used))
+    pairs.append(("made", mine.made, yours.made))
+    if [mine.made, yours.made] != sent:
+        pairs.append(("sent", *sent))
+    return pairs
+
+
+def _how_far(here, there):
+    """For tensors that are nearly equal: by how much they are not."""
+    distance = here.distance(there)
+    if distance > 1e-6:
+        return ""
+    return f" (nearly the same: they are about {max(distance, 1e-17):.0e} of their norm apart)"
+
+
+def _never_taken(one, other, number, roots):
+    """Some rank of the first recording stopped before the other did."""
+    result = min(roots, key=lambda r: (one.schedule.rank_of(r.stage, r.microbatch), r))
+    rank = one.schedule.rank_of(result.stage, result.microbatch)
+    action = other.steps[number].by_result[result].event.action
+    sentence = (
+        f"step {number}: rank {rank} never came to {action.describe()}, and in the other it did"
+    )
+    if waits := tell_unanswered(one):
+        sentence += ". " + ". ".join(waits)
+    return Difference(number, (rank,), None, sentence)
+
+
+def _first_update(one, other, number, tolerance):
+    ours, theirs = one.steps[number].updated, other.steps[number].updated
+    stages = [
+        stage
+        for stage in sorted(ours)
+        if stage in theirs and _numbers_apart(ours[stage], theirs[stage], tolerance)
+    ]
+    if not stages:
+        return None
+    ranks = tuple(sorted({rank for s in stages for rank in one.schedule.ranks_of_stage[s]}))
+    norms = ", ".join(
+        f"{ours[stage]:.6g} on stage {stage} (in the other {theirs[stage]:.6g})" for stage in stages
+    )
+    sentence = (
+        f"every action of step {number} is the same, and the update after it is not: it took a "
+        f"gradient of norm {norms}"
+    )
+    return Difference(number, ranks, None, sentence)

@@ -1,0 +1,128 @@
+"""The time machine: goes through a recorded step forwards and backwards, all ranks together.
+
+    time_machine("build/monday")
+    time_machine("build/monday", compare="build/sunday")
+
+as the last line of a notebook's cell. Each block says what it waited for and which version of the
+weights it used, and at each moment every rank says what it took in and what it gave. With two
+recordings the first action at which they differ is named and marked.
+"""
+
+from html import escape
+
+import ipywidgets as widgets
+from lab.flight_log_reader import (
+    Recording,
+    RecordingError,
+    read_recording,
+    tell_unanswered,
+)
+
+from course.debugging.comparing import compare as compare_recordings
+from course.debugging.time_machine_view import RecordedView
+from course.views.stepping import STYLE, Shown, Stepper
+
+SAME = "No message, no weight and no gradient differs."
+
+
+def time_machine(recording, compare=None, step=None, tolerance=0.0):
+    """The panel, for the last line of a cell.
+
+    `recording` and `compare` are folders that --record wrote, or what `read_recording` returns.
+    `step` is shown first: else the one with the first difference, or the last. `tolerance` is that
+    of `compare` in comparing.py. Raises RecordingError when a folder holds no recording.
+    """
+    recordings = {"recorded": _read(recording)}
+    difference, words = None, ""
+    if compare is not None:
+        recordings["compared with"] = _read(compare)
+        try:
+            difference = compare_recordings(*recordings.values(), tolerance)
+            words = f"First difference: {difference.sentence}" if difference else SAME
+        except RecordingError as error:
+            words = f"Not to be compared: {error}"
+    last = max(len(each.steps) for each in recordings.values()) - 1
+    if step is None:
+        step = min(difference.step, last) if difference else last
+    return TimeMachine(recordings, step, difference, words)
+
+
+def _read(recording):
+    return recording if isinstance(recording, Recording) else read_recording(recording)
+
+
+class TimeMachine(Shown):
+    """What `time_machine` returns. `difference` is where the two recordings first differ, or None.
+
+    `words` say the same, or why they cannot be compared.
+    """
+
+    def __init__(self, recordings, step, difference, words):
+        self.recordings, self.step, self.difference = recordings, step, difference
+        self.words = words
+
+    @property
+    def view(self):
+        return RecordedView(self.recordings, self.step, self.difference)
+
+    def make_panel(self):
+        return TimePanel(self.recordings, self.step, self.difference, self.words)
+
+
+class TimePanel(Stepper):
+    """The widgets of one time machine. `box` holds all of them."""
+
+    def __init__(self, recordings, step, difference, words):
+        self.recordings, self.difference = recordings, difference
+        steps = range(max(len(each.steps) for each in recordings.values()))
+        self.chosen = widgets.Dropdown(options=list(steps), value=step, description="step")
+        self.jump = widgets.Button(
+            description="to the first difference",
+            tooltip="to the first action at which the two recordings differ",
+            disabled=difference is None or difference.event is None,
+            layout=widgets.Layout(width="190px"),
+        )
+        self.verdict = widgets.HTML(verdict(recordings, words))
+        self.updates = widgets.HTML()
+        super().__init__()
+        self.show(RecordedView(recordings, step, difference))
+        self.listen()
+        self.chosen.observe(self.on_step, names="value")
+        self.jump.on_click(lambda _: self.go_to_difference())
+
+    def arrange(self):
+        controls = [self.chosen] + ([self.jump] if len(self.recordings) > 1 else [])
+        return widgets.VBox(
+            [
+                widgets.HTML(STYLE, layout=widgets.Layout(display="none")),
+                widgets.HBox(controls),
+                self.verdict,
+                *self.stepping_rows(),
+                self.updates,
+            ]
+        )
+
+    def show(self, view):
+        super().show(view)
+        self.updates.value = view.updates
+
+    def on_step(self, change):
+        self.show(RecordedView(self.recordings, change["new"], self.difference))
+
+    def go_to_difference(self):
+        """Show the step of the first difference, the cursor where its action begins."""
+        self.chosen.value = self.difference.step
+        [event] = [
+            event
+            for event in self.view.timelines["recorded"].events
+            if event.action == self.difference.event.action
+        ]
+        self.go_to(event.start)
+
+
+def verdict(recordings, words):
+    """What can be said before any step: the first difference, and who waited at the end."""
+    sentences = [words] if words else []
+    for label, recording in recordings.items():
+        sentences += [f"{label}: {sentence}" for sentence in tell_unanswered(recording)]
+    return "".join(f'<p role="status">{escape(sentence)}</p>' for sentence in sentences)

@@ -1,0 +1,387 @@
+"""How a notebook starts a script on several ranks.
+
+`run("gpipe.py --steps 3", ranks=4)` prints the command that does the same in a terminal, starts it,
+shows its output and returns what it printed. On one's own machine that is torchrun, inside a SLURM
+allocation srun with torchrun. With `warm=True` the ranks come out of a fork server that has
+imported torch once, which takes a tenth of the time; where forking is not safe or not there
+(macOS, Windows) torchrun is used instead. The output is the same.
+
+Whatever happens, no rank outlives its cell: an interrupt or a failure ends all of them.
+"""
+
+import multiprocessing
+import os
+import queue
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from lab.timeline import Timeline, from_chrome_trace
+from lab.watch import LAUNCHER_VARIABLE
+
+from course.free_port import free_port
+from course.last_words import RunFailed, how_it_ended, rank_to_blame, worth_reading
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = ROOT / "source_code"
+WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # set to 1, runs are warm unless they ask not to be
+# What the scripts import, and what the first backward of a torch process imports by itself.
+PRELOAD = [
+    "torch.distributed",
+    "torch.fx.experimental.symbolic_shapes",
+    "pipeline.training",
+    "lab.report",
+    "pipeline.schedules",
+    "pipeline.stage",
+    "pipeline.worker",
+]
+_fork_server_is_ready = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run printed, the losses in it, and its timeline if it was asked for."""
+
+    output: str
+    losses: list
+    timeline: Timeline | None
+
+
+def warm_up(*modules):
+    """Let the fork server import torch in the background. Returns at once.
+
+    `modules` are what a lesson's scripts import besides, by name, where that takes long.
+    """
+    PRELOAD.extend(module for module in modules if module not in PRELOAD)
+    if can_fork():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        from multiprocessing import forkserver
+
+        with _without_main(), _importable():
+            forkserver.ensure_running()
+
+
+def can_fork():
+    return sys.platform == "linux"
+
+
+def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
+    """Run a script of the course on several ranks and return a `Run`.
+
+    `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
+    the timeline. With `ranks=None` the script is started with plain python, as one process, which
+    can be warm as well.
+    `limit` is in seconds. `send=("SIGKILL", 2, "step 7")` sends that signal to rank 2 as soon as a
+    line is printed that starts so. Raises RunFailed, or KeyboardInterrupt after all ranks have
+    ended.
+    """
+    script, *flags = shlex.split(command)
+    if warm is None:
+        warm = os.environ.get(WARM_VARIABLE) == "1" and ranks is not None
+    timeline_file = _value_of("--timeline", flags)
+    if timeline_file:
+        (ROOT / timeline_file).parent.mkdir(parents=True, exist_ok=True)
+    words = launch_words(script, flags, ranks)
+    if show:
+        print("$ " + shlex.join(words), flush=True)
+    warm = warm and can_fork() and not _is_away()
+    if warm:
+        _wait_for_fork_server()
+    started = None
+    try:
+        with _interrupts_held():
+            started = WarmRanks(SCRIPTS / script, flags, ranks) if warm else LaunchedRanks(words)
+        output = _follow(started, show, limit, send)
+    finally:
+        if started:
+            with _interrupts_held():
+                started.end()
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
+    timeline = from_chrome_trace((ROOT / timeline_file).read_text()) if timeline_file else None
+    return Run(output, losses, timeline)
+
+
+def launch_words(script, flags, ranks):
+    """The command that does the same in a terminal, from the repository's root."""
+    if ranks is None:
+        return ["python", f"source_code/{script}"] + flags
+    words = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), f"source_code/{script}"]
+    return srun_words() + words + flags
+
+
+def srun_words():
+    """Inside a SLURM allocation: srun, with all cores that the job has on its node; else nothing."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return []
+    # The notebook is part of the same job and keeps its share: the ranks overlap with it.
+    words = ["srun", "--overlap", "--nodes=1", "--ntasks=1"]
+    cores = os.environ.get("SLURM_CPUS_ON_NODE")
+    return words + [f"--cpus-per-task={cores}"] if cores else words
+
+
+def _is_away():
+    """Whether this process is outside the nodes of its allocation, as after salloc."""
+    return "SLURM_JOB_ID" in os.environ and "SLURMD_NODENAME" not in os.environ
+
+
+def _value_of(flag, flags):
+    return flags[flags.index(flag) + 1] if flag in flags[:-1] else None
+
+
+def _follow(started, show, limit, send=None):
+    """Show what the ranks print until they end; return their standard output."""
+    lines = queue.Queue()
+    for name, stream in started.streams.items():
+        threading.Thread(target=_read, args=(name, stream, lines), daemon=True).start()
+    output, errors = [], []
+    open_streams = len(started.streams)
+    deadline = time.monotonic() + limit
+    failure = None
+    while open_streams:
+        try:
+            name, line = lines.get(timeout=0.1)
+        except queue.Empty:
+            name = None
+        if name == "end":
+            open_streams -= 1
+        elif name == "stdout":
+            output.append(line)
+            if show:
+                print(line, end="", flush=True)
+            if send and line.startswith(send[2]):
+                os.kill(started.process_of(send[1]), signal.Signals[send[0]])
+                send = None
+        elif name == "stderr":
+            errors.append(line)
+        if failure is None:
+            failure = started.failure()
+            if failure is None and time.monotonic() > deadline:
+                failure = f"the run took longer than {limit} s"
+            if failure is not None:
+                started.end()
+                deadline = time.monotonic() + 5  # for what they said last
+        elif time.monotonic() > deadline:
+            break
+    failure = failure or started.failure(wait=True)
+    if failure:
+        failed = RunFailed(f"{worth_reading(errors)}({rank_to_blame(errors) or failure})")
+        failed.output = "".join(output)
+        raise failed
+    return "".join(output)
+
+
+def _read(name, stream, lines):
+    try:
+        for line in stream:
+            lines.put((name, line))
+    finally:
+        lines.put(("end", ""))
+
+
+class LaunchedRanks:
+    """Ranks behind a launcher command, torchrun or srun."""
+
+    def __init__(self, words):
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment["PYTHONUNBUFFERED"] = "1"
+        if words[0] != "srun":  # whose ranks run on other machines
+            environment[LAUNCHER_VARIABLE] = str(os.getpid())
+        # This very Python, which is the one that has torch: not the first one of the PATH.
+        programs = {
+            "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+            "python": [sys.executable],
+        }
+        at = next(i for i, word in enumerate(words) if word in programs)
+        words = words[:at] + programs[words[at]] + words[at + 1 :]
+        self.process = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # an interrupt reaches the notebook first, which then ends this
+        )
+        self.streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
+
+    def failure(self, wait=False):
+        """A sentence once the launcher has failed, else None."""
+        code = self.process.wait(timeout=30) if wait else self.process.poll()
+        return f"the launcher ended with exit status {code}" if code else None
+
+    def process_of(self, rank):
+        """The process id of a rank on this machine."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            if process.environ().get("RANK") == str(rank):
+                return process.pid
+        raise LookupError(f"no process of this machine is rank {rank}")
+
+    def end(self):
+        _end_tree([self.process.pid])
+        self.process.wait()
+
+
+class WarmRanks:
+    """Ranks forked from a process that has imported torch, with the variables torchrun sets.
+
+    With `num_ranks=None` one process without them, as plain python starts it.
+    """
+
+    def __init__(self, script, flags, num_ranks):
+        warm_up()
+        context = multiprocessing.get_context("forkserver")
+        out, out_writer = context.Pipe(duplex=False)
+        errors, errors_writer = context.Pipe(duplex=False)
+        port = free_port()
+        self.ranks = []
+        for rank in range(num_ranks or 1):
+            environment = {
+                **{name: value for name, value in os.environ.items() if _is_ours(name)},
+                "OMP_NUM_THREADS": "1",
+                LAUNCHER_VARIABLE: str(os.getpid()),
+            }
+            if num_ranks is not None:
+                environment |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "LOCAL_WORLD_SIZE": str(num_ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+            process = context.Process(
+                target=_be_a_rank, args=(script, flags, environment, out_writer, errors_writer)
+            )
+            with _without_main():
+                process.start()
+            self.ranks.append(process)
+        out_writer.close()
+        errors_writer.close()
+        self.streams = {
+            "stdout": os.fdopen(os.dup(out.fileno()), errors="replace"),
+            "stderr": os.fdopen(os.dup(errors.fileno()), errors="replace"),
+        }
+
+    def failure(self, wait=False):
+        """A sentence that names the rank that failed, else None."""
+        for process in self.ranks if wait else []:
+            process.join(timeout=30)
+        codes = [process.exitcode or 0 for process in self.ranks]
+        if not any(codes):
+            return None
+        # A signal comes from outside: the exit statuses of others are what it led to.
+        code = min(codes) if min(codes) < 0 else next(filter(None, codes))
+        return how_it_ended(codes.index(code), code)
+
+    def process_of(self, rank):
+        return self.ranks[rank].pid
+
+    def end(self):
+        _end_tree([process.pid for process in self.ranks if process.is_alive()])
+        for process in self.ranks:
+            process.join(timeout=5)
+
+
+def _wait_for_fork_server():
+    """Until it has imported torch, once; an interrupt ends only this wait."""
+    global _fork_server_is_ready
+    if not _fork_server_is_ready:
+        warm_up()
+        nothing = multiprocessing.get_context("forkserver").Process()
+        with _without_main():
+            nothing.start()
+        nothing.join()
+        _fork_server_is_ready = True
+
+
+@contextmanager
+def _interrupts_held():
+    """Keep a start or an end from being cut in half: an interrupt is delivered afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = []
+    usual = signal.signal(signal.SIGINT, lambda *_: held.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _importable():
+    """Let a started Python find the course's code by itself: its own sys.path comes too late."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def _without_main():
+    """Keep a started process from running the caller's own main module first."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _is_ours(variable):
+    return variable.startswith("PIPELINE_")
+
+
+def _be_a_rank(script, flags, environment, out, errors):
+    """In the forked process: become a rank of `script`, as if torchrun had started it."""
+    os.dup2(out.fileno(), 1)
+    os.dup2(errors.fileno(), 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    for name in filter(_is_ours, list(os.environ)):  # of the time when the fork server started
+        del os.environ[name]
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.argv = [str(script)] + flags
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _end_tree(process_ids):
+    """Ask these processes and all their children to end; after a second, make them."""
+    processes = []
+    for process_id in process_ids:
+        try:
+            process = psutil.Process(process_id)
+            processes += [process] + process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            pass
+    for stop in (psutil.Process.terminate, psutil.Process.kill):
+        for process in processes:
+            try:
+                stop(process)
+            except psutil.NoSuchProcess:
+                pass
+        _, processes = psutil.wait_procs(processes, timeout=1)

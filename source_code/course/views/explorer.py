@@ -1,0 +1,172 @@
+"""The schedule explorer: choose a schedule and its costs, see at once what every rank does and why.
+
+    explore("gpipe", compare="1f1b")
+
+as the last line of a notebook's cell. All of it works with the keyboard alone: Tab moves from one
+control to the next, the arrow keys move a slider, and the cursor tells the story of the blocks
+that a pointer would show. What is drawn is worked out by the simulator anew at every change.
+"""
+
+from dataclasses import replace
+
+import ipywidgets as widgets
+
+from course.views.explorer_view import Settings, View, can_choose_chunks, is_split
+from course.views.stepping import STYLE, Shown, Stepper
+from pipeline.schedule import Schedule
+from pipeline.schedules import SCHEDULES
+
+NOTHING = "nothing"
+
+
+def explore(
+    schedule="gpipe",
+    ranks=4,
+    microbatches=8,
+    chunks=2,
+    forward=10.0,
+    backward=20.0,
+    weight=None,
+    transfer=0.0,
+    compare=None,
+):
+    """The panel, for the last line of a cell. All arguments can be changed in it afterwards.
+
+    `schedule` is a name such as "1f1b" or a Schedule; `compare`, of the same kind, is laid
+    underneath on the same scale. `chunks` is the number of stages of a rank, for the schedules that
+    can choose it. `forward` and `backward` are the milliseconds that the layers of one rank take for
+    one micro-batch, however many stages they are cut into, so that the same model is compared;
+    `weight` is the part of the backward that a split backward does later, half of it unless given.
+
+    Raises ValueError for an unknown name. What a generator refuses is said in the picture's place.
+    """
+    for choice in (schedule, compare):
+        if isinstance(choice, str) and choice not in SCHEDULES:
+            raise ValueError(f"no schedule is named '{choice}'; take {', '.join(SCHEDULES)}")
+    weight = backward / 2 if weight is None else weight
+    return Explorer(
+        Settings(
+            schedule, ranks, microbatches, chunks, forward, backward, weight, transfer, compare
+        )
+    )
+
+
+class Explorer(Shown):
+    """What `explore` returns."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    @property
+    def view(self):
+        return View(self.settings)
+
+    def make_panel(self):
+        return Panel(self.settings)
+
+
+class Panel(Stepper):
+    """The widgets of one explorer. `box` holds all of them."""
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.own = _by_name(settings.schedule, settings.compare)
+        self.make_controls()
+        super().__init__()
+        self.redraw()
+        for control in self.controls.values():
+            control.observe(self.on_change, names="value")
+        self.listen()
+
+    def make_controls(self):
+        """One control for each of the Settings, under the same name."""
+        chosen = self.settings
+        names = [*self.own, *(name for name in SCHEDULES if name not in self.own)]
+        first, second = (
+            next((name for name, own in self.own.items() if own is choice), choice)
+            for choice in (chosen.schedule, chosen.compare)
+        )
+        self.controls = {
+            "schedule": _dropdown("schedule", names, first),
+            "compare": _dropdown("compare with", [NOTHING, *names], second or NOTHING),
+            "ranks": _whole("ranks", chosen.ranks, 1, 8),
+            "microbatches": _whole("micro-batches", chosen.microbatches, 1, 64),
+            "chunks": _whole("stages a rank", chosen.chunks, 2, 4),
+            "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
+            "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
+            "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),
+            "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
+        }
+        self.figures = widgets.HTML()
+
+    def arrange(self):
+        """All widgets in one box: choices and figures, picture or table, cursor, moment."""
+        left = ["schedule", "compare", "ranks", "microbatches", "chunks"]
+        right = ["forward", "backward", "weight", "transfer"]
+        columns = [widgets.VBox([self.controls[name] for name in names]) for names in (left, right)]
+        wrapped = widgets.Layout(flex_flow="row wrap")
+        return widgets.VBox(
+            [
+                widgets.HTML(STYLE, layout=widgets.Layout(display="none")),
+                widgets.HBox([*columns, self.figures], layout=wrapped),
+                *self.stepping_rows(),
+            ]
+        )
+
+    def on_change(self, change):
+        """A setting was moved: predict and draw again."""
+        values = {name: control.value for name, control in self.controls.items()}
+        values["schedule"] = self.own.get(values["schedule"], values["schedule"])
+        compare = self.own.get(values["compare"], values["compare"])
+        values["compare"] = None if compare == NOTHING else compare
+        self.settings = replace(self.settings, **values)
+        self.redraw()
+
+    def redraw(self):
+        """Predict and draw anew."""
+        view = View(self.settings)
+        self.figures.value = view.figures
+        self.show(view)
+        self.disable_what_does_not_count()
+
+    def disable_what_does_not_count(self):
+        chosen = (self.settings.schedule, self.settings.compare)
+        made = any(isinstance(choice, str) for choice in chosen)
+        self.controls["ranks"].disabled = self.controls["microbatches"].disabled = not made
+        self.controls["chunks"].disabled = not any(map(can_choose_chunks, chosen))
+        split = any(is_split(each.schedule) for each in self.view.predictions)
+        # Where a refusal may be about the weights' part, it must be possible to move it.
+        self.controls["weight"].disabled = not split and not self.view.refusal
+
+
+def _by_name(*choices):
+    """The Schedules among them, each under a name of its own."""
+    own = {}
+    for choice in choices:
+        if isinstance(choice, Schedule):
+            taken = own.get(choice.name, choice) is not choice
+            own[f"{choice.name} (the other)" if taken else choice.name] = choice
+    return own
+
+
+def _dropdown(description, options, value):
+    return widgets.Dropdown(options=options, value=value, **_named(description))
+
+
+def _whole(description, value, least, most):
+    limits = {"min": min(least, value), "max": max(most, value)}
+    return widgets.IntSlider(value=value, **limits, **_named(description))
+
+
+def _time(description, value, least, most):
+    limits = {"min": min(least, value), "max": max(most, value), "step": 0.5}
+    return widgets.FloatSlider(value=value, readout_format="", **limits, **_named(description))
+
+
+def _named(description):
+    return {
+        "description": description,
+        "tooltip": description,
+        "style": {"description_width": "175px"},  # of the longest, in a wide font
+        "layout": widgets.Layout(width="405px"),
+    }

@@ -1,0 +1,285 @@
+"""What the explorer shows, as text: the drawing as SVG, the tables as HTML. No widget is needed for it."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from html import escape
+from itertools import groupby
+
+from lab.drawing import draw_cursor
+from lab.figures import draw_timelines
+from lab.simulator import Costs, simulate
+from lab.timeline import Timeline
+
+from course.views.story import (
+    moments_at,
+    name_of_message,
+    short,
+    stories_of,
+    tell,
+    times_of,
+    waits_of,
+)
+from pipeline.schedule import KINDS, Schedule, ScheduleError
+from pipeline.schedules import SCHEDULES, build_schedule
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be chosen. Costs are in milliseconds and per micro-batch: see `costs_of`.
+
+    `schedule` and `compare` are names of generators or a Schedule of one's own, whose numbers of
+    ranks and micro-batches are its own. `compare` is None where nothing lies underneath.
+    """
+
+    schedule: str | Schedule
+    ranks: int
+    microbatches: int
+    chunks: int
+    forward: float
+    backward: float
+    weight: float
+    transfer: float
+    compare: str | Schedule | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One schedule, and what the simulator says about it."""
+
+    label: str
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+
+
+class View:
+    """Everything that is shown for some Settings, as SVG and HTML text. No widget is needed for it.
+
+    `refusal` is the sentence that stands in the picture's place when there is nothing to draw.
+    """
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.predictions, self.refusal = [], ""
+        try:
+            self.predictions = predict(settings)
+        except ScheduleError as error:
+            self.refusal = str(error)
+        self.timelines = {each.label: each.timeline for each in self.predictions}
+        self.times = times_of(self.timelines.values()) if self.predictions else [0.0]
+
+    @property
+    def alt(self):
+        """In words what there is to see."""
+        return self.stored_picture.alt if self.predictions else f"No picture: {self.refusal}"
+
+    @cached_property
+    def stored_picture(self):
+        return draw_timelines(self.timelines)
+
+    @property
+    def picture(self):
+        if self.refusal:
+            return problem(self.refusal)
+        return draw_timelines(self.timelines, reading=True).svg
+
+    @property
+    def table(self):
+        if self.refusal:
+            return problem(self.refusal)
+        return "".join(action_table(timeline) for timeline in self.timelines.values())
+
+    @property
+    def figures(self):
+        return figures_table(self.predictions)
+
+    def cursor(self, time):
+        return draw_cursor(self.timelines, time, reading=True) if self.predictions else ""
+
+    @cached_property
+    def waits(self):
+        """{event: its Wait} of each timeline."""
+        return [{w.event: w for w in waits_of(each)} for each in self.timelines.values()]
+
+    def moment(self, time):
+        """What every rank does and holds at `time`, counted as the timelines count."""
+        both = zip(self.timelines.values(), self.waits)
+        return "".join(moment_table(timeline, waits, time) for timeline, waits in both)
+
+
+def predict(settings):
+    """The Predictions for some Settings, one or two. Raises ScheduleError with a sentence."""
+    chosen = {"predicted": settings.schedule, "to compare": settings.compare}
+    schedules = {
+        label: schedule_of(replace(settings, schedule=choice))
+        for label, choice in chosen.items()
+        if choice is not None
+    }
+    split = any(is_split(schedule) for schedule in schedules.values())
+    if split and settings.weight >= settings.backward:
+        raise ScheduleError(
+            f"the weights' part, {short(settings.weight)} ms, must be less than the backward, "
+            f"{short(settings.backward)} ms, of which it is a part"
+        )
+    return [
+        Prediction(label, schedule, costs, simulate(schedule, costs))
+        for label, schedule in schedules.items()
+        for costs in [costs_of(settings, schedule)]
+    ]
+
+
+def costs_of(settings, schedule):
+    """What one stage costs in `schedule`.
+
+    The settings say what the layers of one rank cost where each rank has one stage. In every
+    schedule the model is the same, so that with two stages a rank each stage costs half of that.
+    """
+    share = schedule.num_ranks / schedule.num_stages
+    return Costs(
+        settings.forward * share,
+        settings.backward * share,
+        settings.weight * share,
+        settings.transfer,
+    )
+
+
+def is_split(schedule):
+    """Whether backwards for the weights are actions of their own in it."""
+    return any(action.kind == "W" for order in schedule.orders for action in order)
+
+
+def schedule_of(settings):
+    """The Schedule that `settings.schedule` names, or is. Raises ScheduleError with a sentence."""
+    name = settings.schedule
+    if isinstance(name, Schedule):
+        return name
+    chunks = settings.chunks if can_choose_chunks(name) else None
+    return build_schedule(name, settings.ranks, settings.microbatches, chunks)
+
+
+def can_choose_chunks(choice):
+    """Whether it names a schedule of which one chooses how many stages a rank has."""
+    if not isinstance(choice, str):
+        return False
+    return bool(SCHEDULES[choice].chunks) and not SCHEDULES[choice].fixed_chunks
+
+
+def problem(sentence):
+    """What stands in the picture's place when there is nothing to draw."""
+    return f'<p role="alert" style="font-size:14px;padding:24px 0"><b>{escape(sentence)}</b></p>'
+
+
+def figures_table(predictions):
+    """The numbers of one Prediction or several, side by side."""
+    timelines = [each.timeline for each in predictions]
+    split = any(is_split(each.schedule) for each in predictions)
+    rows = {
+        "makespan": [f"{short(each.makespan)} ms" for each in timelines],
+        "ideal (the busiest rank's work)": [f"{short(each.ideal)} ms" for each in timelines],
+        "bubble over total (GPipe's)": [f"{each.bubble_over_total:.1%}" for each in timelines],
+        "bubble over ideal (Megatron's)": [f"{each.bubble_over_ideal:.1%}" for each in timelines],
+    }
+    if split:
+        rows["bubble by span (zero bubble's)"] = [
+            f"{each.bubble_by_span:.1%}" for each in timelines
+        ]
+    rows["peak held (stage x micro-batch)"] = [
+        _numbers(each.peak_held_per_rank) for each in timelines
+    ]
+    if split:
+        rows["the same until W has ended"] = [
+            _numbers(each.peak_held_until_weight_per_rank) for each in timelines
+        ]
+    rows["messages"] = [len(each.schedule.messages) for each in predictions]
+    rows["forward and backward of a stage"] = [
+        f"{short(each.costs.forward)} and {short(each.costs.backward)} ms" for each in predictions
+    ]
+    return table_of("", ["", *(each.name for each in timelines)], _with_heads(rows))
+
+
+def _numbers(values):
+    return " ".join(map(str, values))
+
+
+def _with_heads(rows):
+    return [[head, *cells] for head, cells in rows.items()]
+
+
+def action_table(timeline, unit="ms"):
+    """The text equivalent of a drawing: a row for each block, rank by rank in the order of time."""
+    stories = dict(zip(timeline.events, stories_of(timeline, unit)))
+    rows = []
+    for rank, events in enumerate(timeline.by_rank):
+        for event in events:
+            stage, kind, microbatch = event.action
+            start, end = short(event.start - timeline.start), short(event.end - timeline.start)
+            why = stories[event][1]
+            rows.append([f"rank {rank}", KINDS[kind], stage, microbatch, start, end, why])
+    heads = ["", "does", "stage", "micro-batch", f"from, {unit}", f"to, {unit}", "why then"]
+    name = escape(f"What {timeline.name} does, block by block")
+    return (
+        f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{name}" '
+        'data-lm-suppress-shortcuts="true">'
+        f"{table_of(name, heads, rows)}</div>"
+    )
+
+
+def moment_table(timeline, waits, time, unit="ms"):
+    """What every rank of one timeline does and holds at `time`, and why; {event: its Wait}."""
+    split = any(event.action.kind == "W" for event in timeline.events)
+    until_weight = moments_at(timeline, time, until="BW")
+    rows = []
+    for moment, later in zip(moments_at(timeline, time), until_weight):
+        cells = [tell_held(moment.held), *([tell_held(later.held)] if split else [])]
+        if moment.doing:
+            told = (tell(waits[event], timeline, unit) for event in moment.doing)
+            does = ". Then: ".join("; ".join(story) for story in told)
+        elif moment.next is None:
+            does = "has done everything"
+        else:
+            does = tell_wait(waits[moment.next], timeline, unit)
+        rows.append([f"rank {moment.rank}", *cells, does])
+    holds = ["holds micro-batches", *(["and until W has ended"] if split else [])]
+    caption = f"{timeline.name} at {short(time - timeline.start)} {unit}"
+    return table_of(caption, ["", *holds, "does"], rows)
+
+
+def tell_wait(wait, timeline, unit):
+    until = f"until {short(wait.event.start - timeline.start)} {unit}"
+    what = f" for {name_of_message(wait.source)}" if wait.for_message else ""
+    return f"waits{what}, {until}"
+
+
+def tell_held(held):
+    """Some (stage, micro-batch) pairs: how many, and which; stages are named where there are two."""
+    stages = {stage: [m for _, m in pairs] for stage, pairs in groupby(held, lambda pair: pair[0])}
+    if not stages:
+        return "none"
+    if len(stages) == 1:
+        return f"{len(held)} ({_runs(*stages.values())})"
+    parts = (f"stage {stage}: {_runs(numbers)}" for stage, numbers in stages.items())
+    return f"{len(held)} ({'; '.join(parts)})"
+
+
+def _runs(numbers):
+    """0, 1, 2, 5 as "0-2, 5"."""
+    runs = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def table_of(caption, heads, rows):
+    """An HTML table; the first cell of a row is its head."""
+    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+    body = "".join(
+        f'<tr><th scope="row">{escape(str(head))}</th>'
+        + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
+        + "</tr>"
+        for head, *cells in rows
+    )
+    caption = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f"<table>{caption}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

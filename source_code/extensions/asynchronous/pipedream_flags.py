@@ -1,0 +1,75 @@
+"""The flags of pipedream.py, what is rejected of them, and what it says at its end."""
+
+from extensions.asynchronous.weight_stash import MODES
+from pipeline.collectives import gather
+from pipeline.command_line import positive_integer, reject
+
+
+def add_pipedream_flags(parser):
+    """Add --weights and --replicas; --steps counts mini-batches."""
+    add = parser.add_argument
+    add("--weights", choices=list(MODES), default="stashed", help="which versions are used")
+    helped = "ranks of each stage, e.g. 2-1-1"
+    add("--replicas", type=replica_counts, metavar="A-B-...", help=helped)
+    parser.set_defaults(microbatches=1, steps=12)
+    parser.checks.append(check_pipedream)
+
+
+def replica_counts(text):
+    return [positive_integer(count) for count in text.split("-")]
+
+
+def check_pipedream(arguments):
+    """Give --replicas its default, one rank per stage, and reject what has no rule."""
+    ranks, weights, microbatches = arguments.num_ranks, arguments.weights, arguments.microbatches
+    replicas = arguments.replicas = arguments.replicas or [1] * ranks
+    if sum(replicas) != ranks:
+        reject(
+            f"--replicas {'-'.join(map(str, replicas))} adds up to {sum(replicas)} ranks, and this "
+            f"job has {ranks}; name as many as there are"
+        )
+    if weights != "double-buffered" and microbatches > 1:
+        reject(
+            f"--weights {weights} has no use for --microbatches; leave it out, or use --weights "
+            "double-buffered"
+        )
+    if weights == "double-buffered" and microbatches < ranks:
+        reject(
+            f"--weights double-buffered needs --microbatches of at least the {ranks} ranks, not "
+            f"{microbatches}; use more micro-batches or fewer ranks"
+        )
+    if weights != "stashed" and max(replicas) > 1:
+        reject(
+            f"--weights {weights} has no rule for stages with several --replicas; leave one of the "
+            "two out"
+        )
+    if arguments.steps * microbatches < ranks:
+        reject(
+            f"--steps {arguments.steps} is less than the warm-up of {ranks} ranks; train at least "
+            "one mini-batch per rank"
+        )
+
+
+def losses_of_steps(job, microbatches, losses):
+    """On rank 0 the loss of each mini-batch, from the micro-batches of all ranks; else nothing."""
+    shares = {}
+    for losses_of_rank in gather(job, {k: loss.cpu() for k, loss in losses.items()}) or []:
+        shares.update(losses_of_rank)
+    starts = range(0, len(shares), microbatches)
+    return [sum(shares[start + k] for k in range(microbatches)) for start in starts]
+
+
+def print_versions(job, replicas, stage):
+    """Per stage: live versions and their bytes, and which version each mini-batch met."""
+    everything = gather(job, (stage.used, stage.stash.peak, stage.stash.bytes_of_one()))
+    if job.rank != 0:
+        return
+    names = [
+        f"stage {index}" + (f", replica {replica}" if count > 1 else "")
+        for index, count in enumerate(replicas)
+        for replica in range(count)
+    ]
+    for name, (used, peak, one) in zip(names, everything):
+        print(f"{name}: at most {peak} live versions of {one} bytes each")
+        shown = ", ".join(f"{use.minibatch}:{use.forward}/{use.backward}" for use in used[:16])
+        print(f"  mini-batch:forward/backward version  {shown}", flush=True)

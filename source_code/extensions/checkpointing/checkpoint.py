@@ -1,0 +1,377 @@
+"""Saves a training that lies on many ranks, and restores it, also onto another number of ranks.
+
+No rank has the model, so each writes what it has, under the names that the parameters have in the
+whole model: nothing says from which rank, stage or schedule a tensor came. To restore, a rank asks
+for the names that it has now, and torch.distributed.checkpoint finds the files in which they lie.
+pipeline/checkpointing/checkpoint_folder.py says how a checkpoint appears all at once.
+
+A checkpoint is read with pickle: continue only from those that you trust.
+"""
+
+import shutil
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing.checkpoint_folder import CheckpointError
+
+
+@dataclass
+class Training:
+    """All of a rank's training that must outlive it.
+
+    `parameters` are this rank's, with names of the whole model, of all its stages; `optimizer` has
+    all of them. `step` counts updates, `batches` the batches taken from the data. `configuration`
+    is what a continued run must share, by flag.
+    """
+
+    parameters: dict
+    optimizer: object
+    rate: object
+    configuration: dict
+    seed: int = 0
+    step: int = 0
+    batches: int = 0
+
+    def advance(self):
+        """Note that one batch was taken and one update made."""
+        self.step += 1
+        self.batches += 1
+        self.rate.advance()
+
+    def state(self, job):
+        """What a checkpoint holds of this rank; tensors are the live ones, not copies."""
+        return {
+            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "optimizer": {
+                name: dict(self.optimizer.state[parameter])
+                for name, parameter in self.parameters.items()
+                if parameter in self.optimizer.state
+            },
+            "rate": self.rate.state_dict(),
+            "progress": {"step": self.step, "batches": self.batches},
+            "random": {random_name(job): random_state(job.device)},
+            "configuration": dict(self.configuration),
+        }
+
+    def take(self, job, state):
+        """Continue from `state`, whose tensors for the model are this rank's own."""
+        for name, kinds in state["optimizer"].items():
+            self.optimizer.state[self.parameters[name]] = kinds
+        self.rate.load_state_dict(state["rate"])
+        self.step, self.batches = state["progress"]["step"], state["progress"]["batches"]
+        own = state["random"].get(random_name(job))
+        if own is not None:
+            set_random_state(job.device, own)
+        else:  # other ranks than before: there is no "same" state, so each starts one of its own
+            torch.manual_seed(
+                zlib.crc32(f"{random_name(job)} step {self.step}".encode(), self.seed)
+            )
+
+
+def random_name(job):
+    return f"rank {job.rank} of {job.num_ranks}"
+
+
+def random_state(device):
+    """The states of torch's generators, by name: the CPU's, and that of a rank's GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(device, states):
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+# Reading
+
+
+def read_state(job, training, path, group=None):
+    """The state at `path` for the parameters that this rank has; the model's go straight into them.
+
+    The optimizer has no state before its first step, so there is nothing that could be filled:
+    what is there to load is asked of the checkpoint, by name.
+    """
+    reader = dcp.FileSystemReader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    state = training.state(job)
+    state["optimizer"] = {
+        name: room_for(saved, f"optimizer.{name}.", parameter.detach())
+        for name, parameter in training.parameters.items()
+    }
+    state["random"] = {}
+    if any(name.startswith(f"random.{random_name(job)}.") for name in saved):
+        state["random"] = {
+            random_name(job): room_for(saved, f"random.{random_name(job)}.", torch.empty(0))
+        }
+    try:
+        dcp.load(state, storage_reader=reader, process_group=group)
+    except CheckpointException as error:
+        raise CheckpointError(f"{path}: {reason_of(error)}") from None
+    return state
+
+
+def room_for(saved, prefix, like):
+    """Empty tensors for everything whose name starts with `prefix`, by the rest of the name.
+
+    What has the shape of `like`, a parameter, lies as that does: on its device, and in shards where
+    it is in shards. AdamW counts its steps in a scalar, and keeps that on the CPU.
+    """
+    found = {name[len(prefix) :]: saved[name] for name in saved if name.startswith(prefix)}
+    return {
+        kind: torch.empty_like(like, dtype=entry.properties.dtype)
+        if entry.size == like.shape
+        else torch.empty(
+            entry.size,
+            dtype=entry.properties.dtype,
+            device=like.device if len(entry.size) else "cpu",
+        )
+        for kind, entry in found.items()
+    }
+
+
+def reason_of(error):
+    """The first failure that torch.distributed.checkpoint collected from the ranks, in one line."""
+    rank, (failure, _) = min(error.failures.items())
+    return f"rank {rank}: {str(failure).splitlines()[0] or type(failure).__name__}"
+
+
+def find_not_finite_tensor(state):
+    """Which weight or state of the optimizer on this rank is not finite, with a value, or None."""
+    tensors = dict(state["model"])
+    for name, kinds in state["optimizer"].items():
+        tensors |= {f"{kind} of {name}": tensor for kind, tensor in kinds.items()}
+    for name, tensor in tensors.items():
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of FSDP2: a shard
+        if not own.isfinite().all():
+            return f"{name} holds {own[~own.isfinite()][0].item()}"
+    return None
+
+
+def copy_to_host(state):
+    """The same dictionaries with copies of the tensors, which training does not change any more."""
+    if isinstance(state, dict):
+        return {name: copy_to_host(value) for name, value in state.items()}
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    return state
+
+
+def export(checkpoint, file):
+    """Write a checkpoint as one torch.save file, in one process, which must have room for it all.
+
+    torch.load(file)["model"] is a state dictionary of the whole model.
+    """
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    checkpoint_folder.replace_file(
+        file, lambda partial: dcp_to_torch_save(checkpoint.path, partial)
+    )
+
+
+def read_exported(file):
+    """The state in a file made by `export`, tensors left on disk until they are used."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        complete = {"model", "rate", "progress", "configuration"} <= state.keys()
+    except Exception as error:  # whatever a file that is something else makes torch raise
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise CheckpointError(f"--import {file} cannot be read ({reason})") from None
+    if not complete:
+        raise CheckpointError(f"--import {file} is no training that --export has written")
+    return {"optimizer": {}, **state}  # plain descent has none, and an empty one leaves no trace
+
+
+def take_exported(job, training, state):
+    """Continue from the state of `read_exported`: of the whole, this rank takes what it has."""
+    with torch.no_grad():
+        for name, parameter in training.parameters.items():
+            parameter.copy_(state["model"][name])
+    own = {
+        name: {
+            kind: tensor.to(parameter.device if tensor.dim() else "cpu", copy=True)
+            for kind, tensor in state["optimizer"][name].items()
+        }
+        for name, parameter in training.parameters.items()
+        if name in state["optimizer"]
+    }
+    training.take(job, {"random": {}, **state, "optimizer": own})
+
+
+# Saving
+
+
+class Checkpoints:
+    """Saves a training as it goes on. All ranks make the same calls.
+
+    `folder` and `run` say where (see checkpoint_folder.py), `begin` is the Checkpoint to continue
+    from, or None; `keep` checkpoints of the run stay. `timeout` in seconds is the longest wait,
+    also for the slowest rank of a save. `problem` tells how the last save ended: None, or a
+    sentence, and `newest` is the path of the newest checkpoint, or None; on every rank the same.
+    """
+
+    def __init__(self, job, folder, run, begin=None, keep=2, asynchronous=False, timeout=60.0):
+        self.job, self.folder, self.run, self.begin, self.keep = job, folder, run, begin, keep
+        # A group of its own: a save in the background must not mix its messages with others.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout + 5))
+        self.background = ThreadPoolExecutor(1) if asynchronous else None
+        self.pending = None  # the save in the background
+        self.problem = None
+        self.newest = begin.path if begin else None
+        self.claim = None
+
+    def prepare(self):
+        """Claim the folder, remove what crashes left, check every byte of the one to begin from.
+
+        Returns None, or the sentence that says why training cannot begin, on every rank the same.
+        """
+        problem = None
+        try:
+            if self.job.rank == 0:
+                self.claim = checkpoint_folder.claim(self.folder)
+                checkpoint_folder.remove_leftovers(self.folder)
+                checkpoint_folder.unmark_stopped(self.folder)
+            if self.begin:
+                # Each rank checks a share of the files, so that nobody reads all of it.
+                names = sorted(self.begin.description["files"])[self.job.rank :: self.job.num_ranks]
+                checkpoint_folder.check_files(self.begin, names)
+        except (CheckpointError, OSError) as error:
+            problem = sentence_of(error)
+        with self.job.waiting_for_all("its look at the checkpoint"):
+            return self.first(problem)
+
+    def restore(self, training):
+        """Continue `training` from the checkpoint `begin`. Returns None or a sentence, as above."""
+        try:
+            with self.job.waiting_for_all("its part of the checkpoint"):
+                state = read_state(self.job, training, self.begin.path, self.group)
+        except CheckpointError as error:
+            return str(error)
+        training.take(self.job, state)
+        return None
+
+    def save(self, training):
+        """Save, or in the background: then only a copy is made before training goes on.
+
+        Prints how long training was held up. A save that fails is said and leaves the training and
+        all earlier checkpoints as they are. Weights that are not finite are not saved: they would
+        take the place of good ones. Returns what is not finite, on every rank the same, or None.
+        """
+        started = time.perf_counter()
+        self.wait()  # one save at a time
+        state = training.state(self.job)
+        with self.job.waiting_for_all(f"the weights after {training.step} steps"):
+            not_finite = self.first(find_not_finite_tensor(state))
+        if not_finite:
+            return f"after the update of step {training.step - 1}, {not_finite}"
+        if self.background:
+            state = copy_to_host(state)
+            self.pending = self.background.submit(self.write, state, training.step, started)
+        else:
+            with self.job.waiting_for_all(f"the checkpoint after {training.step} steps"):
+                self.problem = self.write(state, training.step, started)
+        held_up = (time.perf_counter() - started) * 1000
+        self.say(f"checkpoint after {training.step} steps: training held up {held_up:.1f} ms")
+        return None
+
+    def wait(self):
+        """Until the save in the background has ended, if there is one."""
+        if self.pending:
+            with self.job.waiting_for_all("the checkpoint that is being written"):
+                self.problem = self.pending.result()
+            self.pending = None
+
+    def finish(self):
+        """Wait for what is still being written, and let go of the folder."""
+        self.wait()
+        if self.background:
+            self.background.shutdown()
+        if self.claim:
+            self.claim.close()
+
+    def write(self, state, step, started):
+        """Write and publish one checkpoint; returns None or why that failed, on every rank."""
+        temporary = None
+        try:
+            temporary = self.on_rank_0(checkpoint_folder.begin_writing, self.folder, self.run, step)
+            files = self.write_files(state, temporary)
+            description = {"step": step, "configuration": state["configuration"], "files": files}
+            path = self.on_rank_0(
+                checkpoint_folder.publish,
+                *(temporary, self.folder, self.run, step, description, self.keep),
+            )
+        except CheckpointError as error:
+            if self.job.rank == 0 and temporary:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self.say(f"the checkpoint after {step} steps was NOT saved ({error}); training goes on")
+            return str(error)
+        self.newest = path
+        took = (time.perf_counter() - started) * 1000
+        self.say(f"checkpoint after {step} steps: whole in {took:.1f} ms, {path}")
+        return None
+
+    def write_files(self, state, temporary):
+        """Write this rank's tensors, synced. Returns size and checksum of the files of all ranks."""
+        writer = dcp.FileSystemWriter(temporary, sync_files=True, overwrite=False)
+        try:
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+        except CheckpointException as error:
+            raise CheckpointError(reason_of(error)) from None
+        own, problem = {}, None
+        try:
+            own = checkpoint_folder.describe_files(temporary, f"__{self.job.rank}_")
+            if self.job.rank == 0:
+                own |= checkpoint_folder.describe_files(temporary, ".metadata")
+        except OSError as error:
+            problem = sentence_of(error)
+        everything = self.gather((own, problem))
+        for _, problem in everything:
+            if problem:
+                raise CheckpointError(problem)
+        return {name: entry for files, _ in everything for name, entry in files.items()}
+
+    def on_rank_0(self, function, *arguments):
+        """What `function` returns on rank 0, on all ranks; or its failure, as a CheckpointError."""
+        result = problem = None
+        if self.job.rank == 0:
+            try:
+                result = function(*arguments)
+            except (CheckpointError, OSError) as error:
+                problem = sentence_of(error)
+        result, problem = self.gather((result, problem))[0]
+        if problem:
+            raise CheckpointError(problem)
+        return result
+
+    def first(self, problem):
+        """The first problem that any rank has, on all ranks."""
+        return next(filter(None, self.gather(problem)), None)
+
+    def gather(self, value):
+        """The values of all ranks, on all ranks."""
+        values = [None] * self.job.num_ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def say(self, text):
+        if self.job.rank == 0:
+            print(text, flush=True)
+
+
+def sentence_of(error):
+    """An OSError with the file that it is about; other errors speak for themselves."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)

@@ -1,0 +1,223 @@
+"""The flags of saving and continuing, the refusal of a folder that does not fit, and what they do.
+
+Everything that the names, sizes and flags in a folder can tell is checked before the first message.
+"""
+
+import hashlib
+import os
+import sys
+
+from extensions.checkpointing.checkpoint import (
+    Checkpoints,
+    export,
+    read_exported,
+    take_exported,
+)
+from extensions.checkpointing.checkpoint_folder import (
+    CheckpointError,
+    find_checkpoint,
+    first_difference,
+    mark_stopped,
+    run_to_write,
+)
+from extensions.checkpointing.stop_request import STOPPED
+from pipeline.command_line import positive_integer, reject
+from pipeline.paths import can_be_written, check_paths_apart
+
+# What a continued run must share with the run that it continues. Not among them: the number of
+# ranks and stages, the schedule and the micro-batches, which change no loss by more than rounding.
+SHARED = "layers dim heads kv_heads seq_len dtype seed batch_size optimizer learning_rate".split()
+
+
+def add_checkpoint_arguments(parser):
+    """Add the flags to a parser made by `training_parser`."""
+    add = parser.add_argument
+    add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
+    add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
+    add("--keep", type=positive_integer, metavar="K", help="newest checkpoints that stay, else 2")
+    add("--asynchronous", action="store_true", help="train on while a checkpoint is written")
+    add("--fresh", action="store_true", help="begin anew beside what is there, which stays")
+    add("--from-step", type=positive_integer, metavar="N", help="continue from an older checkpoint")
+    add("--export", metavar="FILE", help="write the checkpoint as one torch.save file, and end")
+    add("--import", metavar="FILE", dest="import_file", help="begin from a file of --export")
+
+
+def check_checkpoint_arguments(arguments, further):
+    """Check the flags and look into the folder; call it after `parse_arguments`.
+
+    `further` are the script's own flags that a continued run must share, {name: default}: one that
+    is not given is taken from the checkpoint, or is the default where there is none. Adds
+    `configuration` (what must be shared, by flag), `begin` (a Checkpoint or None), `imported` (the
+    state in the file of --import if training begins from it, or None) and `run` (where the next
+    checkpoint goes).
+    """
+    check_combinations(arguments)
+    check_paths_apart(arguments)
+    arguments.save_every, arguments.keep = arguments.save_every or 5, arguments.keep or 2
+    arguments.begin = arguments.imported = arguments.run = None
+    try:
+        if arguments.checkpoints:
+            look_into_folder(arguments)
+        if arguments.import_file and arguments.begin is None:
+            arguments.imported = read_exported(arguments.import_file)
+    except CheckpointError as error:
+        reject(str(error))
+    saved, where = {}, None
+    if arguments.begin:
+        saved, where = arguments.begin.description["configuration"], arguments.begin.path
+    elif arguments.imported:
+        saved, where = arguments.imported["configuration"], arguments.import_file
+    arguments.configuration = configuration_of(arguments, further, saved)
+    if where and (sentence := first_difference(saved, where, arguments.configuration)):
+        reject(sentence)
+
+
+def check_combinations(arguments):
+    """Refuse flags that mean nothing without another, or contradict each other."""
+    for flag in ("save-every", "keep", "asynchronous", "fresh", "from-step", "export"):
+        if getattr(arguments, flag.replace("-", "_")) and not arguments.checkpoints:
+            reject(f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out")
+    if arguments.checkpoints == "":
+        reject("--checkpoints needs the name of a folder, not ''; name one, or leave it out")
+    beginnings = {"--fresh": arguments.fresh, "--from-step": arguments.from_step}
+    if all(beginnings.values()):
+        reject("--fresh begins anew and --from-step from a checkpoint; use one of them")
+    if arguments.import_file and arguments.from_step:
+        reject("--import and --from-step both say where to begin; use one of them")
+    for flag in ("--export", "--import"):
+        value = arguments.export if flag == "--export" else arguments.import_file
+        if value == "":
+            reject(f"{flag} needs the name of a file, not ''; name one, or leave it out")
+    if arguments.export:
+        folder = os.path.dirname(os.path.abspath(arguments.export))
+        if not can_be_written(arguments.export, folder):
+            reject(
+                f"--export {arguments.export} cannot be written; name a file in a folder of yours"
+            )
+        if arguments.num_ranks > 1:
+            reject("--export is the work of one process; start it with python instead of torchrun")
+
+
+def look_into_folder(arguments):
+    """Find the checkpoint to begin from and the run to write to; refuse a folder of no use."""
+    folder = arguments.checkpoints
+    parent = os.path.dirname(os.path.abspath(folder))
+    if not os.path.isdir(parent):
+        reject(f"--checkpoints {folder}: the folder {parent} does not exist; make it first")
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        reject(f"--checkpoints {folder} is no folder; name one")
+    newest = None if arguments.fresh else find_newest(arguments)
+    arguments.begin = newest
+    if arguments.from_step and (newest is None or newest.step != arguments.from_step):
+        arguments.begin = find_checkpoint(folder, arguments.from_step)
+    arguments.run = run_to_write(folder, arguments.begin, arguments.begin is newest)
+    if arguments.export:
+        if arguments.begin is None:
+            reject(f"--export: there is no checkpoint in {folder}; train first")
+        return
+    # A folder that is not there yet is made by rank 0: then its parent must take it.
+    inside = folder if os.path.isdir(folder) else parent
+    if not can_be_written(os.path.join(inside, "checkpoint"), inside):
+        reject(f"--checkpoints {folder} cannot be written to; name a folder of yours")
+
+
+def find_newest(arguments):
+    """The newest checkpoint; with --from-step a damaged one is as good as none."""
+    try:
+        return find_checkpoint(arguments.checkpoints)
+    except CheckpointError:
+        if arguments.from_step:
+            return None
+        raise
+
+
+def configuration_of(arguments, further, saved):
+    """{flag: value} of everything that a continued run must share, the model first."""
+    named = {}
+    for name in [*SHARED, *further]:
+        flag = f"--{name.replace('_', '-')}"
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, saved.get(flag, further[name]))
+        named[flag] = getattr(arguments, name)
+    tokens = arguments.text.training.numpy().tobytes() + arguments.text.held_out.numpy().tobytes()
+    named["--data"] = f"a text with SHA-256 {hashlib.sha256(tokens).hexdigest()[:12]}"
+    return named
+
+
+def continue_training(arguments, job, training):
+    """Bring `training` to where it was left. Returns the Checkpoints, None without --checkpoints."""
+    if arguments.imported:
+        take_exported(job, training, arguments.imported)
+    checkpoints = None
+    if arguments.checkpoints:
+        checkpoints = Checkpoints(
+            job,
+            arguments.checkpoints,
+            arguments.run,
+            arguments.begin,
+            arguments.keep,
+            arguments.asynchronous,
+            arguments.timeout,
+        )
+        problem = checkpoints.prepare()
+        if problem is None and arguments.begin:
+            problem = checkpoints.restore(training)
+        if problem:
+            job.leave()
+            reject(problem)
+    if training.step and job.rank == 0:
+        where = arguments.begin.path if arguments.begin else arguments.import_file
+        print(f"continues after {training.step} steps, from {where}", flush=True)
+    return checkpoints
+
+
+def end_diverged(job, what, checkpoints):
+    """Say on standard error what is not finite, what is kept and what to do. Returns the status 1."""
+    if job.rank == 0:
+        kept, where = "no checkpoint was saved", ""
+        if checkpoints:
+            where = " with another --checkpoints folder"
+        if checkpoints and checkpoints.newest:
+            kept = f"the checkpoint {checkpoints.newest} is kept"
+        print(
+            f"{what}: the training diverged and ends here; {kept}; begin anew{where} and a smaller "
+            "--learning-rate or --clip",
+            file=sys.stderr,
+            flush=True,
+        )
+    return 1
+
+
+def export_newest(arguments):
+    """Write the checkpoint that training would continue from as one file."""
+    try:
+        export(arguments.begin, arguments.export)
+    except (CheckpointError, OSError) as error:
+        reject(f"--export {arguments.export}: {error}")
+    print(f"{arguments.begin.path} is now also in {arguments.export}")
+    return 0
+
+
+def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
+    """Say how a run has ended, on rank 0. Returns the exit status, on every rank the same."""
+    if checkpoints:
+        checkpoints.finish()
+    if diverged:
+        return end_diverged(job, diverged, checkpoints)
+    if checkpoints and checkpoints.problem:
+        return 1
+    if not stopped:
+        return 0
+    if job.rank == 0:
+        mark_stopped(arguments.checkpoints, f"{stopped.name} after {training.step} steps")
+        print(f"stopped by {stopped.name} after {training.step} steps, saved", flush=True)
+    return STOPPED
+
+
+def nothing_left(arguments, job, training):
+    """Whether a continued training has reached --steps already; rank 0 says so."""
+    if training.step < arguments.steps:
+        return False
+    if job.rank == 0:
+        print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")
+    return True

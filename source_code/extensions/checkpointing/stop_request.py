@@ -1,0 +1,35 @@
+"""A signal that asks a job to stop, in time to save.
+
+SLURM sends SIGTERM before it ends a job at its time limit, and with `sbatch --signal=USR1@120`
+SIGUSR1 two minutes before. A rank that gets either finishes the step that it is in. The signal may
+reach one rank before another, or one rank only, so after each step all ranks agree whether
+somebody was asked: then all stop after the same step, save it, and exit with status STOPPED.
+"""
+
+import signal
+
+import torch
+import torch.distributed as dist
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+class StopRequest:
+    """Listens for the signals from now on; must be made in a process's main thread."""
+
+    def __init__(self):
+        self.received = 0  # the number of the signal
+        for number in SIGNALS:
+            signal.signal(number, self.note)
+
+    def note(self, number, frame):
+        self.received = number
+
+    def agreed(self, job):
+        """The signal that any rank has received, or None. All ranks call it, after each step."""
+        received = torch.tensor(self.received)
+        if job.num_ranks > 1:
+            with job.waiting_for_all("the end of the step"):
+                dist.all_reduce(received, dist.ReduceOp.MAX)
+        return signal.Signals(received.item()) if received else None

@@ -1,0 +1,80 @@
+"""Who sums the gradients of replicas, as the flags say, and how late the sums are."""
+
+import statistics
+
+from extensions.data_parallel.replica_arguments import pipeline_ranks
+from extensions.data_parallel.replicas import AllReduce, replicate
+from pipeline.collectives import gather
+from pipeline.command_line import reject
+
+
+def add_reduction_flags(parser):
+    """Add --reduce and --library."""
+    add = parser.add_argument
+    add("--reduce", choices=["all-reduce", "ddp", "fsdp2"], default="all-reduce",
+        help="who sums the gradients of the replicas")  # fmt: skip
+    add("--library", action="store_true", help="let torch.distributed.pipelining do the work")
+
+
+def check_reduction(arguments, schedule):
+    """Reject what would be wrong. Returns the schedule that will be performed."""
+    splits = any(action.kind == "I" for order in schedule.orders for action in order)
+    if arguments.reduce == "ddp" and splits:
+        reject(
+            f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves passes "
+            "by the hooks of DDP, which would sum nothing and say nothing; use all-reduce or fsdp2"
+        )
+    if arguments.reduce == "fsdp2" and getattr(arguments, "record", None):
+        reject(
+            "--record with --reduce fsdp2: no rank has a whole weight or gradient to take a "
+            "fingerprint of; use --reduce all-reduce or ddp"
+        )
+    if not arguments.library:
+        return schedule
+    # Seconds, which only --library needs.
+    from extensions.torch_pipelining import library, library_worker
+
+    if arguments.schedule not in library_worker.NAMES:
+        reject(
+            f"--library has no --schedule {arguments.schedule}; use one of "
+            f"{', '.join(library_worker.NAMES)}"
+        )
+    name = library_worker.NAMES[arguments.schedule]
+    ranks = pipeline_ranks(arguments)
+    sizes = name, ranks, arguments.microbatches, schedule.num_stages // ranks
+    if complaint := library.complaint_about(*sizes):
+        reject(complaint)
+    arguments.device = library.device_without_sharing(arguments.device)
+    return replicate(library.schedule_as_data(*sizes), arguments.replicas)
+
+
+def build_reduction(arguments, replicas, schedule):
+    """Who sums the gradients, and when."""
+    if arguments.reduce == "all-reduce":
+        return AllReduce(replicas, schedule)
+    # Half a second, which all-reduce saves.
+    from extensions.data_parallel.wrappers import WithDDP, WithFSDP2
+
+    return {"ddp": WithDDP, "fsdp2": WithFSDP2}[arguments.reduce](replicas, schedule)
+
+
+def describe_sums(arguments, job, schedule, reduction):
+    """Say, on rank 0, how the replicas lie and when each rank has its sums.
+
+    That is the median over the steps, in milliseconds from the last action of all ranks.
+    """
+    stages = schedule.num_stages
+    text = f"replicas {arguments.replicas} x stages {stages}, sums by {arguments.reduce}"
+    if arguments.reduce == "all-reduce" and arguments.replicas > 1 and reduction.done_at:
+        late = gather(job, (reduction.last_ended_at, reduction.done_at))
+        if job.rank == 0:
+            text += f", there {late_of_ranks(late)} ms after the last action of all"
+    if job.rank == 0 and arguments.steps:
+        print(text, flush=True)
+
+
+def late_of_ranks(late):
+    """The median over the steps for each rank; `late` has (last ends, sums done) of all, in seconds."""
+    last = [max(ends) for ends in zip(*(ends for ends, _ in late))]
+    medians = [statistics.median(map(float.__sub__, done, last)) for _, done in late]
+    return " ".join(f"{1000 * median:+.1f}" for median in medians)

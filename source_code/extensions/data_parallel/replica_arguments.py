@@ -1,0 +1,46 @@
+"""The flag of data parallelism, and what is refused of it."""
+
+from extensions.data_parallel.replicas import replicate
+from pipeline.command_line import positive_integer, reject
+from pipeline.schedules.from_flags import choose_schedule
+
+
+def add_replica_arguments(parser):
+    """Add the flag to a parser made by `training_parser`."""
+    parser.add_argument(
+        "--replicas",
+        type=positive_integer,
+        default=1,
+        metavar="R",
+        help="equal pipelines side by side, each with the whole model and 1/R of the batch (a "
+        "number; a stage of pipedream.py can be on several ranks, which is another thing)",
+    )
+
+
+def pipeline_ranks(arguments):
+    """The ranks of one pipeline: for `parse_training_arguments`, which needs the stages."""
+    if arguments.num_ranks % arguments.replicas:
+        fitting = [n for n in range(1, arguments.num_ranks + 1) if arguments.num_ranks % n == 0]
+        reject(
+            f"--replicas {arguments.replicas} does not divide the {arguments.num_ranks} ranks of "
+            f"this job into equal pipelines; use one of {', '.join(map(str, fitting))}"
+        )
+    return arguments.num_ranks // arguments.replicas
+
+
+def check_replicas(arguments):
+    """Cut the batch; call it after `parse_training_arguments`. Corrects `microbatch_size`."""
+    pieces = arguments.replicas * arguments.microbatches
+    if arguments.batch_size % pieces:
+        reject(
+            f"--batch-size {arguments.batch_size} cannot be cut into --replicas "
+            f"{arguments.replicas} times --microbatches {arguments.microbatches} equal parts; use "
+            f"a multiple of {pieces}"
+        )
+    arguments.microbatch_size = arguments.batch_size // pieces
+
+
+def choose_replicated_schedule(arguments):
+    """--schedule of one pipeline, and the same on all --replicas of it."""
+    schedule = choose_schedule(arguments, pipeline_ranks(arguments))
+    return replicate(schedule, arguments.replicas)

@@ -1,0 +1,140 @@
+"""DDP and FSDP2 around the stages of a pipeline, told which backward is a stage's last.
+
+Both were made for a model that runs forward once and backward once. In a pipeline a stage runs
+forward and backward for every micro-batch, and its gradients are complete after the last backward
+only, so both have to be held back until then. The library (torch.distributed.pipelining) takes the
+same steps in its own stages; here they stand where one can see them.
+
+DDP averages and FSDP2 too. A micro-batch's loss here is its share of the whole batch, over all
+replicas, so both are told to add up instead.
+"""
+
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from extensions.data_parallel.replicas import last_backwards
+
+
+def add_up(group, bucket):
+    """DDP's communication hook: the sum of a bucket of gradients over `group`."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def awaiting_peers(replicas, what):
+    """Around work in which DDP or FSDP2 waits for the ranks with the same stages."""
+    following = replicas.peers[(replicas.replica + 1) % replicas.count]
+    return replicas.job.waiting(following, what)
+
+
+class WithDDP:
+    """Sums gradients by DistributedDataParallel, in buckets, within a stage's last backward.
+
+    It counts gradients by hooks on autograd's accumulation. A backward in two halves adds the
+    gradients of the weights up by itself, which no hook sees: refuse such a schedule beforehand.
+    """
+
+    def __init__(self, replicas, schedule):
+        self.replicas = replicas
+        self.last = last_backwards(schedule, replicas.job.rank)
+        self.parts = {}
+
+    def wrap(self, part, index):
+        """`part` inside DDP, which gives its parameters' names the prefix `module.`."""
+        group = self.replicas.mesh.get_group("replica")
+        self.parts[index] = DistributedDataParallel(part, process_group=group)
+        self.parts[index].register_comm_hook(group, add_up)
+        return self.parts[index]
+
+    @contextmanager
+    def around(self, action):
+        """Around each action of the worker."""
+        part = self.parts[action.stage]
+        if action not in self.last:
+            with part.no_sync():
+                yield
+            return
+        # A forward outside of no_sync would make DDP take the next backward for the last, and with
+        # several micro-batches in flight it is not. What such a forward would have called is called
+        # here, right before the last backward; there is no public name for it.
+        part.reducer.prepare_for_backward([])
+        with awaiting_peers(self.replicas, f"its gradients of stage {action.stage}"):
+            yield
+
+    def collect(self, part):
+        """Nothing to do: every rank has the whole weights."""
+
+    def finish(self):
+        """Nothing to wait for: the last backward has waited for the sums."""
+
+
+class WithFSDP2:
+    """Shards weights, gradients and the optimizer's state over the replicas, by `fully_shard`.
+
+    Each rank keeps 1 / replicas of its stages between steps. A stage's weights are collected once
+    a step and stay until its last backward (reshard_after_forward=False): collected anew for each
+    micro-batch they would travel as many times.
+    """
+
+    def __init__(self, replicas, schedule):
+        self.replicas = replicas
+        self.last = last_backwards(schedule, replicas.job.rank)
+        self.parts = {}
+
+    def wrap(self, part, index):
+        """`part` itself, whose parameters are now sharded and keep their names."""
+        mesh = self.replicas.mesh["replica"]
+        for module in [*part.layers.values(), part]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=False)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo refuses other factors in float32
+        self.parts[index] = part
+        return part
+
+    @contextmanager
+    def around(self, action):
+        """Around each action of the worker."""
+        part = self.parts[action.stage]
+        is_last = action in self.last
+        if action.kind == "F":
+            self.collect(part)  # nothing to do after the first forward
+        if action.kind in "BI":
+            part.set_is_last_backward(is_last)
+            part.set_reshard_after_backward(is_last)
+            part.set_requires_gradient_sync(is_last)
+        if not is_last:
+            yield
+            return
+        with awaiting_peers(self.replicas, f"its gradients of stage {action.stage}"):
+            yield
+            if action.kind == "W":
+                reduce_now(part)
+
+    def collect(self, part):
+        """Gather the whole weights of a part from the replicas."""
+        with awaiting_peers(self.replicas, "its shards of the weights"):
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+
+    def finish(self):
+        """Nothing to wait for: the last backward has waited for the sums."""
+
+
+def reduce_now(part):
+    """Let FSDP2 do what it does after a last backward, for gradients that came another way.
+
+    After a backward in two halves it has nothing to hang it on. The names are private, and the
+    library does the same with them (PipelineStage.perform_reduce_grad).
+    """
+    part.set_is_last_backward(True)
+    part.set_reshard_after_backward(True)
+    part.set_requires_gradient_sync(True)
+    state = fully_shard.state(part)
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()

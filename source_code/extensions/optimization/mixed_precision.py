@@ -1,0 +1,61 @@
+"""Mixed precision: 16 bits compute, 32 bits remember.
+
+A bfloat16 number has 8 significant bits. An update is often smaller than a 256th of its weight and
+would be rounded away, and a sum of many micro-batches' gradients stops growing. So every part of
+the model is there twice: a copy in bfloat16 that runs forwards and backwards, and the master in
+float32, in whose gradients those of all micro-batches add up and which the optimizer updates
+(Micikevicius et al. 2018, 1710.03740, section 3.1; bfloat16 needs no scaling of the loss).
+"""
+
+import copy
+from functools import partial
+
+import torch
+
+
+def computing_copy(master, dtype):
+    """A copy of a part of the model in `dtype`, whose gradients go to `master`.
+
+    The part itself where `dtype` is the master's.
+    """
+    if next(master.parameters()).dtype == dtype:
+        return master
+    part = copy.deepcopy(master).to(dtype)
+    for weight, updated in zip(part.parameters(), master.parameters()):
+        weight.register_post_accumulate_grad_hook(partial(hand_over, updated))
+    return part
+
+
+def hand_over_deferred(stage, master):
+    """Let `stage`, which computes with a copy of `master`, do the same in a split backward.
+
+    The half for the weights adds gradients up without autograd, so no hook sees them.
+    """
+    if stage.part is master or not hasattr(stage, "backward_weight"):
+        return
+    backward_weight = stage.backward_weight
+
+    def and_hand_over(microbatch):
+        backward_weight(microbatch)
+        for updated, weight in zip(master.parameters(), stage.part.parameters()):
+            hand_over(updated, weight)
+
+    stage.backward_weight = and_hand_over
+
+
+@torch.no_grad()
+def hand_over(updated, weight):
+    """Add a gradient that has just been computed to the master's, and free it."""
+    if weight.grad is None:  # a backward for the input defers the weights
+        return
+    gradient = weight.grad.to(updated.dtype)
+    updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
+    weight.grad = None
+
+
+@torch.no_grad()
+def refresh(part, master):
+    """After an update: round the master's weights into the copy that computes."""
+    if part is not master:
+        for weight, updated in zip(part.parameters(), master.parameters()):
+            weight.copy_(updated)

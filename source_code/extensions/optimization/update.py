@@ -1,0 +1,40 @@
+"""What a long training does between backward and update: it clips, and its rate changes."""
+
+from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
+from extensions.optimization.learning_rate import share_of_peak
+from pipeline.command_line import positive_integer, positive_number, reject
+
+
+def add_update_flags(parser, warm_up_steps):
+    """Add --warm-up-steps, --decay-steps and --clip."""
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
+    add("--warm-up-steps", help=f"updates to the peak, else {warm_up_steps}", **count)
+    add("--decay-steps", help="end of the cosine, else --steps", **count)
+    add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
+
+
+def check_rate(arguments):
+    """Reject a learning rate whose cosine would end before it begins."""
+    if arguments.decay_steps <= arguments.warm_up_steps:
+        reject(
+            f"--decay-steps {arguments.decay_steps} must be more than --warm-up-steps "
+            f"{arguments.warm_up_steps}, where the cosine begins; lower the one or raise the other"
+        )
+
+
+def clip_and_set_rate(arguments):
+    """The same for one process that trains the whole model: `before_update` of its reference."""
+
+    def before_update(model, optimizer, step):
+        clip_whole_model(arguments, model)
+        share = share_of_peak(step, arguments.warm_up_steps, arguments.decay_steps)
+        optimizer.param_groups[0]["lr"] = arguments.learning_rate * share
+
+    return before_update
+
+
+def clip_whole_model(arguments, model):
+    """Clip by the norm of all gradients, in one process."""
+    if arguments.clip:
+        parameters = list(model.named_parameters())
+        scale_gradients(parameters, norm_of(squares_of(parameters)), arguments.clip)

@@ -1,0 +1,266 @@
+"""Finds the shortest schedule there is, and knows when no shorter one can exist.
+
+A pipeline at one moment is what lies in front of its stations: how many micro-batches wait for the
+forward of stage 2, when will the next one arrive, when is each rank free. From there a rank can
+start one of a few actions, and that gives another such moment. The search goes through all of them,
+action by action, and forgets what cannot matter:
+
+- two ways to the same moment: the later one is dropped;
+- a moment from which even a flattering count of what is left ends too late: it is dropped, too.
+
+What is found is the best of all legal schedules with these stages on these ranks, whichever order
+each rank takes its actions in and however long it waits before one of them. Three arguments make
+the search finite, and the tests compare it with trying everything:
+
+1. For a given order of actions on each rank, nothing is gained by starting one later than it can
+   start (such schedules are called semi-active: Pinedo, Scheduling, section 2.3). A rank may still
+   wait deliberately: by taking an action next that cannot start yet, instead of one that can.
+2. Micro-batches are alike. If the third to leave a stage is not the third to arrive there, let the
+   two change names from there on: no start changes, no count of held micro-batches does. So every
+   stage can take them in turn.
+3. Actions can be written down in the order in which they start, whatever rank they are on.
+"""
+
+from typing import NamedTuple
+
+from pipeline.schedule import Action, Schedule
+from pipeline.schedules.legal import check_legal
+
+WIDTHS = (1, 10, 100, 1_000, 10_000, 100_000)
+
+
+class Station(NamedTuple):
+    """One kind of action of one stage, in front of which micro-batches queue.
+
+    `next` is the station at which a micro-batch arrives `latency` after this one is done with it,
+    None at the end of its way. `tail` is the least time from here to the end of its whole way.
+    """
+
+    stage: int
+    kind: str
+    rank: int
+    cost: float
+    next: int | None
+    latency: float
+    tail: float
+
+
+class Moment(NamedTuple):
+    """A pipeline at the moment at which its last action has started.
+
+    `queues[station]` are the times at which the micro-batches in front of it arrive or have
+    arrived, `free[rank]` is when the rank ends what it has begun. `past` is how it came to this:
+    the last action and the past before it.
+    """
+
+    time: float
+    queues: tuple
+    free: tuple
+    past: tuple | None
+
+
+class Found(NamedTuple):
+    """The best schedule found, its makespan, and a makespan that none can be below.
+
+    `proven` says that no legal schedule is shorter, `moments` how many were looked at.
+    """
+
+    schedule: Schedule
+    makespan: float
+    bound: float
+    proven: bool
+    moments: int
+
+
+class Problem:
+    """What is given: stages on ranks, micro-batches, costs, whether backwards are split, room.
+
+    `rank_of_stage[stage]` is a rank. With `split` every backward is an I and a W; a whole one is an
+    I with its W behind it whose gradient leaves later, and so is never better. `room[rank]` is the
+    most stage x micro-batch activations that the rank may hold, from the start of F to the end of B
+    or I, or with `until_weight` to the end of B or W; None is any number. Costs (a Costs of
+    simulator.py) are best whole numbers, so that equal times are equal.
+    """
+
+    def __init__(
+        self, rank_of_stage, num_microbatches, costs, split=False, room=None, until_weight=False
+    ):
+        self.rank_of_stage = tuple(rank_of_stage)
+        self.num_ranks = 1 + max(rank_of_stage)
+        self.num_microbatches = num_microbatches
+        self.room, self.until_weight = room, until_weight
+        last = len(rank_of_stage) - 1
+        way = [(stage, "F") for stage in range(last + 1)]
+        way += [(stage, "I" if split else "B") for stage in range(last, -1, -1)]
+        # A micro-batch passes these stations one after the other; each W lies beside its I.
+        self.way = range(len(way))
+        sides = [(stage, "W") for stage in range(last + 1)] if split else []
+        self.stations = []
+        # From the end of the way to its start, so that each station knows what comes after it.
+        tail = costs.of(Action(0, "W", 0)) if split else 0.0
+        for index in reversed(self.way):
+            stage, kind = way[index]
+            rank, cost = rank_of_stage[stage], costs.of(Action(stage, kind, 0))
+            following, latency = None, 0.0
+            if index + 1 < len(way):
+                following = index + 1
+                beyond = rank_of_stage[way[following][0]]
+                latency = 0.0 if beyond == rank else costs.between(rank, beyond)
+                tail += latency + costs.of(Action(*way[following], 0))
+            self.stations.insert(0, Station(stage, kind, rank, cost, following, latency, tail))
+        for stage, kind in sides:
+            cost = costs.of(Action(stage, kind, 0))
+            self.stations.append(Station(stage, kind, rank_of_stage[stage], cost, None, 0.0, 0.0))
+        self.side_of = {way.index((stage, "I")): len(way) + stage for stage, _ in sides}
+
+
+def best_schedule(problem, name="found", most_moments=500_000):
+    """The best schedule of a Problem, as a Found; None where none is found, as there is no room.
+
+    One sweep goes through all actions and keeps only the `width` most promising moments after
+    each; the next keeps ten times as many. A sweep that had to drop none of them for their number
+    is a proof; so is a schedule as short as the bound of the empty pipeline. Without either the
+    search gives up after `most_moments`, and what it found is only the best that it knows.
+    """
+    start = first_moment(problem)
+    bound = bound_of(problem, start)
+    best, makespan, proven, moments = None, float("inf"), False, 0
+    for width in WIDTHS:
+        end, complete, looked_at = sweep(problem, start, width, makespan)
+        moments += looked_at
+        if end is not None:
+            best, makespan = end, max(end.free)
+        proven = complete or makespan == bound
+        if proven or moments > most_moments:
+            break
+    if best is None:
+        return None
+    schedule = schedule_of(problem, best, name)
+    return Found(schedule, makespan, makespan if proven else bound, proven, moments)
+
+
+def sweep(problem, start, width, below):
+    """The best last moment that ends before `below`, or None; whether none was dropped for width."""
+    layer, complete, looked_at = [start], True, 0
+    for _ in range(problem.num_microbatches * len(problem.stations)):
+        following = {}
+        for moment in layer:
+            for later in moments_after(problem, moment):
+                looked_at += 1
+                key = what_matters(later)
+                if key in following and following[key][1].time <= later.time:
+                    continue
+                bound = bound_of(problem, later)
+                if bound < below:
+                    following[key] = bound, later
+        ranked = sorted(following.values(), key=lambda found: (found[0], found[1].time))
+        complete = complete and len(ranked) <= width
+        layer = [moment for _, moment in ranked[:width]]
+    return min(layer, key=lambda moment: max(moment.free), default=None), complete, looked_at
+
+
+def first_moment(problem):
+    """All micro-batches in front of the first stage, all ranks free."""
+    queues = [()] * len(problem.stations)
+    queues[0] = (0.0,) * problem.num_microbatches
+    return Moment(0.0, tuple(queues), (0.0,) * problem.num_ranks, None)
+
+
+def moments_after(problem, moment):
+    """One Moment for each action that some rank can take next, not before the last one started."""
+    held = held_per_rank(problem, moment) if problem.room else None
+    for index, station in enumerate(problem.stations):
+        queue = moment.queues[index]
+        if not queue:
+            continue
+        if station.kind == "F" and held and held[station.rank] >= problem.room[station.rank]:
+            continue
+        start = max(moment.time, moment.free[station.rank], queue[0])
+        end = start + station.cost
+        queues, free = list(moment.queues), list(moment.free)
+        free[station.rank] = end
+        queues[index] = queue[1:]
+        if station.next is not None:
+            queues[station.next] += (end + station.latency,)
+        if index in problem.side_of:
+            queues[problem.side_of[index]] += (end,)
+        past = (index, moment.past)
+        yield Moment(start, tuple(queues), tuple(free), past)
+
+
+def held_per_rank(problem, moment):
+    """How many activations each rank holds once it has ended what it has begun.
+
+    A micro-batch that has left F and stands in front of a station up to B or I is held.
+    """
+    held = [0] * problem.num_ranks
+    for stage, rank in enumerate(problem.rank_of_stage):
+        backward = len(problem.way) - 1 - stage
+        held[rank] += sum(len(queue) for queue in moment.queues[stage + 1 : backward + 1])
+        if problem.until_weight and backward in problem.side_of:
+            held[rank] += len(moment.queues[problem.side_of[backward]])
+    return held
+
+
+def what_matters(moment):
+    """Equal for two moments from which the same can follow: all times count from now."""
+    now = moment.time
+    queues = tuple(tuple(max(0.0, at - now) for at in queue) for queue in moment.queues)
+    return queues, tuple(max(0.0, at - now) for at in moment.free)
+
+
+def bound_of(problem, moment):
+    """A makespan below which nothing can end that goes on from here.
+
+    Each rank has so much work left, cannot start it before something arrives, and after its last
+    backward a gradient has a way to go. The same holds for each station alone. Where ranks get
+    into each other's way is left out, and that is why the bound flatters.
+    """
+    bound = max(moment.free)
+    ranks = range(problem.num_ranks)
+    ready = [max(moment.time, at) for at in moment.free]
+    head, tail = [float("inf")] * len(ranks), [float("inf")] * len(ranks)
+    urgent, later = [0.0] * len(ranks), [0.0] * len(ranks)
+    left, arrival = 0, 0.0
+    for index in problem.way:
+        station, queue = problem.stations[index], moment.queues[index]
+        rank = station.rank
+        left += len(queue)
+        if left:
+            start = max(ready[rank], queue[0] if queue else arrival)
+            bound = max(bound, start + left * station.cost + station.tail)
+            head[rank] = min(head[rank], start)
+            urgent[rank] += left * station.cost
+            if station.kind != "F":
+                tail[rank] = min(tail[rank], station.tail)
+            arrival = start + station.cost + station.latency
+        if index in problem.side_of:
+            side = problem.side_of[index]
+            weight, waiting = problem.stations[side], moment.queues[side]
+            if left + len(waiting):
+                start = max(ready[rank], waiting[0] if waiting else arrival - station.latency)
+                bound = max(bound, start + (left + len(waiting)) * weight.cost)
+                head[rank] = min(head[rank], start)
+                later[rank] += (left + len(waiting)) * weight.cost
+    for rank in ranks:
+        if urgent[rank]:
+            bound = max(bound, head[rank] + urgent[rank] + tail[rank])
+        if urgent[rank] + later[rank]:
+            bound = max(bound, head[rank] + urgent[rank] + later[rank])
+    return bound
+
+
+def schedule_of(problem, moment, name):
+    """The Schedule that led to a last Moment."""
+    taken = []
+    past = moment.past
+    while past is not None:
+        index, past = past
+        taken.append(problem.stations[index])
+    orders = [[] for _ in range(problem.num_ranks)]
+    counts = {}
+    for station in reversed(taken):
+        microbatch = counts.get(station, 0)
+        counts[station] = microbatch + 1
+        orders[station.rank].append(Action(station.stage, station.kind, microbatch))
+    return check_legal(Schedule(name, tuple(map(tuple, orders))))

@@ -1,0 +1,205 @@
+"""How many bytes a rank needs to train: weights, gradients, optimizer, activations.
+
+Everything is counted from the sizes of the model and the order of the schedule; nothing is run.
+The first three follow from the number of weights. Activations are what forwards leave behind for
+their backwards: per layer and token a known list of tensors, held for as long as the rank's own
+order of actions says. Not counted: messages on their way, what one operation needs for a moment,
+Python and torch themselves.
+"""
+
+from dataclasses import dataclass
+
+from pipeline.model import cut_evenly
+
+STATES = {"sgd": 0, "momentum": 1, "adamw": 2}  # numbers that an optimizer keeps for each weight
+STEP_BYTES = 4  # AdamW also counts its steps, for each tensor
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank. `optimizer` has its states and, if there are any, float32 copies of the
+    weights; `activations` is the most that is held at a time."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self):
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def count_weights(config, first=0, last=None):
+    """(numbers, tensors) of layers `first` to `last` - 1, by default of the whole model.
+
+    The first layer brings the embedding, the last one the last norm and the head.
+    """
+    last = config.layers if last is None else last
+    kv_dim = config.kv_heads * config.head_dim
+    attention = 2 * config.dim**2 + 2 * config.dim * kv_dim
+    layer = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
+    numbers, tensors = (last - first) * layer, (last - first) * 9
+    if first == 0:
+        numbers, tensors = numbers + config.vocabulary * config.dim, tensors + 1
+    if last == config.layers:
+        numbers, tensors = numbers + (config.vocabulary + 1) * config.dim, tensors + 2
+    return numbers, tensors
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a micro-batch of `tokens` tokens leaves behind, in bytes; `width` is that of a number.
+
+    `selective` leaves out what attention works out again.
+    """
+
+    config: object
+    tokens: int
+    width: int
+    selective: bool = False
+
+    def input(self):
+        """One activation between two layers."""
+        return self.tokens * self.config.dim * self.width
+
+    def attention(self):
+        """The kernel's output, and a sum for each head that its backward needs."""
+        sums = self.tokens * self.config.heads * max(self.width, 4)
+        return self.input() + sums
+
+    def inside(self, first, last):
+        """Everything that the backward of layers `first` to `last` - 1 needs, the input included.
+
+        A norm keeps its input, that times the weight, and one number; each matrix its input;
+        attention queries, keys, values and what `attention` says; the gate its own two sides.
+        """
+        config = self.config
+        kv_dim = config.kv_heads * config.head_dim
+        numbers = 8 * config.dim + 2 * kv_dim + 4 * config.hidden_dim + 2
+        layer = self.tokens * numbers * self.width + (0 if self.selective else self.attention())
+        return (last - first) * layer + (self.end() if last == config.layers else 0)
+
+    def end(self):
+        """The last norm, the head, and the logarithms of all tokens' probabilities."""
+        config = self.config
+        logarithms = config.vocabulary * max(self.width, 4)
+        return self.tokens * ((3 * config.dim + 1) * self.width + logarithms)
+
+    def put_off(self, first, last):
+        """What a split backward keeps from I to W: each matrix's input and its output's gradient."""
+        config = self.config
+        kv_dim = config.kv_heads * config.head_dim
+        numbers = (last - first) * (6 * config.dim + 2 * kv_dim + 3 * config.hidden_dim)
+        if last == config.layers:
+            numbers += config.dim + config.vocabulary
+        return self.tokens * numbers * self.width
+
+
+def most_held(order, stage_layers, kept, recompute="none", pieces=1):
+    """The most bytes of activations that a rank holds which takes the actions of `order`.
+
+    `stage_layers` has (first, last) of each stage, `kept` is a Kept, `recompute` a key of MODES in
+    recompute.py and `pieces` what goes with it.
+    """
+    held = {}  # (stage, micro-batch) -> bytes
+    most = 0
+
+    def reaches(extra=0):
+        nonlocal most
+        most = max(most, sum(held.values()) + extra)
+
+    for stage, kind, microbatch in order:
+        key, (first, last) = (stage, microbatch), stage_layers[stage]
+        if kind == "F" and recompute in ("none", "selective"):
+            held[key] = kept.inside(first, last)
+        elif kind == "F":
+            cuts = cut_pieces(first, last, recompute, pieces)
+            held[key] = sum(kept.input() for start, _ in cuts if start > 0)
+        elif kind in "BI":
+            if recompute == "selective":
+                reaches(kept.attention())
+            for start, end in reversed(cut_pieces(first, last, recompute, pieces)):
+                # The input of the piece is both kept and a part of its inside.
+                own = kept.input() if start > 0 else 0
+                reaches(kept.inside(start, end) - own)
+                held[key] += (kept.put_off(start, end) if kind == "I" else 0) - own
+                reaches()
+            if kind == "B":
+                del held[key]
+            elif recompute in ("none", "selective"):
+                held[key] = kept.put_off(first, last)
+        elif kind == "W":
+            del held[key]
+        reaches()
+    return most
+
+
+def cut_pieces(first, last, recompute, pieces=1):
+    """(start, end) layers of the runs of layers that are recomputed at a time."""
+    if recompute in ("none", "selective"):
+        return []
+    count = last - first if recompute == "layer" else pieces
+    return [(first + start, first + end) for start, end in cut_evenly(last - first, count)]
+
+
+def predict_memory(
+    config,
+    schedule,
+    stage_layers,
+    microbatch_size,
+    width,
+    optimizer="adamw",
+    recompute="none",
+    pieces=1,
+):
+    """A RankMemory for each rank of `schedule`.
+
+    `width` is that of a number in bytes; one of 2 means weights that compute in 16 bits, with
+    gradients that add up in, and an update that is made in, 32 (mixed_precision.py).
+    """
+    master = max(width, 4)
+    selective = recompute == "selective"
+    kept = Kept(config, microbatch_size * config.seq_len, width, selective)
+    ranks = []
+    for rank, order in enumerate(schedule.orders):
+        parts = [count_weights(config, *stage_layers[s]) for s in schedule.stages_of(rank)]
+        numbers, tensors = (sum(column) for column in zip(*parts))
+        states = numbers * STATES[optimizer] * master
+        states += tensors * STEP_BYTES if optimizer == "adamw" else 0
+        states += numbers * master if master > width else 0
+        activations = most_held(order, stage_layers, kept, recompute, pieces)
+        ranks.append(RankMemory(numbers * width, numbers * master, states, activations))
+    return ranks
+
+
+def measure_memory(stages, masters, optimizer, activations):
+    """The RankMemory of this rank, counted from its tensors; call it while gradients are there.
+
+    `stages` compute, by index, and `masters` are the parts that are updated, the same or others;
+    `activations` is the peak of an ActivationMemory, in bytes.
+    """
+
+    def bytes_of(tensors):
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    computing = [weight for stage in stages.values() for weight in stage.part.parameters()]
+    updated = [weight for part in masters.values() for weight in part.parameters()]
+    both = {id(weight): weight for weight in computing + updated}.values()
+    apart = list(both)[len(computing) :]
+    gradients = [weight.grad for weight in both if weight.grad is not None]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return RankMemory(
+        bytes_of(computing), bytes_of(gradients), bytes_of(states) + bytes_of(apart), activations
+    )
+
+
+def memory_table(memories):
+    """Text: lines for each rank, in MiB. `memories` has a list of RankMemory by title."""
+    columns = ["weights", "gradients", "optimizer", "activations", "total"]
+    lines = ["MiB" + " " * 16 + "".join(f"{name:>12}" for name in columns)]
+    for rank, of_rank in enumerate(zip(*memories.values())):
+        for title, memory in zip(memories, of_rank):
+            numbers = "".join(f"{getattr(memory, name) / 2**20:12.3f}" for name in columns)
+            lines.append(f"rank {rank:<3} {title:10}" + numbers)
+    return "\n".join(lines)

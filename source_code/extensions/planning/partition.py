@@ -1,0 +1,253 @@
+"""Profiles layers, cuts the model into stages.
+
+The planner of PipeDream (Narayanan et al., SOSP 2019, section 3.1). A plan gives each stage a run
+of consecutive layers and a number of workers that replicate it and take the mini-batches in turn. A
+pipeline is as fast as its slowest part; a dynamic programme makes that as fast as it can be.
+"""
+
+import json
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from pipeline.model import ModelConfig, build_part, token_loss
+
+FIELDS = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
+LARGEST_FIGURE = 1e18
+MOST_COMPARISONS = 30_000_000  # about ten seconds
+
+
+class PartitionError(ValueError):
+    """A profile that cannot be read, or a plan that does not exist, in one sentence."""
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """A layer on one worker: seconds a mini-batch, bytes of its output and of its weights."""
+
+    name: str
+    forward_seconds: float
+    backward_seconds: float
+    activation_bytes: int
+    parameter_bytes: int
+
+    @property
+    def seconds(self):
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a model's layers cost on one worker."""
+
+    model: str
+    layers: tuple  # of LayerProfile, in the order of the forward pass
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """Layers `first_layer` to `last_layer`, both included, on `replicas` workers.
+
+    `seconds` a mini-batch, all replicas working in turn; `boundary_seconds` for its messages to and
+    from the next stage, 0 for the last stage and where boundaries cost nothing.
+    """
+
+    first_layer: int
+    last_layer: int
+    replicas: int
+    seconds: float
+    boundary_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`stages` in order; seconds a mini-batch of this plan, and of all workers as replicas."""
+
+    stages: tuple
+    seconds_per_minibatch: float
+    data_parallel_seconds: float
+
+    @property
+    def cut(self):
+        """The number of layers of each stage, as --cut takes them."""
+        return [stage.last_layer - stage.first_layer + 1 for stage in self.stages]
+
+
+def stage_seconds(compute_seconds, parameter_bytes, replicas, bandwidth, overlap=True):
+    """Seconds a mini-batch of a stage whose layers take `compute_seconds` on one worker.
+
+    Each of m replicas sends and receives (m - 1)/m of the weights' bytes to add up gradients, and
+    the replicas share the mini-batches. With `overlap` (the paper, section 3.1) the messages travel
+    while the replica computes: max(compute, 2 (m - 1)/m weights / bandwidth) / m. Without (the
+    authors' code, optimizer_graph_hierarchical.py) they come on top, and count twice:
+    (compute + 4 (m - 1)/m weights / bandwidth) / m. `bandwidth` in bytes a second.
+    """
+    exchange = parameter_bytes * (replicas - 1) / replicas / bandwidth
+    if overlap:
+        return max(compute_seconds, 2 * exchange) / replicas
+    return (compute_seconds + 4 * exchange) / replicas
+
+
+def plan_stages(profile, workers, bandwidth, *, overlap=True, straight=False, memory=None):
+    """The Plan with the fastest slowest part that uses exactly `workers` workers, as in the paper.
+
+    `stage_seconds` says what a stage costs. With `overlap` a boundary costs 2 activation /
+    `bandwidth`, the activation forward and its gradient back; without, nothing, as in the authors'
+    code. `straight` allows one replica a stage, so there are as many stages as workers. Of equally
+    good plans it takes the one whose last stage starts first, then the one with fewest replicas.
+
+    `memory`, in bytes, admits a stage of m replicas with n workers behind it only if
+    ceil(n/m) * (activation bytes + parameter bytes of its layers) <= `memory`: a copy of both for
+    each mini-batch under way behind it. For the first stage of M workers that is ceil((M - m)/m).
+    This is the filter of the authors' code: it leaves out the mini-batch at work and the current
+    weights, so the last stage always passes, and with it a single stage on all workers.
+
+    Raises PartitionError where no plan exists, or finding one would take minutes.
+    """
+    check_size(len(profile.layers), workers, straight)
+    layers = profile.layers
+    seconds = list(accumulate((layer.seconds for layer in layers), initial=0.0))
+    activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0))
+    parameters = list(accumulate((layer.parameter_bytes for layer in layers), initial=0))
+
+    def seconds_of(first, end, replicas):  # of a stage with layers `first` to `end` - 1
+        sums = seconds[end] - seconds[first], parameters[end] - parameters[first]
+        return stage_seconds(*sums, replicas, bandwidth, overlap)
+
+    def seconds_before(first):  # of the boundary in front of layer `first`
+        crossing = overlap and first > 0
+        return 2 * layers[first - 1].activation_bytes / bandwidth if crossing else 0.0
+
+    # slowest[end][used] is A(end, used) of the paper: the slowest part of the best plan for the
+    # first `end` layers on `used` workers. last_stage[end, used] is how that plan ends.
+    slowest = [[math.inf] * (workers + 1) for _ in range(len(layers) + 1)]
+    slowest[0][0] = 0.0
+    last_stage = {}
+    for end in range(1, len(layers) + 1):
+        for first in range(end):
+            held = activations[end] - activations[first] + parameters[end] - parameters[first]
+            for replicas in range(1, 2 if straight else workers + 1):
+                added = max(seconds_before(first), seconds_of(first, end, replicas))
+                for used in range(replicas, workers + 1):
+                    copies = -(-(workers - used) // replicas)  # rounded up
+                    if memory is not None and copies * held > memory:
+                        continue
+                    candidate = max(slowest[first][used - replicas], added)
+                    if candidate < slowest[end][used]:
+                        slowest[end][used] = candidate
+                        last_stage[end, used] = first, replicas
+
+    if math.isinf(slowest[-1][workers]):
+        raise PartitionError(
+            f"--memory {memory:g}: every plan has a stage that needs more; allow more bytes"
+        )
+
+    # Walk back from the last layer, one stage at a time.
+    stages = []
+    end, used = len(layers), workers
+    while end > 0:
+        first, replicas = last_stage[end, used]
+        costs = seconds_of(first, end, replicas), seconds_before(end) if stages else 0.0
+        stages.insert(0, PlannedStage(first, end - 1, replicas, *costs))
+        end, used = first, used - replicas
+    return Plan(tuple(stages), slowest[-1][workers], seconds_of(0, len(layers), workers))
+
+
+def check_size(num_layers, workers, straight=False):
+    """Raise PartitionError for a plan that cannot exist, or that would take minutes to find."""
+    if straight and workers > num_layers:
+        raise PartitionError(
+            f"--straight: {workers} workers need a layer each; use at most {num_layers} workers"
+        )
+    shares = workers if straight else workers * (workers + 1) // 2
+    if num_layers * (num_layers + 1) // 2 * shares > MOST_COMPARISONS:
+        raise PartitionError(
+            f"--workers {workers} and {num_layers} layers make too many plans; use fewer of either"
+        )
+
+
+def read_profile(path):
+    """Read a Profile from JSON: {"model": ..., "layers": [{"name": ..., and FIELDS}, ...]}.
+
+    Times in milliseconds, sizes in bytes, of one mini-batch. Raises PartitionError.
+    """
+    try:
+        if not Path(path).is_file():
+            raise PartitionError("it is no file that can be read; name a JSON file")
+        return profile_from(json.loads(Path(path).read_text()))
+    except PartitionError as error:
+        raise PartitionError(f"--profile {path}: {error}") from None
+    except (OSError, RecursionError, ValueError) as error:
+        raise PartitionError(f"--profile {path}: it is no JSON ({error}); name another") from None
+
+
+def profile_from(content):
+    """The Profile in a parsed JSON file; see `read_profile`."""
+    layers = content.get("layers") if isinstance(content, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise PartitionError("a profile has a list 'layers' with at least one layer")
+    layers = tuple(layer_profile_from(index, layer) for index, layer in enumerate(layers))
+    if not any(layer.seconds for layer in layers):
+        raise PartitionError("every forward_ms and backward_ms is 0, so there is nothing to plan")
+    return Profile(str(content.get("model", "model")), layers)
+
+
+def layer_profile_from(index, layer):
+    """One layer of a profile's JSON, checked. Raises PartitionError with the layer and the field."""
+    if not isinstance(layer, dict):
+        raise PartitionError(f"layer {index} is no object with the fields {', '.join(FIELDS)}")
+    for field in FIELDS:
+        if field not in layer:
+            raise PartitionError(f"layer {index} has no {field}")
+        value = layer[field]
+        if type(value) not in (int, float) or not 0 <= value <= LARGEST_FIGURE:
+            value = json.dumps(value)[:40]
+            raise PartitionError(f"layer {index}: {field} {value} is no number from 0 to 1e18")
+    forward, backward, activation, parameters = (layer[field] for field in FIELDS)
+    times = forward / 1000, backward / 1000
+    return LayerProfile(str(layer.get("name", index)), *times, activation, parameters)
+
+
+def profile_model(config, batch_size, dtype=torch.float64, device="cpu", repeats=5):
+    """Measure the course's model, layer by layer, into a Profile of one mini-batch.
+
+    Times are the median of `repeats` after a first run that does not count, on one thread as in
+    training. The embedding counts with the first layer; the norm, the head and the loss with the
+    last, whose output are the scores.
+    """
+    torch.set_num_threads(1)
+    sizes = batch_size, dtype, torch.device(device), repeats
+    layers = tuple(measure_layer(config, index, *sizes) for index in range(config.layers))
+    return Profile("the course's model", layers)
+
+
+def measure_layer(config, index, batch_size, dtype, device, repeats):
+    """Median times of one decoder layer of the course's model, with the bytes it makes and has."""
+    part = build_part(config, index, index + 1, dtype=dtype, device=device)
+    tokens = torch.randint(ModelConfig.vocabulary, (batch_size, config.seq_len), device=device)
+    activation = torch.randn(batch_size, config.seq_len, config.dim, dtype=dtype, device=device)
+    inputs = tokens if part.is_first else activation.requires_grad_()
+    gradient = None if part.is_last else torch.randn_like(activation)
+    times = []
+    for _ in range(1 + repeats):
+        start = now(device)
+        output = part(inputs)
+        result = token_loss(output, tokens) if part.is_last else output
+        middle = now(device)
+        torch.autograd.backward(result, gradient)
+        times.append((middle - start, now(device) - middle))
+    forward, backward = (statistics.median(column) for column in zip(*times[1:]))
+    parameter_bytes = sum(parameter.nbytes for parameter in part.parameters())
+    return LayerProfile(f"layer {index}", forward, backward, output.nbytes, parameter_bytes)
+
+
+def now(device):
+    """Seconds, once the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,80 @@
+"""How fast a training is: tokens a second, and the share of the machine's peak that is useful.
+
+Model FLOPs are those that the model asks for, forward and backward once for every token:
+6 N + 12 L d T, for N weights in matrices, L layers of width d and sequences of T tokens (PaLM:
+Chowdhery et al. 2022, 2204.02311, appendix B). What is recomputed is not in it, nor what is spent
+on padding: model FLOPs utilisation (MFU) is useful work over possible work.
+"""
+
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+
+from extensions.planning.footprint import count_weights
+
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets, by a part of the name that torch gives. The more
+# special name stands first.
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+
+
+def flops_per_token(config):
+    """Model FLOPs of forward and backward of one token.
+
+    The embedding is looked up and multiplies nothing, so it is not in N. Attention is counted
+    whole, although a causal one needs half of it, as the source does.
+    """
+    weights = count_weights(config)[0] - config.vocabulary * config.dim
+    return 6 * weights + 12 * config.layers * config.dim * config.seq_len
+
+
+def peak_flops(job, dtype):
+    """(FLOP/s that the devices of all ranks could do together, where the number comes from).
+
+    From the table for bfloat16 on a GPU in it; else every rank multiplies matrices for a moment,
+    all at once, so that ranks that share a device share its peak. All ranks call it.
+    """
+    known = known_peak(job.device, dtype)
+    own = (socket.gethostname(), job.device.index), known
+    if known is None:
+        with job.waiting_for_all("the start of a measurement"):
+            dist.barrier()
+        own = (socket.gethostname(), "rank", job.rank), measured_peak(job.device, dtype)
+    everyone = [own] * job.num_ranks
+    if job.num_ranks > 1:
+        with job.waiting_for_all("its peak"):
+            dist.all_gather_object(everyone, own)
+    source = "its data sheet" if known else "matrix products measured here"
+    return sum(dict(everyone).values()), source
+
+
+def known_peak(device, dtype):
+    """The data sheet's FLOP/s of a GPU, or None."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def measured_peak(device, dtype, seconds=0.1):
+    """FLOP/s of products of large square matrices on this rank."""
+    size = 4096 if device.type == "cuda" else 384
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    done, started = 0, None
+    while started is None or time.perf_counter() - started < seconds:
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if started is None:  # the first product also loads the library
+            started = time.perf_counter()
+        else:
+            done += 1
+    return done * 2 * size**3 / (time.perf_counter() - started)

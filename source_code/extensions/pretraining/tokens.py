@@ -1,0 +1,205 @@
+"""Texts for pretraining: files or a streamed data set, bytes or a tokenizer, rows or documents.
+
+All of them are a `Corpus`, which is drawn from like a Text (data.py): by (seed, step) alone, so
+that every rank can make every batch, also after a restart. The last tenth is held out.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from extensions.pretraining.padding import PADDING
+from pipeline.data import DataError, Text, load_text, split_text
+
+BYTES = 256  # a vocabulary of this size needs no tokenizer
+
+
+@dataclass(frozen=True)
+class Corpus(Text):
+    """A Text whose tokens come from `tokenizer`, or are bytes if that is None.
+
+    `num_tokens` are in use, which is at most the model's vocabulary.
+    """
+
+    tokenizer: object = None
+    num_tokens: int = BYTES
+    bytes_per_token: float = 1.0  # of what is held out
+
+    def windows(self, seq_len, most):
+        """What is held out, once: inputs and targets, each (at most `most`, seq_len)."""
+        count = min(most, (len(self.held_out) - 1) // seq_len)
+        row = self.held_out[: count * seq_len + 1]
+        return row[:-1].view(count, seq_len), row[1:].view(count, seq_len)
+
+    def encode(self, text):
+        return as_tokens(self.tokenizer, text).tolist()
+
+    def decode(self, tokens):
+        if self.tokenizer is None:
+            return bytes(tokens).decode(errors="replace")
+        return self.tokenizer.decode(tokens)
+
+
+@dataclass(frozen=True)
+class Documents(Corpus):
+    """A Corpus whose rows are documents: one each, cut at the end of a row, or padded."""
+
+    training_documents: tuple = ()
+    held_out_documents: tuple = ()
+
+    def batch(self, step, batch_size, seq_len, seed=0):
+        """As that of Text; the targets behind the end of a document are PADDING."""
+        generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
+        count = len(self.training_documents)
+        drawn = torch.randint(count, (batch_size,), generator=generator).tolist()
+        return in_rows([self.training_documents[index] for index in drawn], seq_len)
+
+    def windows(self, seq_len, most):
+        return in_rows(self.held_out_documents[:most], seq_len)
+
+
+def in_rows(documents, seq_len):
+    """Inputs and targets, both (number of documents, seq_len), of one-dimensional token tensors.
+
+    Padding comes last and no position looks ahead, so attention needs no mask for it.
+    """
+
+    def padded(rows, filler):
+        whole = torch.full((seq_len,), filler)  # so that all become as long as this
+        return pad_sequence([whole, *rows], batch_first=True, padding_value=filler)[1:]
+
+    inputs = [document[:seq_len][: len(document) - 1] for document in documents]
+    targets = [document[1 : seq_len + 1] for document in documents]
+    return padded(inputs, 0), padded(targets, PADDING)
+
+
+def filled_up(batch, rows):
+    """Inputs and targets with rows of padding at the end, to a multiple of `rows`."""
+    missing = -len(batch[0]) % rows
+    return tuple(
+        torch.cat([tokens, torch.full((missing, tokens.shape[1]), filler)])
+        for tokens, filler in zip(batch, (0, PADDING))
+    )
+
+
+def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False, seq_len=32):
+    """A Corpus from a Text in bytes. Raises DataError when it is too short or no tokenizer fits."""
+    plain = content.training, content.held_out
+    texts = [part.to(torch.uint8).numpy().tobytes().decode(errors="replace") for part in plain]
+    tokenizer = None
+    if tokenizer_file:
+        tokenizer = read_tokenizer(tokenizer_file)
+    elif vocabulary > BYTES:
+        tokenizer = train_tokenizer(texts[0], vocabulary)
+    num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
+    if num_tokens > vocabulary:
+        raise DataError(
+            f"--vocabulary {vocabulary} is less than the {num_tokens} tokens of the tokenizer; "
+            f"use at least {num_tokens}"
+        )
+
+    tokens = [as_tokens(tokenizer, text) for text in texts] if tokenizer else plain
+    if min(map(len, tokens)) < seq_len + 1:
+        raise DataError(
+            f"--data: the text has {len(tokens[1])} held-out tokens, and --seq-len {seq_len} needs "
+            "one more than itself; use a longer text, a smaller --seq-len or --vocabulary"
+        )
+    further = (tokenizer, num_tokens, len(plain[1]) / len(tokens[1]))
+    if not documents:
+        return Corpus(*tokens, *further)
+    cut = [[as_tokens(tokenizer, one) for one in documents_of(text)] for text in texts]
+    for part, found in zip(("training", "held-out"), cut):
+        if not found:
+            raise DataError(
+                f"--documents: the {part} text has no documents, which blank lines separate; "
+                "leave the flag out, or use another text"
+            )
+    return Documents(*tokens, *further, *map(tuple, cut))
+
+
+def as_tokens(tokenizer, text):
+    """`text` as a tensor of tokens, int64; of bytes where `tokenizer` is None."""
+    tokens = tokenizer.encode(text).ids if tokenizer else list(text.encode())
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def documents_of(text):
+    """The parts of a text between blank lines that have something to predict."""
+    parts = (part.strip("\n") for part in text.replace("\r\n", "\n").split("\n\n"))
+    return [f"{part}\n" for part in parts if part.strip()]
+
+
+def read_content(path, seq_len):
+    """A Text in bytes: the course's own (None), a file, or all .txt files of a folder by name."""
+    if path is None or not Path(path).is_dir():
+        return load_text(path, seq_len)
+    files = sorted(Path(path).glob("*.txt"))
+    if not files:
+        raise DataError(f"--data: {path} has no .txt files; name a folder that does, or a file")
+    try:
+        content = b"\n\n".join(file.read_bytes() for file in files)
+    except OSError as error:
+        raise DataError(f"--data: cannot read {error.filename} ({error.strerror})") from None
+    return split_text(content, seq_len, path)
+
+
+def stream_content(name, characters, seq_len):
+    """A Text in bytes: the first `characters` of a Hugging Face data set's column `text`.
+
+    `name` is that of the hub or of a local folder, with a colon and a configuration if it needs
+    one. Only what is read is fetched.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"--dataset {name} needs the package datasets; install it with `pip install datasets`, "
+            "or name text files with --data"
+        ) from None
+    path, _, configuration = name.partition(":")
+    texts, length = [], 0
+    try:
+        rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
+        for row in rows:
+            texts.append(row["text"])
+            length += len(row["text"]) + 2
+            if length >= characters:
+                break
+    except KeyError:
+        raise DataError(f"--dataset {name} has no column named text; use one that has") from None
+    except Exception as error:  # whatever a network, a hub and a file format may raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"--dataset {name} cannot be read ({reason}); check the name and the network, or name "
+            "a local copy"
+        ) from None
+    return split_text("\n\n".join(texts)[:characters].encode(), seq_len, name, "--dataset")
+
+
+def train_tokenizer(text, vocabulary):
+    """A byte-pair tokenizer with at most `vocabulary` tokens, the 256 bytes among them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def read_tokenizer(file):
+    """A tokenizer from a file of the tokenizers library, such as a model's tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises its bare Exception
+        reason = str(error).splitlines()[0]
+        raise DataError(f"--tokenizer: cannot read {file} ({reason})") from None

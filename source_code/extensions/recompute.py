@@ -1,0 +1,157 @@
+"""Keeps little of a forward, and runs it again when its backward needs the rest.
+
+A backward needs what its forward computed on the way. Between the two lies most of a step, and
+`Stage` keeps everything for that long. The stages here keep only some of it, from which the rest
+is computed once more (GPipe: Huang et al. 2019, section 2.3, "re-materialization"). The same
+operations on the same numbers have the same results, so no digit of the training changes.
+"""
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.command_line import positive_integer, reject
+from pipeline.model import cut_evenly
+from pipeline.split_stage import SplitStage, stage_class_for
+from pipeline.stage import Stage
+from pipeline.training import build_stage
+
+MODES = {
+    "none": "everything is kept",
+    "stage": "the inputs of --pieces equal parts of a stage are kept, one unless given",
+    "layer": "the input of every layer is kept",
+    "selective": "everything but the inside of attention is kept",
+}
+
+
+def add_recompute_flags(parser, default="none"):
+    """Add --recompute and --pieces."""
+    kept = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
+    parser.add_argument("--recompute", choices=list(MODES), default=default, help=kept)
+    helped = "of a stage, whose inputs --recompute stage keeps; 1 unless given"
+    parser.add_argument("--pieces", type=positive_integer, metavar="C", help=helped)
+
+
+def check_pieces(arguments, cut):
+    """Reject more pieces than a stage has layers, or pieces that nothing asks for."""
+    if arguments.pieces is None:
+        arguments.pieces = 1
+    elif arguments.recompute != "stage":
+        reject(
+            f"--pieces are for --recompute stage, not {arguments.recompute}; leave it out, "
+            "or change --recompute"
+        )
+    fewest = min(last - first for first, last in cut)
+    if arguments.pieces > fewest:
+        reject(f"--pieces {arguments.pieces}: a stage has {fewest} layers; use at most {fewest}")
+
+
+def build_stages(arguments, schedule, cut, job):
+    """This rank's stages by index, which recompute as --recompute and --pieces say."""
+    stage_class = stage_class_for(schedule)
+    return {
+        index: recomputing(
+            build_stage(arguments, index, cut, job.device, stage_class),
+            arguments.recompute,
+            arguments.pieces,
+        )
+        for index in schedule.stages_of(job.rank)
+    }
+
+
+def recomputing(stage, mode, num_pieces=1):
+    """`stage` itself, or one like it, that recomputes as `mode`, a key of MODES, says.
+
+    `num_pieces` is how many parts of the stage keep their input in mode `stage`, at most as many as
+    it has layers.
+    """
+    if mode == "selective":
+        recompute_attention(stage)
+    if mode in ("none", "selective"):
+        return stage
+    num_pieces = num_pieces if mode == "stage" else len(stage.part.layers)
+    chosen = PiecewiseSplitStage if isinstance(stage, SplitStage) else PiecewiseStage
+    num_stages = stage.index + 1 if stage.is_last else stage.index + 2
+    return chosen(num_pieces, stage.part, stage.index, num_stages, stage.loss_function)
+
+
+class Recomputing:
+    """A stage that can run part of its forward again."""
+
+    def run_again(self, function, *inputs):
+        return function(*inputs)
+
+
+class Pieces(Recomputing):
+    """A stage in `num_pieces` runs of layers, of which it keeps the inputs and nothing else.
+
+    Its backward goes through the pieces from the last to the first: run the piece's forward again,
+    then its backward. So the insides of one piece of one micro-batch are there at a time. In a
+    backward in two halves the weights' half needs the recomputed inputs of the matrices, too: they
+    stay until then, as those of a first forward would.
+    """
+
+    def __init__(self, num_pieces, part, index, num_stages, loss_function):
+        super().__init__(part, index, num_stages, loss_function)
+        self.pieces = cut_evenly(len(part.layers), num_pieces)
+
+    def run_forward(self, microbatch, inputs, targets):
+        """As that of Stage, without a graph: `held` has the input of every piece."""
+        kept, x = [], inputs
+        with torch.no_grad():
+            for piece in self.pieces:
+                kept.append(x)
+                x = self.run_piece(piece, x, targets)
+        self.held[microbatch] = kept, targets
+        return x
+
+    def run_backward(self, microbatch, gradient):
+        """As that of Stage, after running forward again what it goes back through."""
+        kept, targets = self.held[microbatch]
+        for piece in reversed(self.pieces):
+            x = kept[-1]
+            if x.is_floating_point():  # tokens have no gradient
+                x.requires_grad_()
+            output = self.run_again(partial(self.run_piece, piece, targets=targets), x)
+            torch.autograd.backward(output, gradient)
+            gradient = x.grad
+            kept.pop()
+        del self.held[microbatch]
+        return gradient
+
+    def run_piece(self, piece, x, targets):
+        x = self.part(x, start=piece[0], end=piece[1])
+        is_end = self.is_last and piece == self.pieces[-1]
+        return self.loss_function(x, targets) if is_end else x
+
+    def kept(self, microbatch):
+        """The inputs of the pieces that the backward has still to go back through."""
+        return list(self.held[microbatch][0]) if microbatch in self.held else []
+
+
+class PiecewiseStage(Pieces, Stage):
+    """A Stage that recomputes piece by piece."""
+
+
+class PiecewiseSplitStage(Pieces, SplitStage):
+    """A SplitStage that recomputes piece by piece."""
+
+
+def recompute_attention(stage):
+    """Let every attention of `stage` keep queries, keys and values, and mix them again.
+
+    The scores of all positions with all others, which a plain implementation keeps, grow with the
+    square of the length and are cheap to work out (Korthikanti et al. 2022, section 5).
+    """
+    stage.run_again = lambda function, *inputs: function(*inputs)
+    for layer in stage.part.layers.values():
+        layer.attention.mix = partial(checkpointed, stage, layer.attention.mix)
+
+
+def checkpointed(stage, mix, *inputs):
+    # `checkpoint` calls what it is given twice: now, and in the backward.
+    calls = iter((mix, lambda *inputs: stage.run_again(mix, *inputs)))
+    # Nothing in `mix` is random; with dropout in it the generator's state has to be kept, too.
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, **options)

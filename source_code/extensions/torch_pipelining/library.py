@@ -1,0 +1,154 @@
+"""torch.distributed.pipelining beside the course's own tools: placed, recorded, watched, as data.
+
+The library performs a schedule by itself. What stands here says which rank a schedule wants which
+stage on, which sizes it takes, and what its schedules are as data, for the simulator to predict.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from pipeline.collectives import connect_group
+from pipeline.command_line import ranks_from_environment, reject
+from pipeline.job import join_job
+from pipeline.schedule import Action, Schedule
+from pipeline.schedules import gpipe, one_f_one_b
+from pipeline.schedules.legal import check_legal
+
+ONE_STAGE = ("GPipe", "1F1B")  # a rank has one stage
+LOOPS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+SCHEDULES = ONE_STAGE + LOOPS + V_SHAPED
+
+
+def stages_of_rank(name, rank, num_ranks, chunks):
+    """The stages that schedule `name` expects on `rank`. The library does not check it.
+
+    A loop deals the stages out round after round; a V comes back, so that rank 0 has the first
+    and the last stage.
+    """
+    if name in V_SHAPED:
+        return [rank, 2 * num_ranks - 1 - rank]
+    return [rank + chunk * num_ranks for chunk in range(chunks)]
+
+
+def complaint_about(name, num_ranks, num_microbatches, chunks):
+    """Why the library would refuse these numbers, as a sentence with the fix, or None."""
+    flags = f"--schedule {name}"
+    if name in ONE_STAGE and chunks != 1:
+        return f"{flags} has one stage a rank; use --chunks 1"
+    if name in LOOPS and chunks < 2:
+        return f"{flags} needs several stages a rank; use --chunks 2 or more"
+    if name in V_SHAPED and chunks != 2:
+        return f"{flags} has exactly two stages a rank; use --chunks 2"
+    if name == "1F1B" and num_microbatches < num_ranks:
+        return (
+            f"{flags}: --microbatches {num_microbatches} is less than the {num_ranks} stages; "
+            f"use {num_ranks} or more"
+        )
+    if name == "DualPipeV" and num_microbatches < 2 * num_ranks:
+        return (
+            f"{flags}: --microbatches {num_microbatches} is less than the {2 * num_ranks} stages; "
+            f"use {2 * num_ranks} or more"
+        )
+    rounds = max(1, num_microbatches // num_ranks)
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble") and num_microbatches % rounds:
+        return (
+            f"{flags}: --microbatches {num_microbatches} is no multiple of its {rounds} rounds "
+            f"on {num_ranks} ranks; use a multiple of {num_ranks}"
+        )
+    return None
+
+
+def device_without_sharing(wanted):
+    """What to ask `join_job` for instead of `wanted`: ranks that would share a GPU take the CPU.
+
+    Our worker stages their messages through host memory; the library has no place for that.
+    Refuses "cuda" where there are fewer GPUs than ranks.
+    """
+    local_ranks = ranks_from_environment()[3]
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or not 0 < gpus < local_ranks:
+        return wanted
+    if wanted == "cuda":
+        reject(
+            f"--device cuda: {local_ranks} ranks would share {gpus} GPUs, and the library cannot "
+            "send between them; use --device cpu, or one rank for each GPU"
+        )
+    return "cpu"
+
+
+def join_library_job(arguments):
+    """Meet the other ranks. The messages are the library's, in the default group."""
+    job = join_job(device_without_sharing(arguments.device), arguments.timeout, pairs=[])
+    connect_group(job, dist.group.WORLD, range(job.num_ranks))
+    return job
+
+
+def schedule_as_data(name, num_ranks, num_microbatches, chunks):
+    """The actions that the library takes, as a Schedule to simulate and draw.
+
+    They are the library's own list. Only for 1F1B it is not: there the list has a fault on the
+    last rank (it leaves F0 out and runs one too many at the end) and the library performs another
+    order, which is that of our `one_f_one_b`. An overlapped pair counts as two actions.
+    """
+    if name in ONE_STAGE:
+        ours = {"GPipe": gpipe, "1F1B": one_f_one_b}[name](num_ranks, num_microbatches)
+        return replace(ours, name=name)
+    orders = []
+    for row in get_schedule_ops(name, num_ranks, num_microbatches, chunks):
+        actions = [action for entry in row if entry for action in entry.sub_actions or [entry]]
+        orders.append(
+            tuple(
+                Action(action.stage_index, action.computation_type.value, action.microbatch_index)
+                for action in actions
+            )
+        )
+    return check_legal(Schedule(name, tuple(orders)))
+
+
+def without_messages_to_itself(stage):
+    """Let a stage's warm-up leave out the neighbours on its own rank; returns the stage.
+
+    Before the first step a stage exchanges an empty message with each neighbour, so that NCCL
+    builds its connections. In a V a neighbour may be on the same rank, and gloo refuses to write
+    to itself. Traced stages do this, and in torch 2.11 all stages. In torch 2.15 no stage does: the
+    method is gone, and the stage is returned unchanged.
+    """
+    exchanges = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if exchanges is None:
+        return stage
+
+    def with_other_ranks():
+        return [message for message in exchanges() if message.peer != dist.get_rank()]
+
+    stage._get_init_p2p_neighbors_ops = with_other_ranks
+    return stage
+
+
+@contextmanager
+def forwards_only(schedule):
+    """Within it `schedule.eval()` also works for the V-shaped schedules.
+
+    The library's eval() walks through the backwards, too, and leaves the computing out. Where two
+    neighbouring stages are on one rank it stumbles there over a gradient that nobody made. So the
+    backwards are taken out of its list of actions, a private one, for as long as this lasts.
+    """
+    orders = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [part for action in order for part in action.sub_actions or [action]
+               if part.computation_type.name in ("FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F")]
+        for rank, order in orders.items()
+    }  # fmt: skip
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = orders
+
+
+def mean_of(losses):
+    """The loss of a batch, from the list that `schedule.step(losses=...)` has filled."""
+    return torch.stack(losses).mean().detach() if losses else None

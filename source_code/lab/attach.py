@@ -1,0 +1,127 @@
+"""The three lines that attach the lab to a script: import, flags, observe.
+
+Deleting them from a script changes no digit of a loss, and leaves a program that needs no lab.
+"""
+
+import faulthandler
+import signal
+import sys
+
+from lab import checks
+from lab.activation_memory import ActivationMemory
+from lab.clock import Clock, shared_origin
+from lab.flight_log import FlightLog
+from lab.observer import Observer
+from lab.profile import Profile
+from lab.report import Report
+from lab.slow_network import attach_network
+from lab.watch import Watch
+from pipeline.command_line import positive_number
+from pipeline.files import write_whole
+from pipeline.schedules import build_schedule
+from pipeline.training import cut_layers
+
+
+def add_flags(parser):
+    """Add the lab's flags to a training script's parser."""
+    add = parser.add_argument
+    add(
+        "--pace",
+        type=positive_number,
+        nargs="+",
+        metavar="MS",
+        help="least time of a stage's forward and backward, and of the weights' part of it",
+    )
+    add("--pace-per-layer", action="store_true", help="--pace is the time of one layer")
+    add("--timeline", metavar="FILE", help="write the performed timeline of the last step")
+    add(
+        "--profile", metavar="FILE", help="write torch.profiler's trace of the last step, all ranks"
+    )
+    add("--record", metavar="FOLDER", help="write what every action of every rank used and made")
+    parser.checks += [
+        checks.check_pace,
+        checks.check_pace_per_layer,
+        checks.check_outputs,
+        checks.check_memory,
+    ]
+
+
+def observe(arguments, job, stages, schedule, what="step", first_step=0, memory=None):
+    """Attach the lab to a job and this rank's `stages`. All ranks call it, before the first step.
+
+    `schedule` is a Schedule or a name. `what` is what one pass through it is, and `first_step` is above
+    0 in a continued run. The summary is printed when the job is left; `memory(activations)`
+    may print more, given this rank's peak activation memory in bytes. Returns the Laboratory, whose instruments can be asked.
+    """
+    if isinstance(schedule, str):
+        schedule = build_schedule(schedule, job.num_ranks, arguments.microbatches)
+    pace = arguments.pace_costs
+    if arguments.pace_per_layer:
+        pace = checks.pace_by_layers(pace, cut_layers(arguments, schedule.num_stages))
+    lab = Laboratory(job, schedule, pace)
+    lab.open(arguments, what, first_step)
+    lab.print_memory = memory
+    for stage in stages:
+        lab.observer.attach_stage(stage)
+    return lab
+
+
+class Laboratory:
+    """The instruments of one rank."""
+
+    def __init__(self, job, schedule, pace):
+        self.job, self.schedule, self.pace = job, schedule, pace
+
+    def open(self, arguments, what, first_step):
+        """Set the instruments up, together with all other ranks."""
+        job = self.job
+        dump_stacks_when_asked()
+        self.watch = Watch(job.rank, job.timeout)
+        self.watch.join_others(job.store, job.num_ranks)
+        job.explain_loss = self.watch.explain_loss
+        self.network = attach_network(job)
+        origin = shared_origin(job, self.network.nodes[job.rank])
+        self.clock = Clock(job.rank, job.device, origin, self.pace)
+        self.memory = ActivationMemory(every_pass=bool(arguments.record))
+        self.log, self.profile, further = None, None, []
+        if arguments.record:
+            files = arguments.record, job.rank, self.schedule, self.clock, self.memory
+            self.log = FlightLog(*files, first_step)
+            further.append(self.log)
+        further += [self.memory, self.clock]
+        steps = arguments.steps - first_step if what == "step" else 0
+        if arguments.profile:
+            # The first step of several pays for what is done once; leave it out.
+            self.profile = Profile(job, self.clock, int(steps > 1))
+            further.append(self.profile)
+        has_loss = job.rank == self.schedule.rank_of(self.schedule.num_stages - 1, 0)
+        self.report = Report(
+            job, self.schedule, self.clock, self.memory, self.network, what, steps * has_loss
+        )
+        self.observer = Observer(job, [self.watch, *further, self.report])
+        self.watch.start()
+        if self.profile:
+            self.profile.begin()
+        self.files = arguments.timeline, arguments.profile
+        self.leave_job, job.leave = job.leave, self.leave
+
+    def leave(self):
+        """Write what was asked for, print the summary, leave the job."""
+        timeline_file, profile_file = self.files
+        if self.log:
+            self.log.close()
+        self.report.finish(timeline_file)
+        if self.print_memory and self.clock.passes:
+            self.print_memory(self.memory.peak)
+        trace = self.profile and self.profile.trace(self.network.nodes)
+        if trace:
+            write_whole(profile_file, trace)
+        self.leave_job()
+        self.watch.stop()
+
+
+def dump_stacks_when_asked():
+    """On SIGUSR2 a rank prints where each of its threads is, and goes on."""
+    if hasattr(signal, "SIGUSR2"):
+        # Not sys.stderr, which a notebook or a test may have replaced by something without a file.
+        faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)

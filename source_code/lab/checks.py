@@ -1,0 +1,129 @@
+"""What the lab rejects before a run starts: outputs that could not be written, a wrong pace."""
+
+import os
+from dataclasses import replace
+
+from lab.simulator import Costs
+from pipeline.command_line import reject
+from pipeline.paths import can_be_written, check_paths_apart
+
+
+def check_outputs(arguments):
+    """Refuse an output that could not be written when the training is over, or would destroy."""
+    check_paths_apart(arguments)
+    for flag in ("--timeline", "--profile", "--losses", "--metrics"):
+        path = getattr(arguments, flag.removeprefix("--"), None)
+        if path is None:
+            continue
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(folder):
+            reject(f"{flag} {path}: the folder {folder} does not exist; make it first")
+        if not can_be_written(path, folder):
+            reject(f"{flag} {path} cannot be written; name a file in a folder of yours")
+    check_recording(arguments.record)
+
+
+def check_recording(folder):
+    """Refuse a --record that could not be written, or that would mix two recordings."""
+    if folder is None:
+        return
+    parent, whole = os.path.dirname(os.path.abspath(folder)), os.path.abspath(folder)
+    if not folder or not os.path.isdir(parent):
+        reject(f"--record {folder}: the folder {parent} does not exist; make it first")
+    if not os.path.isdir(whole):
+        possible = not os.path.lexists(whole) and can_be_written(whole, parent)
+    elif os.listdir(whole):
+        reject(f"--record {folder}: there is something in it; name a new folder, or empty this one")
+    else:
+        possible = can_be_written(os.path.join(whole, "recording"), whole)
+    if not possible:
+        reject(f"--record {folder} cannot be written; name a folder of yours")
+
+
+def check_memory(arguments):
+    """Refuse sizes that cannot start: this is far less than training takes.
+
+    Counted are the weights of the largest stage, the tokens of a batch and the activations of one
+    layer, 8 bytes each.
+    """
+    if getattr(arguments, "plan", None):
+        return
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not every system tells
+        return
+    config = arguments.config
+    layers = -(-config.layers // arguments.num_ranks)
+    kv_dim = config.kv_heads * config.head_dim
+    weights = layers * config.dim * (2 * config.dim + 2 * kv_dim + 3 * config.hidden_dim)
+    weights += config.vocabulary * config.dim
+    tokens = arguments.batch_size * config.seq_len
+    activations = arguments.microbatch_size * config.seq_len * config.dim
+    needed = 8 * (weights + tokens + activations)
+    if needed > memory:
+        reject(
+            f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB a rank, and "
+            f"this machine has {memory / 2**30:.0f} GiB; use smaller ones, or more ranks"
+        )
+
+
+def check_pace(arguments):
+    """Add `pace_costs`: --pace as Costs in milliseconds, or None."""
+    pace, timeout = arguments.pace, arguments.timeout
+    arguments.pace_costs = None
+    if pace is None:
+        return
+    if len(pace) not in (2, 3):
+        reject(
+            "--pace takes two or three times in milliseconds: forward, backward, and the weights' "
+            "part of the backward"
+        )
+    if len(pace) == 3 and pace[2] >= pace[1]:
+        reject(
+            "--pace: the weights' part must be less than the full backward; lower the third time"
+        )
+    if max(pace) >= 1000 * timeout:
+        reject(
+            f"--pace: an action of {max(pace):g} ms outlasts --timeout {timeout:g} s; use a "
+            "shorter time or a longer --timeout"
+        )
+    costs = Costs(*pace)
+    if getattr(arguments, "recompute", "none") in ("stage", "layer"):
+        # What attention alone would add is no time that --pace gives: nothing is added for it.
+        costs = replace(costs, recompute=costs.forward)
+    arguments.pace_costs = costs
+    longest = costs.backward + costs.recompute
+    if longest >= 1000 * timeout:
+        reject(
+            f"--pace: a backward that recomputes takes {longest:g} ms and outlasts --timeout "
+            f"{timeout:g} s; use shorter times or a longer --timeout"
+        )
+
+
+def check_pace_per_layer(arguments):
+    """Reject --pace-per-layer without a pace, or with a stage that would outlast --timeout."""
+    if not arguments.pace_per_layer:
+        return
+    pace, timeout = arguments.pace_costs, arguments.timeout
+    if pace is None:
+        reject("--pace-per-layer says what --pace is the time of; give --pace, too")
+    most = max(arguments.cut or [-(-arguments.layers // arguments.num_ranks)])
+    longest = most * max(pace.forward, pace.backward + pace.recompute)
+    if longest >= 1000 * timeout:
+        reject(
+            f"--pace-per-layer: an action of a stage with {most} layers takes {longest:g} ms and "
+            f"outlasts --timeout {timeout:g} s; use a shorter --pace"
+        )
+
+
+def pace_by_layers(pace, cut):
+    """`pace` times the number of layers of each stage of the `cut`, as Costs in milliseconds."""
+    layers = [last - first for first, last in cut]
+    weight = pace.backward / 2 if pace.backward_weight is None else pace.backward_weight
+    return replace(
+        pace,
+        forward=[pace.forward * count for count in layers],
+        backward=[pace.backward * count for count in layers],
+        backward_weight=[weight * count for count in layers],
+        recompute=[pace.recompute * count for count in layers],
+    )

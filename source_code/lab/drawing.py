@@ -1,0 +1,369 @@
+"""The course's one visual language: a timeline as SVG elements, in a figure and in the explorer.
+
+Time runs to the right, rank 0 is on top, timelines in one picture share one scale. Colours are
+those of Okabe and Ito, and each kind has a second mark, so that no colour carries meaning alone.
+Text outside the blocks is a grey that can be read on white and on black; the ground is clear.
+"""
+
+from dataclasses import dataclass
+from html import escape
+
+from course.views.story import stories_of, waits_of
+
+from lab.timeline import Timeline
+
+TEXT = "#7a7a7a"
+FILL = {"F": "#56B4E9", "B": "#009E73", "I": "#66C5AB", "W": "#E69F00", "U": "#D55E00"}
+NUMBER = {"F": "#000000", "B": "#ffffff", "I": "#000000", "W": "#000000", "U": "#000000"}
+LEGEND = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for the input",
+    "W": "backward for the weights",
+    "U": "update",
+}
+
+WIDTH = 820  # of the drawing, in its own units; a page shows it about as large in pixels
+LEFT = 62  # room for the names of the ranks
+RIGHT = 14
+ROW = 26
+ROW_GAP = 6
+FONT = 13
+MOST_NUMBERS = 400
+READING = 16  # the height of a line of a block's story
+SHADE = 0.24  # how far the blocks of one stage differ from those of the rank's stage before
+
+DASHED = 'stroke="#555555" stroke-dasharray="3 2.4"'  # the outline of a forward run again
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one timeline lies in a drawing: the heights of its parts, and its scale."""
+
+    label: str
+    timeline: Timeline
+    title: float
+    reading: float | None  # of the first of two lines for a block's story, if there are any
+    top: float  # of rank 0
+    scale: float  # units of the drawing for one unit of time
+
+    @property
+    def bottom(self):
+        return self.y(self.timeline.num_ranks) - ROW_GAP
+
+    def x(self, time):
+        return LEFT + (time - self.timeline.start) * self.scale
+
+    def y(self, rank):
+        return self.top + rank * (ROW + ROW_GAP)
+
+
+def arrange(timelines, reading=False):
+    """The Place of each timeline, on one scale, and the height of the whole drawing."""
+    longest = max(timeline.makespan for timeline in timelines.values())
+    scale = (WIDTH - LEFT - RIGHT) / longest
+    places, top = [], 8
+    for label, timeline in timelines.items():
+        title = top + FONT
+        top += FONT + 9
+        story = top + FONT - 2 if reading else None
+        top += 2 * READING + 4 if reading else 0
+        places.append(Place(label, timeline, title, story, top, scale))
+        top += timeline.num_ranks * (ROW + ROW_GAP) + 30
+    _, lines, _ = _legend_of(timelines.values())
+    return places, places[-1].bottom + 34 + lines * (18 + ROW_GAP)
+
+
+def draw_cursor(timelines, time, reading=False, marked=()):
+    """A transparent drawing of the same size: a line at `time`, and what is under way outlined.
+
+    `marked` actions, if any, have a dashed outline and the sign of inequality.
+    """
+    places, height = arrange(timelines, reading)
+    parts = []
+    for place in places:
+        at = place.x(time)
+        parts.append(
+            f'<path d="M{at:.1f} {place.top - 4:.1f}V{place.bottom + 4:.1f}" fill="none" '
+            f'stroke="currentColor" stroke-width="1.6"/>'
+        )
+        for event in place.timeline.events:
+            left, width = place.x(event.start), (event.end - event.start) * place.scale
+            outline = (
+                f'<rect x="{left:.1f}" y="{place.y(event.rank):.1f}" width="{width:.1f}" '
+                f'height="{ROW}" fill="none" stroke="currentColor" '
+            )
+            if event.start <= time < event.end:
+                parts.append(f'{outline}stroke-width="2"/>')
+            if event.action in marked:
+                parts.append(f'{outline}stroke-width="3" stroke-dasharray="4 3"/>')
+                parts.append(
+                    f'<text x="{left + width / 2:.1f}" y="{place.y(event.rank) - 1:.1f}" '
+                    f'text-anchor="middle" font-size="16" font-weight="bold" '
+                    f'fill="currentColor">≠</text>'
+                )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
+        f'width="{WIDTH}" height="{height:.0f}" aria-hidden="true">' + "".join(parts) + "</svg>"
+    )
+
+
+def has_numbers(timeline):
+    """Whether there is room for numbers and messages: with more blocks they would only blur."""
+    return len(timeline.events) <= MOST_NUMBERS
+
+
+def draw_place(place, unit, title, stories=None):
+    """One timeline at its place, as a list of SVG elements.
+
+    `stories` has two lines for each event, else what story.py says of it.
+    """
+    timeline = place.timeline
+    width = timeline.makespan * place.scale
+    few = has_numbers(timeline)
+    names = [
+        _text(LEFT - 8, place.y(rank) + ROW / 2 + 4.5, f"rank {rank}", anchor="end")
+        for rank in range(timeline.num_ranks)
+    ]
+    rows = "".join(
+        f"M{LEFT} {place.y(rank)}h{width:.1f}v{ROW}H{LEFT}z" for rank in range(len(names))
+    )
+    return [
+        _text(LEFT, place.title, title, anchor="start"),
+        *names,
+        f'<path d="{rows}" fill="{TEXT}" fill-opacity="0.13"/>',
+        *_draw_blocks(place, stories or stories_of(timeline, unit)),
+        *(_draw_messages(place) if few else []),
+        *(_draw_numbers(place) if few else []),  # on top of the lines
+        *_draw_axis(timeline, place.bottom + 2, place.x, unit),
+    ]
+
+
+def _draw_blocks(place, stories):
+    timeline = place.timeline
+    # An outline as thin as the blocks ask for, or in a dense drawing there is little else to see.
+    widths = sorted((event.end - event.start) * place.scale for event in timeline.events)
+    outline = min(0.7, 0.1 * widths[len(widths) // 4])
+    chunk = _chunks(timeline)
+    fills = {}
+    parts, updates, hatches = [], [], []
+    for event, story in zip(timeline.events, stories):
+        kind = event.action.kind
+        key = kind, chunk[event.rank, event.action.stage]
+        if key not in fills:
+            fills[key] = shade_of(*key)
+        least = 3 if kind == "U" else 0.5  # an update is a bar, however short
+        left, width = place.x(event.start), max((event.end - event.start) * place.scale, least)
+        y = place.y(event.rank)
+        block = (
+            f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{fills[key]}">'
+        )
+        if place.reading is None:
+            block += f"<title>{story[0]}; {story[1]}</title></rect>"
+        else:
+            lines = f'{story[0]}<tspan x="8" dy="{READING}">{story[1]}</tspan>'
+            block = f'<g>{block}</rect><text x="8" y="{place.reading}">{lines}</text></g>'
+        # Updates last: they are narrow, and the next action would cover them.
+        (updates if kind == "U" else parts).append(block)
+        if kind == "W":
+            hatches.append(f"M{left:.1f} {y}h{width:.1f}v{ROW}h-{width:.1f}z")
+    hatch = f'<path d="{"".join(hatches)}" fill="url(#hatch)" pointer-events="none"/>'
+    return [
+        f'<g class="blocks" stroke="#ffffff" stroke-width="{outline:.2f}">',
+        *parts,
+        *updates,
+        "</g>",
+        *([hatch] if hatches else []),
+        *_draw_recomputed(place, chunk),
+    ]
+
+
+def _draw_recomputed(place, chunk):
+    """The forwards run again, over the start of the backwards that they are a part of."""
+    parts = []
+    for event in place.timeline.events:
+        if event.recompute:
+            width = max(event.recompute * place.scale - 1, 0.5)
+            parts.append(
+                f'<rect x="{place.x(event.start) + 0.5:.1f}" y="{place.y(event.rank) + 0.5}" '
+                f'width="{width:.1f}" height="{ROW - 1}" '
+                f'fill="{shade_of("F", chunk[event.rank, event.action.stage])}"/>'
+            )
+    return [f'<g class="recomputed" {DASHED} pointer-events="none">', *parts, "</g>"] * bool(parts)
+
+
+def _chunks(timeline):
+    """{(rank, stage): which of the rank's stages it is, counted from 0}."""
+    chunks = {}
+    for rank, events in enumerate(timeline.by_rank):
+        for chunk, stage in enumerate(sorted({event.action.stage for event in events})):
+            chunks[rank, stage] = chunk
+    return chunks
+
+
+def shade_of(kind, chunk):
+    """The colour of a block: stages of one rank differ, and the number on it stays readable.
+
+    Kinds with a black number become lighter from stage to stage, those with a white one darker.
+    """
+    towards = 255 - int(NUMBER[kind][1:3], 16)
+    part = min(SHADE * chunk, 0.72)
+    channels = (int(FILL[kind][i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (towards - c) * part):02X}" for c in channels)
+
+
+def _draw_numbers(place):
+    numbers, dots = [], []
+    for event in place.timeline.events:
+        kind, number = event.action.kind, str(event.action.microbatch)
+        middle, y = place.x(event.start + event.recompute), place.y(event.rank)
+        left, right = place.x(event.start), place.x(event.end)
+        for start, end, color in ((left, middle, NUMBER["F"]), (middle, right, NUMBER[kind])):
+            if end - start >= 7.5 * len(number) + 2:
+                numbers.append(
+                    f'<text x="{(start + end) / 2:.1f}" y="{y + ROW / 2 + 4.5}" '
+                    f'fill="{color}">{number}</text>'
+                )
+        if kind == "I":
+            dots.append(_dot(right, y))
+    return [
+        f'<g class="numbers" text-anchor="middle" font-size="{FONT}" font-weight="bold" '
+        'pointer-events="none">',
+        *numbers,
+        "</g>",
+        *_draw_dots(dots),
+    ]
+
+
+def _dot(right, y):
+    """The second mark of a backward for the input, in the upper right corner of its block."""
+    return f"M{right - 3.6:.1f} {y + 4}h0"
+
+
+def _draw_dots(dots):
+    path = (
+        f'<path class="dots" d="{"".join(dots)}" stroke="{NUMBER["I"]}" stroke-width="4" '
+        'stroke-linecap="round" pointer-events="none"/>'
+    )
+    return [path] if dots else []
+
+
+def _draw_messages(place):
+    """A thin line from the end of the action that sends to the start of the one that needs it."""
+    lines = []
+    for wait in waits_of(place.timeline):
+        if wait.source is None:
+            continue
+        down = wait.source.rank < wait.event.rank
+        y1 = place.y(wait.source.rank) + (ROW if down else 0)
+        y2 = place.y(wait.event.rank) + (0 if down else ROW)
+        lines.append(f"M{place.x(wait.source.end):.1f} {y1}L{place.x(wait.event.start):.1f} {y2}")
+    return [
+        f'<path class="messages" d="{"".join(lines)}" stroke="{TEXT}" stroke-width="0.8" '
+        'fill="none" pointer-events="none"/>'
+    ]
+
+
+def _draw_axis(timeline, top, x, unit):
+    step = _round_step(timeline.makespan / 8)
+    parts = []
+    time = 0.0
+    while time <= timeline.makespan * 1.0001:
+        at = x(timeline.start + time)
+        parts.append(
+            f'<line x1="{at:.2f}" y1="{top}" x2="{at:.2f}" y2="{top + 4}" stroke="{TEXT}"/>'
+        )
+        label = f"{time:g}" + (f" {unit}" if time == 0 and unit else "")
+        parts.append(_text(at, top + 4 + FONT, label, anchor="middle"))
+        time += step
+    return parts
+
+
+def _round_step(least):
+    magnitude = 1.0
+    while magnitude * 10 <= least:
+        magnitude *= 10
+    while magnitude > least:
+        magnitude /= 10
+    return next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= least)
+
+
+def _legend_of(timelines):
+    """What the legend explains: (sign, words, left, line) of each entry, and the number of lines."""
+    kinds = {event.action.kind for timeline in timelines for event in timeline.events}
+    few = [timeline for timeline in timelines if has_numbers(timeline)]
+    entries = []
+    for kind in (kind for kind in FILL if kind in kinds):
+        first = few and not entries
+        entries.append((kind, LEGEND[kind] + (" of micro-batch 0" if first else "")))
+    if any(event.recompute for timeline in timelines for event in timeline.events):
+        entries.append(("recomputed", "recomputed forward"))
+    if any(chunk for timeline in timelines for chunk in _chunks(timeline).values()):
+        entries.append(("shades", "stages of one rank"))
+    entries.append(("waiting", "waiting"))
+    entries += [("message", "message")] if few else []
+    placed, left, line = [], LEFT, 0
+    for sign, words in entries:
+        width = ROW + 6 + 7.2 * len(words)
+        if left + width > WIDTH and left > LEFT:
+            left, line = LEFT, line + 1
+        placed.append((sign, words, left, line))
+        left += width + 24
+    return placed, line + 1, bool(few)
+
+
+def draw_legend(timelines, top):
+    """What the colours and marks mean, as a list of SVG elements."""
+    parts = []
+    entries, _, few = _legend_of(timelines)
+    for sign, words, left, line in entries:
+        y = top + line * (18 + ROW_GAP)
+        box = f'<rect x="{left:.1f}" y="{y}" width="{ROW}" height="18" '
+        if sign == "shades":
+            for i in range(3):
+                part = f'<rect x="{left + i * ROW / 3:.1f}" y="{y}" width="{ROW / 3:.1f}" '
+                parts.append(f'{part}height="18" fill="{shade_of("F", i)}"/>')
+        elif sign == "waiting":
+            parts.append(f'{box}fill="{TEXT}" fill-opacity="0.13"/>')
+        elif sign == "message":
+            parts.append(
+                f'<line x1="{left + 6:.1f}" y1="{y + 2}" x2="{left + ROW - 6:.1f}" y2="{y + 16}" '
+                f'stroke="{TEXT}"/>'
+            )
+        else:
+            kind = "F" if sign == "recomputed" else sign
+            dashes = f" {DASHED}" if sign != kind else ""
+            parts.append(f'{box}fill="{FILL[kind]}"{dashes}/>')
+            parts += [f'{box}fill="url(#hatch)"/>'] if sign == "W" else []
+            parts.append(
+                f'<text x="{left + ROW / 2:.1f}" y="{y + 13.5}" text-anchor="middle" '
+                f'font-size="{FONT}" font-weight="bold" fill="{NUMBER[kind]}">'
+                f"{0 if few else ''}</text>"
+            )
+            parts += _draw_dots([_dot(left + ROW, y)] if sign == "I" else [])
+        parts.append(_text(left + ROW + 6, y + 13.5, words, anchor="start"))
+    return parts
+
+
+def _text(x, y, text, anchor):
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
+        f'fill="{TEXT}">{escape(text)}</text>'
+    )
+
+
+def wrap(parts, height, alt, titled=True):
+    """The SVG text of a whole drawing, and `alt` as its name for those who cannot see it.
+
+    A title shows up wherever one points, so a drawing whose blocks tell their own stories has none.
+    """
+    title = f"<title>{escape(alt)}</title>" if titled else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
+        f'width="{WIDTH}" height="{height:.0f}" style="max-width:100%;height:auto" role="img" '
+        f'aria-label="{escape(alt)}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">'
+        f"{title}"
+        '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
+        'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="5" stroke="#000000" '
+        'stroke-opacity="0.35" stroke-width="1.4"/></pattern></defs>' + "".join(parts) + "</svg>\n"
+    )

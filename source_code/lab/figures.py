@@ -1,0 +1,107 @@
+"""Pictures for notebooks and pages: timelines, predicted or performed, and curves.
+
+Each says in words what it shows. How a timeline is drawn stands in drawing.py.
+"""
+
+import io
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from course.views.story import short
+
+from lab.drawing import TEXT, arrange, draw_legend, draw_place, wrap
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing as SVG text, and the same fact in words for those who cannot see it."""
+
+    svg: str
+    alt: str
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"image/svg+xml": self.svg, "text/plain": self.alt}
+
+    def save(self, path):
+        Path(path).write_text(self.svg)
+
+
+def draw_timelines(timelines, unit="ms", caption="", reading=False, stories=None):
+    """A Picture of one timeline or several, one below the other on one scale.
+
+    `timelines` is a dictionary from label to Timeline, such as {"predicted": ..., "performed": ...}.
+    Each block tells its story: as its title, or with `reading` in lines above its timeline, which a
+    page's style shows for the block that is pointed at (stepping.py). `stories` has other stories
+    than the timeline's own, by label.
+    """
+    places, height = arrange(timelines, reading)
+    parts = []
+    for place in places:
+        title = f"{place.label}: {describe(place.timeline, unit)}"
+        parts += draw_place(place, unit, title, (stories or {}).get(place.label))
+    parts += draw_legend(timelines.values(), places[-1].bottom + 30)
+    alt = caption or "; ".join(
+        f"{label}: {describe(timeline, unit)}" for label, timeline in timelines.items()
+    )
+    return Picture(wrap(parts, height, alt, titled=not reading), alt)
+
+
+def describe(timeline, unit="ms"):
+    """One timeline in a few words."""
+    return (
+        f"{timeline.name}, {timeline.num_ranks} ranks, {short(timeline.makespan)} {unit}, "
+        f"{timeline.idle_fraction:.1%} idle"
+    )
+
+
+def table(timeline):
+    """A timeline as text: one line a rank, with what it does and when. The figure's equivalent."""
+    lines = []
+    for rank, events in enumerate(timeline.by_rank):
+        cells = (
+            f"{event.action} {short(event.start - timeline.start)}-"
+            f"{short(event.end - timeline.start)}"
+            for event in events
+        )
+        lines.append(f"rank {rank}: " + ", ".join(cells))
+    return "\n".join(lines)
+
+
+def new_plot(x_label, y_label, titles=("",), width=8.0, height=3.4):
+    """A matplotlib figure in the course's style, clear ground and grey text, and its axes.
+
+    With several `titles` there is a panel for each, on one y axis, and the axes are a list.
+    """
+    from matplotlib.figure import Figure  # only notebooks with a curve pay for the import
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+    for axes, title in zip(panels, titles):
+        axes.patch.set_alpha(0)
+        axes.set_title(title, color=TEXT, fontsize=11)
+        axes.set_xlabel(x_label, color=TEXT)
+        axes.tick_params(which="both", colors=TEXT)
+        axes.grid(color=TEXT, alpha=0.25)
+        for spine in axes.spines.values():
+            spine.set_color(TEXT)
+    panels[0].set_ylabel(y_label, color=TEXT)
+    return figure, panels[0] if len(titles) == 1 else list(panels)
+
+
+def picture_of(figure, alt):
+    """A matplotlib figure as a Picture; `alt` says in words what there is to see in it."""
+    import matplotlib
+
+    for axes in figure.axes:
+        if legend := axes.get_legend():
+            legend.get_frame().set_alpha(0)
+            for text in legend.get_texts():
+                text.set_color(TEXT)
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "course", "font.size": 11}
+    with matplotlib.rc_context(settings):
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    label = f'<svg role="img" aria-label="{escape(alt)}" '
+    return Picture(text.getvalue().replace("<svg ", label, 1), alt)

@@ -1,0 +1,187 @@
+"""The flight log of a run: what every action of every rank used and made, and every message.
+
+    torchrun --standalone --nproc-per-node 4 source_code/gpipe.py --record build/monday
+
+FOLDER then holds `run.json` (the schedule and the pace) and `rankN.jsonl`, one line of JSON for
+each thing that happened on rank N, in its order; flight_log_reader.py reads them. A line is on its way
+to the disk before the rank waits for anything, so that a run that was killed, or that waits for
+ever, can be read up to its last moment.
+
+Tensors are not kept but fingerprinted, and that after the action and after its message has left:
+while the rank waits for the next message, or within the next action's pace. So a tensor that was
+changed in place in between is seen as it is by then. On a GPU the rank has to wait for the device
+first, and a recorded run is slower there.
+"""
+
+import hashlib
+import json
+import math
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from pipeline.files import write_whole
+from pipeline.message import Message
+from pipeline.schedule import to_csv
+
+RUN_FILE = "run.json"
+RANK_FILE = "rank{}.jsonl"
+
+
+class FlightLog:
+    """What one rank writes into `folder`. Every rank makes one, after all have joined.
+
+    `clock` and `memory` are this rank's instruments. `first_version` is the number of updates that
+    the weights have behind them, above 0 when a training is continued.
+    """
+
+    def __init__(self, folder, rank, schedule, clock, memory, first_version=0):
+        folder = Path(folder)
+        folder.mkdir(exist_ok=True)
+        if rank == 0:
+            run = {"name": schedule.name, "rows": to_csv(schedule).split()}
+            write_whole(folder / RUN_FILE, json.dumps(run) + "\n")
+        self.file = open(folder / RANK_FILE.format(rank), "w", buffering=1)
+        self.clock, self.memory = clock, memory
+        self.version = first_version  # of stages that do not count for themselves
+        self.pending = []  # what has happened and is not written yet
+        self.stages = {}  # those that have acted in this pass, by index
+
+    @contextmanager
+    def acting(self, work):
+        """Around an action. `stage.version` counts the updates behind the weights that it used."""
+        self.flush()
+        yield
+        stage = work.stage
+        version = getattr(stage, "version", self.version)
+        if stage.index not in self.stages:
+            self.stages[stage.index] = stage
+            self.pending.append((self.write_weights, stage, version))
+        self.pending.append((self.write_action, work, version))
+        if work.action.kind == "U":
+            self.pending.append((self.write_weights, stage, version))
+
+    def moved(self, direction, message, peer, tensor):
+        """A message has left or has arrived."""
+        preposition = "to" if direction == "sent" else "from"
+        self.pending.append(
+            (self.write_message, direction, producer_of(message), preposition, peer, tensor)
+        )
+
+    @contextmanager
+    def waiting(self, peer, what):
+        """Around a wait: the moment to write what has gathered."""
+        if torch.is_grad_enabled():
+            self.flush()
+        if isinstance(what, Message) and torch.is_grad_enabled():
+            self.write(waits=producer_of(what), **{"from": peer}, at=self.clock.now())
+        yield
+
+    def flush(self):
+        """Write what is pending: after this call it survives the process."""
+        if self.pending:
+            if self.clock.on_device:
+                torch.cuda.synchronize()  # else the ends of the actions are not known yet
+            pending, self.pending = self.pending, []
+            known = {}  # a tensor that was received and used, or made and sent, is looked at once
+            for write, *arguments in pending:
+                write(*arguments, known=known)
+
+    def pass_ended(self):
+        """The schedule has been performed once, and no gradient has been changed yet."""
+        self.flush()
+        for stage in self.stages.values():
+            self.write(updated=stage.index, gradient=norm_of(gradients_of(stage)))
+        self.write(ended=self.version)
+        self.version += 1
+        self.stages = {}
+
+    def close(self):
+        self.flush()
+        self.file.close()
+
+    def write_weights(self, stage, version, known):
+        weights = {
+            name: fingerprint(weight) for name, weight in sorted(stage.part.named_parameters())
+        }
+        self.write(weights=weights, stage=stage.index, version=version)
+
+    def write_action(self, work, version, known):
+        """The line of one action: times in milliseconds, `held` in bytes, tensors as fingerprints."""
+        gradient = norm_of(gradients_of(work.stage)) if work.action.kind in "BIWU" else None
+        self.write(
+            did=str(work.action),
+            start=self.clock.in_milliseconds(work.start),
+            end=self.clock.in_milliseconds(work.end),
+            recompute=self.clock.recompute_time(work),
+            used=look_at(work.used, known),
+            made=look_at(work.made, known),
+            version=version,
+            held=self.memory.held(),
+            gradient=gradient,
+        )
+
+    def write_message(self, direction, message, preposition, peer, tensor, known):
+        self.write(**{direction: message, preposition: peer, "is": look_at(tensor, known)})
+
+    def write(self, **line):
+        self.file.write(json.dumps(line) + "\n")
+
+
+def producer_of(message):
+    """The action that made a message, in text: "2F3" or "2I3"."""
+    kind = "F" if message.what == "activation" else "I"
+    return f"{message.stage}{kind}{message.microbatch}"
+
+
+def gradients_of(stage):
+    """What the backwards so far have added up for the weights, as a list of tensors.
+
+    A stage with updates of its own gathers them in `gradients`; right after an update they are
+    those that went into it.
+    """
+    gathered = getattr(stage, "gradients", None)
+    if gathered:
+        return list(gathered.values())
+    return [weight.grad for weight in stage.part.parameters() if weight.grad is not None]
+
+
+def look_at(tensor, known):
+    """The fingerprint of a tensor, or None; `known` has those of tensors just looked at."""
+    if tensor is None:
+        return None
+    key = tensor.data_ptr(), tensor.shape, tensor.dtype
+    if key not in known:
+        known[key] = fingerprint(tensor)
+    return known[key]
+
+
+def fingerprint(tensor):
+    """[digest, norm, weighted sum] of a tensor.
+
+    The digest says whether two tensors are equal to the last bit. The two numbers say whether they
+    are nearly equal: a change of the tensor by a vector of length e moves neither by more than e,
+    and the weighted sum notices what the norm does not, such as two rows that changed places.
+    """
+    values = tensor.detach().cpu().contiguous().flatten()
+    digest = hashlib.blake2b(f"{tuple(tensor.shape)} {tensor.dtype} ".encode(), digest_size=8)
+    digest.update(values.view(torch.uint8).numpy())
+    values = values.double()
+    weighted = torch.dot(values, _ramp(len(values)))
+    return [digest.hexdigest(), values.norm().item(), weighted.item()]
+
+
+@lru_cache(maxsize=16)
+def _ramp(length):
+    """1, 2, 3, ..., as a vector of length one."""
+    ramp = torch.arange(1, length + 1, dtype=torch.float64)
+    return ramp / ramp.norm()
+
+
+def norm_of(tensors):
+    """The norm of all of them together, None if there are none."""
+    if not tensors:
+        return None
+    return math.sqrt(math.fsum(norm.item() ** 2 for norm in torch._foreach_norm(tensors)))

@@ -1,0 +1,250 @@
+"""Reads a recording of a run and says what its ranks waited for at its end.
+
+recording.py writes them. A recording may end in the middle: the run was killed, or waited for ever.
+"""
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from lab.timeline import Event, Timeline
+from pipeline.schedule import Action, Schedule, from_csv, message_of
+
+
+class RecordingError(ValueError):
+    """A folder without a recording, or two recordings that cannot be compared; the text says why."""
+
+
+class Fingerprint(NamedTuple):
+    """What a recording keeps of a tensor: see `fingerprint` in recording.py."""
+
+    digest: str
+    norm: float
+    weighted: float
+
+    def __str__(self):
+        return f"{self.digest[:6]} (norm {self.norm:.6g})"
+
+    def distance(self, other):
+        """A lower bound of how far the tensors are apart, as a fraction of the larger norm."""
+        if self.digest == other.digest:
+            return 0.0
+        apart = max(abs(self.norm - other.norm), abs(self.weighted - other.weighted))
+        return apart / (max(abs(self.norm), abs(other.norm)) or 1.0)
+
+
+class Travelled(NamedTuple):
+    """A message as one of its two ranks saw it; `peer` is the other."""
+
+    peer: int
+    what: Fingerprint
+
+
+class Unanswered(NamedTuple):
+    """What a rank waited for when its recording ended: what `producer` makes, from rank `source`."""
+
+    producer: str
+    source: int
+    since: float
+
+
+@dataclass
+class Entry:
+    """One action of one rank as it was recorded.
+
+    `used` and `made` are Fingerprints of what the stage took in and gave, or None. `received` and
+    `sent` are what travelled for it, None where no message does. `version` counts the updates
+    behind the weights that it used, `held` is in bytes, `gradient` is the norm of what the stage
+    has gathered for its weights by then, None after a forward.
+    """
+
+    event: Event
+    used: Fingerprint | None
+    made: Fingerprint | None
+    version: int
+    held: int
+    gradient: float | None
+    received: Travelled | None = None
+    sent: Travelled | None = None
+
+
+@dataclass
+class Step:
+    """One pass through the schedule; `ended` has the ranks that came to its end.
+
+    `weights` has the Fingerprint of each weight by (stage, version), before any action used them;
+    `updated` has the norm of the gradient that each stage's update took, after clipping and the
+    like.
+    """
+
+    entries: list = field(default_factory=list)
+    weights: dict = field(default_factory=dict)
+    updated: dict = field(default_factory=dict)
+    ended: set = field(default_factory=set)
+
+    @cached_property
+    def by_result(self):
+        """The Entry of each action, under the name that `recorded_as` gives it."""
+        return {recorded_as(entry.event.action): entry for entry in self.entries}
+
+    @cached_property
+    def by_action(self):
+        return {entry.event.action: entry for entry in self.entries}
+
+
+@dataclass
+class Recording:
+    """`steps` are the passes through `schedule`, `unanswered` has what each rank waited for at the
+    end, by rank, for those that did."""
+
+    schedule: Schedule
+    steps: list
+    unanswered: dict
+
+    def timeline(self, step=-1):
+        """One step as a Timeline, to be drawn and measured like any other; it starts at 0."""
+        events = [entry.event for entry in self.steps[step].entries]
+        start = min(event.start for event in events)
+        return Timeline(
+            self.schedule.name,
+            tuple(e._replace(start=e.start - start, end=e.end - start) for e in events),
+        )
+
+    def entry(self, action, step=-1):
+        """The Entry of an action, named as in "2F3". Raises RecordingError if it was not taken."""
+        for entry in self.steps[step].entries:
+            if str(entry.event.action) == action:
+                return entry
+        raise RecordingError(f"no rank has taken {action} in step {step} of this recording")
+
+    def updates(self, step=-1):
+        """Of each stage in a step: the norm its backwards gathered, the norm its update took."""
+        step = self.steps[step]
+        gathered = {}
+        for entry in sorted(step.entries, key=lambda entry: entry.event.end):
+            if entry.gradient is not None:
+                gathered[entry.event.action.stage] = entry.gradient
+        return {stage: (gathered.get(stage), step.updated[stage]) for stage in sorted(step.updated)}
+
+    def weight(self, name, step=-1):
+        """The Fingerprint of a weight of that name when a step began. Raises RecordingError."""
+        for (_, _), prints in sorted(self.steps[step].weights.items()):
+            if name in prints:
+                return prints[name]
+        raise RecordingError(f"no stage has a weight named {name}")
+
+    def name_of(self, print_, step):
+        """In words, what a tensor is that was made in a step, or None if nothing made it."""
+        for entry in self.steps[step].entries:
+            if print_ and entry.made and entry.made.digest == print_.digest:
+                return str(message_of(entry.event.action))
+        return None
+
+
+def recorded_as(action):
+    """The Action under which two recordings are compared: a full backward as the I that it contains."""
+    return action._replace(kind="I") if action.kind == "B" else action
+
+
+def maker_of(message):
+    """The Action, F or I, whose text names a message in a recording."""
+    kind = "F" if message.what == "activation" else "I"
+    return Action(message.stage, kind, message.microbatch)
+
+
+def message_in(text):
+    """The Message that a text such as "2F3" names, or None for other words."""
+    try:
+        return message_of(from_csv(text).orders[0][0])
+    except (ValueError, IndexError):
+        return None
+
+
+def read_recording(folder):
+    """The Recording in a folder. Raises RecordingError."""
+    folder = Path(folder)
+    try:
+        run = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError):
+        raise RecordingError(
+            f"{folder} holds no recording; make one with --record {folder}"
+        ) from None
+    schedule = from_csv("\n".join(run["rows"]), run["name"])
+    steps, unanswered = [], {}
+    for rank in range(schedule.num_ranks):
+        path = folder / f"rank{rank}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be cut off
+        unanswered[rank] = _read_rank(rank, map(json.loads, lines), steps)
+    waits = {rank: wait for rank, wait in unanswered.items() if wait}
+    return Recording(schedule, [step for step in steps if step.entries], waits)
+
+
+def _read_rank(rank, lines, steps):
+    """Add one rank's lines to the steps. Returns its last wait, if nothing came."""
+    number, travelled, wait = 0, {}, None
+    for line in lines:
+        while len(steps) <= number:
+            steps.append(Step())
+        step = steps[number]
+        if "waits" in line:
+            wait = Unanswered(line["waits"], line["from"], line["at"])
+        elif "received" in line:
+            wait = None
+            travelled["received", line["received"]] = Travelled(line["from"], _print(line["is"]))
+        elif "sent" in line:
+            travelled["sent", line["sent"]] = Travelled(line["to"], _print(line["is"]))
+        elif "weights" in line:
+            prints = {name: _print(values) for name, values in line["weights"].items()}
+            step.weights[line["stage"], line["version"]] = prints
+        elif "did" in line:
+            step.entries.append(_entry(rank, line))
+        elif "updated" in line:
+            step.updated[line["updated"]] = line["gradient"]
+        elif "ended" in line:
+            step.ended.add(rank)
+            _attach(step, rank, travelled)
+            number, travelled = number + 1, {}
+    if number < len(steps):
+        _attach(steps[number], rank, travelled)
+    return wait
+
+
+def _print(values):
+    return Fingerprint(*values) if values else None
+
+
+def _entry(rank, line):
+    action = from_csv(line["did"]).orders[0][0]
+    event = Event(rank, action, line["start"], line["end"], line["recompute"])
+    return Entry(
+        event,
+        _print(line["used"]),
+        _print(line["made"]),
+        line["version"],
+        line["held"],
+        line["gradient"],
+    )
+
+
+def _attach(step, rank, travelled):
+    """Give each action of a rank the messages that travelled for it."""
+    for entry in step.entries:
+        action = entry.event.action
+        if entry.event.rank != rank or action.kind in "WU":
+            continue
+        message = message_of(action)
+        entry.sent = travelled.get(("sent", str(maker_of(message))))
+        source = message._replace(stage=action.stage + (-1 if action.kind == "F" else 1))
+        entry.received = travelled.get(("received", str(maker_of(source))))
+
+
+def tell_unanswered(recording):
+    """What each rank waited for when the recording ended, a sentence each."""
+    sentences = []
+    for rank, wait in sorted(recording.unanswered.items()):
+        what = message_in(wait.producer) or wait.producer
+        sentences.append(f"rank {rank} waits for {what}, from rank {wait.source}")
+    return sentences

@@ -1,0 +1,135 @@
+"""Attaches instruments to stages and to a job's messages, from outside.
+
+An instrument has any of five methods, all optional:
+
+    acting(work)                              a context: around the work of one action
+    waiting(peer, what)                       a context: around whatever blocks until `peer` acts
+    moved(direction, message, peer, tensor)   a message was "sent" to, or "received" from, a rank
+    running_again(stage, function, inputs)    a context: around a forward inside a backward
+    pass_ended()                              a step's messages are all taken; gradients are whole
+
+`what` is the Message that a rank waits for, or text. Forwards without gradients, as in an
+evaluation, are not shown to the instruments; waiting always is.
+"""
+
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from lab.torch_stages import attach_torch_stage
+from lab.work import Work
+from pipeline.schedule import Action
+
+KINDS = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "apply_update": "U",
+}
+
+
+class Observer:
+    """Shows a job and its stages to `instruments`, in their order."""
+
+    def __init__(self, job, instruments):
+        names = "acting", "waiting", "moved", "running_again", "pass_ended"
+        self.methods = {
+            name: [getattr(each, name) for each in instruments if hasattr(each, name)]
+            for name in names
+        }
+        job.waiting = self.with_waiting(job.waiting)
+        job.send = self.with_sent(job.send)
+        job.receive = self.with_received(job.receive)
+        job.complete_sends = self.with_pass_ended(job.complete_sends)
+
+    def entered(self, name, *arguments):
+        """All instruments' contexts of that name, as one."""
+        stack = ExitStack()
+        for method in self.methods[name]:
+            stack.enter_context(method(*arguments))
+        return stack
+
+    def attach_stage(self, stage):
+        """Show what `stage`, one of this course or of torch's library, does from now on."""
+        if hasattr(stage, "forward_one_chunk"):
+            attach_torch_stage(self, stage)
+            return
+        for name, kind in KINDS.items():
+            if hasattr(stage, name):
+                setattr(stage, name, self.with_acting(stage, kind, getattr(stage, name)))
+        if hasattr(stage, "run_again"):
+            stage.run_again = self.with_running_again(stage, stage.run_again)
+
+    @contextmanager
+    def around(self, work):
+        """Around one action, for whoever calls modules stage by stage; yields `work`."""
+        with self.entered("acting", work):
+            yield work
+
+    def with_acting(self, stage, kind, method):
+        def observed(microbatch, *arguments):
+            if not torch.is_grad_enabled():
+                return method(microbatch, *arguments)
+            used = arguments[0] if arguments else None
+            with self.around(Work(stage, Action(stage.index, kind, microbatch), used)) as work:
+                work.made = method(microbatch, *arguments)
+            return work.made
+
+        return observed
+
+    def with_running_again(self, stage, run_again):
+        def observed(function, *inputs):
+            with self.entered("running_again", stage, function, inputs):
+                return run_again(function, *inputs)
+
+        return observed
+
+    def with_waiting(self, waiting):
+        @contextmanager
+        def observed(peer, what):
+            with waiting(peer, what), self.entered("waiting", peer, what):
+                yield
+
+        return observed
+
+    def with_sent(self, send):
+        def observed(tensor, destination, message):
+            sending = send(tensor, destination, message)
+            self.moved("sent", message, destination, sending.buffer)
+            return sending
+
+        return observed
+
+    def with_received(self, receive):
+        def observed(shape, dtype, source, message):
+            receiving = receive(shape, dtype, source, message)
+            wait = receiving.wait
+
+            def observed_wait():
+                tensor = wait()
+                self.moved("received", message, source, tensor)
+                return tensor
+
+            receiving.wait = observed_wait
+            return receiving
+
+        return observed
+
+    def moved(self, *what):
+        if torch.is_grad_enabled():
+            for method in self.methods["moved"]:
+                method(*what)
+
+    def with_pass_ended(self, complete_sends):
+        def observed():
+            complete_sends()
+            if torch.is_grad_enabled():
+                self.end_pass()
+
+        return observed
+
+    def end_pass(self):
+        """Tell the instruments that a pass through the schedule has ended."""
+        for method in self.methods["pass_ended"]:
+            method()

@@ -1,0 +1,116 @@
+"""Follows one step of a run with torch.profiler and makes one trace of what all ranks recorded.
+
+Each rank's profiler has the clock of its own machine. The lab's clock is shared, and both see the
+same actions: the traces are moved so that the ends of the actions agree.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+from contextlib import contextmanager
+
+from pipeline.collectives import gather
+
+MICROSECONDS = 1000  # in a millisecond, which is what the lab's clock counts in
+
+
+class Profile:
+    """Profiles one pass through the schedule on every rank; `--profile FILE` of the scripts.
+
+    It is the one that follows the first `passes_before`. `clock` is this rank's.
+    """
+
+    def __init__(self, job, clock, passes_before):
+        self.job, self.clock, self.passes_left = job, clock, passes_before
+        self.profile, self.rows = None, None
+
+    @contextmanager
+    def acting(self, work):
+        """Name the action in the profiled trace."""
+        if self.profile is None:
+            yield
+            return
+        from torch.profiler import record_function
+
+        with record_function(str(work.action)):
+            yield
+
+    def begin(self):
+        """Called by every rank before the first pass: it may be the one to profile."""
+        if self.passes_left == 0:
+            self.start()
+
+    def pass_ended(self):
+        """Begin or end if it is time."""
+        if self.passes_left == 0:
+            self.stop()
+        elif self.passes_left == 1:
+            self.start()
+        self.passes_left -= 1
+
+    def start(self):
+        """Begin, on all ranks together: the first use of the profiler takes most of a second."""
+        import torch  # only a profiled run pays for the profiler
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self.job.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self.profile = profile(activities=activities)
+        self.profile.start()
+        if self.job.num_ranks > 1:
+            with self.job.waiting_for_all("the start of the profiler"):
+                torch.distributed.barrier()
+
+    def stop(self):
+        """End, and keep this rank's rows of the trace."""
+        self.profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "trace.json")
+            self.profile.export_chrome_trace(file)
+            with open(file) as text:
+                rows = json.load(text)["traceEvents"]
+        self.rows = rows_on_shared_clock(rows, self.clock.passes[-1], self.job.rank)
+        self.profile = None
+
+    def trace(self, nodes):
+        """All ranks' rows as one Chrome trace, on rank 0; None elsewhere.
+
+        `nodes` has the name of each rank's node. None too when the run ended before the pass that
+        was to be profiled.
+        """
+        ranks = gather(self.job, self.rows)
+        if ranks is None or self.rows is None:
+            return None
+        names = [
+            {"ph": "M", "name": name, "pid": rank, "args": args}
+            for rank, node in enumerate(nodes)
+            for name, args in (
+                ("process_name", {"name": f"rank {rank} on {node}"}),
+                ("process_sort_index", {"sort_index": rank}),
+            )
+        ]
+        rows = names + [row for rank in ranks for row in rank]
+        return json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}) + "\n"
+
+
+def rows_on_shared_clock(rows, events, rank):
+    """What lasted in a trace of torch.profiler, moved to the clock of `events`.
+
+    Times in a trace are in microseconds, those of events in milliseconds. A row's process becomes
+    its rank, so that the rows of all ranks can lie in one file.
+    """
+    lasted = [row for row in rows if row.get("ph") == "X" and "dur" in row]
+    ended = {row["name"]: row["ts"] + row["dur"] for row in lasted if is_action(row)}
+    shift = statistics.median(
+        event.end * MICROSECONDS - ended[str(event.action)]
+        for event in events
+        if str(event.action) in ended
+    )
+    return [{**row, "pid": rank, "ts": row["ts"] + shift} for row in lasted]
+
+
+def is_action(row):
+    """Whether a row is one of the schedule's actions, which Profile names."""
+    return row.get("cat") == "user_annotation" and row["name"][:1].isdigit()

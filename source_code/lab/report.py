@@ -1,0 +1,118 @@
+"""The summary of a run: a predicted and a performed step, idle time, memory, and files of both."""
+
+import dataclasses
+import statistics
+import sys
+
+import torch
+
+from lab.simulator import Costs, simulate
+from lab.timeline import Timeline, to_chrome_trace
+from pipeline.collectives import gather
+from pipeline.files import write_whole
+
+
+class Report:
+    """Prints how a job runs when it starts, and a summary when it leaves. All ranks make one.
+
+    `what` is what one pass through `schedule` is. `bar` shows a progress bar of so many steps,
+    where a terminal watches.
+    """
+
+    def __init__(self, job, schedule, clock, memory, network, what="step", bar=0):
+        self.job, self.schedule, self.what = job, schedule, what
+        self.clock, self.memory, self.network = clock, memory, network
+        self.bar = None
+        if bar and sys.stderr.isatty():
+            from tqdm import tqdm  # only a terminal needs it
+
+            self.bar = tqdm(total=bar, unit="pass")
+        if job.rank == 0:
+            print(f"{schedule.name}: {self.describe()}", flush=True)
+
+    def describe(self):
+        """Which way was taken, in one line."""
+        job, nodes = self.job, self.network.nodes
+        how = f"{job.num_ranks} rank{'s' if job.num_ranks > 1 else ''} on {job.device.type}"
+        if len(set(nodes)) > 1:
+            how += f" of nodes {' '.join(nodes)}"
+        if job.through_host:
+            return f"{how}, sharing GPUs, gloo messages staged through host memory"
+        return f"{how}, {job.backend} messages"
+
+    def pass_ended(self):
+        if self.bar is not None:
+            self.bar.update()
+
+    def finish(self, timeline_file=None):
+        """Print the summary on rank 0, and write the last timeline. All ranks call it."""
+        if self.bar is not None:
+            self.bar.close()
+        passes = gather(self.job, self.clock.passes)
+        memory = gather(self.job, (peak_memory(self.job.device), self.memory.peak))
+        if self.job.rank == 0 and passes[0]:
+            timelines = timelines_of(self.schedule.name, passes)
+            print(self.summary(timelines, memory), flush=True)
+            if timeline_file:
+                write_whole(timeline_file, to_chrome_trace(timelines[-1]))
+
+    def summary(self, timelines, memory):
+        """Medians over the passes, the first left out where there are others."""
+        timelines = timelines[1:] or timelines
+        step = statistics.median(timeline.makespan for timeline in timelines)
+        idle = statistics.median(timeline.idle_fraction for timeline in timelines)
+        costs = self.clock.pace or measured_costs(timelines)
+        costs = dataclasses.replace(costs, transfer=self.network.latencies())
+        predicted = simulate(self.schedule, costs)
+        peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
+        held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)
+        return (
+            f"{self.what} {step:.1f} ms (predicted {predicted.makespan:.1f})  "
+            f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
+            f"peak memory {peaks} MiB, of it held for backwards {held} MiB"
+        )
+
+
+def timelines_of(name, passes_of_ranks):
+    """One Timeline per pass, from each rank's list of passes, each a list of Events."""
+    return [
+        Timeline(name, tuple(event for rank in one for event in rank))
+        for one in zip(*passes_of_ranks)
+    ]
+
+
+def measured_costs(timelines):
+    """What each stage's actions took in the median step, as the simulator's costs."""
+    durations = {}  # (kind, stage) -> milliseconds
+    for timeline in timelines:
+        for event in timeline.events:
+            kind, stage = event.action.kind, event.action.stage
+            durations.setdefault((kind, stage), []).append(
+                event.end - event.start - event.recompute
+            )
+            if kind in "BI":
+                durations.setdefault(("again", stage), []).append(event.recompute)
+    stages = range(timelines[0].num_stages)
+
+    def typical(kind, stage):
+        return statistics.median(durations.get((kind, stage), [0.0]))
+
+    # A stage's backwards are whole or in two halves; a schedule may have both.
+    weight = [typical("W", stage) for stage in stages]
+    full = [typical("B", stage) or typical("I", stage) + weight[stage] for stage in stages]
+    forward = [typical("F", stage) for stage in stages]
+    return Costs(forward, full, weight, recompute=[typical("again", stage) for stage in stages])
+
+
+def peak_memory(device):
+    """Bytes: the allocator's peak on a GPU, the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

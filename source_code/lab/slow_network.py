@@ -1,0 +1,120 @@
+"""Nodes: on which one a rank is, and how slow the network between them pretends to be."""
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from pipeline.job import end_process
+
+DELAY_VARIABLE = "PIPELINE_NODE_DELAY"  # ms that a message between nodes takes longer
+PRETENDED_VARIABLE = "PIPELINE_RANKS_PER_NODE"  # on one machine: play nodes of so many ranks
+
+
+class NodesError(ValueError):
+    """The environment does not fit; the text says what to set."""
+
+
+def node_name(rank):
+    """The node of this rank: SLURM's name for it, else the machine's own."""
+    pretended = os.environ.get(PRETENDED_VARIABLE)
+    if pretended is not None:
+        if not pretended.isdigit() or int(pretended) < 1:
+            raise NodesError(
+                f"{PRETENDED_VARIABLE} must be a whole number of at least 1, not '{pretended}'"
+            )
+        return f"node{rank // int(pretended)}"
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def node_delay():
+    """Seconds that a message between nodes takes longer, to see a slow network on one machine."""
+    text = os.environ.get(DELAY_VARIABLE, "0")
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = -1.0
+    if not 0 <= milliseconds < 60_000:
+        raise NodesError(f"{DELAY_VARIABLE} must be 0 to 60000 milliseconds, not '{text}'")
+    return milliseconds / 1000
+
+
+@contextmanager
+def pretended_nodes(ranks_per_node, delay):
+    """Let what is started inside play nodes of so many ranks, `delay` milliseconds apart.
+
+    Without a delay nothing is pretended.
+    """
+    wanted = {PRETENDED_VARIABLE: str(ranks_per_node), DELAY_VARIABLE: str(delay)} if delay else {}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def attach_network(job):
+    """Learn the node of every rank, and slow messages between nodes down if asked. All call it."""
+    try:
+        mine, delay = node_name(job.rank), node_delay()
+    except NodesError as error:
+        end_process(str(error))
+    store = dist.PrefixStore("node", job.store)
+    store.set(str(job.rank), mine)
+    with job.waiting_for_all("the name of its node"):
+        names = store.multi_get([str(rank) for rank in range(job.num_ranks)])
+    return SlowNetwork(job, [name.decode() for name in names], delay)
+
+
+class SlowNetwork:
+    """Delays the messages that a job sends to other nodes; `nodes` has the name of each rank's."""
+
+    def __init__(self, job, nodes, delay):
+        self.num_ranks, self.nodes, self.delay = job.num_ranks, nodes, delay
+        others = [rank for rank, name in enumerate(nodes) if name != nodes[job.rank]]
+        self.links = {rank: SlowLink(delay) for rank in others} if delay else {}
+        self.start_at_once = job.start
+        job.start = self.start
+
+    def start(self, peers, begin):
+        links = [self.links[peer] for peer in peers if peer in self.links]
+        return links[0].send(begin) if links else self.start_at_once(peers, begin)
+
+    def latencies(self):
+        """The pretended latency of each pair of ranks on different nodes, in ms, as `Costs` takes."""
+        ranks = range(self.num_ranks)
+        pairs = [(a, b) for a in ranks for b in ranks if self.nodes[a] != self.nodes[b]]
+        return {pair: 1000 * self.delay for pair in pairs} if self.delay else 0.0
+
+
+class SlowLink:
+    """Starts sends to one rank `seconds` late and in order, and does not hold the sender up."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow link")
+
+    def send(self, start):
+        """Call `start()`, which returns the transport's work, later; returns what to wait for."""
+        return _Late(self.thread.submit(_start_at, time.monotonic() + self.seconds, start))
+
+
+def _start_at(moment, start):
+    time.sleep(max(0.0, moment - time.monotonic()))
+    return start()
+
+
+class _Late:
+    def __init__(self, started):
+        self.started = started
+
+    def wait(self):
+        self.started.result().wait()

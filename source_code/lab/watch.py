@@ -1,0 +1,206 @@
+"""Ends a job in which a rank waits too long, and names the rank that it waits for.
+
+A watch is a thread of every rank, and an instrument: it is told of every wait. After half of the
+timeout it writes the wait into the store that all ranks share; after the whole timeout it follows
+who waits for whom to the rank that waits for nobody, names it, and ends that rank and its own. It
+also ends its own when the process that started it is gone, so that no rank outlives its launcher.
+"""
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from pipeline.job import end_process
+
+LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
+FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for what each rank sent last
+STORE_TIMEOUT = 2  # seconds that a store may take for an answer
+
+
+class Wait(NamedTuple):
+    """For which rank one waits, for what of it, and since when (time.monotonic seconds)."""
+
+    peer: int
+    what: str
+    since: float
+
+
+class Watch(threading.Thread):
+    """Watches one rank. `store` is a key-value store shared by all ranks, or None."""
+
+    def __init__(self, rank, timeout, store=None):
+        super().__init__(daemon=True, name="watch")
+        self.rank = rank
+        self.timeout = timeout
+        self.store = store
+        self.wait = None
+        self.announced = None
+        self.processes = {}  # rank -> process id, of the ranks on this machine
+        self.parent = os.getppid()
+        self.launcher = int(os.environ.get(LAUNCHER_VARIABLE, "0"))
+        self.stopped = threading.Event()
+
+    def join_others(self, store, num_ranks):
+        """Share `store` with all other ranks; learn which processes of this machine they are."""
+        if num_ranks == 1:
+            return
+        store = dist.PrefixStore("watch", store.clone())
+        store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        entries = store.multi_get([f"process/{rank}" for rank in range(num_ranks)])
+        for rank, entry in enumerate(entries):
+            host, process_id = entry.decode().rsplit(" ", 1)
+            if host == socket.gethostname():
+                self.processes[rank] = int(process_id)
+        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))  # now all are there
+        self.store = store
+
+    @contextmanager
+    def waiting(self, peer, what):
+        """Around every call that blocks until rank `peer` acts."""
+        outer = self.wait
+        self.wait = Wait(peer, str(what), time.monotonic())
+        try:
+            yield
+        finally:
+            self.wait = outer and outer._replace(since=time.monotonic())
+
+    @contextmanager
+    def acting(self, work):
+        """Around the work of an action, during which a rank waits for nobody.
+
+        Within a longer wait, such as a step of a library, it is what comes after the action that
+        the rank waits for.
+        """
+        outer, self.wait = self.wait, None
+        yield
+        if outer:
+            self.wait = Wait(outer.peer, f"what it needs after {work.action}", time.monotonic())
+
+    def run(self):
+        """The thread: look a few times a second for how long this rank has been waiting."""
+        while not self.stopped.wait(min(0.25, self.timeout / 20)):
+            if not self._launcher_lives():
+                os._exit(1)
+            wait = self.wait
+            waited = time.monotonic() - wait.since if wait else 0.0
+            if waited > self.timeout:
+                self.end_job(wait)
+            self.tell_others(wait if waited > self.timeout / 2 else None)
+
+    def stop(self):
+        self.stopped.set()
+
+    def end_job(self, wait):
+        self.write_flight_recorder()
+        sentence, silent = self.explain_silence(wait)
+        end_process(sentence, before_leaving=lambda: self.end_rank(silent))
+
+    def write_flight_recorder(self):
+        """If asked for: torch's record of the last messages of this rank, as rankN.json.
+
+        torch keeps one where TORCH_FR_BUFFER_SIZE says how many; NCCL has it, and gloo since 2.13.
+        """
+        folder = os.environ.get(FLIGHT_VARIABLE)
+        if folder:
+            with suppress(ImportError, OSError, RuntimeError):
+                from torch._C._distributed_c10d import _dump_fr_trace_json
+
+                os.makedirs(folder, exist_ok=True)
+                with open(os.path.join(folder, f"rank{self.rank}.json"), "wb") as file:
+                    file.write(_dump_fr_trace_json())
+
+    def _launcher_lives(self):
+        if os.getppid() != self.parent:
+            return False
+        if not self.launcher or sys.platform == "win32":  # where signal 0 is Ctrl-C
+            return True
+        try:
+            os.kill(self.launcher, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def tell_others(self, wait):
+        """Announce a long wait, and take it back once it is over."""
+        if wait != self.announced:
+            self.announced = wait
+            with suppress(RuntimeError):  # the watch goes on without a store
+                self.announce(wait)
+
+    def announce(self, wait):
+        if self.store is not None:
+            self.store.set(f"waits/{self.rank}", f"{wait.peer} {wait.what}" if wait else "")
+
+    def announced_by(self, rank):
+        """What rank `rank` has announced, as (peer, what), or None."""
+        if self.store is None or not self.store.check([f"waits/{rank}"]):
+            return None
+        entry = self.store.get(f"waits/{rank}").decode()
+        if not entry:
+            return None
+        peer, what = entry.split(" ", 1)
+        return int(peer), what
+
+    def explain_silence(self, wait):
+        """The sentence for a wait that took longer than the timeout, and the rank to blame.
+
+        In a deadlock there is no such rank, and in its place stands None.
+        """
+        text = f"rank {self.rank} waited {self.timeout:g} s for {wait.what} from rank {wait.peer}"
+        # The store may live in the very process that does not answer: do not wait for it, too.
+        chain, complete = [], threading.Event()
+        threading.Thread(
+            target=self._follow_waits, args=(wait.peer, chain, complete), daemon=True
+        ).start()
+        complete.wait(STORE_TIMEOUT)
+        text += "".join(f", which waits for {what} from rank {peer}" for peer, what in chain)
+        last = chain[-1][0] if chain else wait.peer
+        if last in [self.rank, wait.peer, *(peer for peer, _ in chain[:-1])] and chain:
+            return f"{text}: a deadlock, each of these ranks waits for the next", None
+        if not complete.is_set() and last != 0 and self._store_is_with_rank_0():
+            return f"{text}: rank 0, which keeps the common store, has stopped answering", 0
+        return f"{text}: rank {last} has stopped answering", last
+
+    def _follow_waits(self, rank, chain, complete):
+        seen = [self.rank]
+        with suppress(RuntimeError):  # the store does not answer: what is known so far has to do
+            while rank not in seen and (further := self.announced_by(rank)):
+                seen.append(rank)
+                chain.append(further)
+                rank = further[0]
+            complete.set()
+
+    def _store_is_with_rank_0(self):
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else with torchrun
+
+    def end_rank(self, rank):
+        """End a silent rank of this machine: a stopped process does not heed its launcher."""
+        with suppress(ImportError, KeyError):
+            import psutil
+
+            with suppress(psutil.Error):
+                process = psutil.Process(self.processes[rank])
+                if process.ppid() == os.getppid():  # the number has not gone to a stranger
+                    process.kill()
+
+    def explain_loss(self, peer, what, error):
+        """The sentence for a connection that broke during a wait, in place of the job's own."""
+        text = f"rank {self.rank} lost rank {peer} while waiting for {what}"
+        try:
+            before = self.announced_by(peer)
+            self.announce(Wait(peer, what, 0.0))
+        except RuntimeError:
+            before = None
+        if before:
+            return f"{text} (rank {peer} itself had been waiting for rank {before[0]})"
+        # Gloo names its source file first and gives advice after the first sentence.
+        reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
+        return f"{text} ({reason})"

@@ -1,0 +1,73 @@
+"""Sums and gathers: what several ranks bring together in one call."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipeline.job import GRACE
+
+
+def gather(job, value):
+    """Collect one Python object from every rank: a list on rank 0, None elsewhere."""
+    if job.num_ranks == 1:
+        return [value]
+    values = [None] * job.num_ranks if job.rank == 0 else None
+    with job.waiting_for_all("its results"):
+        dist.gather_object(value, values)
+    return values
+
+
+def open_groups(job, groups):
+    """Let each of `groups`, tuples of ranks, sum tensors. Every rank calls it with the same ones."""
+    limit = timedelta(seconds=job.timeout + GRACE)
+    for ranks in groups:
+        job.groups[ranks] = dist.new_group(list(ranks), backend=job.backend, timeout=limit)
+        connect_group(job, job.groups[ranks], ranks)
+
+
+def connect_group(job, group, ranks):
+    """Add up one number over `ranks`, those of `group`, before anything depends on its connection.
+
+    A collective connects all ranks of the group. With NCCL up to torch 2.14 a batch of sends and
+    receives between two of them would otherwise wait for all the others as well.
+    """
+    if job.rank in ranks and len(ranks) > 1:
+        number = torch.zeros(1, device="cpu" if job.through_host else job.device)
+        following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
+        with job.waiting(following, "its first sum"):
+            dist.all_reduce(number, group=group)
+
+
+class Summing:
+    """A sum of tensors over `ranks`, one of the job's groups, on its way as one flat message.
+
+    All of them must start it, and several in the same order. The tensors may not be touched until
+    `wait`, which replaces them by their sums; `what` names what the others add.
+    """
+
+    def __init__(self, job, tensors, ranks, what):
+        self.job, self.tensors, self.what = job, tensors, what
+        self.following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        self.flat = flat.to("cpu" if job.through_host else job.device)
+        group = job.groups[ranks]
+        with job.naming_loss(self.following, what):
+            self.work = job.start(
+                ranks, lambda: dist.all_reduce(self.flat, group=group, async_op=True)
+            )
+
+    def wait(self):
+        """Block until the sums are there."""
+        with self.job.waiting(self.following, self.what):
+            self.work.wait()
+        sums = self.flat.to(self.job.device).split([tensor.numel() for tensor in self.tensors])
+        for tensor, total in zip(self.tensors, sums):
+            tensor.copy_(total.view_as(tensor))
+
+
+def mean_over_ranks(job, tensors, ranks):
+    """Replace each tensor by its mean over `ranks`, one of the job's groups, in one message."""
+    Summing(job, tensors, ranks, "its gradients").wait()
+    for tensor in tensors:
+        tensor /= len(ranks)

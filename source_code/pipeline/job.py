@@ -1,0 +1,215 @@
+"""How ranks meet, on which device each computes, and how a message travels from one to another.
+
+Each ordered pair of ranks has a channel, a process group of its own: with NCCL a send then never
+waits behind a receive. All ranks open all channels in one order and send a number through each:
+NCCL sets up a communicator at its first message, and blocks until both sides have arrived.
+"""
+
+import atexit
+import gc
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # its functions keep the default group if there is one by now
+
+from pipeline.command_line import ranks_from_environment, set_meeting_point
+from pipeline.message import Message
+
+LONGEST_START = 60.0  # seconds from the first rank's start to the last one's, at least
+GRACE = 5.0  # seconds beyond the time limit of a wait, after which the transport gives up
+ending = threading.Lock()
+
+
+@dataclass
+class Job:
+    """What a rank knows of its job.
+
+    `channels` has a process group per (source, destination), or per (source, destination, what)
+    where activations and gradients have to be kept apart.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    backend: str
+    timeout: float  # seconds that a rank may wait for another
+    store: object  # the key-value store that all ranks share
+    channels: dict = field(default_factory=dict)
+    groups: dict = field(default_factory=dict)  # ranks that sum tensors -> process group
+    sent: list = field(default_factory=list)  # of this step
+
+    @property
+    def through_host(self):
+        """Whether messages are staged through host memory: ranks that share a GPU use gloo."""
+        return self.device.type == "cuda" and self.backend == "gloo"
+
+    def channel(self, source, destination, message):
+        """The channel of a message: of its kind, if there is one, or of all between two ranks."""
+        pair = source, destination
+        return self.channels.get((*pair, getattr(message, "what", None))) or self.channels[pair]
+
+    def send(self, tensor, destination, message):
+        """Send without waiting; `message` names what is sent."""
+        self.sent.append(Sending(self, tensor, destination, message))
+        return self.sent[-1]
+
+    def receive(self, shape, dtype, source, message):
+        """Expect a message of that shape; its `wait` returns the tensor."""
+        return Receiving(self, shape, dtype, source, message)
+
+    def complete_sends(self):
+        """End a step: block until every message of this rank has been taken."""
+        for sending in self.sent:
+            sending.wait()
+        self.sent.clear()
+
+    def waiting(self, peer, what):
+        """Around every call that blocks until rank `peer` acts."""
+        return self.naming_loss(peer, what)
+
+    @contextmanager
+    def naming_loss(self, peer, what):
+        """Around a call of the transport: a lost rank ends the job, by name."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            end_process(self.explain_loss(peer, what, error))
+
+    def waiting_for_all(self, what):
+        """Around a call that needs every rank: each names the one after it."""
+        return self.waiting((self.rank + 1) % self.num_ranks, what)
+
+    def explain_loss(self, peer, what, error):
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        return f"rank {self.rank} lost rank {peer} while waiting for {what} ({reason})"
+
+    def start(self, peers, begin):
+        """Start a transfer to the ranks `peers`; `begin()` returns torch's work."""
+        return begin()
+
+    def leave(self):
+        """Leave together, so that no rank closes a connection that another still uses."""
+        with self.waiting_for_all("the end of the job"):
+            dist.barrier()
+        dist.destroy_process_group()
+        # Their threads end with the last reference: one that outlives Python would abort it.
+        atexit.register(lambda: (time.sleep(0.02), gc.collect()))
+
+
+class Sending:
+    """A message on its way. It owns its buffer until the receiver has taken it."""
+
+    def __init__(self, job, tensor, destination, message):
+        self.job, self.destination, self.message = job, destination, message
+        self.buffer = tensor.detach().to("cpu" if job.through_host else job.device).contiguous()
+        channel = job.channel(job.rank, destination, message)
+        with job.naming_loss(destination, message):
+            self.work = job.start(
+                [destination], lambda: dist.isend(self.buffer, destination, group=channel)
+            )
+
+    def wait(self):
+        if self.buffer is not None:
+            with self.job.waiting(self.destination, f"the receipt of {self.message}"):
+                self.work.wait()
+            self.buffer = None
+
+
+class Receiving:
+    """A buffer for a message that is expected from `source`."""
+
+    def __init__(self, job, shape, dtype, source, message):
+        self.job, self.source, self.message = job, source, message
+        device = "cpu" if job.through_host else job.device
+        self.buffer = torch.empty(shape, dtype=dtype, device=device)
+        with job.naming_loss(source, message):
+            channel = job.channel(source, job.rank, message)
+            self.work = dist.irecv(self.buffer, source, group=channel)
+
+    def wait(self):
+        """The tensor, on this rank's device, once it has arrived."""
+        with self.job.waiting(self.source, self.message):
+            self.work.wait()
+        return self.buffer.to(self.job.device)
+
+
+def join_job(device="auto", timeout=60.0, pairs=None):
+    """Meet the other ranks and open the channels.
+
+    `pairs` are the (source, destination), or (source, destination, what), that exchange messages;
+    by default each rank and the next, in both directions. They are equal on all ranks.
+    """
+    rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
+    torch.set_num_threads(1)  # the same digits on every machine
+    device, backend = choose_device(device, local_rank, local_ranks)
+    # The first backward imports half a second of code: here all ranks do it at once.
+    torch.ones(1, device=device, requires_grad=True).sum().backward()
+    limit = timedelta(seconds=timeout + GRACE)
+    store = meet(rank, num_ranks, max(timeout, LONGEST_START))
+    backends = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    job = Job(rank, num_ranks, device, backend, timeout, store)
+    following = [(i, i + 1) for i in range(num_ranks - 1)]
+    pairs = following + [(b, a) for a, b in following] if pairs is None else pairs
+    for pair in sorted(set(pairs)):
+        job.channels[pair] = dist.new_group(list(pair[:2]), backend=backend, timeout=limit)
+    for source, destination, *what in job.channels:
+        first = Message(*what or ["first message"], source, 0)
+        if rank == source:
+            job.send(torch.ones(1), destination, first).wait()
+        elif rank == destination:
+            job.receive((1,), torch.float32, source, first).wait()
+    job.sent.clear()
+    return job
+
+
+def is_loss(error):
+    """Whether an error, or what caused it, says that the transport lost the other side."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = "closed by peer", "reset by peer", "Timed out"
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def choose_device(wanted, local_rank, local_ranks):
+    """Device and backend: NCCL where each rank has a GPU of its own, else gloo."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(device)
+    return device, "nccl" if local_ranks <= gpus and dist.is_nccl_available() else "gloo"
+
+
+def meet(rank, num_ranks, timeout):
+    """The store through which ranks find each other."""
+    if num_ranks == 1:  # on Windows torch has no HashStore, and is built without libuv
+        alone = getattr(dist, "HashStore", None)
+        return alone() if alone else dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
+    set_meeting_point(rank, num_ranks)
+    try:
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        end_process(
+            f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start ({reason})"
+        )
+
+
+def end_process(sentence, before_leaving=lambda: None):
+    """Print one sentence and end this process at once, without waiting for any other rank."""
+    ending.acquire()  # for good: a second thread has nothing to add
+    print(sentence, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    before_leaving()
+    time.sleep(0.3)  # if the store is here, others are asking it why their peer is gone
+    os._exit(1)

@@ -1,0 +1,65 @@
+"""The paths of a run: an output must be possible, and must not destroy another path of the run."""
+
+import os
+from pathlib import Path
+
+from pipeline.command_line import reject
+
+# Every path that a run reads or writes, and the attribute that has it; each script has some of them.
+# --checkpoints is both, and stands among the first: what is there has to be kept.
+READ = {
+    "--data": "data",
+    "--tokenizer": "tokenizer",
+    "--pretrained": "pretrained",
+    "--import": "import_file",
+    "--repair": "repair",
+    "FILE.csv": "file",
+    "--checkpoints": "checkpoints",
+}
+WRITTEN = {
+    "--timeline": "timeline",
+    "--profile": "profile",
+    "--losses": "losses",
+    "--metrics": "metrics",
+    "--record": "record",
+    "--export": "export",
+}
+
+
+def check_paths_apart(arguments):
+    """Refuse an output on or in another path of the run, or around it; links are resolved."""
+    taken = {}  # flag -> path, of those that may be followed by an output
+    for flag, name in {**READ, **WRITTEN}.items():
+        path = getattr(arguments, name, None)
+        if not path:  # not given, or '', which is refused elsewhere
+            continue
+        for other in taken if flag in WRITTEN else []:
+            check_apart(flag, path, other, taken[other])
+        taken[flag] = path
+
+
+def check_apart(flag, path, other, other_path):
+    """Refuse two paths of which one is the other or lies in it."""
+    real, other_real = Path(os.path.realpath(path)), Path(os.path.realpath(other_path))
+    if real == other_real:
+        reject(f"{flag} and {other} name the same file {path}; give each its own")
+    if real.is_relative_to(other_real):
+        reject(f"{flag} {path} lies in {other} {other_path}; name a place outside of it")
+    if other_real.is_relative_to(real):
+        reject(f"{other} {other_path} lies in {flag} {path}; name a place outside of it")
+
+
+def can_be_written(path, folder):
+    """Whether a file can be made in `folder` and take the place of `path`."""
+    if not os.path.basename(path):
+        return False
+    if os.path.exists(path) and not (os.path.isfile(path) and os.access(path, os.W_OK)):
+        return False
+    # Permissions do not tell the whole truth (root, read-only mounts, /proc): try it.
+    attempt = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    try:
+        os.close(os.open(attempt, os.O_CREAT | os.O_WRONLY))
+        os.remove(attempt)
+    except OSError:
+        return False
+    return True

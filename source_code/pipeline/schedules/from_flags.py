@@ -1,0 +1,68 @@
+"""The flags that choose a schedule: by name with its options, or from a CSV file."""
+
+import argparse
+
+from pipeline.command_line import positive_integer, ranks_from_environment, reject
+from pipeline.schedule import ScheduleError, read_csv
+from pipeline.schedules import (
+    SCHEDULES,
+    build_schedule,
+    chunked_schedules,
+    synchronous_schedules,
+)
+from pipeline.schedules.legal import check_legal
+
+
+def add_schedule_flags(parser, default="gpipe", names=None):
+    """Add --schedule, --chunks and --option; `names` are the choices, by default all synchronous."""
+    add = parser.add_argument
+    names = names or synchronous_schedules()
+    add("--schedule", choices=names, default=default, help="order of the actions")
+    chunked = ", ".join(chunked_schedules())
+    add("--chunks", type=positive_integer, metavar="V", help=f"stages per rank, for {chunked}")
+    has = "; ".join(
+        f"{n}: {', '.join(SCHEDULES[n].options)}" for n in names if SCHEDULES[n].options
+    )
+    add("--option", type=schedule_option, action="append", metavar="NAME=VALUE", help=has)
+
+
+def schedule_option(text):
+    """A flag's value NAME=VALUE as a pair (name, whole number of at least 1)."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not '{text}'")
+    return name.strip(), positive_integer(value)
+
+
+def choose_schedule(arguments, num_ranks=None):
+    """The schedule that the flags name. `num_ranks` are those of one pipeline, by default all."""
+    num_ranks = num_ranks or ranks_from_environment()[1]
+    options = dict(arguments.option or [])
+    sizes = arguments.schedule, num_ranks, arguments.microbatches, arguments.chunks
+    try:
+        return build_schedule(*sizes, **options)
+    except ScheduleError as error:
+        given = "".join(f" --option {name}={value}" for name, value in options.items())
+        reject(
+            f"--schedule {arguments.schedule} --microbatches {arguments.microbatches}{given}: {error}"
+        )
+
+
+def read_schedule(path, num_ranks):
+    """The schedule in a CSV file, or a rejection that names the wrong action of the wrong rank."""
+    try:
+        schedule = check_legal(read_csv(path))
+    except ScheduleError as error:
+        reject(f"{path}: {error}; mend that row")
+    except (OSError, UnicodeDecodeError):
+        reject(f"{path} is no CSV file that can be read; name one that predict.py --csv wrote")
+    if any(action.kind == "U" for order in schedule.orders for action in order):
+        reject(
+            f"{path} has updates (U) in the middle of the step; only pipedream.py performs those"
+        )
+    if schedule.num_ranks != num_ranks:
+        reject(
+            f"{path} is for {schedule.num_ranks} ranks, one per row, and this job has "
+            f"{num_ranks}; start it with --nproc-per-node {schedule.num_ranks}"
+        )
+    return schedule

@@ -1,0 +1,94 @@
+"""A stage whose backward comes in two: for the input first, for the weights when there is time.
+
+The backward of a linear layer y = x Wᵀ is two matrix products that do not need each other: g W, the
+gradient of the input, which the stage before is waiting for, and gᵀ x, the gradient of the weights,
+which is not needed before the update (Qi et al. 2024, 2401.10241, section 2.1). The layers here can
+defer the second one: they leave x and g behind, and everything else that the forward had kept is
+freed. Norms and the embedding, whose gradients cost no matrix product, compute theirs at once.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipeline.stage import Stage
+
+
+class Deferred(NamedTuple):
+    """A weight gradient that is still to be computed: gᵀ x of one layer."""
+
+    weight: nn.Parameter  # (outputs, inputs)
+    inputs: torch.Tensor  # (..., inputs)
+    gradient: torch.Tensor  # of the outputs, (..., outputs)
+
+
+class SplitStage(Stage):
+    """A Stage that can also run the two halves of a backward by themselves."""
+
+    def __init__(self, part, index, num_stages, loss_function):
+        super().__init__(part, index, num_stages, loss_function)
+        self.deferred = {}  # micro-batch -> its Deferred, from I to W
+        self.deferring = None  # the list that receives them during an I
+        for module in part.modules():
+            if isinstance(module, nn.Linear):
+                module.forward = partial(self.linear, module)
+
+    def linear(self, module, inputs):
+        output = SplitLinear.apply(inputs, module.weight, self)
+        return output if module.bias is None else output + module.bias
+
+    def backward_input(self, microbatch, gradient=None):
+        """Run the half of the backward that the stage before waits for.
+
+        Arguments and result are those of `backward`. Of what the forward had kept, only the inputs
+        of the linear layers stay, with the gradients of their outputs, until `backward_weight`.
+        """
+        self.deferring = self.deferred[microbatch] = []
+        try:
+            return self.run_backward(microbatch, gradient)
+        finally:
+            self.deferring = None
+
+    @torch.no_grad()
+    def backward_weight(self, microbatch):
+        """Run the other half, and add to the gradients of the weights."""
+        for weight, inputs, gradient in self.deferred.pop(microbatch):
+            more = weight_gradient(inputs, gradient)
+            weight.grad = more if weight.grad is None else weight.grad.add_(more)
+
+
+class SplitLinear(torch.autograd.Function):
+    """x Wᵀ; its backward is that of F.linear, or its half for the input while `stage` defers."""
+
+    @staticmethod
+    def forward(ctx, inputs, weight, stage):
+        ctx.save_for_backward(inputs, weight)
+        ctx.parameter = weight  # itself: what was saved comes back as another tensor
+        ctx.stage = stage
+        return F.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs, weight = ctx.saved_tensors
+        input_gradient = gradient @ weight if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:  # the weight is frozen
+            return input_gradient, None, None
+        if ctx.stage.deferring is None:
+            return input_gradient, weight_gradient(inputs, gradient), None
+        # Detached: a tensor with its history keeps everything alive that it was made of.
+        ctx.stage.deferring.append(Deferred(ctx.parameter, inputs.detach(), gradient.detach()))
+        return input_gradient, None, None
+
+
+def weight_gradient(inputs, gradient):
+    """gᵀ x over all positions: (outputs, inputs)."""
+    return gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
+
+
+def stage_class_for(schedule):
+    """SplitStage where the schedule has backwards in two halves, else Stage."""
+    splits = any(action.kind == "I" for order in schedule.orders for action in order)
+    return SplitStage if splits else Stage

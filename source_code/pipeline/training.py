@@ -1,0 +1,263 @@
+"""What all training scripts share: flags, batches, the loop, and one process to compare with."""
+
+import argparse
+import math
+import sys
+
+import torch
+
+from pipeline.command_line import (
+    Parser,
+    positive_integer,
+    positive_number,
+    ranks_from_environment,
+    reject,
+)
+from pipeline.data import DataError, load_text
+from pipeline.files import json_line, write_whole
+from pipeline.model import ModelConfig, build_part, cut_as, cut_evenly, token_loss
+from pipeline.stage import Stage
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
+# Largest difference from one process: absolute in the first ten steps, relative to the loss after
+# that. Narrow types have a tolerance, and no digits are promised.
+TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
+
+
+def training_parser(description):
+    """The parser with the flags that every training script has."""
+    parser = Parser(description=description.splitlines()[0])
+    rates = ", ".join(f"{rate} for {name}" for name, rate in LEARNING_RATES.items())
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
+    add("--steps", default=10, help="updates to train", **count)
+    add("--batch-size", default=16, help="sequences per step", **count)
+    add("--microbatches", default=8, help="parts of a batch", **count)
+    add("--layers", default=8, help="decoder layers", **count)
+    add("--dim", default=32, help="width of the model", **count)
+    add("--heads", default=4, help="query heads", **count)
+    add("--kv-heads", default=2, help="key and value heads", **count)
+    add("--seq-len", default=32, help="bytes per sequence", **count)
+    add("--learning-rate", type=positive_number, metavar="X", help=f"step size, else {rates}")
+    add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
+    add("--seed", type=int, default=0, metavar="N", help="of the weights and the batches")
+    add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
+    add("--data", metavar="FILE", help="text to learn instead of the course's own")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    add("--cut", type=layer_counts, metavar="A,B,...", help="layers of each stage, e.g. 3,3,2")
+    add("--verify", action="store_true", help="compare with one process training the whole model")
+    add("--losses", metavar="FILE", help="write the losses, one JSON object per line")
+    add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait for another rank")
+    return parser
+
+
+def layer_counts(text):
+    return [positive_integer(count) for count in text.split(",")]
+
+
+def seconds(text):
+    if not 1 <= positive_number(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"must be 1 to 1000000 seconds, not '{text}'")
+    return float(text)
+
+
+def parse_arguments(parser):
+    """Parse the flags, check them, and add what follows from them.
+
+    That is `num_ranks`, `config` (a ModelConfig), `text` (a Text), `torch_dtype` and
+    `microbatch_size`.
+    """
+    return complete_arguments(parser, parser.parse_args())
+
+
+def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, a.seq_len)):
+    """The second half of `parse_arguments`, for a script that first sets flags by itself."""
+    a = arguments
+    a.num_ranks = getattr(a, "plan", None) or ranks_from_environment()[1]
+    a.vocabulary = getattr(a, "vocabulary", ModelConfig.vocabulary)
+    a.learning_rate = a.learning_rate or LEARNING_RATES[a.optimizer]
+    if a.batch_size % a.microbatches:
+        reject(
+            f"--microbatches {a.microbatches} does not divide --batch-size {a.batch_size}; use a "
+            f"--batch-size that is a multiple of {a.microbatches}"
+        )
+    if a.dim % a.heads or a.dim // a.heads % 2:
+        reject(
+            f"--heads {a.heads} does not cut --dim {a.dim} into parts of even width; use a --dim "
+            f"that is a multiple of {2 * a.heads}"
+        )
+    if a.heads % a.kv_heads:
+        reject(f"--kv-heads {a.kv_heads} does not divide --heads {a.heads}; use a divisor of it")
+    if not 0 <= a.seed < 2**31:
+        reject(f"--seed {a.seed} is out of range; use a number from 0 to {2**31 - 1}")
+    if a.device == "cuda" and not torch.cuda.is_available():
+        reject("--device cuda: this machine has no usable GPU; use --device cpu or auto")
+    a.config = ModelConfig(a.layers, a.dim, a.heads, a.kv_heads, a.seq_len, a.vocabulary)
+    a.torch_dtype = DTYPES[a.dtype]
+    a.microbatch_size = a.batch_size // a.microbatches
+    for check in parser.checks:
+        check(a)
+    try:
+        a.text = read_data(a)
+    except DataError as error:
+        reject(str(error))
+    return a
+
+
+def cut_layers(arguments, num_stages):
+    """(first, last) layer of each stage, `last` not included: --cut, or as even as it goes."""
+    layers, cut = arguments.layers, arguments.cut
+    if cut is None and layers < num_stages:
+        reject(
+            f"--layers {layers} is too few for {num_stages} stages; use at least one layer per "
+            "stage, or fewer stages"
+        )
+    if cut is None:
+        return cut_evenly(layers, num_stages)
+    if len(cut) != num_stages or sum(cut) != layers:
+        reject(
+            f"--cut {','.join(map(str, cut))} must name {num_stages} stages with {layers} layers "
+            "in all"
+        )
+    return cut_as(cut)
+
+
+def build_stage(arguments, index, cut, device, stage_class=Stage):
+    """Stage `index`: its layers of the `cut` and, on the last stage, the loss."""
+    first, last = cut[index]
+    a = arguments
+    part = build_part(a.config, first, last, a.seed, a.torch_dtype, device)
+    return stage_class(part, index, len(cut), share_of_loss(a.microbatches))
+
+
+def share_of_loss(microbatches):
+    """A micro-batch's share of the batch's mean loss: all micro-batches are equally large."""
+    return lambda scores, targets: token_loss(scores, targets) / microbatches
+
+
+def microbatches_of(arguments, device, step):
+    """Inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
+    a = arguments
+    batch = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
+    return tuple(tokens.to(device).chunk(a.microbatches) for tokens in batch)
+
+
+def train(arguments, job, stages, run_step):
+    """Train with `run_step(inputs, targets)`, which returns the loss or None; the exit status."""
+    weights = [weight for stage in stages for weight in stage.part.parameters()]
+    optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
+    log = LossLog(arguments, any(stage.is_last for stage in stages))
+    for step in range(arguments.steps):
+        inputs, targets = microbatches_of(arguments, job.device, step)
+        optimizer.zero_grad()
+        loss = run_step(inputs, targets)
+        optimizer.step()
+        log.add(step, loss)
+    job.leave()
+    return log.finish(job.device)
+
+
+class LossLog:
+    """The losses of a run, on the rank that has them. `first_step` is above 0 in a continued run."""
+
+    def __init__(self, arguments, has_loss, first_step=0):
+        self.arguments, self.has_loss, self.first_step = arguments, has_loss, first_step
+        self.losses = []
+
+    def add(self, step, loss):
+        if self.has_loss:
+            self.losses.append(loss.item())
+            print(f"step {step}  loss {self.losses[-1]:.6f}", flush=True)
+
+    def finish(self, device, reference=None, verify=True):
+        """Write --losses, and compare with one process if asked to. Returns the exit status."""
+        if not self.has_loss:
+            return 0
+        if self.arguments.losses:
+            rows = ({"step": k, "loss": x} for k, x in enumerate(self.losses, self.first_step))
+            write_whole(self.arguments.losses, "".join(map(json_line, rows)))
+        for step, loss in enumerate(self.losses, self.first_step):
+            if not math.isfinite(loss):
+                sentence = "the training diverged; use a smaller --learning-rate"
+                print(f"the loss of step {step} is {loss}: {sentence}", file=sys.stderr, flush=True)
+                return 1
+        if not (self.arguments.verify and verify):
+            return 0
+        expected = (reference or train_one_process)(self.arguments, device)
+        agree = losses_agree(self.arguments.dtype, self.losses, expected, self.first_step)
+        return 0 if agree else 1
+
+
+def losses_agree(dtype, losses, expected, first_step=0):
+    """Print the losses beside those of one process, and say whether they agree as promised."""
+    print("step  pipeline  one process  difference")
+    agree, largest = True, 0.0
+    early, late = TOLERANCES[dtype]
+    for step, (ours, theirs) in enumerate(zip(losses, expected[first_step:]), first_step):
+        difference = abs(ours - theirs)
+        print(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
+        largest = max(largest, difference)
+        agree &= difference <= (early if step < 10 else late * abs(theirs))  # false for NaN
+    verdict = "as promised" if agree else "MORE THAN PROMISED"
+    print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
+    return agree
+
+
+def train_one_process(
+    arguments,
+    device="cpu",
+    before_update=lambda model, optimizer, step: None,
+    build=None,
+    **options,
+):
+    """The loss of every step in nats, without a pipeline: the whole model, the whole batch.
+
+    `before_update(model, optimizer, step)` runs between backward and update; `build(arguments,
+    device)` may return another model; `options` go to AdamW.
+    """
+    a = arguments
+    model = (build or build_model)(a, device)
+    optimizer = build_optimizer(a.optimizer, model.parameters(), a.learning_rate, **options)
+    losses = []
+    for step in range(a.steps):
+        inputs, targets = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
+        loss = token_loss(model(inputs.to(device)), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        before_update(model, optimizer, step)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def build_model(arguments, device="cpu"):
+    """The whole model in one part."""
+    a = arguments
+    return build_part(a.config, 0, a.layers, a.seed, a.torch_dtype, device)
+
+
+def build_optimizer(name, parameters, learning_rate, **options):
+    """`sgd`, `momentum` (0.9) or `adamw` over `parameters`; `options` are those of AdamW."""
+    if name == "sgd":
+        return SGD(parameters, learning_rate)
+    if name == "momentum":
+        return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=learning_rate, **options)
+
+
+class SGD:
+    """torch.optim.SGD without options, to the last digit, and without the 1.8 s of its import."""
+
+    def __init__(self, parameters, learning_rate):
+        self.param_groups = [{"params": list(parameters), "lr": learning_rate}]
+        self.state = {}  # stays empty
+
+    def zero_grad(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])

@@ -1,0 +1,67 @@
+"""Trains with any synchronous schedule: by name, or one of your own from a CSV file.
+
+    torchrun --standalone --nproc-per-node 4 source_code/train.py --schedule zb-v --verify
+    torchrun --standalone --nproc-per-node 4 source_code/train.py mine.csv --verify
+
+A file has one row per rank, with cells such as 0F3: stage, kind (F, B, or I and W for a backward in
+two halves) and micro-batch. --option sets an option of a named schedule, such as depth=2 of 1f1b,
+and --recompute says what a stage keeps of a forward. With --pace-per-layer a stage takes as many
+times --pace as it has layers, which --cut can make uneven.
+"""
+
+import sys
+
+from extensions.recompute import add_recompute_flags, build_stages, check_pieces
+from lab import attach
+
+from pipeline.command_line import ranks_from_environment, reject
+from pipeline.job import join_job
+from pipeline.schedules.from_flags import (
+    add_schedule_flags,
+    choose_schedule,
+    read_schedule,
+)
+from pipeline.training import complete_arguments, cut_layers, train, training_parser
+from pipeline.worker import Worker
+
+
+def main():
+    parser = training_parser(__doc__)
+    parser.add_argument("file", metavar="FILE.csv", nargs="?", help="in place of --schedule")
+    add_schedule_flags(parser)
+    add_recompute_flags(parser)
+    attach.add_flags(parser)
+    arguments = parser.parse_args()
+    schedule = schedule_of(arguments, parser)
+    complete_arguments(parser, arguments)
+    cut = cut_layers(arguments, schedule.num_stages)
+    check_pieces(arguments, cut)
+    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
+    stages = build_stages(arguments, schedule, cut, job)
+    attach.observe(arguments, job, stages.values(), schedule)
+    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
+    worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)
+    return train(arguments, job, stages.values(), worker.run_step)
+
+
+def schedule_of(arguments, parser):
+    """The schedule in FILE.csv, whose number of micro-batches is that of the run, or --schedule."""
+    if arguments.file is None:
+        return choose_schedule(arguments)
+    if arguments.chunks or arguments.option:
+        reject("--chunks and --option are for a named --schedule; a file says where its stages are")
+    schedule = read_schedule(arguments.file, ranks_from_environment()[1])
+    if arguments.microbatches not in (
+        parser.get_default("microbatches"),
+        schedule.num_microbatches,
+    ):
+        reject(
+            f"--microbatches {arguments.microbatches} contradicts {arguments.file}, which has "
+            f"{schedule.num_microbatches}; leave the flag out"
+        )
+    arguments.microbatches = schedule.num_microbatches
+    return schedule
+
+
+if __name__ == "__main__":
+    sys.exit(main())
