@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from lab.figures import new_plot, picture_of  # noqa: E402
 from lab.timeline import from_chrome_trace  # noqa: E402
-
 from pipeline.files import write_whole  # noqa: E402
 
 

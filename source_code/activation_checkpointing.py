@@ -10,7 +10,6 @@ import sys
 
 from extensions.recompute import add_recompute_flags, build_stages, check_pieces
 from lab import attach
-
 from pipeline.job import join_job
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.training import cut_layers, parse_arguments, train, training_parser

@@ -12,14 +12,13 @@ wants to find the faults reads no further than this file: they are in broken/pip
 import os
 import sys
 
-from lab.report import Report
-
 from broken.pipelines.faults import PIECES, RANKS, choose_pieces
 from broken.pipelines.faulty_clipping import clip_gradients, clip_gradients_in_one_process
 from broken.pipelines.faulty_stages import build_stage, cut_layers, draw_microbatches
 from broken.pipelines.faulty_stash import train_without_flush
 from broken.pipelines.faulty_tying import exchange_tied_gradient, train_tied_in_one_process
 from broken.pipelines.faulty_worker import WorkerWithPieces
+from lab.report import Report
 from pipeline.command_line import reject
 from pipeline.job import join_job, leave_job
 from pipeline.schedules import one_f_one_b

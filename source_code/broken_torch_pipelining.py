@@ -14,7 +14,6 @@ prints how far it is from one process.
 import sys
 
 import torch.distributed as dist
-from extensions.torch_pipelining.library import watched
 
 from broken.torch_pipelining import (
     distributed_data_parallel,
@@ -25,6 +24,7 @@ from broken.torch_pipelining import (
     steps_and_losses,
     traced_models,
 )
+from extensions.torch_pipelining.library import watched
 from pipeline.command_line import Parser, ranks_from_environment, reject
 from pipeline.job import join_job, leave_job
 from pipeline.training import seconds

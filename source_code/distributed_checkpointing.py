@@ -49,7 +49,6 @@ from extensions.optimization.update import (
     clip_and_set_rate,
 )
 from lab import attach
-
 from pipeline.job import join_job
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.split_stage import stage_class_for

@@ -9,7 +9,6 @@ chunks, rank 1 has stages 1 and 5. `train.py --schedule looped-bfs` runs them br
 import sys
 
 from lab import attach
-
 from pipeline.command_line import positive_integer, reject
 from pipeline.job import join_job
 from pipeline.message import Message

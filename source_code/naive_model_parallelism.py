@@ -10,8 +10,8 @@ Activations travel forward and gradients backward, sent and received by hand. Wi
 import sys
 
 import torch
-from lab import attach
 
+from lab import attach
 from pipeline.command_line import positive_integer, reject
 from pipeline.job import join_job
 from pipeline.message import Message

@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node 4 source_code/one_f_one_b.py --verify
 import sys
 
 from lab import attach
-
 from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.training import (

@@ -18,7 +18,6 @@ from extensions.asynchronous.pipedream_flags import (
 )
 from extensions.asynchronous.weight_stash import StashingStage
 from lab import attach
-
 from pipeline.collectives import open_groups
 from pipeline.job import join_job
 from pipeline.message import Message

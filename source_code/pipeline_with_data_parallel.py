@@ -40,7 +40,6 @@ from extensions.optimization.learning_rate import ConstantRate
 from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
 from lab import attach
-
 from pipeline.command_line import positive_integer, positive_number
 from pipeline.job import join_job
 from pipeline.model import build_part

@@ -11,6 +11,7 @@ import json
 import sys
 
 import torch
+
 from extensions.planning.partition import (
     PartitionError,
     check_size,
@@ -19,7 +20,6 @@ from extensions.planning.partition import (
     read_profile,
 )
 from lab.checks import check_memory
-
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig

@@ -12,7 +12,6 @@ import sys
 from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
 from lab.timeline import from_chrome_trace
-
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.files import write_whole
 from pipeline.schedule import ScheduleError, read_csv, to_csv

@@ -41,9 +41,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from course.free_port import free_port
-from lab.watch import LAUNCHER_VARIABLE
 
+from course.free_port import free_port
+from lab.variables import LAUNCHER_VARIABLE
 from pipeline.collectives import gather
 from pipeline.command_line import Parser, positive_number, ranks_from_environment
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text

@@ -18,6 +18,7 @@ import sys
 from functools import partial
 
 import torch
+
 from extensions.checkpointing.checkpoint import Training
 from extensions.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
@@ -69,7 +70,6 @@ from extensions.pretraining.tokens import (
 )
 from extensions.recompute import MODES, recomputing
 from lab import attach
-
 from pipeline.collectives import gather
 from pipeline.command_line import (
     positive_integer,

@@ -13,6 +13,17 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    SplitPoint,
+    build_stage,
+    pipe_split,
+    pipeline,
+)
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
 from extensions.optimization.clipping import clip_gradients
 from extensions.torch_pipelining.library import (
     ONE_STAGE,
@@ -29,17 +40,6 @@ from extensions.torch_pipelining.library import (
     without_messages_to_itself,
 )
 from lab.report import Report
-from torch.distributed.pipelining import (
-    PipelineStage,
-    SplitPoint,
-    build_stage,
-    pipe_split,
-    pipeline,
-)
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
-
 from pipeline.command_line import positive_integer, positive_number, reject
 from pipeline.job import join_job, leave_job
 from pipeline.model import VOCABULARY, ModelPart, materialise, token_loss

@@ -15,14 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from extensions.torch_pipelining.library import (
-    device_without_sharing,
-    mean_of,
-    recorded,
-    schedule_as_data,
-    watched,
-)
-from lab.report import Report
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -34,6 +26,14 @@ from torch.distributed.pipelining import (
 )
 from torch.nn import functional as F
 
+from extensions.torch_pipelining.library import (
+    device_without_sharing,
+    mean_of,
+    recorded,
+    schedule_as_data,
+    watched,
+)
+from lab.report import Report
 from pipeline.collectives import gather
 from pipeline.command_line import reject
 from pipeline.data import Text, load_text

@@ -10,10 +10,10 @@ import sys
 import warnings
 
 import torch
-from extensions.torch_pipelining.library import mean_of, watched
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, pipeline
 
+from extensions.torch_pipelining.library import mean_of, watched
 from pipeline.command_line import Parser, positive_integer, ranks_from_environment, reject
 from pipeline.job import join_job, leave_job
 from pipeline.training import seconds

@@ -13,7 +13,6 @@ import sys
 
 from extensions.recompute import add_recompute_flags, build_stages, check_pieces
 from lab import attach
-
 from pipeline.command_line import ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.schedules.from_flags import (

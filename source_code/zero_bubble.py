@@ -9,7 +9,6 @@ import sys
 from collections import deque
 
 from lab import attach
-
 from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.split_stage import SplitStage

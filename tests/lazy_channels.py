@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from extensions.data_parallel import replicas
 
+from extensions.data_parallel import replicas
 from pipeline import distributed
 
 SCRIPTS = Path(distributed.__file__).resolve().parents[1]

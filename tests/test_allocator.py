@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 from allocator import Allocator
-from course.launch import SCRIPTS
-from extensions.recompute import MODES, build_recomputing_stage
-from lab.report import Report
 from ranks import run_on_ranks
 from test_equals_one_process import SMALL
 from test_pipedream import arguments_of, pipedream
 from test_recompute import PARTS, WAYS, build_stage
 
+from course.launch import SCRIPTS
+from extensions.recompute import MODES, build_recomputing_stage
+from lab.report import Report
 from pipeline.job import join_job, leave_job
 from pipeline.model import ModelConfig, build_part, cut_evenly, token_loss
 from pipeline.schedules import build_schedule

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+
 from course import launch
-from lab.slow_network import free_port
+from course.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from course.last_words import RunFailed
-from course.launch import WarmRanks, _follow
 from ranks import run_on_ranks
 
+from course.last_words import RunFailed
+from course.launch import WarmRanks, _follow
 from pipeline import distributed
 
 PROGRAM = Path(__file__).with_name("lazy_channels.py")

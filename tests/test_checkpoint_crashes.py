@@ -20,10 +20,11 @@ from unittest import mock
 import distributed_checkpointing
 import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
+from ranks import run_on_ranks
+
 from course.last_words import RunFailed
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
-from ranks import run_on_ranks
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 4 --microbatches 2"
 FLAGS = f"script {SIZES} --optimizer adamw --device cpu --decay-steps 300 --timeout 20"

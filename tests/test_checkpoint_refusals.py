@@ -8,10 +8,10 @@ from pathlib import Path
 
 import distributed_checkpointing
 import pytest
-from extensions.checkpointing import checkpoint_folder
 from test_bad_input import SCRIPTS, SOURCE, Refusal, schedule_file
 from torch.distributed.run import get_args_parser
 
+from extensions.checkpointing import checkpoint_folder
 from pipeline import arguments
 
 SCRIPT = "distributed_checkpointing"

@@ -17,11 +17,11 @@ from unittest import mock
 import distributed_checkpointing
 import pytest
 import torch
+from ranks import run_on_ranks
+
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
-from ranks import run_on_ranks
-
 from pipeline.model import ModelConfig
 from pipeline.training import build_model
 

@@ -7,6 +7,7 @@ from functools import partial
 import numpy
 import pytest
 import torch
+
 from course.checks import (
     lesson_00,
     lesson_01,
@@ -17,7 +18,6 @@ from course.checks import (
     lesson_11,
 )
 from course.checks.answer import NOT_ATTEMPTED
-
 from pipeline.model import cut_evenly, token_loss
 
 

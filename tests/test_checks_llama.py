@@ -1,6 +1,7 @@
 """The checks of lesson 12c know a stub, the right answer and typical wrong ones."""
 
 import pytest
+
 from course.checks import lesson_12c
 from course.checks.answer import NOT_ATTEMPTED
 

@@ -1,10 +1,10 @@
 """The checks of lessons 05 and 09 know a stub, the right answer and typical wrong ones."""
 
 import pytest
+
 from course.checks import lesson_05, lesson_06, lesson_07, lesson_08, lesson_09
 from course.checks.answer import NOT_ATTEMPTED
 from lab.simulator import Costs, simulate
-
 from pipeline.schedule import Schedule, to_csv
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 

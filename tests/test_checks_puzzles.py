@@ -1,11 +1,11 @@
 """The check of lesson 12 knows a stub, a solution, and typical wrong answers of each puzzle."""
 
 import pytest
+
 from course.checks import lesson_12
 from course.checks.answer import NOT_ATTEMPTED
 from course.checks.puzzles import PUZZLES
-from lab.slow_network import DELAY_VARIABLE, PRETENDED_VARIABLE
-
+from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE
 from pipeline.schedule import Action, Schedule, to_csv
 from pipeline.schedules import (
     dualpipe_v,

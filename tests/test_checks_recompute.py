@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from course.checks import lesson_06
 from course.checks.answer import NOT_ATTEMPTED
 

@@ -1,6 +1,7 @@
 """What data, sharded, tensor and pipeline parallelism cost on paper, by the papers' formulas."""
 
 import pytest
+
 from extensions.planning.choosing import mixes, ways
 from extensions.planning.forecast import BYTES_PER_PARAMETER, Machine, Model
 

@@ -15,14 +15,14 @@ from unittest import mock
 import pipeline_with_data_parallel as script
 import pytest
 import torch
+from ranks import PRELOAD, run_on_ranks
+from test_bad_input import Refusal
+
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.data_parallel.replicas import AllReduce
 from extensions.optimization import clipping
 from extensions.pretraining.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
-from ranks import PRELOAD, run_on_ranks
-from test_bad_input import Refusal
-
 from pipeline.data import load_text
 from pipeline.model import token_loss
 from pipeline.training import build_model, train_one_process

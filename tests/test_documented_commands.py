@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from course.launch import ROOT
 
 BIN = Path(sys.executable).parent

@@ -7,10 +7,10 @@ whole model, and the ranks take exactly the actions of the schedule.
 import json
 
 import pytest
-from course.last_words import RunFailed
-from course.launch import run
 from test_equals_one_process import ADAMW, SGD, one_process
 
+from course.last_words import RunFailed
+from course.launch import run
 from pipeline.schedule import Action, to_csv
 from pipeline.schedules import build_schedule, synchronous_schedules, zb_h1
 

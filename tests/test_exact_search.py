@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+
 from course.checks.puzzles import PUZZLES
 from extensions.planning.exact_search import (
     Moment,
@@ -16,7 +17,6 @@ from extensions.planning.exact_search import (
     what_matters,
 )
 from lab.simulator import Costs, simulate
-
 from pipeline.schedule import Action, Schedule, ScheduleError, message_of, needs_of, read_csv
 from pipeline.schedules import (
     gpipe,

@@ -7,14 +7,14 @@ import re
 import shutil
 
 import pytest
+
+from broken.pipelines.faults import PIECES, Broken, Cured
 from course import launch
 from course.checks import lesson_12b as check
 from course.checks.answer import NOT_ATTEMPTED
 from course.debugging.comparing import compare
 from course.last_words import RunFailed
 from lab.flight_log_reader import read_recording
-
-from broken.pipelines.faults import PIECES, Broken, Cured
 
 # What is the first difference from a healthy run: step, ranks, action.
 FIRST = {

@@ -10,9 +10,9 @@ from unittest import mock
 
 import predict
 import pytest
-from lab.simulator import Costs, simulate
 from torch_orders import torch_order
 
+from lab.simulator import Costs, simulate
 from pipeline.schedule import ScheduleError, from_csv, to_csv
 from pipeline.schedules import (
     SCHEDULES,

@@ -4,10 +4,10 @@ import re
 
 import make_images
 import pytest
+
 from course.launch import ROOT
 from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
-
 from pipeline.schedules import SCHEDULES
 
 FIGURES = sorted((ROOT / "images").glob("*.svg"))

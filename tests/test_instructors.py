@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from course.launch import ROOT
 
 TEXT = (ROOT / "docs" / "instructors.md").read_text()

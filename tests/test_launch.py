@@ -9,11 +9,12 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from kernels import Kernel
+from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
+
 from course import launch
 from course.last_words import RunFailed
 from course.launch import ROOT, launch_words, run
-from kernels import Kernel
-from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
 
 LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it
 EITHER_WAY = pytest.mark.parametrize("warm", [True, False], ids=["warm", "torchrun"])

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from course.launch import ROOT, SCRIPTS
 
 TORCHRUN = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"]

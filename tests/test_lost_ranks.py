@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+
 from course.last_words import RunFailed
 from course.launch import SCRIPTS, LaunchedRanks, WarmRanks, _follow, launch_words
 from lab.watch import Wait, Watch

@@ -8,13 +8,13 @@ import re
 
 import pytest
 import torch
+from ranks import run_on_ranks
+
 from course.launch import run
 from extensions.optimization.mixed_precision import computing_copy, hand_over_put_off
 from extensions.planning.footprint import Kept, count_weights, most_held, predict_memory
 from extensions.pretraining.padding import ShareOfLoss
 from extensions.recompute import build_recomputing_stage
-from ranks import run_on_ranks
-
 from pipeline.job import join_job, leave_job
 from pipeline.model import ModelConfig, build_part, cut_evenly
 from pipeline.schedules import build_schedule, chunked_schedules

@@ -6,11 +6,11 @@ import socket
 import time
 
 import pytest
+
 from course.last_words import RunFailed
 from course.launch import ROOT, WarmRanks, _follow, launch_words, run
 from lab.simulator import Costs, simulate
 from lab.slow_network import NodesError
-
 from pipeline import nodes
 from pipeline.command_line import first_node, ranks_from_environment
 from pipeline.schedules import gpipe

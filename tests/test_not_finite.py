@@ -10,13 +10,13 @@ import sys
 
 import pytest
 import torch
+from ranks import run_on_ranks
+
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint_folder
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import find_not_finite
-from ranks import run_on_ranks
-
 from pipeline.files import json_line
 from pipeline.job import join_job, leave_job
 

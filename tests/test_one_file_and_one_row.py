@@ -6,11 +6,11 @@ import sys
 
 import predict
 import pytest
-from course.views.explorer import Panel, explore
-from lab.simulator import Costs, simulate
 from test_equals_one_process import SGD
 from test_every_schedule import largest_difference, train
 
+from course.views.explorer import Panel, explore
+from lab.simulator import Costs, simulate
 from pipeline import schedules
 from pipeline.schedule import read_csv
 from pipeline.schedules import SCHEDULES, Generator, build_schedule, synchronous_schedules

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import preflight
+
 from course import launch
 from course.launch import ROOT
 

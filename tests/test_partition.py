@@ -14,6 +14,7 @@ import gpipe
 import plan_partition
 import pytest
 import torch
+
 from extensions.planning.partition import (
     LayerProfile,
     PartitionError,
@@ -23,7 +24,6 @@ from extensions.planning.partition import (
     read_profile,
     stage_seconds,
 )
-
 from pipeline.model import ModelConfig, cut_as
 from pipeline.training import build_model
 

@@ -14,13 +14,13 @@ from unittest import mock
 import pipedream
 import pytest
 import torch
+from ranks import run_on_ranks
+
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.asynchronous import asynchronous_reference, weight_stash
 from extensions.asynchronous.weight_stash import forward_version
 from lab.simulator import Costs, simulate
-from ranks import run_on_ranks
-
 from pipeline.collectives import gather
 from pipeline.job import join_job, leave_job
 from pipeline.schedule import Action

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from course.cluster import RECORDED, Cluster, stacks_of
 from course.launch import ROOT, run
 from extensions.planning.forecast import (
@@ -17,7 +18,6 @@ from extensions.planning.forecast import (
     training_days,
 )
 from lab.simulator import Costs, simulate
-
 from pipeline.schedules import interleaved_1f1b, one_f_one_b
 
 GPT3 = Model(layers=96, hidden=12288, batch=1536)

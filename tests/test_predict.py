@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import predict
 import pytest
+
 from lab.simulator import Costs, simulate
 from lab.timeline import to_chrome_trace
-
 from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules, gpipe, naive
 from pipeline.schedules.legal import check_legal

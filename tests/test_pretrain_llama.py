@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pretrain_llama
 import pytest
 import torch
+
 from course.last_words import RunFailed
 from course.launch import run, warm_up
 from extensions.optimization.mixed_precision import computing_copy, refresh
@@ -24,7 +25,6 @@ from extensions.pretraining.tokens import (
     read_content,
     stream_content,
 )
-
 from pipeline.data import DataError, load_text
 from pipeline.model import ModelConfig, build_part, token_loss
 from pipeline.training import build_model

@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from lab.simulator import simulate
 from processes import starts_processes
 from ranks import run_on_ranks
+
+from lab.simulator import simulate
 
 
 @contextlib.contextmanager

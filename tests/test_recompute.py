@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_equals_one_process import SMALL, one_process
+from test_split_backward import CountProducts
+from torch.utils.checkpoint import checkpoint
+
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.recompute import MODES, build_recomputing_stage
@@ -15,10 +19,6 @@ from lab.figures import draw_timelines
 from lab.report import measured_costs
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, from_chrome_trace, to_chrome_trace
-from test_equals_one_process import SMALL, one_process
-from test_split_backward import CountProducts
-from torch.utils.checkpoint import checkpoint
-
 from pipeline.job import join_job, leave_job
 from pipeline.model import ModelConfig, build_part, token_loss
 from pipeline.schedules import gpipe, one_f_one_b, synchronous_schedules, zb_h1, zb_h2

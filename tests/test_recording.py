@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+
 from course import launch
 from course.debugging.comparing import compare
 from course.debugging.time_machine import TimePanel, time_machine
@@ -23,7 +24,6 @@ from lab.flight_log_reader import (
     read_recording,
     tell_unanswered,
 )
-
 from pipeline.schedule import Action
 from pipeline.schedules import gpipe
 

@@ -4,6 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
+from ranks import run_on_ranks
+
 from extensions.data_parallel import replicas
 from extensions.data_parallel.replicas import (
     AllReduce,
@@ -13,8 +15,6 @@ from extensions.data_parallel.replicas import (
     sums_done,
 )
 from lab.simulator import Costs, simulate
-from ranks import run_on_ranks
-
 from pipeline.job import Job, join_job, leave_job
 from pipeline.schedule import message_of
 from pipeline.schedules import build_schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1

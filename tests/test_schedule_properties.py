@@ -10,8 +10,8 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lab.simulator import Costs, simulate
 
+from lab.simulator import Costs, simulate
 from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, pipedream, pipedream_round_robin
 from pipeline.schedules.legal import check_legal

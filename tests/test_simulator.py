@@ -5,8 +5,8 @@ The costs are sums of powers of two, so that every time is exact and nothing is 
 """
 
 import pytest
-from lab.simulator import Costs, simulate
 
+from lab.simulator import Costs, simulate
 from pipeline.schedule import ScheduleError, from_csv, message_of
 from pipeline.schedules import gpipe, naive, one_f_one_b, pipedream, pipedream_round_robin
 

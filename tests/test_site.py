@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 import flowchart
 import pytest
+
 from course.launch import ROOT
 
 SITE = ROOT / "build" / "site"

@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
-from course.launch import run
 from kernels import Kernel
+
+from course.launch import run
 
 JOB_SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 needs_slurm = pytest.mark.skipif(

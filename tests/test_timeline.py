@@ -5,11 +5,11 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+
 from lab.drawing import MOST_NUMBERS, NUMBER, ROW, arrange, draw_cursor, shade_of
 from lab.figures import draw_timelines, table
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
-
 from pipeline.schedule import from_csv
 from pipeline.schedules import gpipe, naive
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch_pipelining
 import torch_pipelining_gpt2
+from ranks import PRELOAD, run_on_ranks
+from torch.distributed.pipelining import PipelineStage
+
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.torch_pipelining.library import (
@@ -21,9 +24,6 @@ from extensions.torch_pipelining.library import (
     without_messages_to_itself,
 )
 from lab.simulator import Costs, simulate
-from ranks import PRELOAD, run_on_ranks
-from torch.distributed.pipelining import PipelineStage
-
 from pipeline import schedules
 from pipeline.command_line import ranks_from_environment
 from pipeline.job import join_job
@@ -264,8 +264,9 @@ def test_what_the_library_would_refuse_later_is_refused_before_the_start(
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV", "1F1B"])
 def test_what_is_refused_and_what_is_not_is_what_the_library_refuses(name):
     chunks = 1 if name == "1F1B" else 2
-    from extensions.torch_pipelining.library import complaint_about
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    from extensions.torch_pipelining.library import complaint_about
 
     for ranks in (2, 3, 4):
         for microbatches in range(1, 18):
@@ -298,6 +299,7 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
 
 def test_a_terminal_on_the_rank_of_the_last_stage_gets_a_progress_bar(monkeypatch):
     import tqdm
+
     from lab.report import Report
 
     schedule = schedule_as_data("ZBVZeroBubble", 4, 8, 2)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import broken_torch_pipelining
 import pytest
+from ranks import PRELOAD
+
 from course.last_words import RunFailed
 from course.launch import run
-from ranks import PRELOAD
 
 PRELOAD.extend(
     ["torch.distributed.pipelining", "extensions.torch_pipelining.library", "transformers"]

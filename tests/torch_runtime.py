@@ -14,8 +14,8 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from custom_schedule import parse_arguments
-from lab.report import write_losses
 
+from lab.report import write_losses
 from pipeline.job import join_job, leave_job
 from pipeline.model import VOCABULARY, build_part, token_loss
 from pipeline.training import build_optimizer

@@ -29,7 +29,6 @@ from course import launch
 from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import ONE_STAGE, SCHEDULES, schedule_as_data
 from lab.simulator import Costs, simulate
-
 from pipeline.command_line import Parser
 from pipeline.files import write_whole
 from pipeline.schedule import to_csv

@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from course.launch import run  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
 from lab.simulator import Costs, simulate  # noqa: E402
-
 from pipeline.schedules import SCHEDULES, build_schedule  # noqa: E402
 
 RUNS = 3  # of which the shortest is drawn: whatever else the machine does only adds time

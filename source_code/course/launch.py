@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from lab.timeline import Timeline, from_chrome_trace
-from lab.watch import LAUNCHER_VARIABLE
 
 from course.free_port import free_port
 from course.last_words import RunFailed, how_it_ended, rank_to_blame, worth_reading
+from lab.timeline import Timeline, from_chrome_trace
+from lab.variables import LAUNCHER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "source_code"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from html import escape
 
 from course.views.story import stories_of, waits_of
-
 from lab.timeline import Timeline
 
 TEXT = "#7a7a7a"

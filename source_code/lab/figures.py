@@ -9,7 +9,6 @@ from html import escape
 from pathlib import Path
 
 from course.views.story import short
-
 from lab.drawing import TEXT, arrange, draw_legend, draw_place, wrap
 
 

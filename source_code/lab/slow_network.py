@@ -4,14 +4,11 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE
 from pipeline.job import end_process
-
-DELAY_VARIABLE = "PIPELINE_NODE_DELAY"  # ms that a message between nodes takes longer
-PRETENDED_VARIABLE = "PIPELINE_RANKS_PER_NODE"  # on one machine: play nodes of so many ranks
 
 
 class NodesError(ValueError):
@@ -40,25 +37,6 @@ def node_delay():
     if not 0 <= milliseconds < 60_000:
         raise NodesError(f"{DELAY_VARIABLE} must be 0 to 60000 milliseconds, not '{text}'")
     return milliseconds / 1000
-
-
-@contextmanager
-def pretended_nodes(ranks_per_node, delay):
-    """Let what is started inside play nodes of so many ranks, `delay` milliseconds apart.
-
-    Without a delay nothing is pretended.
-    """
-    wanted = {PRETENDED_VARIABLE: str(ranks_per_node), DELAY_VARIABLE: str(delay)} if delay else {}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def attach_network(job):

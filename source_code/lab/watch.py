@@ -18,10 +18,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from lab.variables import FLIGHT_VARIABLE, LAUNCHER_VARIABLE
 from pipeline.job import end_process
 
-LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
-FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for what each rank sent last
 STORE_TIMEOUT = 2  # seconds that a store may take for an answer
 
 

@@ -1,8 +1,8 @@
 """Clipping by the norm of the whole model, with the piece of case 6."""
 
 import torch
-from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 
+from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from pipeline.job import waiting_for_all
 
 LARGEST_NORM = 0.4  # of the gradient

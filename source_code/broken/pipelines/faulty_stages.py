@@ -1,9 +1,8 @@
 """Cutting the model and the batch, with the pieces of the cases 2 and 3."""
 
-from lab.simulator import Costs
-
 from broken.pipelines.faults import RANKS
 from broken.pipelines.faulty_tying import start_tied
+from lab.simulator import Costs
 from pipeline.command_line import reject
 from pipeline.model import build_part, cut_as, token_loss
 from pipeline.stage import Stage

@@ -1,11 +1,10 @@
 """PipeDream with a stash that asks the piece of case 7 before every update."""
 
+from broken.pipelines.faults import RANKS
+from broken.pipelines.faulty_stages import draw_microbatches
 from extensions.asynchronous.asynchronous_reference import train_by_rule
 from extensions.asynchronous.weight_stash import StashingStage, WeightStash
 from lab.report import Report
-
-from broken.pipelines.faults import RANKS
-from broken.pipelines.faulty_stages import draw_microbatches
 from pipeline.collectives import gather
 from pipeline.job import join_job, leave_job
 from pipeline.model import build_part, token_loss

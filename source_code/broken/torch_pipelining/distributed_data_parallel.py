@@ -5,7 +5,6 @@ Each function runs one trap; `cured` selects the form that works.
 
 import torch
 import torch.distributed as dist
-from extensions.torch_pipelining.library import ONE_STAGE, stages_of_rank
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -19,6 +18,7 @@ from broken.torch_pipelining.small_pipeline import (
     draw_batch,
     run_step,
 )
+from extensions.torch_pipelining.library import ONE_STAGE, stages_of_rank
 
 
 def train_replicas(job, name, shapes, by_hand=False):

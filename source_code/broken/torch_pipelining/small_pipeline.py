@@ -8,12 +8,12 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from extensions.torch_pipelining.library import ONE_STAGE, stages_of_rank
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, pipeline
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import mse_loss
 
+from extensions.torch_pipelining.library import ONE_STAGE, stages_of_rank
 from pipeline.collectives import gather
 
 WIDTH, BATCH = 8, 8

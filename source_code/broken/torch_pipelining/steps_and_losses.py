@@ -7,7 +7,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from extensions.torch_pipelining.library import forwards_only
 from torch import nn
 
 from broken.torch_pipelining.small_pipeline import (
@@ -24,6 +23,7 @@ from broken.torch_pipelining.small_pipeline import (
     run_step,
     wait_for_all_ranks,
 )
+from extensions.torch_pipelining.library import forwards_only
 
 
 def step_without_grad(job, cured):

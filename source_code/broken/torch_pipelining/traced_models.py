@@ -7,7 +7,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from extensions.torch_pipelining.library import stages_of_rank, without_messages_to_itself
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, build_stage, pipe_split
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -26,6 +25,7 @@ from broken.torch_pipelining.small_pipeline import (
     trace_model,
     wait_for_all_ranks,
 )
+from extensions.torch_pipelining.library import stages_of_rank, without_messages_to_itself
 
 
 class BranchingModel(nn.Module):

@@ -1,8 +1,7 @@
 """Checks of lesson 01: the idle fraction of a naive pipeline, and a backward in two pieces."""
 
-from lab.simulator import Costs, simulate
-
 from course.checks.answer import WrongAnswer, call, call_for_number, close, instant, many
+from lab.simulator import Costs, simulate
 from pipeline.schedules import naive
 
 

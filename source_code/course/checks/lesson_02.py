@@ -2,8 +2,6 @@
 
 import math
 
-from lab.simulator import Costs, simulate
-
 from course.checks.answer import (
     WrongAnswer,
     call,
@@ -12,6 +10,7 @@ from course.checks.answer import (
     instant,
     many,
 )
+from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, naive
 
 

@@ -1,8 +1,7 @@
 """Checks of lesson 03: 1F1B as a schedule, what it holds, and what the room is good for."""
 
-from lab.simulator import Costs, simulate
-
 from course.checks.answer import call_for_number, call_for_schedule, instant, many
+from lab.simulator import Costs, simulate
 from pipeline.schedules import one_f_one_b
 
 

@@ -1,8 +1,7 @@
 """Checks of lesson 05: where the chunks lie, what they save, and when messages eat it up."""
 
-from lab.simulator import Costs, simulate
-
 from course.checks.answer import WrongAnswer, call, call_for_number, close, instant
+from lab.simulator import Costs, simulate
 from pipeline.schedules import interleaved_1f1b, one_f_one_b
 
 

@@ -1,8 +1,7 @@
 """Checks of lesson 06: what recomputation leaves to hold, what it costs, and where to checkpoint."""
 
-from lab.simulator import Costs, simulate
-
 from course.checks.answer import call_for_number, close, instant
+from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, one_f_one_b
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}

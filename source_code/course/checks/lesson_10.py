@@ -1,9 +1,8 @@
 """Checks of lesson 10: who sums with whom, the weight of a token, and which way for which machine."""
 
+from course.checks.answer import NotAttempted, WrongAnswer, call, call_for_number, close, instant
 from extensions.planning.choosing import mixes, ways
 from extensions.planning.forecast import Machine, Model
-
-from course.checks.answer import NotAttempted, WrongAnswer, call, call_for_number, close, instant
 
 
 @instant("ranks with the same stages sum their gradients; everything else stays in a pipeline.")

@@ -2,9 +2,8 @@
 
 import math
 
-from extensions.planning.forecast import SECONDS_PER_DAY, training_days
-
 from course.checks.answer import WrongAnswer, call, call_for_number, instant
+from extensions.planning.forecast import SECONDS_PER_DAY, training_days
 
 GPUS_PER_NODE = 8
 

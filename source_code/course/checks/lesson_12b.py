@@ -6,12 +6,11 @@ import re
 import shutil
 import textwrap
 
-from lab.flight_log_reader import RecordingError, read_recording
-
 from course import launch
 from course.checks.answer import NotAttempted, WrongAnswer, call, instant
 from course.debugging.comparing import compare
 from course.source import source_of
+from lab.flight_log_reader import RecordingError, read_recording
 
 SCRIPT = "broken_pipelines.py"
 FAULTY_CODE = "broken/pipelines/faults.py"

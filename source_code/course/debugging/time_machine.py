@@ -11,16 +11,16 @@ recordings the first action at which they differ is named and marked.
 from html import escape
 
 import ipywidgets as widgets
+
+from course.debugging.comparing import compare as compare_recordings
+from course.debugging.time_machine_view import RecordedView
+from course.views.stepping import STYLE, Shown, Stepper
 from lab.flight_log_reader import (
     Recording,
     RecordingError,
     read_recording,
     tell_unanswered,
 )
-
-from course.debugging.comparing import compare as compare_recordings
-from course.debugging.time_machine_view import RecordedView
-from course.views.stepping import STYLE, Shown, Stepper
 
 SAME = "No message, no weight and no gradient differs."
 

@@ -7,7 +7,6 @@ Times in the sentences are counted from the timeline's start, as on the axis of 
 from typing import NamedTuple
 
 from lab.timeline import Event
-
 from pipeline.schedule import KINDS, message_of, needs_of
 
 

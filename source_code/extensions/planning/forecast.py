@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, replace
 
 from lab.simulator import Costs, simulate
-
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule
 
