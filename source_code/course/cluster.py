@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lab.timeline import from_chrome_trace
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 LOCAL_CLUSTER = ROOT / "slurm" / "local_cluster.sh"
 RECORDED = ROOT / "slurm" / "recorded"
 RECORD_VARIABLE = "PIPELINE_RECORD"  # 1: what the cluster says is recorded anew

@@ -32,7 +32,7 @@ from course.last_words import RunFailed, how_it_ended, rank_to_blame, worth_read
 from lab.timeline import Timeline, from_chrome_trace
 from lab.variables import LAUNCHER_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"
 WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # set to 1, runs are warm unless they ask not to be
 # What the scripts import, and what the first backward of a torch process imports by itself.

@@ -4,7 +4,7 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE_CODE = Path(__file__).resolve().parents[2]
+SOURCE_CODE = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
