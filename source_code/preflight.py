@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from course.free_port import free_port
+from lab.free_port import free_port
 from lab.variables import LAUNCHER_VARIABLE
 from pipeline.collectives import gather
 from pipeline.command_line import Parser, positive_number, ranks_from_environment

@@ -15,7 +15,7 @@ import nbformat
 import pytest
 
 from course import launch
-from course.free_port import free_port
+from lab.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [

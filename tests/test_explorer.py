@@ -9,8 +9,8 @@ import pytest
 from course.views.explorer import NOTHING, Panel, explore
 from course.views.explorer_view import View
 from course.views.stepping import STORED
-from course.views.story import moments_at, short, stories_of, times_of, waits_of
 from lab.simulator import Costs, simulate
+from lab.story import moments_at, short, stories_of, times_of, waits_of
 from lab.timeline import Event, Timeline
 from pipeline.schedule import KINDS, ScheduleError, from_csv
 from pipeline.schedules import (

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import psutil
 
-from course.free_port import free_port
 from course.last_words import RunFailed, how_it_ended, rank_to_blame, worth_reading
+from lab.free_port import free_port
 from lab.timeline import Timeline, from_chrome_trace
 from lab.variables import LAUNCHER_VARIABLE
 

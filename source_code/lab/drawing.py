@@ -8,7 +8,7 @@ Text outside the blocks is a grey that can be read on white and on black; the gr
 from dataclasses import dataclass
 from html import escape
 
-from course.views.story import stories_of, waits_of
+from lab.story import stories_of, waits_of
 from lab.timeline import Timeline
 
 TEXT = "#7a7a7a"

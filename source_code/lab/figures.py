@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from course.views.story import short
 from lab.drawing import TEXT, arrange, draw_legend, draw_place, wrap
+from lab.story import short
 
 
 @dataclass(frozen=True)

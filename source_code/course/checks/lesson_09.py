@@ -1,8 +1,8 @@
 """Checks of lesson 09: moving the weights' halves by hand, what is left idle, and what fits."""
 
 from course.checks.answer import WrongAnswer, call, call_for_number, close, instant
-from course.views.story import waits_of
 from lab.simulator import Costs, simulate
+from lab.story import waits_of
 from pipeline.schedule import ScheduleError, from_csv
 from pipeline.schedules import one_f_one_b, zb_h1, zb_h2
 from pipeline.schedules.legal import check_legal

@@ -3,9 +3,9 @@
 from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer, call, instant
 from course.checks.puzzles import PUZZLES
 from course.launch import ROOT, run
-from course.views.story import name_of_message, short, smallest_time, waits_of
 from lab.figures import draw_timelines
 from lab.simulator import simulate
+from lab.story import name_of_message, short, smallest_time, waits_of
 from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE, pretended_nodes
 from pipeline.files import write_whole
 from pipeline.schedule import Schedule, ScheduleError, from_csv, to_csv

@@ -4,10 +4,10 @@ from functools import cached_property
 from html import escape
 
 from course.views.explorer_view import table_of, tell_held, tell_wait
-from course.views.story import moments_at, short, tell, times_of, waits_of
 from lab.drawing import draw_cursor
 from lab.figures import draw_timelines
 from lab.flight_log_reader import message_in, recorded_as
+from lab.story import moments_at, short, tell, times_of, waits_of
 from pipeline.schedule import KINDS
 
 

@@ -5,7 +5,10 @@ from functools import cached_property
 from html import escape
 from itertools import groupby
 
-from course.views.story import (
+from lab.drawing import draw_cursor
+from lab.figures import draw_timelines
+from lab.simulator import Costs, simulate
+from lab.story import (
     moments_at,
     name_of_message,
     short,
@@ -14,9 +17,6 @@ from course.views.story import (
     times_of,
     waits_of,
 )
-from lab.drawing import draw_cursor
-from lab.figures import draw_timelines
-from lab.simulator import Costs, simulate
 from lab.timeline import Timeline
 from pipeline.schedule import KINDS, Schedule, ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import ipywidgets as widgets
 
-from course.views.story import short
+from lab.story import short
 
 # Set to 1 where a notebook is run in order to be stored: without a kernel a page would show an
 # error in the panel's place, so the picture alone is stored.
