@@ -39,9 +39,9 @@ class Text:
 def load_text(path=None, seq_len=32):
     """Read a text file, or the course's own text when `path` is None. Raises DataError."""
     source = DEFAULT_TEXT if path is None else Path(path)
+    if source.exists() and not (source.is_file() or source.is_dir()):
+        raise DataError(f"--data: {source} is not a regular file, so not every rank can read it")
     try:
-        if source.exists() and not (source.is_file() or source.is_dir()):
-            raise DataError(f"--data: {source} is no regular file, so not every rank can read it")
         content = source.read_bytes()
     except OSError as error:
         message = f"--data: cannot read {source} ({error.strerror}); name a text file"

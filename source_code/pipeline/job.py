@@ -14,26 +14,23 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the default group if there is one by now
 
-from pipeline.command_line import ranks_from_environment, set_meeting_point
+from pipeline.command_line import ranks_from_environment
 from pipeline.message import Message
 
-LONGEST_START = 60.0  # seconds from the first rank's start to the last one's, at least
-GRACE = 5.0  # seconds beyond the time limit of a wait, after which the transport gives up
+GRACE = 5.0  # seconds beyond the longest wait, after which the transport ends it
 ending = threading.Lock()
 
 
 @dataclass
 class Job:
-    """What a rank knows of its job.
-
-    `channels` has a process group per (source, destination), or per (source, destination, what)
-    where activations and gradients have to be kept apart.
-    """
+    """What a rank knows of its job. `channels` has a process group per (source, destination), or
+    per (source, destination, what) where activations and gradients are kept apart."""
 
     rank: int
     num_ranks: int
@@ -43,7 +40,7 @@ class Job:
     store: object  # the key-value store that all ranks share
     channels: dict = field(default_factory=dict)
     groups: dict = field(default_factory=dict)  # ranks that sum tensors -> process group
-    sent: list = field(default_factory=list)  # of this step
+    sent: list = field(default_factory=list)  # in this step
 
     @property
     def through_host(self):
@@ -51,7 +48,6 @@ class Job:
         return self.device.type == "cuda" and self.backend == "gloo"
 
     def channel(self, source, destination, message):
-        """The channel of a message: of its kind, if there is one, or of all between two ranks."""
         pair = source, destination
         return self.channels.get((*pair, getattr(message, "what", None))) or self.channels[pair]
 
@@ -74,6 +70,10 @@ class Job:
         """Around every call that blocks until rank `peer` acts."""
         return self.naming_loss(peer, what)
 
+    def waiting_for_all(self, what):
+        """Around a call that needs every rank: each names the one after it."""
+        return self.waiting((self.rank + 1) % self.num_ranks, what)
+
     @contextmanager
     def naming_loss(self, peer, what):
         """Around a call of the transport: a lost rank ends the job, by name."""
@@ -83,10 +83,6 @@ class Job:
             if not is_loss(error):
                 raise
             end_process(self.explain_loss(peer, what, error))
-
-    def waiting_for_all(self, what):
-        """Around a call that needs every rank: each names the one after it."""
-        return self.waiting((self.rank + 1) % self.num_ranks, what)
 
     def explain_loss(self, peer, what, error):
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
@@ -113,9 +109,8 @@ class Sending:
         self.buffer = tensor.detach().to("cpu" if job.through_host else job.device).contiguous()
         channel = job.channel(job.rank, destination, message)
         with job.naming_loss(destination, message):
-            self.work = job.start(
-                [destination], lambda: dist.isend(self.buffer, destination, group=channel)
-            )
+            begin = partial(dist.isend, self.buffer, destination, group=channel)
+            self.work = job.start([destination], begin)
 
     def wait(self):
         if self.buffer is not None:
@@ -131,8 +126,8 @@ class Receiving:
         self.job, self.source, self.message = job, source, message
         device = "cpu" if job.through_host else job.device
         self.buffer = torch.empty(shape, dtype=dtype, device=device)
+        channel = job.channel(source, job.rank, message)
         with job.naming_loss(source, message):
-            channel = job.channel(source, job.rank, message)
             self.work = dist.irecv(self.buffer, source, group=channel)
 
     def wait(self):
@@ -154,12 +149,12 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     # The first backward imports half a second of code: here all ranks do it at once.
     torch.ones(1, device=device, requires_grad=True).sum().backward()
     limit = timedelta(seconds=timeout + GRACE)
-    store = meet(rank, num_ranks, max(timeout, LONGEST_START))
+    store = meet(rank, num_ranks, max(timeout, 60.0))
     backends = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backends, store=store, rank=rank, world_size=num_ranks, timeout=limit)
     job = Job(rank, num_ranks, device, backend, timeout, store)
-    following = [(i, i + 1) for i in range(num_ranks - 1)]
-    pairs = following + [(b, a) for a, b in following] if pairs is None else pairs
+    if pairs is None:
+        pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if abs(a - b) == 1]
     for pair in sorted(set(pairs)):
         job.channels[pair] = dist.new_group(list(pair[:2]), backend=backend, timeout=limit)
     for source, destination, *what in job.channels:
@@ -170,14 +165,6 @@ def join_job(device="auto", timeout=60.0, pairs=None):
             job.receive((1,), torch.float32, source, first).wait()
     job.sent.clear()
     return job
-
-
-def is_loss(error):
-    """Whether an error, or what caused it, says that the transport lost the other side."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    words = "closed by peer", "reset by peer", "Timed out"
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def choose_device(wanted, local_rank, local_ranks):
@@ -195,7 +182,12 @@ def meet(rank, num_ranks, timeout):
     if num_ranks == 1:  # on Windows torch has no HashStore, and is built without libuv
         alone = getattr(dist, "HashStore", None)
         return alone() if alone else dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
-    set_meeting_point(rank, num_ranks)
+    if "SLURM_STEP_NODELIST" in os.environ:
+        from pipeline.slurm import set_meeting_point
+
+        set_meeting_point()
+    os.environ.setdefault("RANK", str(rank))
+    os.environ.setdefault("WORLD_SIZE", str(num_ranks))
     try:
         return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
     except RuntimeError as error:
@@ -203,6 +195,14 @@ def meet(rank, num_ranks, timeout):
         end_process(
             f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start ({reason})"
         )
+
+
+def is_loss(error):
+    """Whether an error, or what caused it, says that the transport lost the other side."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = "closed by peer", "reset by peer", "Timed out"
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def end_process(sentence, before_leaving=lambda: None):

@@ -7,10 +7,14 @@ model starts from the same weights, and no rank ever builds more than its own pa
 import math
 import zlib
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+linear = partial(nn.Linear, bias=False)
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,10 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim, kv_dim = config.head_dim, config.kv_heads * config.head_dim
-        self.query = nn.Linear(config.dim, config.dim, bias=False)
-        self.key = nn.Linear(config.dim, kv_dim, bias=False)
-        self.value = nn.Linear(config.dim, kv_dim, bias=False)
-        self.output = nn.Linear(config.dim, config.dim, bias=False)
+        self.query = linear(config.dim, config.dim)
+        self.key = linear(config.dim, kv_dim)
+        self.value = linear(config.dim, kv_dim)
+        self.output = linear(config.dim, config.dim)
 
     def forward(self, x, rotary, mask=None):
         def in_heads(projected):  # (batch, length, width) -> (batch, heads, length, head_dim)
@@ -77,9 +81,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.gate = linear(config.dim, config.hidden_dim)
+        self.up = linear(config.dim, config.hidden_dim)
+        self.down = linear(config.hidden_dim, config.dim)
 
     def forward(self, x):
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -117,7 +121,7 @@ class ModelPart(nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config) for i in range(first, last)})
         if self.is_last:
             self.norm = RMSNorm(config.dim)
-            self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+            self.head = linear(config.dim, config.vocabulary)
         for name in ("cosine", "sine"):
             table = torch.empty(config.seq_len, config.head_dim // 2)
             self.register_buffer(name, table, persistent=False)
@@ -196,5 +200,5 @@ def cut_evenly(num_layers, num_stages):
 
 def cut_as(layers_per_stage):
     """The same for a given number of layers per stage, e.g. [3, 3, 2]."""
-    ends = [sum(layers_per_stage[: i + 1]) for i in range(len(layers_per_stage))]
+    ends = list(accumulate(layers_per_stage))
     return list(zip([0, *ends], ends))

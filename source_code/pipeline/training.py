@@ -1,6 +1,7 @@
 """What all training scripts share: flags, batches, the loop, and one process to compare with."""
 
 import argparse
+import json
 import math
 import sys
 
@@ -14,7 +15,6 @@ from pipeline.command_line import (
     reject,
 )
 from pipeline.data import DataError, load_text
-from pipeline.files import json_line, write_whole
 from pipeline.model import ModelConfig, build_part, cut_as, cut_evenly, token_loss
 from pipeline.stage import Stage
 
@@ -62,16 +62,12 @@ def seconds(text):
 
 
 def parse_arguments(parser):
-    """Parse the flags, check them, and add what follows from them.
-
-    That is `num_ranks`, `config` (a ModelConfig), `text` (a Text), `torch_dtype` and
-    `microbatch_size`.
-    """
+    """Parse the flags, check them and add what follows: see `complete_arguments`."""
     return complete_arguments(parser, parser.parse_args())
 
 
 def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, a.seq_len)):
-    """The second half of `parse_arguments`, for a script that first sets flags by itself."""
+    """Check the flags, and add `num_ranks`, `config`, `text`, `torch_dtype`, `microbatch_size`."""
     a = arguments
     a.num_ranks = getattr(a, "plan", None) or ranks_from_environment()[1]
     a.vocabulary = getattr(a, "vocabulary", ModelConfig.vocabulary)
@@ -81,7 +77,7 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
             f"--microbatches {a.microbatches} does not divide --batch-size {a.batch_size}; use a "
             f"--batch-size that is a multiple of {a.microbatches}"
         )
-    if a.dim % a.heads or a.dim // a.heads % 2:
+    if a.dim % (2 * a.heads):
         reject(
             f"--heads {a.heads} does not cut --dim {a.dim} into parts of even width; use a --dim "
             f"that is a multiple of {2 * a.heads}"
@@ -112,20 +108,15 @@ def cut_layers(arguments, num_stages):
             f"--layers {layers} is too few for {num_stages} stages; use at least one layer per "
             "stage, or fewer stages"
         )
-    if cut is None:
-        return cut_evenly(layers, num_stages)
-    if len(cut) != num_stages or sum(cut) != layers:
-        reject(
-            f"--cut {','.join(map(str, cut))} must name {num_stages} stages with {layers} layers "
-            "in all"
-        )
-    return cut_as(cut)
+    if cut and (len(cut) != num_stages or sum(cut) != layers):
+        wanted = f"{num_stages} stages with {layers} layers in all"
+        reject(f"--cut {','.join(map(str, cut))} must name {wanted}")
+    return cut_as(cut) if cut else cut_evenly(layers, num_stages)
 
 
 def build_stage(arguments, index, cut, device, stage_class=Stage):
     """Stage `index`: its layers of the `cut` and, on the last stage, the loss."""
-    first, last = cut[index]
-    a = arguments
+    a, (first, last) = arguments, cut[index]
     part = build_part(a.config, first, last, a.seed, a.torch_dtype, device)
     return stage_class(part, index, len(cut), share_of_loss(a.microbatches))
 
@@ -171,21 +162,19 @@ class LossLog:
 
     def finish(self, device, reference=None, verify=True):
         """Write --losses, and compare with one process if asked to. Returns the exit status."""
-        if not self.has_loss:
-            return 0
-        if self.arguments.losses:
-            rows = ({"step": k, "loss": x} for k, x in enumerate(self.losses, self.first_step))
-            write_whole(self.arguments.losses, "".join(map(json_line, rows)))
-        for step, loss in enumerate(self.losses, self.first_step):
-            if not math.isfinite(loss):
-                sentence = "the training diverged; use a smaller --learning-rate"
-                print(f"the loss of step {step} is {loss}: {sentence}", file=sys.stderr, flush=True)
-                return 1
-        if not (self.arguments.verify and verify):
-            return 0
-        expected = (reference or train_one_process)(self.arguments, device)
-        agree = losses_agree(self.arguments.dtype, self.losses, expected, self.first_step)
-        return 0 if agree else 1
+        a, losses = self.arguments, dict(enumerate(self.losses, self.first_step))
+        diverged = [step for step, loss in losses.items() if not math.isfinite(loss)]
+        if a.losses and self.has_loss:
+            rows = [{"step": k, "loss": None if k in diverged else x} for k, x in losses.items()]
+            with open(a.losses, "w") as file:
+                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        for step in diverged[:1]:
+            sentence = "the training diverged; use a smaller --learning-rate"
+            print(f"the loss of step {step} is {losses[step]}: {sentence}", file=sys.stderr)
+        if diverged or not (a.verify and verify and self.has_loss):
+            return int(bool(diverged))
+        expected = (reference or train_one_process)(a, device)
+        return int(not losses_agree(a.dtype, self.losses, expected, self.first_step))
 
 
 def losses_agree(dtype, losses, expected, first_step=0):
@@ -203,13 +192,7 @@ def losses_agree(dtype, losses, expected, first_step=0):
     return agree
 
 
-def train_one_process(
-    arguments,
-    device="cpu",
-    before_update=lambda model, optimizer, step: None,
-    build=None,
-    **options,
-):
+def train_one_process(arguments, device="cpu", before_update=None, build=None, **options):
     """The loss of every step in nats, without a pipeline: the whole model, the whole batch.
 
     `before_update(model, optimizer, step)` runs between backward and update; `build(arguments,
@@ -224,7 +207,8 @@ def train_one_process(
         loss = token_loss(model(inputs.to(device)), targets.to(device))
         optimizer.zero_grad()
         loss.backward()
-        before_update(model, optimizer, step)
+        if before_update:
+            before_update(model, optimizer, step)
         optimizer.step()
         losses.append(loss.item())
     return losses
