@@ -7,16 +7,20 @@ import sys
 
 import torch
 
-from pipeline.job import Receiving, join_job
-from pipeline.training import parse_training_arguments, training_parser
+from lab import attach
+from pipeline.job import join_job
+from pipeline.training import parse_arguments, training_parser
 
 
 def main():
-    arguments = parse_training_arguments(training_parser(__doc__.splitlines()[0]))
+    parser = training_parser(__doc__)
+    attach.add_flags(parser)
+    arguments = parse_arguments(parser)
     job = join_job(arguments.device, arguments.timeout)
+    attach.observe(arguments, job, [], "naive")
     other = 1 - job.rank
-    message = Receiving(job, (2, 2), torch.float64, other, f"a gradient for rank {job.rank}")
-    message.wait()  # what this waits for would be sent by the line after the other rank's wait
+    # What this waits for would be sent by the line after the other rank's wait.
+    job.receive((2, 2), torch.float64, other, f"a gradient for rank {job.rank}").wait()
     return 0
 
 

@@ -376,7 +376,7 @@ def checks_of_job(timeout, of_this_node):
     measured = gather(job, measure_neighbours(job)) or []
     for check in sorted(line for lines in measured for line in lines):
         yield Check(*check[1:])
-    leave_job(job)
+    job.leave()
 
 
 def measure_neighbours(job):
