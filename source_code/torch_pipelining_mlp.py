@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, pipeline
 
-from extensions.torch_pipelining.library import mean_of, watched
+from extensions.torch_pipelining.library import mean_of
 from pipeline.command_line import Parser, positive_integer, ranks_from_environment, reject
-from pipeline.job import join_job, leave_job
+from pipeline.job import join_job
 from pipeline.training import seconds
 
 SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
@@ -34,7 +34,7 @@ def main():
         inputs, targets = batch_of(step, arguments.batch_size)
         optimizer.zero_grad()
         of_microbatches = [] if stage.is_last else None
-        with watched(job, f"step {step}"):
+        with job.waiting_for_all(f"step {step}"):
             schedule.step(
                 *([inputs] if stage.is_first else []),
                 target=targets if stage.is_last else None,
@@ -46,7 +46,7 @@ def main():
             losses.append(mean_of(of_microbatches).item())
             print(f"step {step}  loss {losses[-1]:.6f}", flush=True)
 
-    leave_job(job)
+    job.leave()
     return 0 if not (arguments.verify and stage.is_last) or verify(arguments, losses) else 1
 
 
@@ -54,7 +54,7 @@ def parse_arguments():
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--steps", type=positive_integer, default=5, metavar="N", help="updates to train")
-    add("--batch-size", type=positive_integer, default=24, metavar="N", help="rows a step")
+    add("--batch-size", type=positive_integer, default=24, metavar="N", help="rows per step")
     add("--microbatches", type=positive_integer, default=6, metavar="M", help="parts of a batch")
     add("--verify", action="store_true", help="compare with one process training the whole model")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")

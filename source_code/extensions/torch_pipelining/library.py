@@ -21,7 +21,7 @@ from pipeline.schedules.legal import check_legal
 ONE_STAGE = ("GPipe", "1F1B")  # a rank has one stage
 LOOPS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-SCHEDULES = ONE_STAGE + LOOPS + V_SHAPED
+LIBRARY_SCHEDULES = ONE_STAGE + LOOPS + V_SHAPED
 
 
 def stages_of_rank(name, rank, num_ranks, chunks):

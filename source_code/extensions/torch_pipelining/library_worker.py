@@ -8,7 +8,7 @@ from extensions.torch_pipelining.library import ONE_STAGE
 from pipeline.model import ModelConfig
 
 # What the library calls a schedule of this course, where it has one.
-NAMES = {
+LIBRARY_NAMES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved-1f1b": "Interleaved1F1B",
@@ -28,7 +28,7 @@ class LibraryWorker:
 
     def __init__(self, replicas, name, num_stages, parts, shape, dtype, num_microbatches,
                  loss_function, reduction):  # fmt: skip
-        self.job, self.name, self.reduction = replicas.job, NAMES[name], reduction
+        self.job, self.name, self.reduction = replicas.job, LIBRARY_NAMES[name], reduction
         self.has_first, self.has_last = 0 in parts, num_stages - 1 in parts
         # Given its shapes, the library need not run a micro-batch to find them out: that breaks DDP.
         tokens = torch.empty(shape[:2], dtype=torch.int64)

@@ -1,0 +1,123 @@
+"""Which Hugging Face model, of which sizes, and with which text. Nothing is ever downloaded."""
+
+import os
+
+# transformers reads both when it is imported, which is only done inside functions.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+
+from pipeline.command_line import reject  # noqa: E402
+from pipeline.data import Text, load_text  # noqa: E402
+
+MODELS = ("gpt2", "gpt2-classifier", "llama")
+PADDING = 0  # a byte that no text holds
+
+
+def model_config(arguments):
+    """The configuration from the flags: as small as the course's model, over bytes."""
+    from transformers import GPT2Config, LlamaConfig
+
+    common = {
+        "vocab_size": arguments.config.vocabulary,
+        "use_cache": False,  # a cache of keys and values is an output that no stage can send
+        "tie_word_embeddings": False,  # two stages cannot share a matrix; see TiedMatrix
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": PADDING,
+    }
+    if arguments.model == "llama":
+        return LlamaConfig(
+            hidden_size=arguments.dim,
+            intermediate_size=arguments.config.hidden_dim,
+            num_hidden_layers=arguments.layers,
+            num_attention_heads=arguments.heads,
+            num_key_value_heads=arguments.kv_heads,
+            max_position_embeddings=arguments.seq_len,
+            **common,
+        )
+    return GPT2Config(
+        n_positions=arguments.seq_len,
+        n_embd=arguments.dim,
+        n_layer=arguments.layers,
+        n_head=arguments.heads,
+        num_labels=2,
+        resid_pdrop=0.0,  # with dropout no two cuts would draw alike
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        **common,
+    )
+
+
+def model_class(arguments):
+    """The class of --model in transformers."""
+    import transformers
+
+    return {
+        "gpt2": transformers.GPT2LMHeadModel,
+        "gpt2-classifier": transformers.GPT2ForSequenceClassification,
+        "llama": transformers.LlamaForCausalLM,
+    }[arguments.model]
+
+
+def take_pretrained(arguments):
+    """Take configuration, weights and, if there is one, the tokenizer from the folder --pretrained.
+
+    Every rank reads the whole checkpoint and keeps its part. A tied head is stored once; the
+    loaded model has it under both names.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = Path(arguments.pretrained)
+    if not (folder / "config.json").is_file():
+        reject(f"--pretrained {folder}: there is no config.json; name a folder with a saved model")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_sizes(arguments, folder, config)
+    loaded = model_class(arguments).from_pretrained(folder, local_files_only=True)
+    arguments.weights = loaded.state_dict()
+    arguments.model_config = config
+    config.use_cache = False
+    config.tie_word_embeddings = False
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        arguments.text = tokenized(arguments, tokenizer)
+    elif config.vocab_size < arguments.config.vocabulary:
+        reject(f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes")
+
+
+def check_sizes(arguments, folder, config):
+    """Reject a saved model that is not the one of the flags."""
+    wanted = {"gpt2-classifier": "gpt2"}.get(arguments.model, arguments.model)
+    if config.model_type != wanted:
+        reject(f"--pretrained {folder} holds a {config.model_type}; it fits no --model {wanted}")
+    sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
+    if sizes != (arguments.layers, arguments.dim, arguments.heads):
+        reject(
+            f"--pretrained {folder} has other sizes than the flags; "
+            "use --layers {} --dim {} --heads {}".format(*sizes)
+        )
+    if arguments.seq_len > config.max_position_embeddings:
+        reject(
+            f"--seq-len {arguments.seq_len} is more than the {config.max_position_embeddings} "
+            f"positions of --pretrained {folder}; use fewer"
+        )
+
+
+def tokenized(arguments, tokenizer):
+    """The text in the tokenizer's tokens instead of bytes; the last tenth is held out again."""
+    text = load_text(arguments.data, arguments.seq_len)
+    content = bytes(torch.cat([text.training, text.held_out]).tolist()).decode(errors="replace")
+    tokens = torch.tensor(tokenizer(content)["input_ids"])
+    cut = len(tokens) - len(tokens) // 10
+    if len(tokens) // 10 <= arguments.seq_len:
+        reject(
+            f"--data has {len(tokens)} tokens, too few for --seq-len {arguments.seq_len}; "
+            "use a longer text or a smaller --seq-len"
+        )
+    return Text(tokens[:cut], tokens[cut:])

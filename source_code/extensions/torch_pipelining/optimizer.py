@@ -1,0 +1,30 @@
+"""The optimizer and the learning rate of torch_pipelining.py, both torch's own."""
+
+import math
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def build_optimizer(arguments, parameters):
+    """The optimizer, and what sets its learning rate before each step.
+
+    With --warm-up N the rate rises for N steps, then falls along half a cosine. Lesson 07's script
+    has that curve written out (WarmUpThenCosine), with a floor and in a form that a checkpoint can
+    hold.
+    """
+    if arguments.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(parameters, lr=arguments.learning_rate)
+    else:
+        momentum = 0.9 if arguments.optimizer == "momentum" else 0.0
+        optimizer = torch.optim.SGD(parameters, lr=arguments.learning_rate, momentum=momentum)
+
+    def share_of_rate(step):
+        if not arguments.warm_up:
+            return 1.0
+        if step < arguments.warm_up:
+            return (step + 1) / arguments.warm_up
+        way = (step - arguments.warm_up) / (arguments.steps - arguments.warm_up)
+        return (1 + math.cos(math.pi * way)) / 2
+
+    return optimizer, LambdaLR(optimizer, share_of_rate)

@@ -1,0 +1,27 @@
+"""A mask that keeps a position from looking beyond its own paragraph."""
+
+import torch
+
+LINE_END = 10  # the byte; two in a row end a paragraph
+
+
+def keywords_of(arguments, inputs):
+    """What every stage takes besides its activation: the mask, where --documents asks for one.
+
+    Each rank makes it from the tokens, which all ranks have: keyword arguments do not travel. The
+    library cuts them in micro-batches along their first dimension, as it does the inputs.
+    """
+    return {"mask": paragraph_mask(inputs)} if arguments.documents else {}
+
+
+def paragraph_mask(tokens):
+    """True where a position may look: itself and before, in its own paragraph.
+
+    Tokens (batch, length); the mask is (batch, 1, length, length).
+    """
+    line_ends = tokens == LINE_END
+    ends = torch.zeros_like(tokens)
+    ends[:, 1:] = line_ends[:, 1:] & line_ends[:, :-1]
+    paragraph = ends.cumsum(1) - ends
+    same = paragraph[:, :, None] == paragraph[:, None, :]
+    return same.tril()[:, None]
