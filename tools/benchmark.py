@@ -24,10 +24,11 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # ranks.py
 
 from course import launch
 from course.views.explorer import Panel, explore
-from extensions.torch_pipelining.library import ONE_STAGE, SCHEDULES, schedule_as_data
+from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data
 from lab.simulator import Costs, simulate
 from pipeline.command_line import Parser
 from pipeline.files import write_whole
@@ -162,7 +163,7 @@ def measure_every_schedule(repeats):
     The list is the library's own, written to a file that our worker performs.
     """
     rows = []
-    for name in SCHEDULES:
+    for name in LIBRARY_SCHEDULES:
         schedule = schedule_as_data(name, 4, 8, 1 if name in ONE_STAGE else 2)
         file = RESULT.with_name("benchmark_schedule.csv")
         file.write_text(to_csv(schedule))
@@ -170,7 +171,7 @@ def measure_every_schedule(repeats):
         flags = f"{TINY} --pace 20 40 --steps 5 --batch-size 8"
         for round in each_round(name, repeats):
             scripts = (
-                (f"custom_schedule.py {file}", ours),
+                (f"train.py {file}", ours),
                 (f"torch_pipelining.py --schedule {name} --microbatches 8", torchs),
             )
             for script, runs in in_turns(round, *scripts):

@@ -1,4 +1,4 @@
-"""What benchmark.py lets four ranks do: paced steps of GPipe, every second one recorded."""
+"""What benchmark.py lets four ranks do: paced steps of GPipe, every second one with a flight log."""
 
 import shlex
 import sys
@@ -7,40 +7,48 @@ from unittest import mock
 
 import gpipe
 
-from pipeline.job import join_job, leave_job
-from pipeline.schedules import gpipe as gpipe_schedule
-from pipeline.training import build_optimizer
-from pipeline.worker import Worker
+from lab import attach
+from pipeline.job import join_job
+from pipeline.training import (
+    build_optimizer,
+    build_stage,
+    cut_layers,
+    microbatches_of,
+    parse_arguments,
+    training_parser,
+)
 
 
 def steps_in_turns(rank, flags, folder):
     """Milliseconds of each step on this rank, the first two left out: (not recorded, recorded).
 
-    A step is all between two updates, the update and what the recording writes at its end included.
+    A step is all between two updates, the update and what the log writes at its end included.
     """
-    with mock.patch.object(sys, "argv", ["gpipe.py", *shlex.split(flags)]):
-        arguments = gpipe.parse_arguments()
+    parser = training_parser(gpipe.__doc__)
+    attach.add_flags(parser)
+    with mock.patch.object(sys, "argv", ["gpipe.py", *shlex.split(flags), "--record", folder]):
+        arguments = parse_arguments(parser)
     job = join_job("cpu", timeout=30)
-    recorder = Recorder(job, arguments.paced)
-    stage = gpipe.build_stage(arguments, job, recorder)
+    stage = build_stage(arguments, rank, cut_layers(arguments, job.num_ranks), job.device)
     optimizer = build_optimizer("sgd", stage.part.parameters(), arguments.learning_rate)
-    schedule = gpipe_schedule(job.num_ranks, arguments.microbatches)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, {stage.index: stage}, shape, arguments.torch_dtype)
-    writer = RecordingWriter(folder, job, schedule, recorder)
+    lab = attach.observe(arguments, job, [stage], "gpipe")
+    recorded = lab.observer.methods
+    bare = {
+        name: [method for method in methods if method.__self__ is not lab.log]
+        for name, methods in recorded.items()
+    }
 
     times = [], []
     for step in range(arguments.steps):
         records = step % 2 == 1
-        job.recording = writer if records else None
-        recorder.meter.active = recorder.meter.keep_counting = records
-        batch = gpipe.microbatches_of(arguments, job, step)
+        lab.observer.methods = recorded if records else bare
+        # Without a log only the first step counts its activation memory; with one, each does.
+        lab.memory.active = lab.memory.every_pass = records
+        inputs, targets = microbatches_of(arguments, job.device, step)
         start = time.perf_counter()
         optimizer.zero_grad()
-        worker.run_step(*batch)
+        gpipe.run_step(arguments, job, stage, inputs, targets)
         optimizer.step()
-        recorder.take_events()
         times[records].append((time.perf_counter() - start) * 1000)
-    writer.close()
-    leave_job(job)
+    job.leave()
     return [each[1:] for each in times]
