@@ -1,4 +1,4 @@
-"""Broken on purpose: one rank waits for something that is no message, and all others for it (lesson 11).
+"""Broken on purpose: one rank waits for a disk, and all others wait for that rank (lesson 11).
 
 torchrun --standalone --nproc-per-node 4 source_code/broken_stuck_rank.py --timeout 5
 """
@@ -9,29 +9,31 @@ import tempfile
 
 import torch
 
-from pipeline.job import Receiving, Sending, join_job, leave_job
-from pipeline.training import parse_training_arguments, training_parser
+from lab import attach
+from pipeline.job import join_job
+from pipeline.training import parse_arguments, training_parser
 
 STUCK_RANK, STUCK_MICROBATCH = 2, 1
 
 
 def main():
-    arguments = parse_training_arguments(training_parser(__doc__.splitlines()[0]))
+    parser = training_parser(__doc__)
+    attach.add_flags(parser)
+    arguments = parse_arguments(parser)
     job = join_job(arguments.device, arguments.timeout)
+    attach.observe(arguments, job, [], "stuck rank")
     torch.distributed.barrier()  # a first collective, for the flight recorder
     if job.rank == 0:
         print("all ranks are there", flush=True)
-    activation = torch.zeros(2, 2, dtype=arguments.torch_dtype)
+    activation = torch.zeros(2, 2)
     for k in range(arguments.microbatches):
         if job.rank > 0:
-            activation = Receiving(
-                job, (2, 2), arguments.torch_dtype, job.rank - 1, f"activation {k}"
-            ).wait()
+            activation = job.receive((2, 2), torch.float32, job.rank - 1, f"activation {k}").wait()
         if (job.rank, k) == (STUCK_RANK, STUCK_MICROBATCH):
             read_from_slow_disk()
         if job.rank < job.num_ranks - 1:
-            Sending(job, activation, job.rank + 1, f"activation {k}").wait()
-    leave_job(job)
+            job.send(activation, job.rank + 1, f"activation {k}").wait()
+    job.leave()
     return 0
 
 
