@@ -1,7 +1,7 @@
 """Bad input is refused before the first message: one sentence that names the flag, status 2.
 
-Importing torch takes seconds, so most cases call a script's parse_arguments() in this process;
-four start the real thing.
+Importing torch takes seconds, so most cases call a script's main() in this process, where a rank
+that wants to meet the others ends; four start the real thing.
 """
 
 import errno
@@ -13,11 +13,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import run_on_ranks
 
-from pipeline import refusal as refusing
+from pipeline import command_line
+from pipeline.data import load_text
 from pipeline.files import write_whole
 from pipeline.schedule import to_csv
 from pipeline.schedules import gpipe
@@ -27,7 +30,7 @@ SOURCE = ROOT / "source_code"
 SCRIPTS = sorted(
     path.stem
     for path in SOURCE.glob("*.py")
-    if "\ndef parse_arguments" in path.read_text() and "training_parser" in path.read_text()
+    if "training_parser" in path.read_text() and not path.stem.startswith("broken_")
 )
 COUNTS = "steps batch-size microbatches layers dim heads kv-heads seq-len".split()
 
@@ -84,9 +87,28 @@ CASES = [
 ]
 
 
+class Accepted(Exception):
+    """Raised where a script wants to meet the other ranks: it has taken its flags."""
+
+
+def call(monkeypatch, *words):
+    """Call a script's main() as its command line does, as far as the first message.
+
+    Raises Accepted there, and SystemExit where the flags are refused.
+    """
+    module = importlib.import_module(words[0].removesuffix(".py"))
+
+    def meet(*arguments, **options):
+        raise Accepted
+
+    monkeypatch.setattr(module, "join_job", meet)
+    monkeypatch.setattr(sys, "argv", [*words])
+    module.main()
+
+
 @functools.cache
 def schedule_file(ranks):
-    """A schedule for custom_schedule.py, which needs one before it looks at any flag."""
+    """A schedule for train.py, which refuses to start without one."""
     path = Path(tempfile.mkdtemp()) / "schedule.csv"
     path.write_text(to_csv(gpipe(ranks, 8)))
     return str(path)
@@ -94,7 +116,7 @@ def schedule_file(ranks):
 
 def call_of(script, ranks=1):
     """The script and what it cannot do without."""
-    return [f"{script}.py", *([schedule_file(ranks)] if script == "custom_schedule" else [])]
+    return [f"{script}.py", *([schedule_file(ranks)] if script == "train" else [])]
 
 
 class Refusal:
@@ -103,7 +125,8 @@ class Refusal:
     def __init__(self, monkeypatch, capsys):
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(refusing, "HEAD_START", 0.0)
+        # The other ranks of a node wait before they leave, which needs no time here.
+        monkeypatch.setattr(command_line, "time", SimpleNamespace(sleep=lambda seconds: None))
         for name in [name for name in os.environ if name.startswith(("SLURM_", "LOCAL_"))]:
             monkeypatch.delenv(name)
 
@@ -112,10 +135,9 @@ class Refusal:
         self.monkeypatch.setenv("RANK", str(rank))
         self.monkeypatch.setenv("LOCAL_RANK", str(rank))
         self.monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        self.monkeypatch.setattr(sys, "argv", [*call_of(script, ranks), *flags])
         self.capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            importlib.import_module(script).parse_arguments()
+            call(self.monkeypatch, *call_of(script, ranks), *flags)
         printed = self.capsys.readouterr()
         assert printed.out == ""
         return end.value.code, printed.err
@@ -148,25 +170,43 @@ def test_a_bad_flag_is_refused_in_one_sentence_that_names_it(refusal, script, fl
     ],
 )
 def test_a_pace_per_layer_without_a_pace_or_too_slow_is_refused(refusal, flags, named):
-    assert "--pace-per-layer" in refusal.check("custom_schedule", *flags.split(), names=named)
+    assert "--pace-per-layer" in refusal.check("train", *flags.split(), names=named)
 
 
-def test_a_stage_takes_the_pace_of_each_of_its_layers(monkeypatch, tmp_path):
+def pace_of_a_run(rank, *words):
+    """The pace that the lab of this rank of train.py attached."""
+    import train
+
+    from lab import attach
+
+    observe, paces = attach.observe, []
+
+    def noted(*arguments, **options):
+        laboratory = observe(*arguments, **options)
+        paces.append(laboratory.clock.pace)
+        return laboratory
+
+    attach.observe = noted
+    sys.argv = ["train.py", *shlex.split(" ".join(words))]
+    assert train.main() == 0
+    return paces[0]
+
+
+def test_a_stage_takes_the_pace_of_each_of_its_layers(tmp_path):
     file = tmp_path / "two.csv"
     file.write_text(to_csv(gpipe(2, 8)))
-    flags = "--layers 3 --cut 1,2 --pace 10 20 5 --pace-per-layer".split()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["custom_schedule.py", str(file), *flags])
-    paced = importlib.import_module("custom_schedule").parse_arguments()[0].paced
+    flags = "--layers 3 --cut 1,2 --pace 10 20 5 --pace-per-layer --steps 1"
+    paces = run_on_ranks(pace_of_a_run, 2, str(file), flags)
+    assert paces[0] == paces[1]
+    paced = paces[0]
     assert (paced.forward, paced.backward, paced.backward_weight) == ([10, 20], [20, 40], [5, 10])
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_good_flags_are_accepted(refusal, monkeypatch, tmp_path, script):
     flags = ["--timeline", str(tmp_path / "timeline"), "--losses", str(tmp_path / "losses")]
-    monkeypatch.setattr(sys, "argv", [*call_of(script), "--pace", "10", "20", *flags])
-    importlib.import_module(script).parse_arguments()
+    with pytest.raises(Accepted):
+        call(monkeypatch, *call_of(script), "--pace", "10", "20", *flags)
     assert list(tmp_path.iterdir()) == []  # looking whether a file can be written leaves none
 
 
@@ -194,8 +234,9 @@ def test_a_text_of_any_bytes_is_accepted_from_the_shortest_length_on(
 ):
     path = tmp_path / "junk"
     path.write_bytes(bytes(range(256)) + bytes(74))  # 10 x (32 + 1)
-    monkeypatch.setattr(sys, "argv", ["gpipe.py", "--data", str(path)])
-    assert len(importlib.import_module("gpipe").parse_arguments().text.held_out) == 33
+    with pytest.raises(Accepted):
+        call(monkeypatch, "gpipe.py", "--data", str(path))
+    assert len(load_text(path, 32).held_out) == 33
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -226,8 +267,8 @@ def test_an_output_that_cannot_be_written_is_refused(refusal, tmp_path, script, 
 def test_a_recording_goes_into_a_new_folder_or_an_empty_one(refusal, monkeypatch, tmp_path):
     (tmp_path / "empty").mkdir()
     for folder in ("new", "new/", "empty"):
-        monkeypatch.setattr(sys, "argv", ["gpipe.py", "--record", f"{tmp_path}/{folder}"])
-        importlib.import_module("gpipe").parse_arguments()
+        with pytest.raises(Accepted):
+            call(monkeypatch, "gpipe.py", "--record", f"{tmp_path}/{folder}")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
     (tmp_path / "empty" / "run.json").touch()
     sentence = refusal.check("gpipe", "--record", str(tmp_path / "empty"), names="--record")

@@ -1,19 +1,24 @@
 """What a job on several nodes needs: names, a place to meet, an order, and a network to pretend."""
 
 import os
+import re
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from course.last_words import RunFailed
 from course.launch import ROOT, WarmRanks, _follow, launch_words, run
+from lab import free_port as free_ports
+from lab import slow_network, variables
+from lab.free_port import free_port
 from lab.simulator import Costs, simulate
-from lab.slow_network import NodesError
-from pipeline import nodes
-from pipeline.command_line import first_node, ranks_from_environment
+from pipeline import command_line
+from pipeline.command_line import ranks_from_environment
 from pipeline.schedules import gpipe
+from pipeline.slurm import first_node, set_meeting_point
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 SLURM_VARIABLES = {
@@ -32,7 +37,7 @@ SLURM_VARIABLES = {
 @pytest.fixture
 def environment(monkeypatch):
     """A function that sets variables, in an environment without those of launchers."""
-    for name in [*nodes.os.environ]:
+    for name in [*os.environ]:
         if name.startswith(("SLURM", "MASTER_", "TORCHELASTIC_", "GROUP_", "LOCAL_")) or name in (
             "RANK",
             "WORLD_SIZE",
@@ -71,40 +76,49 @@ def test_under_srun_alone_ranks_meet_on_the_first_node_at_a_port_of_the_job(envi
     for job, step in [("17", "0"), ("18", "0"), ("17", "1")]:
         environment(SLURM_JOB_ID=job, SLURM_STEP_ID=step)
         for name in ("MASTER_ADDR", "MASTER_PORT"):
-            nodes.os.environ.pop(name, None)
-        nodes.set_meeting_point()
-        assert nodes.os.environ["MASTER_ADDR"] == "localhost"
-        ports.add(int(nodes.os.environ["MASTER_PORT"]))
+            os.environ.pop(name, None)
+        set_meeting_point()
+        assert os.environ["MASTER_ADDR"] == "localhost"
+        ports.add(int(os.environ["MASTER_PORT"]))
     assert len(ports) == 3 and all(10_000 <= port < 30_000 for port in ports)
 
 
 def test_what_torchrun_or_the_learner_has_set_stays(environment):
     environment(**SLURM_VARIABLES, MASTER_ADDR="10.0.0.7", MASTER_PORT="4321")
-    nodes.set_meeting_point()
-    assert (nodes.os.environ["MASTER_ADDR"], nodes.os.environ["MASTER_PORT"]) == (
+    set_meeting_point()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (
         "10.0.0.7",
         "4321",
     )
 
 
 def test_a_free_port_is_none_that_is_taken_and_none_that_the_system_hands_out(monkeypatch):
-    port = nodes.free_port()
+    port = free_port()
     assert 10_000 <= port < 30_000
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        draws = iter([port - nodes.FIRST_PORT] * 3 + [nodes.free_port() - nodes.FIRST_PORT])
-        monkeypatch.setattr(nodes.secrets, "randbelow", lambda count: next(draws))
-        assert nodes.free_port() != port and next(draws, None) is None
-        monkeypatch.setattr(nodes.secrets, "randbelow", lambda count: port - nodes.FIRST_PORT)
+        draws = iter([port - free_ports.FIRST_PORT] * 3 + [free_port() - free_ports.FIRST_PORT])
+        monkeypatch.setattr(free_ports.secrets, "randbelow", lambda count: next(draws))
+        assert free_port() != port and next(draws, None) is None
+        monkeypatch.setattr(
+            free_ports.secrets, "randbelow", lambda count: port - free_ports.FIRST_PORT
+        )
         with pytest.raises(OSError, match="in use"):
-            nodes.free_port()
+            free_port()
 
 
-def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment):
+def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment, monkeypatch, capsys):
     environment(**{**SLURM_VARIABLES, "SLURM_STEP_NODELIST": "nowhere.invalid"})
-    with pytest.raises(NodesError, match="on node nowhere.invalid.* export MASTER_ADDR"):
-        nodes.set_meeting_point()
+    monkeypatch.setattr(command_line, "time", SimpleNamespace(sleep=lambda seconds: None))
+    for local_rank, lines in [("0", 1), ("1", 0)]:  # once per node
+        environment(SLURM_LOCALID=local_rank)
+        with pytest.raises(SystemExit) as ended:
+            set_meeting_point()
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert said.count("\n") == said.count("on node nowhere.invalid") == lines
+        assert said.count("export MASTER_ADDR") == lines
 
 
 TORCHRUN = {
@@ -156,8 +170,8 @@ def test_without_a_watch_a_hang_takes_half_an_hour_with_gloo_and_ten_minutes_wit
 def test_a_delay_between_nodes_is_in_the_timeline_and_not_in_the_losses(monkeypatch):
     command = f"gpipe.py {SMALL} --steps 2 --microbatches 2 --timeline build/tests/delay.json"
     plain = run(command, warm=True, show=False)
-    monkeypatch.setenv(nodes.PRETENDED_VARIABLE, "2")
-    monkeypatch.setenv(nodes.DELAY_VARIABLE, "60")
+    monkeypatch.setenv(variables.PRETENDED_VARIABLE, "2")
+    monkeypatch.setenv(variables.DELAY_VARIABLE, "60")
     slow = run(command, warm=True, show=False)
     assert slow.losses == plain.losses
     assert "4 ranks on cpu of nodes node0 node0 node1 node1" in slow.output
@@ -179,9 +193,9 @@ def test_the_simulator_takes_a_latency_for_each_pair_of_ranks():
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        (nodes.DELAY_VARIABLE, "fast", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
-        (nodes.DELAY_VARIABLE, "-1", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
-        (nodes.PRETENDED_VARIABLE, "0", "PIPELINE_RANKS_PER_NODE must be a whole number"),
+        (variables.DELAY_VARIABLE, "fast", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
+        (variables.DELAY_VARIABLE, "-1", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
+        (variables.PRETENDED_VARIABLE, "0", "PIPELINE_RANKS_PER_NODE must be a whole number"),
     ],
 )
 def test_a_network_that_cannot_be_pretended_is_refused(monkeypatch, name, value, sentence):
@@ -194,30 +208,32 @@ def test_a_network_that_cannot_be_pretended_is_refused(monkeypatch, name, value,
 
 
 def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
-    ranks = WarmRanks(
-        ROOT / "source_code/broken_mutual_wait.py", ["--timeout", "4", *SMALL.split()], 2
-    )
+    script = ROOT / "source_code" / "broken_mutual_wait.py"
+    [line] = [
+        n for n, text in enumerate(script.read_text().splitlines(), 1) if "job.receive" in text
+    ]
+    ranks = WarmRanks(script, ["--timeout", "4", *SMALL.split()], 2)
     try:
         time.sleep(2)
         for process in ranks.ranks:
-            nodes.os.kill(process.pid, signal.SIGUSR2)
+            os.kill(process.pid, signal.SIGUSR2)
         with pytest.raises(RunFailed) as failed:
             _follow(ranks, show=False, limit=60)
     finally:
         ranks.end()
     text = str(failed.value)
-    assert text.count('broken_mutual_wait.py", line 19 in main') == 2
+    assert len(re.findall(r'broken_mutual_wait\.py", line \d+ in main', text)) == 2
     assert "a deadlock, each of these ranks waits for the next" in text
 
 
 def test_what_is_pretended_ends_with_its_block(monkeypatch):
-    monkeypatch.setenv(nodes.DELAY_VARIABLE, "7")
-    monkeypatch.delenv(nodes.PRETENDED_VARIABLE, raising=False)
-    with pytest.raises(KeyError), nodes.pretended_nodes(2, 30):
-        assert (nodes.node_name(1), nodes.node_name(2)) == ("node0", "node1")
-        assert nodes.node_delay() == 0.030
+    monkeypatch.setenv(variables.DELAY_VARIABLE, "7")
+    monkeypatch.delenv(variables.PRETENDED_VARIABLE, raising=False)
+    with pytest.raises(KeyError), variables.pretended_nodes(2, 30):
+        assert (slow_network.node_name(1), slow_network.node_name(2)) == ("node0", "node1")
+        assert slow_network.node_delay() == 0.030
         raise KeyError
-    assert nodes.node_delay() == 0.007
-    assert nodes.PRETENDED_VARIABLE not in os.environ
-    with nodes.pretended_nodes(2, 0):
-        assert nodes.PRETENDED_VARIABLE not in os.environ
+    assert slow_network.node_delay() == 0.007
+    assert variables.PRETENDED_VARIABLE not in os.environ
+    with variables.pretended_nodes(2, 0):
+        assert variables.PRETENDED_VARIABLE not in os.environ

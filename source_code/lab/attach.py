@@ -39,6 +39,7 @@ def add_flags(parser):
     )
     add("--record", metavar="FOLDER", help="write what every action of every rank used and made")
     parser.checks += [
+        checks.check_has_ranks,
         checks.check_pace,
         checks.check_pace_per_layer,
         checks.check_outputs,

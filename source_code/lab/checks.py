@@ -8,6 +8,16 @@ from pipeline.command_line import reject
 from pipeline.paths import can_be_written, check_paths_apart
 
 
+def check_has_ranks(arguments):
+    """Reject the lab's flags for one process with several stages: it attaches to ranks."""
+    names = "pace", "timeline", "profile", "record"
+    if getattr(arguments, "single_process", None) and any(getattr(arguments, n) for n in names):
+        reject(
+            "--single-process has no ranks to pace or draw; leave out --pace, --timeline, "
+            "--profile and --record"
+        )
+
+
 def check_outputs(arguments):
     """Refuse an output that could not be written when the training is over, or would destroy."""
     check_paths_apart(arguments)
