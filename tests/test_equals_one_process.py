@@ -17,15 +17,20 @@ import naive_model_parallelism
 import one_f_one_b
 import pytest
 import torch
+from observed import ListedActions, attach_instruments
 from ranks import run_on_ranks
 
+from lab.activation_memory import ActivationMemory
 from pipeline import schedules
-from pipeline.job import join_job, leave_job
+from pipeline.job import join_job
 from pipeline.model import token_loss
 from pipeline.training import (
     build_model,
     build_optimizer,
-    parse_training_arguments,
+    build_stage,
+    cut_layers,
+    microbatches_of,
+    parse_arguments,
     train_one_process,
     training_parser,
 )
@@ -40,18 +45,23 @@ ADAMW = f"{SMALL} --steps 4 --learning-rate 0.01 --optimizer adamw"
 # One rank of a pipeline, and one process without a pipeline
 
 
-def train(rank, script, flags, by_hand=True, worker_class=Worker):
-    """Train on this rank with the functions of a lesson's script; report all that can be compared.
+def arguments_of(flags):
+    with mock.patch.object(sys, "argv", ["test", *shlex.split(flags)]):
+        return parse_arguments(training_parser("a test"))
 
-    `script` is `gpipe` or `naive_model_parallelism`; `flags` are its flags. The worker, too, takes
-    the script's schedule, so that it is compared with both loops.
+
+def train(rank, script, flags, by_hand=True, worker_class=Worker):
+    """Train on this rank with the loop of a lesson's script; report all that can be compared.
+
+    `script` is `gpipe`, `one_f_one_b` or `naive_model_parallelism`; `flags` are its flags. The
+    worker, too, takes the script's schedule, so that it is compared with all loops.
     """
     lesson = importlib.import_module(script)
-    with mock.patch.object(sys, "argv", [script, *shlex.split(flags)]):
-        arguments = lesson.parse_arguments()
+    arguments = arguments_of(flags)
     job = join_job("cpu", timeout=20)
-    recorder = Recorder(job)
-    stage = lesson.build_stage(arguments, job, recorder)
+    stage = build_stage(arguments, job.rank, cut_layers(arguments, job.num_ranks), job.device)
+    actions, memory = ListedActions(), ActivationMemory(every_pass=True)
+    attach_instruments(job, [stage], actions, memory)
     schedule = schedule_of(script, job.num_ranks, arguments.microbatches)
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
     worker = worker_class(job, schedule, {stage.index: stage}, shape, torch.float64)
@@ -59,28 +69,25 @@ def train(rank, script, flags, by_hand=True, worker_class=Worker):
     def run_step(inputs, targets):
         if not by_hand:
             return worker.run_step(inputs, targets)
-        if lesson is not naive_model_parallelism:
-            return lesson.run_step_by_hand(job, stage, inputs, targets, shape, torch.float64)
-        return naive_model_parallelism.run_step(arguments, job, stage, inputs, targets)
+        return lesson.run_step(arguments, job, stage, inputs, targets)
 
     optimizer = build_optimizer(
         arguments.optimizer, stage.part.parameters(), arguments.learning_rate
     )
-    losses, gradients, orders = [], None, []
+    losses, gradients = [], None
     for step in range(arguments.steps):
         optimizer.zero_grad()
-        loss = run_step(*lesson.microbatches_of(arguments, job, step))
+        loss = run_step(*microbatches_of(arguments, job.device, step))
         losses.append(None if loss is None else loss.item())
-        orders.append(tuple(event.action for event in recorder.take_events()))
         if gradients is None:
             gradients = gradients_of(stage.part)
         optimizer.step()
-    leave_job(job)
+    job.leave()
     return {
         "losses": losses,
         "gradients": gradients,
-        "orders": orders,
-        "held": recorder.meter.peak,
+        "orders": actions.steps,
+        "held": memory.peak,
     }
 
 
@@ -97,9 +104,8 @@ def gradients_of(part):
 def one_process(flags):
     """The losses of every step, and the gradients of the first, of the whole model at once."""
     torch.set_num_threads(1)
-    with mock.patch.object(sys, "argv", ["one_process", *shlex.split(flags)]):
-        arguments = parse_training_arguments(training_parser(""))
-    model = build_model(arguments.config)
+    arguments = arguments_of(flags)
+    model = build_model(arguments)
     inputs, targets = arguments.text.batch(0, arguments.batch_size, arguments.seq_len)
     token_loss(model(inputs), targets).backward()
     return {"losses": train_one_process(arguments), "gradients": gradients_of(model)}
@@ -259,9 +265,8 @@ def test_the_same_cut_run_twice_is_equal_to_the_last_bit(script):
 def test_the_reference_has_the_loss_and_the_gradients_of_the_definition():
     """One process is itself compared: with a derivative taken by finite differences."""
     reference = one_process(SGD)
-    with mock.patch.object(sys, "argv", ["one_process", *shlex.split(SGD)]):
-        arguments = parse_training_arguments(training_parser(""))
-    model = build_model(arguments.config)
+    arguments = arguments_of(SGD)
+    model = build_model(arguments)
     inputs, targets = arguments.text.batch(0, arguments.batch_size, arguments.seq_len)
 
     @torch.no_grad()
@@ -328,7 +333,7 @@ def test_the_loop_takes_exactly_the_actions_of_the_schedule_in_their_order(scrip
 
 @pytest.mark.parametrize(
     "loop",
-    [gpipe.run_step_by_hand, one_f_one_b.run_step_by_hand, naive_model_parallelism.run_step],
+    [gpipe.run_step, one_f_one_b.run_step, naive_model_parallelism.run_step],
 )
 def test_a_loop_written_by_hand_has_at_most_60_lines(loop):
     assert len(inspect.getsource(loop).splitlines()) <= 60

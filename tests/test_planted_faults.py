@@ -17,7 +17,7 @@ from test_equals_one_process import NAIVE, SGD, differences, flags_of, one_proce
 from course.last_words import RunFailed
 from pipeline import schedules
 from pipeline.collectives import gather
-from pipeline.job import Receiving, Sending, join_job, leave_job
+from pipeline.job import Receiving, Sending, join_job
 from pipeline.model import token_loss
 from pipeline.worker import Worker
 
@@ -137,13 +137,17 @@ class CountedReceiving(Receiving):
     ahead = {}  # source -> receives posted and not asked for
     most_ahead = {}
 
-    def __init__(self, job, shape, dtype, source, what):
-        super().__init__(job, shape, dtype, source, what)
+    def __init__(self, job, shape, dtype, source, message):
+        super().__init__(job, shape, dtype, source, message)
+        self.counts = message.what != "first message"  # which opens a channel
+        if not self.counts:
+            return
         self.ahead[source] = self.ahead.get(source, 0) + 1
         self.most_ahead[source] = max(self.most_ahead.get(source, 0), self.ahead[source])
 
     def wait(self):
-        self.ahead[self.source] -= 1
+        if self.counts:
+            self.ahead[self.source] -= 1
         return super().wait()
 
 
@@ -155,7 +159,7 @@ class AllReceivesPostedAtTheStart(Worker):
 
 def train_and_count_receives(rank, script, worker_class):
     """What `train` reports, and by source the most receives that were posted ahead of need."""
-    with mock.patch("pipeline.worker.Receiving", CountedReceiving):
+    with mock.patch("pipeline.job.Receiving", CountedReceiving):
         result = train(rank, script, FLAGS, False, worker_class)
     assert not any(CountedReceiving.ahead.values())  # each was taken in the end
     return result | {"most_ahead": CountedReceiving.most_ahead}
@@ -191,8 +195,10 @@ class CountedSending(Sending):
     made = []
     most_owned = 0
 
-    def __init__(self, job, tensor, destination, what):
-        super().__init__(job, tensor, destination, what)
+    def __init__(self, job, tensor, destination, message):
+        super().__init__(job, tensor, destination, message)
+        if message.what == "first message":  # which opens a channel
+            return
         self.made.append(self)
         owned = sum(sending.buffer is not None for sending in self.made)
         CountedSending.most_owned = max(CountedSending.most_owned, owned)
@@ -205,7 +211,7 @@ class NothingReleasedBeforeTheEnd(Worker):
 
 def train_and_count_sendings(rank, script, worker_class):
     """What `train` reports, the most buffers owned at once, and how many are left at the end."""
-    with mock.patch("pipeline.worker.Sending", CountedSending):
+    with mock.patch("pipeline.job.Sending", CountedSending):
         result = train(rank, script, FLAGS, False, worker_class)
     left = sum(sending.buffer is not None for sending in CountedSending.made)
     return result | {"most_owned": CountedSending.most_owned, "left": left}
@@ -239,7 +245,7 @@ def fail_on_rank_1(rank):
     if rank == 1:
         raise ValueError("planted")
     gather(job, rank)
-    leave_job(job)
+    job.leave()
 
 
 def never_end(rank):
