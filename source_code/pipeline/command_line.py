@@ -6,8 +6,6 @@ import os
 import sys
 import time
 
-FIRST_PORT, PORTS = 10_000, 20_000  # below those that the system hands out
-
 
 class Parser(argparse.ArgumentParser):
     """Rejects bad flags in one sentence. `checks` are called with the parsed arguments."""
@@ -57,13 +55,16 @@ def ranks_from_environment():
     """(rank, number of ranks, rank on this node, ranks on this node), from torchrun or srun."""
     env = os.environ
     on_slurm = "SLURM_STEP_NUM_TASKS" in env
-    if on_slurm:
-        from pipeline import slurm
     if "RANK" in env:
         rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", env["RANK"]))
         local = local_rank, int(env.get("LOCAL_WORLD_SIZE", 1))
-        rank = slurm.rank_in_node_order(rank, *local) if on_slurm else rank
+        if on_slurm:
+            from pipeline.slurm import rank_in_node_order
+
+            rank = rank_in_node_order(rank, *local)
         return rank, int(env["WORLD_SIZE"]), *local
     if on_slurm and int(env["SLURM_STEP_NUM_TASKS"]) > 1:
-        return slurm.ranks_from_slurm()
+        from pipeline.slurm import ranks_from_slurm
+
+        return ranks_from_slurm()
     return 0, 1, 0, 1
