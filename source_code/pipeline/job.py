@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the default group if there is one by now
 
-from pipeline.command_line import ranks_from_environment
+from pipeline.command_line import ranks_from_environment, reject
 from pipeline.message import Message
 
 GRACE = 5.0  # seconds beyond the longest wait, after which the transport ends it
@@ -188,7 +188,7 @@ def meet(rank, num_ranks, timeout):
         try:
             slurm.set_meeting_point()
         except slurm.NoMeetingPoint as error:
-            end_process(str(error))
+            reject(str(error))
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(num_ranks))
     try:
