@@ -131,9 +131,9 @@ class FlightLog:
 
 
 def producer_of(message):
-    """The action that made a message, in text: "2F3" or "2I3"."""
-    kind = "F" if message.what == "activation" else "I"
-    return f"{message.stage}{kind}{message.microbatch}"
+    """The action that made a message, in text: "2F3" or "2I3"; other messages by their name."""
+    kind = {"activation": "F", "gradient": "I"}.get(getattr(message, "what", None))
+    return f"{message.stage}{kind}{message.microbatch}" if kind else str(message)
 
 
 def gradients_of(stage):

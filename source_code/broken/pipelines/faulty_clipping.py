@@ -3,7 +3,6 @@
 import torch
 
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
-from pipeline.job import waiting_for_all
 
 LARGEST_NORM = 0.4  # of the gradient
 
@@ -12,7 +11,7 @@ def clip_gradients(job, stage, pieces):
     """Scale the gradients to LARGEST_NORM by the norm that the piece computes."""
     squares = [None] * job.num_ranks
     named = list(stage.part.named_parameters())
-    with waiting_for_all(job, "its share of the gradient's norm"):
+    with job.waiting_for_all("its share of the gradient's norm"):
         torch.distributed.all_gather_object(squares, squares_of(named))
     scale_gradients(named, pieces.norm_to_clip_by(job.rank, squares), LARGEST_NORM)
 

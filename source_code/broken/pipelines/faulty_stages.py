@@ -1,14 +1,14 @@
-"""Cutting the model and the batch, with the pieces of the cases 2 and 3."""
+"""Cutting the model, and the loss of a micro-batch, with the pieces of the cases 3 and 2."""
 
 from broken.pipelines.faults import RANKS
 from broken.pipelines.faulty_tying import start_tied
 from lab.simulator import Costs
 from pipeline.command_line import reject
-from pipeline.model import build_part, cut_as, token_loss
-from pipeline.stage import Stage
+from pipeline.model import token_loss
+from pipeline.training import build_stage, cut_layers
 
 
-def cut_layers(arguments, pieces):
+def cut_by_piece(arguments, pieces):
     """Cut the model as the piece says, and pace every stage in proportion to its layers."""
     layers = pieces.layers_of_stages(arguments.layers, RANKS)
     if len(layers) != RANKS or sum(layers) != arguments.layers or min(layers) < 1:
@@ -16,30 +16,24 @@ def cut_layers(arguments, pieces):
             f"--repair: layers_of_stages({arguments.layers}, {RANKS}) returned {layers}; give each "
             "stage at least one layer, and all of them together"
         )
-    arguments.stage_layers = cut_as(layers)
-    share = [count * RANKS / arguments.layers for count in layers]
-    forward, backward = arguments.pace[:2]
-    arguments.paced = Costs([forward * part for part in share], [backward * part for part in share])
+    arguments.cut = layers
+    if not arguments.pace_per_layer:
+        forward, backward = (time * RANKS / arguments.layers for time in arguments.pace[:2])
+        arguments.pace_costs, arguments.pace_per_layer = Costs(forward, backward), True
+    return cut_layers(arguments, RANKS)
 
 
-def build_stage(arguments, job, recorder, pieces, losses):
-    """This rank's stage; the last one puts the mean loss of each micro-batch into `losses`."""
-    first, last = arguments.stage_layers[job.rank]
-    part = build_part(
-        arguments.config, first, last, arguments.seed, arguments.torch_dtype, job.device
-    )
+def build_faulty_stage(arguments, job, cut, pieces):
+    """This rank's stage. The last one puts each micro-batch's mean loss into `mean_losses`."""
+    stage = build_stage(arguments, job.rank, cut, job.device)
+    stage.mean_losses = []
     if arguments.case == 8:
-        start_tied(part, arguments)
+        start_tied(stage.part, arguments)
 
-    def share_of_loss(scores, targets):
+    def loss_to_go_back_from(scores, targets):
         loss = token_loss(scores, targets)
-        losses.append(loss.detach())
+        stage.mean_losses.append(loss.detach())
         return pieces.loss_to_go_back_from(loss, arguments.microbatches)
 
-    return Stage(part, job.rank, job.num_ranks, recorder, share_of_loss)
-
-
-def draw_microbatches(arguments, job, step):
-    """Inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
-    batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
-    return tuple(tokens.to(job.device).chunk(arguments.microbatches) for tokens in batch)
+    stage.loss_function = loss_to_go_back_from
+    return stage

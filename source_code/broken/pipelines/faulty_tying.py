@@ -1,9 +1,9 @@
 """An embedding and a head that share one matrix, with the piece of case 8."""
 
 from broken.pipelines.faults import RANKS
-from pipeline.job import Receiving, Sending
-from pipeline.model import starting_weight, token_loss
-from pipeline.training import build_model, build_optimizer
+from pipeline.message import Message
+from pipeline.model import starting_weight
+from pipeline.training import build_model
 
 
 def start_tied(part, arguments):
@@ -14,32 +14,27 @@ def start_tied(part, arguments):
             module.weight.data.copy_(matrix)
 
 
-def exchange_tied_gradient(arguments, job, stage, pieces):
+class TiedGradient(Message):
+    """What a stage has gathered for the matrix that it shares."""
+
+    def __str__(self):
+        return f"the {self.what}"
+
+
+def exchange_tied_gradient(job, stage, pieces):
     """Exchange the gradient of the tied matrix between the first and the last rank."""
-    if job.rank not in (0, RANKS - 1):
+    if not (stage.is_first or stage.is_last):
         return
-    other, name = RANKS - 1 - job.rank, "the gradient of the tied matrix"
-    weight = stage.part.embedding.weight if job.rank == 0 else stage.part.head.weight
-    receiving = Receiving(job, weight.shape, arguments.torch_dtype, other, name)
-    sending = Sending(job, weight.grad, other, name)
+    other, name = RANKS - 1 - job.rank, TiedGradient("gradient of the tied matrix", stage.index, 0)
+    weight = stage.part.embedding.weight if stage.is_first else stage.part.head.weight
+    receiving = job.receive(weight.shape, weight.dtype, other, name)
+    job.send(weight.grad, other, name)
     weight.grad = pieces.tied_gradient(weight.grad, receiving.wait())
-    sending.wait()
 
 
-def train_tied_in_one_process(arguments, device):
-    """The losses of one process in which embedding and head are one matrix."""
-    model = build_model(arguments.config, arguments.seed, arguments.torch_dtype, device)
+def build_tied_model(arguments, device):
+    """The whole model; embedding and head are one matrix."""
+    model = build_model(arguments, device)
     start_tied(model, arguments)
     model.head.weight = model.embedding.weight
-    optimizer = build_optimizer(arguments.optimizer, model.parameters(), arguments.learning_rate)
-    losses = []
-    for step in range(arguments.steps):
-        inputs, targets = arguments.text.batch(
-            step, arguments.batch_size, arguments.seq_len, arguments.seed
-        )
-        loss = token_loss(model(inputs.to(device)), targets.to(device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return model
