@@ -21,7 +21,7 @@ def main():
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     job = join_job(arguments.device, arguments.timeout)
-    attach.observe(arguments, job, [], "stuck rank")
+    attach.observe(arguments, job, [], "gpipe")
     torch.distributed.barrier()  # a first collective, for the flight recorder
     if job.rank == 0:
         print("all ranks are there", flush=True)
