@@ -24,9 +24,10 @@ from broken.torch_pipelining import (
     steps_and_losses,
     traced_models,
 )
-from extensions.torch_pipelining.library import watched
+from lab.observer import Observer
+from lab.watch import Watch
 from pipeline.command_line import Parser, ranks_from_environment, reject
-from pipeline.job import join_job, leave_job
+from pipeline.job import join_job
 from pipeline.training import seconds
 
 SECTIONS = (  # in the order of the page of errors
@@ -51,10 +52,22 @@ def main():
     arguments = parse_arguments()
     job = join_job("cpu", arguments.timeout, pairs=[])
     dist.barrier()  # a rank that fails at once would take the others down while they still join
-    with watched(job, f"the trap {arguments.trap}"):
+    watch = watch_waits(job)
+    with job.waiting_for_all(f"the trap {arguments.trap}"):
         TRAPS[arguments.trap](job, arguments.cured)
-    leave_job(job)
+    job.leave()
+    watch.stop()
     return 0
+
+
+def watch_waits(job):
+    """Let a rank that waits longer than --timeout end the job and name the rank it waits for."""
+    watch = Watch(job.rank, job.timeout)
+    watch.join_others(job.store, job.num_ranks)
+    job.explain_loss = watch.explain_loss
+    Observer(job, [watch])
+    watch.start()
+    return watch
 
 
 def parse_arguments():
