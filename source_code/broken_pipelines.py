@@ -12,6 +12,8 @@ wants to find the faults reads no further than this file: they are in broken/pip
 import os
 import sys
 
+import pipedream
+
 from broken.pipelines.faults import PIECES, RANKS, choose_pieces
 from broken.pipelines.faulty_stages import build_faulty_stage, cut_by_piece
 from broken.pipelines.faulty_stash import train_without_flush
@@ -34,7 +36,7 @@ def main():
     pieces = choose_pieces(arguments)
     cut = cut_by_piece(arguments, pieces)
     if arguments.case == 7:
-        return train_without_flush(arguments, pieces, cut)
+        return train_without_flush(pipedream, arguments, pieces, cut)
     schedule = one_f_one_b(RANKS, arguments.microbatches)
     tied_pairs = [(0, RANKS - 1), (RANKS - 1, 0)] if arguments.case == 8 else []
     job = join_job(arguments.device, arguments.timeout, schedule.pairs + tied_pairs)

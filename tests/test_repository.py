@@ -11,7 +11,7 @@ import architecture
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "source_code" / "pipeline"
+SOURCE = ROOT / "source_code"
 MADE_HERE = {"build", "__pycache__"}
 
 
@@ -26,10 +26,9 @@ def files():
 
 
 FILES = files()
-SCRIPTS = sorted((ROOT / "source_code").glob("*.py"))
-SHARED = {PACKAGE, ROOT / "source_code" / "broken"}
-MODULES = [path for path in FILES if path.suffix == ".py" and SHARED & set(path.parents)]
-IMPORTS = architecture.module_imports(PACKAGE)
+SCRIPTS = sorted(SOURCE.glob("*.py"))
+MODULES = [p for p in FILES if p.suffix == ".py" and SOURCE in p.parents and p not in SCRIPTS]
+IMPORTS = architecture.module_imports(SOURCE)
 PAGES = [path for path in FILES if path.suffix in (".md", ".ipynb")]
 
 
@@ -48,7 +47,20 @@ def text_of(path):
 # The architecture.
 
 
-def test_imports_run_one_way():
+# What a package may import beside itself. No package may import a script.
+ALLOWED = {
+    "pipeline": set(),
+    "lab": {"pipeline"},
+    "extensions": {"pipeline"},
+    "broken": {"pipeline", "lab", "extensions"},
+    "course": {"pipeline", "lab", "extensions"},
+    architecture.SCRIPTS: {"pipeline", "lab", "extensions", "broken"},
+}
+# A forecast asks the simulator, which predicts and attaches to nothing.
+ALSO_ALLOWED = {"extensions.planning.forecast": {"lab", "lab.simulator"}}
+
+
+def test_no_file_imports_itself_through_others():
     assert architecture.cycle_in(IMPORTS) is None
 
 
@@ -56,23 +68,40 @@ def test_folders_build_on_each_other_one_way():
     assert architecture.cycle_in(architecture.topics_of(IMPORTS)) is None
 
 
-def test_the_core_imports_nothing_from_a_topic_folder():
-    for module, others in IMPORTS.items():
-        if architecture.topic_of(module) == architecture.CORE:
-            topics = {
-                other for other in others if architecture.topic_of(other) != architecture.CORE
-            }
-            assert not topics, module
+def test_every_folder_of_code_is_a_package_of_which_it_is_known_what_it_may_import():
+    folders = {path.relative_to(SOURCE).parts[0] for path in MODULES}
+    assert folders == set(architecture.PACKAGES) == set(ALLOWED) - {architecture.SCRIPTS}
 
 
-def test_the_core_is_exactly_what_the_scripts_of_lessons_01_to_03_build_on():
-    needed = set()
-    for script in ("naive_model_parallelism.py", "gpipe.py", "one_f_one_b.py"):
-        named = architecture.imported_names((ROOT / "source_code" / script).read_text())
-        for module in {name.removeprefix("pipeline.") for name in named} & IMPORTS.keys():
-            needed |= {module} | architecture.reachable(IMPORTS, module)
-    core = {module for module in IMPORTS if architecture.topic_of(module) == architecture.CORE}
-    assert core == needed | {"legal"}  # for schedules from files, which these scripts do not read
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_what_lies_below_it(package):
+    for module in IMPORTS:
+        if architecture.package_of(module) == package:
+            assert imports_not_allowed(module, IMPORTS) == set(), module
+
+
+def imports_not_allowed(module, imports):
+    package = architecture.package_of(module)
+    allowed = ALLOWED[package] | {package}
+    others = imports[module] - ALSO_ALLOWED.get(module, set())
+    return {other for other in others if architecture.package_of(other) not in allowed}
+
+
+@pytest.mark.parametrize(
+    ("module", "other"),
+    [
+        ("pipeline.job", "lab.clock"),
+        ("lab.attach", "course.launch"),
+        ("extensions.recompute", "lab.clock"),
+        ("extensions.planning.forecast", "lab.clock"),
+        ("broken.pipelines.faults", "gpipe"),
+        ("course.launch", "gpipe"),
+        ("gpipe", "course.launch"),
+    ],
+)
+def test_an_import_in_the_wrong_direction_would_be_found(module, other):
+    assert module in IMPORTS and other in IMPORTS
+    assert imports_not_allowed(module, {module: IMPORTS[module] | {other}}) == {other}
 
 
 def test_a_file_has_a_name_of_its_own_by_which_it_is_called_in_every_folder():
@@ -85,13 +114,6 @@ def test_a_ring_of_imports_would_be_found():
     assert architecture.cycle_in(ring) == ["b", "c", "b"]
 
 
-def test_no_shared_file_imports_a_script():
-    scripts = {path.stem for path in SCRIPTS}
-    for path in MODULES:
-        top = {name.split(".")[0] for name in architecture.imported_names(path.read_text())}
-        assert not top & scripts, name_of(path)
-
-
 def test_the_pictures_in_contributing_are_those_of_the_real_imports():
     pictures = re.findall(
         r"^```mermaid\n.*?^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
@@ -99,6 +121,17 @@ def test_the_pictures_in_contributing_are_those_of_the_real_imports():
     assert pictures == architecture.pictures(IMPORTS), (
         "paste what `python tools/architecture.py` prints"
     )
+
+
+def test_every_file_of_a_package_or_its_folder_has_a_row_of_what_one_changes_in_it():
+    rows = re.findall(r"^\|.*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    named = {
+        Path(name).name for row in rows for name in re.findall(r"`([\w./]+)`", row.split("|")[-2])
+    }
+    for path in MODULES:
+        lessons = re.fullmatch(r"lesson_\w+\.py", path.name)  # one row stands for them
+        known = named & {path.name, path.parent.name} or lessons or path.name == "__init__.py"
+        assert known, name_of(path)
 
 
 def test_the_picture_leaves_out_arrows_that_others_imply():
@@ -133,7 +166,7 @@ def test_what_is_public_says_what_it_does_or_is_short(path):
 def test_what_a_script_defines_says_what_it_does_or_is_short(path):
     # main() is what the file's own docstring is about, and the flags have their help.
     silent = silent_in(ast.parse(path.read_text()), 12)
-    assert set(silent) <= {"main", "parse_arguments"}
+    assert set(silent) <= {"main", "parse_arguments", "parse_case", "read_flags"}
 
 
 def silent_in(parent, length):
@@ -145,6 +178,38 @@ def silent_in(parent, length):
         for node in public
         if node.end_lineno - node.lineno + 1 >= length and not ast.get_docstring(node)
     ]
+
+
+# Scripts whose loop is the lesson, those that are longer than the others, and those that train nothing.
+BY_HAND = (
+    "naive_model_parallelism",
+    "gpipe",
+    "one_f_one_b",
+    "pipedream",
+    "interleaved_1f1b",
+    "zero_bubble",
+)
+LONGER = {"pipeline_with_data_parallel", "pretrain_llama"}
+TOOLS = {"copy_template", "plan_partition", "predict", "preflight"}
+
+
+def test_a_training_script_has_at_most_150_lines_and_one_with_a_loop_by_hand_at_least_60():
+    lines = {path.stem: len(path.read_text().splitlines()) for path in SCRIPTS}
+    assert {stem for stem, count in lines.items() if count > 150} - TOOLS == LONGER
+    assert all(60 <= lines[stem] for stem in BY_HAND)
+
+
+def test_a_loop_by_hand_shows_its_sends_and_receives_and_asks_no_worker():
+    for stem in BY_HAND:
+        text = (SOURCE / f"{stem}.py").read_text()
+        assert ".send(" in text and ".receive(" in text, stem
+        assert "pipeline.worker" not in architecture.imported_names(text), stem
+
+
+def test_the_lab_takes_three_lines_of_a_script():
+    for path in SCRIPTS:
+        named = [line for line in path.read_text().splitlines() if re.search(r"\battach\b", line)]
+        assert len(named) in (0, 3), path.name
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
@@ -204,8 +269,7 @@ def test_links_lead_from_the_readme_to_every_page():
             seen.add(page)
             files = (unquote(link).partition("#")[0] for link in links_of(markdown_of(page)))
             waiting += [(page.parent / file).resolve() for file in files if file]
-    of_copies = ROOT / "source_code" / "templates" / "README.md"
-    assert set(PAGES) - seen == {of_copies}
+    assert set(PAGES) - seen == set()
 
 
 def test_every_script_has_its_row_on_the_scripts_page():
@@ -226,9 +290,9 @@ def test_every_picture_says_in_words_what_it_shows(path):
 def test_links_are_seen():
     page = "[a](b.md#c) ![d e f](g.svg) <img src='h.png' alt='i'>\n\n[j]: k.md\n"
     assert links_of(page) == ["b.md#c", "g.svg", "k.md", "h.png"]
-    assert anchors_of("## Start your own program\n# 1F1B: `--by-hand`") == {
+    assert anchors_of("## Start your own program\n# 1F1B: `--verify`") == {
         "start-your-own-program",
-        "1f1b---by-hand",
+        "1f1b---verify",
     }
 
 

@@ -1,4 +1,4 @@
-"""Prints the pictures of source_code/pipeline for CONTRIBUTING.md, from its real imports.
+"""Prints the pictures of source_code for CONTRIBUTING.md, from its real imports.
 
 python tools/architecture.py
 """
@@ -6,37 +6,38 @@ python tools/architecture.py
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "source_code" / "pipeline"
-CORE = "core"  # the files of the package itself, and the folder below
-CORE_FOLDER = "schedules"
+SOURCE = Path(__file__).resolve().parents[1] / "source_code"
+PACKAGES = ("pipeline", "lab", "extensions", "course", "broken")
+BY_TOPIC = ("extensions", "course")  # packages of which each folder and file is a topic of its own
+SCRIPTS = "the scripts"
 
 
 def main():
-    print("\n\n".join(pictures(module_imports(PACKAGE))))
+    print("\n\n".join(pictures(module_imports(SOURCE))))
 
 
 def pictures(imports):
-    """The topics, with all of the core as one box, and the files of the core."""
-    return [mermaid(topics_of(imports)), mermaid(core_of(imports))]
+    """The packages with all scripts as one box, then the core and the lab file by file."""
+    return [
+        mermaid(topics_of(imports)),
+        mermaid(files_of(imports, "pipeline"), "pipeline/"),
+        mermaid(files_of(imports, "lab"), "lab/"),
+    ]
 
 
-def module_imports(package):
-    """{module: the modules of the package that it imports}, names as in `checks.lesson_01`.
+def module_imports(source):
+    """{module: the modules of `source` that it imports}, names as in `course.checks.lesson_01`.
 
     A folder's `__init__.py` goes by the name of the folder. Imports within functions count: they
     run the same way.
     """
     modules = {
-        ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in sorted(package.rglob("*.py"))
-        if path != package / "__init__.py"
+        ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(source.rglob("*.py"))
     }
     imports = {}
     for module, path in modules.items():
-        named = imported_names(path.read_text())
-        prefix = f"{package.name}."
-        inside = {name.removeprefix(prefix) for name in named if name.startswith(prefix)}
-        imports[module] = {other for other in modules if inside & {other}} - {module}
+        imports[module] = (imported_names(path.read_text()) & modules.keys()) - {module}
     return imports
 
 
@@ -51,21 +52,39 @@ def imported_names(source):
     return names
 
 
-def topic_of(module):
-    """The topic folder that a module lies in, or CORE."""
+def package_of(module):
+    """The package that a module lies in, or SCRIPTS."""
     first = module.split(".")[0]
-    return first if first != CORE_FOLDER and (PACKAGE / first).is_dir() else CORE
+    return first if first in PACKAGES else SCRIPTS
+
+
+def topic_of(module):
+    """The box of a module in the first picture: a package, a topic of one, or SCRIPTS."""
+    package = package_of(module)
+    parts = module.split(".")[1:2]
+    if package == "course" and not (SOURCE / "/".join([package, *parts])).is_dir():
+        parts = []  # the files of course/ itself
+    return "/".join([package, *parts]) if package in BY_TOPIC else package
+
+
+def packages_of(imports):
+    """The same imports between packages."""
+    return merged(imports, package_of)
 
 
 def topics_of(imports):
-    """The same imports between topic folders, all of the core being one."""
-    return merged(imports, topic_of)
+    """The same imports between the boxes of the first picture."""
+    topics = merged(imports, topic_of)
+    topics.pop("extensions", None)  # an empty __init__.py
+    return topics
 
 
-def core_of(imports):
-    """The same imports between the files of the core; a folder counts as one."""
-    core = {module: others for module, others in imports.items() if topic_of(module) == CORE}
-    return merged(core, lambda module: module.split(".")[0])
+def files_of(imports, package):
+    """The same imports between the files of one package; a folder counts as one."""
+    within = {module: others for module, others in imports.items() if package_of(module) == package}
+    within.pop(package, None)
+    inside = {module: others & within.keys() for module, others in within.items()}
+    return merged(inside, lambda module: "/".join(module.split(".")[:2]))
 
 
 def merged(imports, group_of):
@@ -107,8 +126,11 @@ def reachable(imports, module):
     return found
 
 
-def mermaid(imports):
-    """A Mermaid block: floors from the ground up, and only the arrows that no others imply."""
+def mermaid(imports, folder=""):
+    """A Mermaid block: floors from the ground up, and only the arrows that no others imply.
+
+    Labels leave out `folder`, in which all boxes lie.
+    """
     direct = {
         module: others - set().union(*(reachable(imports, other) for other in others))
         for module, others in imports.items()
@@ -124,16 +146,22 @@ def mermaid(imports):
     for number in range(1 + max(map(floor, imports))):
         lines.append(f"    %% floor {number}")
         for module in sorted(module for module in imports if floors[module] == number):
-            lines.append(f'    {module}["{label_of(module)}"]')
-            lines += [f"    {module} --> {other}" for other in sorted(direct[module])]
+            lines.append(f'    {name_of(module)}["{label_of(module).removeprefix(folder)}"]')
+            others = sorted(direct[module])
+            lines += [f"    {name_of(module)} --> {name_of(other)}" for other in others]
     return "\n".join([*lines, "```"])
 
 
+def name_of(group):
+    """How Mermaid refers to a box."""
+    return group.replace("/", "_").replace(" ", "_")
+
+
 def label_of(group):
-    """What stands in the box of a file, of a folder, or of the core."""
-    if group == CORE:
-        return f"the files of {PACKAGE.name}/ itself and {CORE_FOLDER}/"
-    return f"{group}/" if (PACKAGE / group).is_dir() else f"{group}.py"
+    """What stands in the box of a file, of a folder, or of the scripts."""
+    if group == SCRIPTS:
+        return group
+    return f"{group}/" if (SOURCE / group).is_dir() else f"{group}.py"
 
 
 if __name__ == "__main__":

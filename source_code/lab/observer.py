@@ -102,6 +102,8 @@ class Observer:
         return observed
 
     def with_received(self, receive):
+        """Like `receive`; a message has moved once the rank has waited for it."""
+
         def observed(shape, dtype, source, message):
             receiving = receive(shape, dtype, source, message)
             wait = receiving.wait

@@ -1,7 +1,5 @@
 """PipeDream with a stash that asks the piece of case 7 before every update."""
 
-from pipedream import build_stashing_stage, run_training
-
 from broken.pipelines.faults import RANKS
 from extensions.asynchronous.asynchronous_reference import train_by_rule
 from extensions.asynchronous.pipedream_flags import losses_of_steps
@@ -24,16 +22,19 @@ class StashWithPiece(WeightStash):
         super().update(optimizer, gradients, oldest_needed)
 
 
-def train_without_flush(arguments, pieces, cut):
-    """Train as pipedream.py does; the stash of rank 1 asks the piece. Returns the exit status."""
+def train_without_flush(lesson, arguments, pieces, cut):
+    """Train as `lesson`, the script pipedream.py, does; the stash of rank 1 asks the piece.
+
+    Returns the exit status.
+    """
     arguments.weights, arguments.replicas = "stashed", [1] * RANKS
     schedule = pipedream(RANKS, arguments.steps)
     job = join_job(arguments.device, arguments.timeout, schedule.pairs)
-    stage = build_stashing_stage(arguments, job, schedule, cut)
+    stage = lesson.build_stashing_stage(arguments, job, schedule, cut)
     if job.rank == 1:
         stage.stash = StashWithPiece(stage.part.named_parameters(), pieces.before_update)
     attach.observe(arguments, job, [stage], schedule, what="whole run")
-    losses = run_training(arguments, job, stage, schedule.ranks_of_stage)
+    losses = lesson.run_training(arguments, job, stage, schedule.ranks_of_stage)
     log = LossLog(arguments, has_loss=job.rank == 0)
     for step, loss in enumerate(losses_of_steps(job, arguments.microbatches, losses)):
         log.add(step, loss)

@@ -1,1 +1,1 @@
-"""What a reader sees of a timeline: its story in words, its picture, the explorer."""
+"""What a reader sees of a timeline: the explorer, and steps through time."""
