@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from course.cluster import RECORDED, Cluster, stacks_of
+from course.cluster import TRANSCRIPTS, Cluster, stacks_of
 from course.launch import ROOT, run
 from extensions.planning.forecast import (
     Machine,
@@ -119,7 +119,7 @@ def test_without_slurm_lesson_11_shows_a_record_that_says_what_the_notebook_expe
         assert checked is None or checked.endswith(answer.output)
         names.append(name)
     assert sorted(names) == sorted(
-        path.stem for path in RECORDED.glob("*.json") if "output" in json.loads(path.read_text())
+        path.stem for path in TRANSCRIPTS.glob("*.json") if "output" in json.loads(path.read_text())
     )
     trained = cluster._recorded("train")
     assert trained.losses == [5.929890, 5.242678, 4.830152, 4.396426]

@@ -1,8 +1,8 @@
-"""How lesson 11 talks to a SLURM cluster, whatever there is of one.
+"""Lesson 11's access to a SLURM cluster: a real one, one on this machine, or a transcript.
 
-Inside a cluster that is that cluster. On a machine with SLURM's programs it is one that
-slurm/local_cluster.sh starts, and that ends with the notebook. Elsewhere what it would have said
-was recorded, and is shown with a word that says so; nothing is run then.
+Inside a cluster, that cluster is used. On a machine with SLURM's programs, slurm/local_cluster.sh
+starts one, which ends with the notebook. Elsewhere nothing is run: the transcripts of such a
+cluster in slurm/transcripts are shown, and a line of output says so.
 """
 
 import json
@@ -21,21 +21,21 @@ from lab.timeline import from_chrome_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_CLUSTER = ROOT / "slurm" / "local_cluster.sh"
-RECORDED = ROOT / "slurm" / "recorded"
-RECORD_VARIABLE = "PIPELINE_RECORD"  # 1: what the cluster says is recorded anew
-REPLAY_VARIABLE = "PIPELINE_REPLAY"  # 1: the record is shown, though there may be a cluster
+TRANSCRIPTS = ROOT / "slurm" / "transcripts"
+RECORD_VARIABLE = "PIPELINE_RECORD"  # 1: write the transcripts anew
+REPLAY_VARIABLE = "PIPELINE_REPLAY"  # 1: show the transcripts, even if there is a cluster
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class ClusterFailed(RuntimeError):
-    """A command of the cluster that failed, or took too long; the text is what it said."""
+    """A command of the cluster that failed, or took too long; the text is its output."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command or a job said, and how it ended; `state` is SLURM's word for a job."""
+    """The output of a command or a job; `state` is the state of a job in SLURM's terms."""
 
     output: str
     state: str = ""
@@ -83,8 +83,8 @@ def _start_local():
     if started.returncode:
         raise ClusterFailed(started.stderr)
     if not running:
-        # A kernel may be killed, and then runs no farewell of its own. If it ends in peace it ends
-        # its children first, so this must not be one: setsid --fork leaves it without a parent.
+        # A kernel that is killed cannot stop the cluster, and one that ends normally ends its
+        # children first. So this process must not be a child: setsid --fork detaches it.
         waiting = 'tail --pid="$1" -f /dev/null; exec "$2" stop'
         words = ["bash", "-c", waiting, "end_with", str(os.getpid()), str(LOCAL_CLUSTER)]
         subprocess.run(
@@ -99,7 +99,7 @@ def _start_local():
 
 
 class Cluster:
-    """A cluster to ask. `environment` is that of its commands, or None where all is recorded."""
+    """A cluster. `environment` is that of its commands, or None where transcripts are shown."""
 
     def __init__(self, environment):
         self.environment = environment
@@ -114,7 +114,7 @@ class Cluster:
     def ask(self, name, command, may_fail=False, show=True, limit=60):
         """Run a line of shell in the course's folder and return the Answer.
 
-        `name` is that of the record. Raises ClusterFailed unless `may_fail`.
+        `name` is that of the transcript. Raises ClusterFailed unless `may_fail`.
         """
         if show:
             print("$ " + command)
@@ -145,7 +145,7 @@ class Cluster:
     def submit(self, name, words, files=(), meanwhile=None, may_fail=False, show=True, limit=120):
         """Submit a job, watch it until it ends, and return its Answer with its whole output.
 
-        `words` are what follows sbatch. `files` are those that the job writes, for the record.
+        `words` are what follows sbatch. `files` are what the job writes, for the transcript.
         `meanwhile` is (what the job prints, a line of shell): once the job has printed the one,
         the other is run, with $JOB for its number.
         """
@@ -197,24 +197,24 @@ class Cluster:
         return Answer(_without_paths(output), re.search(r"JobState=(\w+)", state)[1])
 
     def timeline(self, file):
-        """The timeline that a job has written to `file`, or the recorded one."""
-        folder = ROOT if self.is_real else RECORDED
+        """The timeline that a job has written to `file`, or that of the transcript."""
+        folder = ROOT if self.is_real else TRANSCRIPTS
         return from_chrome_trace((folder / (file if self.is_real else Path(file).name)).read_text())
 
     def _recorded(self, name, files=()):
-        record = json.loads((RECORDED / f"{name}.json").read_text())
+        record = json.loads((TRANSCRIPTS / f"{name}.json").read_text())
         for file in files:
             (ROOT / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(RECORDED / Path(file).name, ROOT / file)
+            shutil.copy(TRANSCRIPTS / Path(file).name, ROOT / file)
         return Answer(record["output"], record["state"])
 
     def _record(self, name, answer, files=()):
         if name and os.environ.get(RECORD_VARIABLE) == "1":
-            RECORDED.mkdir(exist_ok=True)
+            TRANSCRIPTS.mkdir(exist_ok=True)
             record = {"output": answer.output, "state": answer.state}
-            (RECORDED / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            (TRANSCRIPTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
             for file in files:
-                shutil.copy(ROOT / file, RECORDED / Path(file).name)
+                shutil.copy(ROOT / file, TRANSCRIPTS / Path(file).name)
 
 
 def _site_with_this_python():
@@ -230,7 +230,7 @@ def _site_with_this_python():
 
 
 def _without_paths(text):
-    """What a job said, with the names of files counted from the course's folder, or from Python's."""
+    """A job's output with file names relative to the repository, or to Python's installation."""
     text = text.replace(f"{ROOT}/", "")
     return re.sub(r"(?<![\w.~-])/[\w./-]*/(?=lib/python|bin/python)", "", text)
 
@@ -243,6 +243,6 @@ def stacks_of(output):
     """
     stacks = {}
     for prefix, text in re.findall(r"^\[(\S+)\]: *File (.*)$", output, re.MULTILINE):
-        if "source_code/" in text and "watch.py" not in text and "nodes.py" not in text:
+        if "source_code/" in text and "/watch.py" not in text and "/slow_network.py" not in text:
             stacks.setdefault(prefix, []).append(text.replace('"', ""))
     return stacks
