@@ -40,7 +40,6 @@ KINDS = [
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
     (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
-    (r"(torchrun .*|python )gpipe\.py", "test_copy_template.py runs a copy"),
     (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
     (r"patch( -p0)?$", "tests/test_copy_template.py applies the changes"),
