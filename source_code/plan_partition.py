@@ -10,8 +10,6 @@ Without --profile, the layers of the course's own model are measured on this mac
 import json
 import sys
 
-import torch
-
 from extensions.planning.partition import (
     PartitionError,
     check_size,
@@ -23,7 +21,7 @@ from lab.checks import check_memory
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
-from pipeline.training import DTYPES, check_sizes
+from pipeline.training import DTYPES, complete_arguments
 
 STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 
@@ -54,73 +52,50 @@ def parse_arguments():
     add = parser.add_argument
     add("--profile", metavar="FILE", help="what each layer costs, as JSON")
     add("--workers", type=positive_integer, required=True, metavar="N", help="to use, all of them")
-    add("--bandwidth", type=positive_number, required=True, metavar="X", help="bytes a second")
-    add("--straight", action="store_true", help="one worker a stage")
+    add("--bandwidth", type=positive_number, required=True, metavar="X", help="bytes per second")
+    add("--straight", action="store_true", help="one worker per stage")
     add("--no-overlap", action="store_true", help="communicate after computing, not during it")
     add("--memory", type=positive_number, metavar="BYTES", help="of a worker, for what it stashes")
     add("--json", action="store_true", help="print the plan as JSON")
     add = parser.add_argument_group("the course's model, measured without --profile").add_argument
-    add(
-        "--layers",
-        type=positive_integer,
-        default=ModelConfig.layers,
-        metavar="N",
-        help="decoder layers",
-    )
-    add(
-        "--dim",
-        type=positive_integer,
-        default=ModelConfig.dim,
-        metavar="N",
-        help="width of the model",
-    )
-    add(
-        "--heads", type=positive_integer, default=ModelConfig.heads, metavar="N", help="query heads"
-    )
-    add(
-        "--kv-heads",
-        type=positive_integer,
-        default=ModelConfig.kv_heads,
-        metavar="N",
-        help="key heads",
-    )
-    add(
-        "--seq-len",
-        type=positive_integer,
-        default=ModelConfig.seq_len,
-        metavar="N",
-        help="bytes a sequence",
-    )
-    add(
-        "--batch-size",
-        type=positive_integer,
-        default=16,
-        metavar="N",
-        help="sequences a mini-batch",
-    )
+    count = {"type": positive_integer, "metavar": "N"}
+    add("--layers", default=ModelConfig.layers, help="decoder layers", **count)
+    add("--dim", default=ModelConfig.dim, help="width of the model", **count)
+    add("--heads", default=ModelConfig.heads, help="query heads", **count)
+    add("--kv-heads", default=ModelConfig.kv_heads, help="key and value heads", **count)
+    add("--seq-len", default=ModelConfig.seq_len, help="bytes per sequence", **count)
+    add("--batch-size", default=16, help="sequences per mini-batch", **count)
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
+    # What a training script has beside these: a whole mini-batch at once, and nothing is trained.
+    parser.set_defaults(microbatches=1, seed=0, learning_rate=None, optimizer="sgd")
     arguments = parser.parse_args()
     if arguments.bandwidth < 1:
-        reject(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte a second")
+        reject(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte per second")
+    if arguments.profile is None:
+        parser.checks += [check_plan_size, check_memory_of_a_layer]
+        complete_arguments(parser, arguments, read_data=lambda _: None)
     return arguments
+
+
+def check_plan_size(arguments):
+    """Reject a plan that cannot exist, or would take minutes to find, before layers are timed."""
+    try:
+        check_size(arguments.layers, arguments.workers, arguments.straight)
+    except PartitionError as error:
+        reject(str(error))
+
+
+def check_memory_of_a_layer(arguments):
+    """Reject sizes of which not even one layer, as many as there are at a time, can be timed."""
+    arguments.num_ranks = arguments.layers
+    check_memory(arguments)
 
 
 def measure(arguments):
     """The profile of the course's model in the sizes that the flags ask for."""
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        reject("--device cuda: this machine has no usable GPU; use --device cpu or auto")
-    arguments.microbatches, arguments.seed = 1, 0  # a whole mini-batch at once
-    check_sizes(arguments)
-    check_size(arguments.layers, arguments.workers, arguments.straight)  # before it takes time
-    arguments.config = ModelConfig(
-        arguments.layers, arguments.dim, arguments.heads, arguments.kv_heads, arguments.seq_len
-    )
-    arguments.microbatch_size = arguments.batch_size
-    arguments.stage_layers = [(0, 1)]  # one layer is built at a time
-    check_memory(arguments)
     device, _ = choose_device(arguments.device, local_rank=0, local_ranks=1)
-    return profile_model(arguments.config, arguments.batch_size, DTYPES[arguments.dtype], device)
+    return profile_model(arguments.config, arguments.batch_size, arguments.torch_dtype, device)
 
 
 def figures(plan):
@@ -133,7 +108,7 @@ def figures(plan):
 
 
 def in_words(arguments, profile, plan):
-    """What is printed without --json: a row a stage, and the flags that train so."""
+    """What is printed without --json: a row per stage, and the flags that train so."""
     speed_up = plan.data_parallel_seconds / plan.seconds_per_minibatch
     relation = "on top of" if arguments.no_overlap else "during"
     lines = [

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import math
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch
 from pipeline import data, model
 from pipeline.data import DataError, load_text
 from pipeline.model import (
-    VOCABULARY,
     Attention,
     ModelConfig,
     ModelPart,
@@ -24,7 +24,7 @@ from pipeline.model import (
     starting_weight,
     token_loss,
 )
-from pipeline.training import build_model
+from pipeline.training import cut_layers
 
 torch.set_num_threads(1)
 
@@ -37,6 +37,10 @@ def tokens():
     return load_text(seq_len=CONFIG.seq_len).batch(0, 3, CONFIG.seq_len)[0]
 
 
+def whole_model(config, seed=0):
+    return build_part(config, 0, config.layers, seed)
+
+
 def parts_of(layers_per_stage, **options):
     return [build_part(CONFIG, *layers, **options) for layers in cut_as(layers_per_stage)]
 
@@ -46,7 +50,7 @@ def parts_of(layers_per_stage, **options):
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_every_cut_has_the_names_and_to_the_last_bit_the_starting_weights_of_the_whole(cut):
-    whole = dict(build_model(CONFIG, seed=3).named_parameters())
+    whole = dict(whole_model(CONFIG, seed=3).named_parameters())
     in_parts = [pair for part in parts_of(cut, seed=3) for pair in part.named_parameters()]
     assert sorted(name for name, _ in in_parts) == sorted(whole)
     for name, weight in in_parts:
@@ -58,8 +62,8 @@ def test_chained_parts_compute_to_the_last_bit_what_the_whole_model_does(cut, to
     activation = tokens
     for part in parts_of(cut):
         activation = part(activation)
-    assert activation.shape == (3, CONFIG.seq_len, VOCABULARY)
-    assert torch.equal(activation, build_model(CONFIG)(tokens))
+    assert activation.shape == (3, CONFIG.seq_len, ModelConfig.vocabulary)
+    assert torch.equal(activation, whole_model(CONFIG)(tokens))
 
 
 def test_only_the_first_part_has_the_embedding_and_only_the_last_the_norm_and_the_head():
@@ -93,9 +97,16 @@ def test_one_layer_of_a_model_of_10_terabytes_is_built_in_the_memory_of_one_laye
     assert one_layer < 10**6
 
 
-def test_laying_a_part_out_takes_no_memory():
-    assert {weight.device.type for weight in ModelPart(CONFIG, 0, 8).parameters()} == {"meta"}
+def test_laying_a_part_out_takes_no_memory(monkeypatch):
+    laid_out = []
+
+    def note_and_materialise(part, *rest):
+        laid_out.extend(tensor.device.type for tensor in (*part.parameters(), *part.buffers()))
+        return materialise(part, *rest)
+
+    monkeypatch.setattr(model, "materialise", note_and_materialise)
     built = build_part(CONFIG, 0, 8)
+    assert set(laid_out) == {"meta"}
     assert {tensor.device.type for tensor in (*built.parameters(), *built.buffers())} == {"cpu"}
 
 
@@ -133,12 +144,14 @@ def test_a_model_of_ones_own_starts_from_the_seed_and_the_names_as_well():
 
 
 def test_no_two_matrices_of_a_model_of_1000_layers_start_from_the_same_draw():
-    names = [name for name, _ in ModelPart(ModelConfig(layers=1000), 0, 1000).named_parameters()]
+    with torch.device("meta"):
+        part = ModelPart(ModelConfig(layers=1000), 0, 1000)
+    names = [name for name, _ in part.named_parameters()]
     assert len({zlib.crc32(name.encode()) for name in names}) == len(names)
 
 
 def test_matrices_start_with_variance_one_over_inputs_and_norms_at_one():
-    weights = dict(build_model(ModelConfig(layers=1, dim=64)).named_parameters())
+    weights = dict(whole_model(ModelConfig(layers=1, dim=64)).named_parameters())
     assert weights.pop("embedding.weight").std().item() == pytest.approx(1, rel=0.05)
     for name, weight in weights.items():
         if "norm" in name:
@@ -171,20 +184,21 @@ def test_an_even_cut_differs_by_at_most_one_layer_and_gives_the_earlier_stages_m
             assert [first for first, _ in cut] == [0] + [last for _, last in cut[:-1]]
 
 
-def test_fewer_layers_than_stages_cannot_be_cut():
-    with pytest.raises(ValueError, match="^3 layers cannot be cut into 4 stages$"):
-        cut_evenly(3, 4)
+def test_fewer_layers_than_stages_cannot_be_cut(capsys):
+    with pytest.raises(SystemExit):
+        cut_layers(SimpleNamespace(layers=3, cut=None), 4)
+    assert capsys.readouterr().err.startswith("--layers 3 is too few for 4 stages")
 
 
 # Attention
 
 
 def test_no_position_sees_a_later_token(tokens):
-    whole = build_model(CONFIG)
+    whole = whole_model(CONFIG)
     scores = whole(tokens)
     for position in range(CONFIG.seq_len):
         changed = tokens.clone()
-        changed[:, position] = (changed[:, position] + 1) % VOCABULARY
+        changed[:, position] = (changed[:, position] + 1) % ModelConfig.vocabulary
         differs = (whole(changed) != scores).any(dim=-1)
         assert not differs[:, :position].any()
         assert differs[:, position:].all()
@@ -262,13 +276,13 @@ def test_the_score_of_a_query_and_a_key_depends_only_on_how_far_apart_they_are()
 
 
 def test_a_model_that_knows_nothing_loses_the_logarithm_of_256():
-    scores = torch.zeros(2, 5, VOCABULARY, dtype=torch.float64)
+    scores = torch.zeros(2, 5, ModelConfig.vocabulary, dtype=torch.float64)
     targets = torch.arange(10).view(2, 5)
     assert token_loss(scores, targets).item() == pytest.approx(math.log(256), abs=1e-14)
 
 
 def test_the_loss_of_a_batch_is_the_mean_of_the_losses_of_equal_microbatches(tokens):
-    scores = build_model(CONFIG)(tokens)
+    scores = whole_model(CONFIG)(tokens)
     parts = [token_loss(scores[i : i + 1], tokens[i : i + 1]) for i in range(3)]
     assert token_loss(scores, tokens).item() == pytest.approx(sum(parts).item() / 3, abs=1e-14)
 

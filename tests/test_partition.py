@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpipe
 import plan_partition
 import pytest
 import torch
@@ -24,8 +23,8 @@ from extensions.planning.partition import (
     read_profile,
     stage_seconds,
 )
-from pipeline.model import ModelConfig, cut_as
-from pipeline.training import build_model
+from pipeline.model import ModelConfig, build_part, cut_as
+from pipeline.training import cut_layers, parse_arguments, training_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "source_code" / "plan_partition.py"
@@ -295,7 +294,7 @@ def test_more_stages_than_layers_and_more_plans_than_can_be_compared_are_refused
 def test_the_profile_of_the_courses_model_has_all_its_weights_and_the_size_of_its_messages():
     profile = profile_model(SMALL, batch_size=4, repeats=1)
     assert len(profile.layers) == SMALL.layers
-    weights = sum(parameter.nbytes for parameter in build_model(SMALL).parameters())
+    weights = sum(parameter.nbytes for parameter in build_part(SMALL, 0, 5).parameters())
     assert sum(layer.parameter_bytes for layer in profile.layers) == weights
     messages = [layer.activation_bytes for layer in profile.layers]
     assert messages == [4 * 8 * 16 * 8] * 4 + [4 * 8 * 256 * 8]  # the last one makes scores
@@ -306,11 +305,11 @@ def test_the_profile_of_the_courses_model_has_all_its_weights_and_the_size_of_it
 def test_a_layer_of_the_courses_model_can_be_first_and_last_and_of_less_precision():
     one_layer = dataclasses.replace(SMALL, layers=1)
     (layer,) = profile_model(one_layer, 4, torch.float32, repeats=1).layers
-    weights = sum(parameter.nbytes for parameter in build_model(one_layer).parameters())
+    weights = sum(parameter.nbytes for parameter in build_part(one_layer, 0, 1).parameters())
     assert layer.parameter_bytes == weights / 2
 
 
-def test_gpipe_takes_the_cut_of_a_straight_plan(monkeypatch):
+def test_a_training_script_takes_the_cut_of_a_straight_plan(monkeypatch):
     plan = plan_stages(profile_model(SMALL, 4, repeats=1), 3, BANDWIDTH, straight=True)
     cut = ",".join(map(str, plan.cut))
     monkeypatch.setenv("RANK", "0")
@@ -318,7 +317,8 @@ def test_gpipe_takes_the_cut_of_a_straight_plan(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr(sys, "argv", ["gpipe.py", "--layers", "5", "--cut", cut])
-    assert gpipe.parse_arguments().stage_layers == cut_as(plan.cut)
+    arguments = parse_arguments(training_parser("a test"))
+    assert cut_layers(arguments, arguments.num_ranks) == cut_as(plan.cut)
     assert [(first, last - 1) for first, last in cut_as(plan.cut)] == [
         (stage.first_layer, stage.last_layer) for stage in plan.stages
     ]
@@ -365,7 +365,7 @@ def test_in_words_a_plan_ends_with_the_flags_for_a_training_script(monkeypatch, 
 REFUSED = {
     "--workers 0": "--workers: must be a whole number of at least 1, not '0'; --help lists the",
     "--bandwidth 0": "--bandwidth: must be a positive number, not '0'",
-    "--bandwidth 0.5": "--bandwidth 0.5 must be at least 1 byte a second",
+    "--bandwidth 0.5": "--bandwidth 0.5 must be at least 1 byte per second",
     "--memory -1": "--memory: ",
     "--straight": "--straight: 9 workers need a layer each; use at most 8 workers",
     "--workers 1000000": "--workers 1000000 and 8 layers make too many plans",

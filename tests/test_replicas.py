@@ -15,7 +15,7 @@ from extensions.data_parallel.replicas import (
     sums_done,
 )
 from lab.simulator import Costs, simulate
-from pipeline.job import Job, join_job, leave_job
+from pipeline.job import Job, join_job
 from pipeline.schedule import message_of
 from pipeline.schedules import build_schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 
@@ -99,7 +99,7 @@ def sums(rank):
     group = replicas.form_replicas(job, 2)
     loss = torch.tensor(float(rank), dtype=torch.float64) if rank % 2 else None
     result = group.replica, group.peers, group.sum_number(10 + rank), group.sum_loss(loss)
-    leave_job(job)
+    job.leave()
     return result
 
 
