@@ -4,6 +4,8 @@ The limits on waiting are part of what is promised; they are the only times that
 """
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,9 @@ import torch.distributed as dist
 
 from course.last_words import RunFailed
 from course.launch import SCRIPTS, LaunchedRanks, WarmRanks, _follow, launch_words
+from lab.free_port import free_port
 from lab.watch import Wait, Watch
+from pipeline.job import GRACE
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = ["--steps", "1000", "--pace", "10", "20"]  # minutes, if nobody ends it
@@ -108,12 +112,11 @@ def check_silence(message, rank):
 
 
 def test_ranks_that_wait_for_one_that_never_starts_say_so():
-    # As rank 0, at a port of its own choice, with the minute for slow starts cut short.
+    # As rank 0, at a port of its own choice. A job has a minute for slow starts.
     program = (
         "import sys; sys.path.insert(0, 'source_code')\n"
-        "from pipeline import distributed\n"
-        "distributed.LONGEST_START = 1.0\n"
-        "distributed.join_job('cpu', timeout=1.0)\n"
+        "from pipeline.job import meet\n"
+        "meet(0, 2, timeout=1.0)\n"
     )
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = subprocess.run(
@@ -128,6 +131,90 @@ def test_ranks_that_wait_for_one_that_never_starts_say_so():
     sentence = ended.stderr.splitlines()[-1]
     assert sentence.startswith("rank 0 waited 1 s for all 2 ranks to start")
     assert "Traceback" not in ended.stderr
+
+
+# Without the lab, and without a launcher that would end the others.
+
+
+class BareJob:
+    """Four ranks of gpipe.py without the lab: its three statements and its folder are left out."""
+
+    def __init__(self, folder):
+        lines = (SCRIPTS / "gpipe.py").read_text().splitlines(keepends=True)
+        script = [line for line in lines if "attach" not in line]
+        assert len(lines) - len(script) == 3 and "lab" not in "".join(script).split()
+        (folder / "gpipe.py").write_text("".join(script))
+        shutil.copytree(SCRIPTS / "pipeline", folder / "pipeline")
+        words = [sys.executable, folder / "gpipe.py", "--steps", "1000000"]
+        port = str(free_port())
+        self.processes = []
+        for rank in range(4):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
+            common = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+            process = subprocess.Popen(
+                [*words, "--timeout", str(TIMEOUT)],
+                cwd=folder,
+                env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own | common,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            self.processes.append(process)
+        self.reaper = threading.Timer(120, self.end)  # of what hangs
+        self.reaper.start()
+
+    def send(self, number, rank):
+        """Send a signal to a rank within a step; what all others say, and after how long."""
+        assert self.processes[3].stdout.readline().startswith("step 0")
+        reading = threading.Thread(target=self.processes[3].stdout.read, daemon=True)
+        reading.start()  # a full pipe would hold the rank up
+        os.kill(self.processes[rank].pid, number)
+        began, said = time.monotonic(), {}
+        for other in [r for r in range(4) if r != rank]:
+            said[other] = self.processes[other].stderr.read()
+            assert self.processes[other].wait(60) == 1
+        return said, time.monotonic() - began
+
+    def end(self):
+        self.reaper.cancel()
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def bare_job(tmp_path):
+    job = BareJob(tmp_path)
+    yield job
+    job.end()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_without_the_lab_a_killed_rank_ends_its_neighbours_which_name_it(bare_job, rank):
+    said, took = bare_job.send(signal.SIGKILL, rank)
+    assert took < WITHIN
+    check_losses(said, rank)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_without_the_lab_a_stopped_rank_ends_its_neighbours_which_name_it(bare_job, rank):
+    said, took = bare_job.send(signal.SIGSTOP, rank)
+    assert TIMEOUT - 1 < took < TIMEOUT + GRACE + WITHIN
+    check_losses(said, rank)
+
+
+def check_losses(said, lost):
+    """Each of the others ends with one sentence about a neighbour; somebody's is about `lost`."""
+    named = {}
+    for rank, sentence in said.items():
+        found = re.fullmatch(
+            r"rank (\d) lost rank (\d) while waiting for (.*) \((.*)\)\n", sentence
+        )
+        assert found and " of micro-batch " in found[3], sentence
+        assert int(found[1]) == rank and abs(rank - int(found[2])) == 1
+        named[rank] = int(found[2])
+    assert lost in named.values(), said
 
 
 # The sentences themselves, without processes.
@@ -198,10 +285,10 @@ def test_a_store_that_does_not_answer_is_blamed_on_the_rank_that_keeps_it(monkey
 def test_a_wait_that_is_over_is_taken_back(monkeypatch):
     store = dist.HashStore()
     watch, other = Watch(1, 2.0, store), Watch(0, 60, store)
-    monkeypatch.setattr(watch, "give_up", lambda wait: None)  # it would end this process
+    monkeypatch.setattr(watch, "end_job", lambda wait: None)  # it would end this process
     watch.start()
     try:
-        with watch.waiting_for(0, "activation 7"):
+        with watch.waiting(0, "activation 7"):
             until(lambda: other.announced_by(1) == (0, "activation 7"))
         until(lambda: other.announced_by(1) is None)
     finally:
