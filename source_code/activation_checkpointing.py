@@ -8,7 +8,7 @@ they run: any of the synchronous ones, with --chunks stages per rank where there
 
 import sys
 
-from extensions.recompute import add_recompute_flags, build_stages, check_pieces
+from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
 from lab import attach
 from pipeline.job import join_job
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
@@ -26,7 +26,7 @@ def main():
     cut = cut_layers(arguments, schedule.num_stages)
     check_pieces(arguments, cut)
     job = join_job(arguments.device, arguments.timeout, schedule.pairs)
-    stages = build_stages(arguments, schedule, cut, job)
+    stages = build_recomputing_stages(arguments, schedule, cut, job)
     attach.observe(arguments, job, stages.values(), schedule)
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
     worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)

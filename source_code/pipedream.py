@@ -39,12 +39,12 @@ def main():
     add_pipedream_flags(parser)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    schedule = build_schedule(arguments)
+    schedule = build_whole_schedule(arguments)
     cut = cut_layers(arguments, schedule.num_stages)
     replicated = [ranks for ranks in schedule.ranks_of_stage.values() if len(ranks) > 1]
     job = join_job(arguments.device, arguments.timeout, schedule.pairs)
     open_groups(job, replicated)
-    stage = build_stage(arguments, job, schedule, cut)
+    stage = build_stashing_stage(arguments, job, schedule, cut)
     attach.observe(arguments, job, [stage], schedule, what="whole run")
 
     losses = run_training(arguments, job, stage, schedule.ranks_of_stage)
@@ -56,7 +56,7 @@ def main():
     return log.finish(job.device, train_by_rule)
 
 
-def build_schedule(arguments):
+def build_whole_schedule(arguments):
     """The whole training as one schedule: which ranks exchange what, and what the lab predicts."""
     if arguments.weights == "double-buffered":
         num_microbatches = arguments.steps * arguments.microbatches
@@ -64,7 +64,7 @@ def build_schedule(arguments):
     return pipedream_round_robin(arguments.replicas, arguments.steps)
 
 
-def build_stage(arguments, job, schedule, cut):
+def build_stashing_stage(arguments, job, schedule, cut):
     """This rank's stage with its optimizer, since it updates whenever a gradient is complete."""
     [index] = schedule.stages_of(job.rank)
     a, (first, last) = arguments, cut[index]

@@ -74,7 +74,7 @@ def main():
     diverged = None
     nothing_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
-        inputs, targets = microbatches_of(arguments, replicas, step)
+        inputs, targets = microbatches_of_replica(arguments, replicas, step)
         share_of_loss.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
@@ -164,7 +164,7 @@ def build_worker(arguments, replicas, schedule, parts, reduction, loss_function)
     return DataParallelWorker(replicas.job, schedule, stages, shape, dtype, reduction)
 
 
-def microbatches_of(arguments, replicas, step):
+def microbatches_of_replica(arguments, replicas, step):
     """Inputs and targets of one step: this replica's rows, by micro-batch."""
     batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
     return own_microbatches(batch, replicas, arguments.microbatches, replicas.job.device)

@@ -15,7 +15,6 @@ are read in `read_corpus`: both say what they promise to the rest.
 """
 
 import sys
-from functools import partial
 
 import torch
 
@@ -124,9 +123,15 @@ def main():
         arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0), training.step
     )
     metrics = build_metrics(arguments, job, log)
-    what = "step" if arguments.accumulate == 1 else "pass"
-    memory = partial(print_memory, arguments, job, schedule, cut, stages, masters, training)
-    attach.observe(arguments, job, stages.values(), schedule, what, training.step, memory)
+    attach.observe(
+        arguments,
+        job,
+        stages.values(),
+        schedule,
+        "step" if arguments.accumulate == 1 else "pass",
+        training.step,
+        lambda peak: print_memory(arguments, job, schedule, cut, stages, masters, training, peak),
+    )
 
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
@@ -240,7 +245,7 @@ def read_corpus(arguments):
     restart; targets that are PADDING do not count. `windows(seq_len, most)` returns as much of the
     held-out part, at most `most` rows. `training` and `held_out`, int64, tell one text from another
     when a checkpoint is continued; `encode`, `decode` and `num_tokens` are for the sample, and
-    `bytes_per_token` for the bits a byte.
+    `bytes_per_token` for the bits per byte.
     """
     if arguments.plan:
         return None

@@ -21,7 +21,7 @@ from extensions.torch_pipelining.library import (
     mean_of,
     schedule_as_data,
 )
-from extensions.torch_pipelining.optimizer import build_optimizer
+from extensions.torch_pipelining.optimizer import build_optimizer_and_rates
 from extensions.torch_pipelining.paragraphs import keywords_of
 from lab import attach
 from pipeline.model import token_loss
@@ -39,9 +39,9 @@ def main():
     cut = cut_layers(arguments, arguments.num_ranks * arguments.chunks)
     job = join_library_job(arguments)
     stages = build_stages(arguments, job, cut)
-    schedule = build_schedule(arguments, stages)
+    schedule = build_library_schedule(arguments, stages)
     parameters = [parameter for _, parameter in named_parameters(stages)]
-    optimizer, rates = build_optimizer(arguments, parameters)
+    optimizer, rates = build_optimizer_and_rates(arguments, parameters)
     expected = schedule_as_data(
         arguments.schedule, job.num_ranks, arguments.microbatches, arguments.chunks
     )
@@ -63,7 +63,7 @@ def main():
     if arguments.generate:
         generate(arguments, job, schedule, stages, expected.rank_of(len(cut) - 1, 0))
     job.leave()
-    return log.finish(job.device, train_one_process)
+    return log.finish(job.device, train_in_one_process)
 
 
 def run_step(arguments, job, schedule, stages, inputs, targets, keywords):
@@ -82,7 +82,7 @@ def run_step(arguments, job, schedule, stages, inputs, targets, keywords):
     return mean_of(losses)
 
 
-def build_schedule(arguments, stages):
+def build_library_schedule(arguments, stages):
     """The library's schedule over this rank's stages.
 
     It divides the gradients by the number of micro-batches after each step (scale_grads), which is
@@ -107,7 +107,7 @@ def read_flags():
     return parse_arguments(parser)
 
 
-def train_one_process(arguments, device="cpu"):
+def train_in_one_process(arguments, device="cpu"):
     """The loss of every step without ranks, stages and schedule: what --verify compares with."""
     return one_process(arguments, device)[1]
 
@@ -115,7 +115,7 @@ def train_one_process(arguments, device="cpu"):
 def one_process(arguments, device="cpu"):
     """The whole model trained on the whole batches, and the loss of every step."""
     model = build_model(arguments, device)
-    optimizer, rates = build_optimizer(arguments, model.parameters())
+    optimizer, rates = build_optimizer_and_rates(arguments, model.parameters())
     losses = []
     for step in range(arguments.steps):
         inputs, targets, keywords = batch_of(arguments, device, step)

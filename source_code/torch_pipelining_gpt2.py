@@ -40,7 +40,7 @@ from pipeline.training import (
     training_parser,
 )
 
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+SCHEDULE_CLASSES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 
 def main():
@@ -48,7 +48,7 @@ def main():
     cut = cut_layers(arguments, arguments.num_ranks)
     job = join_library_job(arguments)
     stage = build_own_stage(arguments, job, cut)
-    schedule = SCHEDULES[arguments.schedule](
+    schedule = SCHEDULE_CLASSES[arguments.schedule](
         stage, arguments.microbatches, loss_fn=loss_function_of(arguments)
     )
     optimizer = build_optimizer(
@@ -58,7 +58,7 @@ def main():
     expected = schedule_as_data(arguments.schedule, job.num_ranks, arguments.microbatches, 1)
     attach.observe(arguments, job, [stage], expected)
     describe_stages(job, stage)
-    log = LossLog(arguments, stage.is_last)
+    log = LossLog(arguments, has_loss=job.rank == expected.num_stages - 1)
 
     for step in range(arguments.steps):
         inputs, targets, keywords = batch_of(arguments, job.device, step)
@@ -70,7 +70,7 @@ def main():
         log.add(step, loss)
 
     job.leave()
-    return log.finish(job.device, train_one_process)
+    return log.finish(job.device, train_in_one_process)
 
 
 def run_step(arguments, job, schedule, stage, inputs, targets, keywords):
@@ -105,7 +105,12 @@ def read_flags():
     parser = training_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=MODELS, default="gpt2", help="gpt2 is traced, the others cut by hand")
-    add("--schedule", choices=list(SCHEDULES), default="1F1B", help="the library's name of it")
+    add(
+        "--schedule",
+        choices=list(SCHEDULE_CLASSES),
+        default="1F1B",
+        help="the library's name of it",
+    )
     add("--tied", action="store_true", help="one matrix for embedding and head, as in GPT-2")
     add("--pretrained", metavar="DIR", help="a local folder with the weights, and a tokenizer")
     # GPT-2 itself has 12 layers and width 768.
@@ -125,7 +130,7 @@ def read_flags():
     return arguments
 
 
-def train_one_process(arguments, device="cpu"):
+def train_in_one_process(arguments, device="cpu"):
     """The loss of every step of the unchanged Hugging Face model: what --verify compares with."""
     model = build_whole(arguments, device)
     optimizer = build_optimizer(arguments.optimizer, model.parameters(), arguments.learning_rate)

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, SplitPoint, build_stage, pipeline
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 from extensions.torch_pipelining.library import mean_of
 from pipeline.command_line import Parser, positive_integer, ranks_from_environment, reject
@@ -22,10 +22,10 @@ SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: t
 
 
 def main():
-    arguments = parse_arguments()
+    arguments = read_flags()
     job = join_job("cpu", arguments.timeout, pairs=[])
     pipe = cut(arguments.batch_size // arguments.microbatches)
-    stage = build_stage(pipe.get_stage_module(job.rank), job.rank, pipe.info(), job.device)
+    stage = pipe.build_stage(job.rank, job.device)
     schedule = Schedule1F1B(stage, arguments.microbatches, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
 
@@ -50,7 +50,7 @@ def main():
     return 0 if not (arguments.verify and stage.is_last) or verify(arguments, losses) else 1
 
 
-def parse_arguments():
+def read_flags():
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--steps", type=positive_integer, default=5, metavar="N", help="updates to train")

@@ -11,7 +11,7 @@ times --pace as it has layers, which --cut can make uneven.
 
 import sys
 
-from extensions.recompute import add_recompute_flags, build_stages, check_pieces
+from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
 from lab import attach
 from pipeline.command_line import ranks_from_environment, reject
 from pipeline.job import join_job
@@ -36,7 +36,7 @@ def main():
     cut = cut_layers(arguments, schedule.num_stages)
     check_pieces(arguments, cut)
     job = join_job(arguments.device, arguments.timeout, schedule.pairs)
-    stages = build_stages(arguments, schedule, cut, job)
+    stages = build_recomputing_stages(arguments, schedule, cut, job)
     attach.observe(arguments, job, stages.values(), schedule)
     shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
     worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)

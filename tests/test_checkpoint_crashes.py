@@ -23,7 +23,7 @@ import torch.distributed.checkpoint.filesystem as dcp_files
 from ranks import run_on_ranks
 
 from course.last_words import RunFailed
-from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing import checkpoint, checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 4 --microbatches 2"
@@ -276,7 +276,7 @@ def train_without_other_name(rank, folder):
         path.mkdir()
         return path
 
-    with mock.patch.object(checkpoint_folder, "begin_writing", begin_writing):
+    with mock.patch.object(checkpoint, "begin_writing", begin_writing):
         flags = f"{FLAGS} --checkpoints {folder / 'saved'} {SAVING} --steps 3"
         return train(rank, folder, flags, victim=0, fatal=3)
 

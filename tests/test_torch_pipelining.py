@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,21 +16,28 @@ from torch.distributed.pipelining import PipelineStage
 
 from course.last_words import RunFailed
 from course.launch import run
+from extensions.torch_pipelining import cutting, evaluation, hugging_face, library
+from extensions.torch_pipelining.hugging_face import configuration, weights
 from extensions.torch_pipelining.library import (
+    LIBRARY_SCHEDULES,
     LOOPS,
-    SCHEDULES,
     V_SHAPED,
+    complaint_about,
+    join_library_job,
     schedule_as_data,
     stages_of_rank,
     without_messages_to_itself,
 )
+from extensions.torch_pipelining.optimizer import build_optimizer_and_rates
+from extensions.torch_pipelining.paragraphs import LINE_END, paragraph_mask
+from lab import attach
 from lab.simulator import Costs, simulate
 from pipeline import schedules
 from pipeline.command_line import ranks_from_environment
 from pipeline.job import join_job
 from pipeline.model import token_loss
 from pipeline.schedules.legal import check_legal
-from pipeline.training import parse_training_arguments, train_one_process, training_parser
+from pipeline.training import parse_arguments, train_one_process, training_parser
 
 PRELOAD.extend(
     ["torch.distributed.pipelining", "extensions.torch_pipelining.library", "transformers"]
@@ -42,7 +50,7 @@ KEPT = "as promised"
 
 def arguments_of(flags, script=torch_pipelining):
     with mock.patch.object(sys, "argv", [script.__name__, *shlex.split(flags)]):
-        return script.parse_arguments()
+        return script.read_flags()
 
 
 def performed(flags, ranks=4, script=SCRIPT):
@@ -52,7 +60,7 @@ def performed(flags, ranks=4, script=SCRIPT):
 # All seven schedules
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LIBRARY_SCHEDULES)
 def test_each_of_seven_schedules_equals_one_process_to_1e_12_and_takes_the_listed_actions(name):
     one_run = performed(f"--schedule {name} --verify --timeline build/torch.json")
     assert KEPT in one_run.output
@@ -89,22 +97,20 @@ def test_clipping_cosine_rates_adamw_and_masks_equal_one_process_to_1e_12(name):
     with_mask = performed(f"--schedule {name} --verify --seq-len 64 {EVERYTHING}")
     assert KEPT in with_mask.output
     flags = f"{SMALL} --seq-len 64 {EVERYTHING}".replace("--documents ", "")
-    without = torch_pipelining.train_one_process(arguments_of(flags))
+    without = torch_pipelining.train_in_one_process(arguments_of(flags))
     assert abs(without[0] - with_mask.losses[0]) > 1e-6, "the mask changes the first loss"
 
 
 def test_the_reference_with_clipping_and_rates_left_out_is_that_of_lesson_02():
     flags = f"{SMALL} --steps 3"
     with mock.patch.object(sys, "argv", ["x", *shlex.split(flags)]):
-        plain = train_one_process(parse_training_arguments(training_parser("")))
-    assert torch_pipelining.train_one_process(arguments_of(flags)) == plain
+        plain = train_one_process(parse_arguments(training_parser("x")))
+    assert torch_pipelining.train_in_one_process(arguments_of(flags)) == plain
 
 
 def test_the_rate_rises_for_the_warm_up_and_falls_as_a_cosine_to_almost_nothing():
     arguments = arguments_of("--steps 10 --warm-up 4 --learning-rate 1")
-    optimizer, rates = torch_pipelining.build_optimizer(
-        arguments, [torch.zeros(1, requires_grad=True)]
-    )
+    optimizer, rates = build_optimizer_and_rates(arguments, [torch.zeros(1, requires_grad=True)])
     taken = []
     for _ in range(10):
         taken.append(optimizer.param_groups[0]["lr"])
@@ -115,15 +121,14 @@ def test_the_rate_rises_for_the_warm_up_and_falls_as_a_cosine_to_almost_nothing(
 
 
 def test_a_mask_lets_a_position_see_its_own_paragraph_only():
-    newline = torch_pipelining.LINE_END
-    tokens = torch.tensor([[65, newline, newline, 66, newline, 67]])
-    mask = torch_pipelining.paragraph_mask(tokens)
+    tokens = torch.tensor([[65, LINE_END, LINE_END, 66, LINE_END, 67]])
+    mask = paragraph_mask(tokens)
     assert mask.shape == (1, 1, 6, 6)
     rows = ["".join("x" if seen else "." for seen in row) for row in mask[0, 0].tolist()]
     assert rows == ["x.....", "xx....", "xxx...", "...x..", "...xx.", "...xxx"]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LIBRARY_SCHEDULES)
 def test_evaluation_and_greedy_text_are_those_of_one_process(name):
     flags = "--evaluate 2 --generate 12"
     output = performed(f"--schedule {name} {flags}").output
@@ -138,7 +143,7 @@ def held_out(model, flags):
     arguments = arguments_of(f"{SMALL} {flags}")
     losses = []
     for number in range(arguments.evaluate):
-        inputs, targets = torch_pipelining.held_out_batch(arguments, number)
+        inputs, targets = evaluation.held_out_batch(arguments, number)
         losses.append(token_loss(model(inputs), targets).item())
     return sum(losses) / len(losses)
 
@@ -146,7 +151,7 @@ def held_out(model, flags):
 @torch.no_grad()
 def greedy(model, flags):
     arguments = arguments_of(f"{SMALL} {flags}")
-    texts = torch_pipelining.prompts_of(arguments)
+    texts = evaluation.prompts_of(arguments)
     start = texts.shape[1]
     for _ in range(arguments.generate):
         scores = model(texts[:, -arguments.seq_len :])
@@ -169,7 +174,7 @@ class StageOfTorch215(PipelineStage):
 def train_without_first_messages(rank):
     """Train with `StageOfTorch215` in a V on 2 ranks; the exit status, 0 if the losses agree."""
     flags = f"{SMALL} --schedule ZBVZeroBubble --verify --timeout 20"
-    torch_pipelining.PipelineStage = StageOfTorch215
+    cutting.PipelineStage = StageOfTorch215
     with mock.patch.object(sys, "argv", [SCRIPT, *shlex.split(flags)]):
         return torch_pipelining.main()
 
@@ -220,7 +225,7 @@ def test_looped_bfs_takes_another_order_than_ours_and_as_long():
     assert simulate(theirs, Costs(10, 20)).makespan == simulate(ours, Costs(10, 20)).makespan
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", LIBRARY_SCHEDULES)
 def test_each_listed_schedule_is_legal_on_the_ranks_that_its_placement_says(name):
     chunks = 2 if name in LOOPS + V_SHAPED else 1
     schedule = check_legal(schedule_as_data(name, 4, 8, chunks))
@@ -266,8 +271,6 @@ def test_what_is_refused_and_what_is_not_is_what_the_library_refuses(name):
     chunks = 1 if name == "1F1B" else 2
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    from extensions.torch_pipelining.library import complaint_about
-
     for ranks in (2, 3, 4):
         for microbatches in range(1, 18):
             try:
@@ -289,28 +292,35 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert arguments_of("--device auto", script).device == "cpu"
+    monkeypatch.setattr(library, "connect_group", lambda job, group, ranks: None)
+
+    def join(device):
+        with mock.patch.object(library, "join_job") as joined:
+            joined.return_value.num_ranks = 4
+            script.join_library_job(arguments_of(f"--device {device}", script))
+        return joined.call_args.args[0]
+
+    assert join("auto") == "cpu"
     with pytest.raises(SystemExit):
-        arguments_of("--device cuda", script)
+        join("cuda")
     assert "4 ranks would share 2 GPUs" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert arguments_of("--device auto", script).device == "auto"
+    assert join("auto") == "auto"
 
 
-def test_a_terminal_on_the_rank_of_the_last_stage_gets_a_progress_bar(monkeypatch):
-    import tqdm
+def has_bar(rank):
+    """Whether this rank of a V on 2 ranks shows a progress bar, its stderr being a terminal."""
+    arguments = arguments_of(f"{SMALL} --schedule ZBVZeroBubble")
+    job = join_library_job(arguments)
+    sys.stderr.isatty = lambda: True
+    lab = attach.observe(arguments, job, [], schedule_as_data("ZBVZeroBubble", 2, 8, 2))
+    bar = lab.report.bar
+    job.leave()
+    return bar is not None and bar.total
 
-    from lab.report import Report
 
-    schedule = schedule_as_data("ZBVZeroBubble", 4, 8, 2)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    bars = {}
-    for rank in (0, 3):
-        job = mock.Mock(rank=rank)
-        steps = Report(arguments_of("--steps 3"), job, schedule, recorder=None).steps()
-        bars[rank] = isinstance(steps, tqdm.tqdm)
-        assert list(steps) == [0, 1, 2]
-    assert bars == {0: True, 3: False}, "in a V the last stage is on rank 0"
+def test_a_terminal_on_the_rank_of_the_last_stage_gets_a_progress_bar():
+    assert run_on_ranks(has_bar, 2) == [4, False], "in a V the last stage is on rank 0"
 
 
 # The free-form network, and Hugging Face
@@ -349,11 +359,9 @@ def train_traced(rank, model):
     """Trace a Hugging Face model, take one step on 4 ranks; the error, or None."""
     from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, build_stage, pipeline
 
-    from pipeline.job import join_job
-
     job = join_job("cpu", timeout=20, pairs=[])
-    arguments = arguments_of(f"{TINY} --model {model}", torch_pipelining_gpt2)
-    whole = torch_pipelining_gpt2.build_whole(arguments).to_empty(device="cpu")
+    arguments = arguments_of(f"{TINY} --schedule GPipe --model {model}", torch_pipelining_gpt2)
+    whole = weights.build_layout(arguments).to_empty(device="cpu")
     layers = "model.layers" if model == "llama" else "transformer.h"
     tokens = torch.ones((2, 16), dtype=torch.int64)
     try:
@@ -361,9 +369,8 @@ def train_traced(rank, model):
         pipe = pipeline(whole, mb_args=(tokens,), split_spec=split)
         stage = build_stage(pipe.get_stage_module(rank), rank, pipe.info(), job.device)
         schedule = ScheduleGPipe(stage, 8, loss_fn=lambda scores, targets: scores.mean())
-        torch_pipelining_gpt2.run_step(
-            schedule, stage, tokens.repeat(8, 1), tokens.repeat(8, 1), {}
-        )
+        batch = tokens.repeat(8, 1)
+        schedule.step(*[batch] * stage.is_first, target=batch, losses=[] if stage.is_last else None)
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
@@ -382,7 +389,7 @@ def test_a_traced_classifier_and_a_traced_llama_do_not_train(model, message):
     assert any(message in (error or "") for error in errors), errors
 
 
-@pytest.mark.parametrize("model", torch_pipelining_gpt2.MODELS)
+@pytest.mark.parametrize("model", configuration.MODELS)
 def test_weights_from_a_local_folder_are_those_that_are_trained(model, tmp_path):
     flags = f"{TINY} --model {model} --seed 5 --pretrained {saved_model(tmp_path, model)}"
     with_weights = run(f"{GPT2} {flags}", 2, warm=True, show=False)
@@ -400,7 +407,7 @@ def saved_model(folder, model):
     config = arguments.model_config
     config.tie_word_embeddings = model == "gpt2"
     torch.manual_seed(7)
-    torch_pipelining_gpt2.model_class(arguments)(config).save_pretrained(folder)
+    configuration.model_class(arguments)(config).save_pretrained(folder)
     return folder
 
 
@@ -443,6 +450,7 @@ def test_the_hugging_face_script_refuses_in_one_sentence(flags, sentence, monkey
 
 def test_nothing_is_asked_of_the_network():
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    text = open(torch_pipelining_gpt2.__file__).read()
-    for line in text.splitlines():
-        assert "from_pretrained(" not in line or "local_files_only=True" in line
+    loads = []
+    for path in Path(hugging_face.__file__).parent.glob("*.py"):
+        loads += [line for line in path.read_text().splitlines() if "from_pretrained(" in line]
+    assert len(loads) == 3 and all("local_files_only=True" in line for line in loads)

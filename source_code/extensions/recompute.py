@@ -47,7 +47,7 @@ def check_pieces(arguments, cut):
         reject(f"--pieces {arguments.pieces}: a stage has {fewest} layers; use at most {fewest}")
 
 
-def build_stages(arguments, schedule, cut, job):
+def build_recomputing_stages(arguments, schedule, cut, job):
     """This rank's stages by index, which recompute as --recompute and --pieces say."""
     stage_class = stage_class_for(schedule)
     return {

@@ -183,11 +183,11 @@ def meet(rank, num_ranks, timeout):
         alone = getattr(dist, "HashStore", None)
         return alone() if alone else dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
     if "SLURM_STEP_NODELIST" in os.environ:
-        from pipeline import slurm
+        from pipeline.slurm import NoMeetingPoint, set_meeting_point
 
         try:
-            slurm.set_meeting_point()
-        except slurm.NoMeetingPoint as error:
+            set_meeting_point()
+        except NoMeetingPoint as error:
             reject(str(error))
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(num_ranks))

@@ -3,7 +3,7 @@
 No rank has the model, so each writes what it has, under the names that the parameters have in the
 whole model: nothing says from which rank, stage or schedule a tensor came. To restore, a rank asks
 for the names that it has now, and torch.distributed.checkpoint finds the files in which they lie.
-pipeline/checkpointing/checkpoint_folder.py says how a checkpoint appears all at once.
+checkpoint_folder.py says how a checkpoint appears all at once.
 
 A checkpoint is read with pickle: continue only from those that you trust.
 """
@@ -20,8 +20,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from extensions.checkpointing import checkpoint_folder
-from extensions.checkpointing.checkpoint_folder import CheckpointError
+from extensions.checkpointing.checkpoint_folder import (
+    CheckpointError,
+    begin_writing,
+    check_files,
+    claim,
+    describe_files,
+    publish,
+    remove_leftovers,
+    replace_file,
+    unmark_stopped,
+)
 
 
 @dataclass
@@ -176,9 +185,7 @@ def export(checkpoint, file):
     """
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    checkpoint_folder.replace_file(
-        file, lambda partial: dcp_to_torch_save(checkpoint.path, partial)
-    )
+    replace_file(file, lambda partial: dcp_to_torch_save(checkpoint.path, partial))
 
 
 def read_exported(file):
@@ -240,13 +247,13 @@ class Checkpoints:
         problem = None
         try:
             if self.job.rank == 0:
-                self.claim = checkpoint_folder.claim(self.folder)
-                checkpoint_folder.remove_leftovers(self.folder)
-                checkpoint_folder.unmark_stopped(self.folder)
+                self.claim = claim(self.folder)
+                remove_leftovers(self.folder)
+                unmark_stopped(self.folder)
             if self.begin:
                 # Each rank checks a share of the files, so that nobody reads all of it.
                 names = sorted(self.begin.description["files"])[self.job.rank :: self.job.num_ranks]
-                checkpoint_folder.check_files(self.begin, names)
+                check_files(self.begin, names)
         except (CheckpointError, OSError) as error:
             problem = sentence_of(error)
         with self.job.waiting_for_all("its look at the checkpoint"):
@@ -305,11 +312,11 @@ class Checkpoints:
         """Write and publish one checkpoint; returns None or why that failed, on every rank."""
         temporary = None
         try:
-            temporary = self.on_rank_0(checkpoint_folder.begin_writing, self.folder, self.run, step)
+            temporary = self.on_rank_0(begin_writing, self.folder, self.run, step)
             files = self.write_files(state, temporary)
             description = {"step": step, "configuration": state["configuration"], "files": files}
             path = self.on_rank_0(
-                checkpoint_folder.publish,
+                publish,
                 *(temporary, self.folder, self.run, step, description, self.keep),
             )
         except CheckpointError as error:
@@ -331,9 +338,9 @@ class Checkpoints:
             raise CheckpointError(reason_of(error)) from None
         own, problem = {}, None
         try:
-            own = checkpoint_folder.describe_files(temporary, f"__{self.job.rank}_")
+            own = describe_files(temporary, f"__{self.job.rank}_")
             if self.job.rank == 0:
-                own |= checkpoint_folder.describe_files(temporary, ".metadata")
+                own |= describe_files(temporary, ".metadata")
         except OSError as error:
             problem = sentence_of(error)
         everything = self.gather((own, problem))

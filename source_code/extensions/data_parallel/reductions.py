@@ -32,20 +32,25 @@ def check_reduction(arguments, schedule):
     if not arguments.library:
         return schedule
     # Seconds, which only --library needs.
-    from extensions.torch_pipelining import library, library_worker
+    from extensions.torch_pipelining.library import (
+        complaint_about,
+        device_without_sharing,
+        schedule_as_data,
+    )
+    from extensions.torch_pipelining.library_worker import LIBRARY_NAMES
 
-    if arguments.schedule not in library_worker.NAMES:
+    if arguments.schedule not in LIBRARY_NAMES:
         reject(
             f"--library has no --schedule {arguments.schedule}; use one of "
-            f"{', '.join(library_worker.NAMES)}"
+            f"{', '.join(LIBRARY_NAMES)}"
         )
-    name = library_worker.NAMES[arguments.schedule]
+    name = LIBRARY_NAMES[arguments.schedule]
     ranks = pipeline_ranks(arguments)
     sizes = name, ranks, arguments.microbatches, schedule.num_stages // ranks
-    if complaint := library.complaint_about(*sizes):
+    if complaint := complaint_about(*sizes):
         reject(complaint)
-    arguments.device = library.device_without_sharing(arguments.device)
-    return replicate(library.schedule_as_data(*sizes), arguments.replicas)
+    arguments.device = device_without_sharing(arguments.device)
+    return replicate(schedule_as_data(*sizes), arguments.replicas)
 
 
 def build_reduction(arguments, replicas, schedule):

@@ -9,7 +9,7 @@ import math
 import torch
 import torch.distributed as dist
 
-KINDS = ("-inf", "inf", "nan")
+NOT_FINITE = ("-inf", "inf", "nan")
 
 
 def find_not_finite(job, step, loss, norm):
@@ -26,12 +26,14 @@ def find_not_finite(job, step, loss, norm):
     if job.num_ranks > 1:
         with job.waiting_for_all("the end of the step"):
             dist.all_reduce(kinds, dist.ReduceOp.MAX)
-    found = (f"{name} is {KINDS[kind - 1]}" for name, kind in zip(values, kinds.tolist()) if kind)
+    found = (
+        f"{name} is {NOT_FINITE[kind - 1]}" for name, kind in zip(values, kinds.tolist()) if kind
+    )
     return next(found, None)
 
 
 def kind_of(value):
-    """0 for a finite number or None, else the place of the value in KINDS, counted from 1."""
+    """0 for a finite number or None, else the place of the value in NOT_FINITE, counted from 1."""
     if value is None or math.isfinite(value):
         return 0
-    return 1 + KINDS.index(str(float(value)))
+    return 1 + NOT_FINITE.index(str(float(value)))

@@ -6,7 +6,6 @@ import torch
 from torch.distributed.pipelining import (
     PipelineStage,
     SplitPoint,
-    build_stage,
     pipe_split,
     pipeline,
 )
@@ -94,7 +93,7 @@ def stage_of(pipe, arguments, job, index):
     """One traced stage with its memory and weights. Its parameters have kept their names."""
     part = pipe.get_stage_module(index)
     materialise(part, arguments.config, arguments.seed, arguments.torch_dtype, job.device)
-    return build_stage(part, index, pipe.info(), job.device)
+    return pipe.build_stage(index, job.device)
 
 
 def named_parameters(stages):

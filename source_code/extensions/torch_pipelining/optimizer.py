@@ -6,7 +6,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def build_optimizer(arguments, parameters):
+def build_optimizer_and_rates(arguments, parameters):
     """The optimizer, and what sets its learning rate before each step.
 
     With --warm-up N the rate rises for N steps, then falls along half a cosine. Lesson 07's script

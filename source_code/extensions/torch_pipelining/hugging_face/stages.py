@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 from extensions.torch_pipelining.hugging_face.weights import build_layout, fill
 from pipeline.collectives import gather
@@ -29,8 +29,8 @@ def traced_stage(arguments, job, cut):
     whole = build_layout(arguments).to_empty(device=job.device)
     split_spec = {f"transformer.h.{first}": SplitPoint.BEGINNING for first, _ in cut[1:]}
     pipe = pipeline(whole, mb_args=(tokens,), split_spec=split_spec)
-    part = fill(pipe.get_stage_module(job.rank), arguments, job.device)
-    return build_stage(part, job.rank, pipe.info(), job.device)
+    fill(pipe.get_stage_module(job.rank), arguments, job.device)
+    return pipe.build_stage(job.rank, job.device)
 
 
 def stage_cut_by_hand(arguments, job, cut):
