@@ -1,4 +1,4 @@
-"""The flag of data parallelism, and what is refused of it."""
+"""The flag of data parallelism, and the values of it that are rejected."""
 
 from extensions.data_parallel.replicas import replicate
 from pipeline.command_line import positive_integer, reject
@@ -18,7 +18,7 @@ def add_replica_arguments(parser):
 
 
 def pipeline_ranks(arguments):
-    """The ranks of one pipeline: for `parse_training_arguments`, which needs the stages."""
+    """The number of ranks of one pipeline. Rejects replicas that do not divide the ranks."""
     if arguments.num_ranks % arguments.replicas:
         fitting = [n for n in range(1, arguments.num_ranks + 1) if arguments.num_ranks % n == 0]
         reject(
@@ -29,7 +29,8 @@ def pipeline_ranks(arguments):
 
 
 def check_replicas(arguments):
-    """Cut the batch; call it after `parse_training_arguments`. Corrects `microbatch_size`."""
+    """Cut the batch; call it after `parse_arguments`. Corrects `microbatch_size`."""
+    pipeline_ranks(arguments)
     pieces = arguments.replicas * arguments.microbatches
     if arguments.batch_size % pieces:
         reject(

@@ -57,7 +57,7 @@ class Metrics:
         self.write(steps=steps, held_out_loss=loss, perplexity=perplexity, bits_per_byte=bits)
         print(
             f"after {steps} steps  held-out loss {loss:.6f}  perplexity {perplexity:.2f}  "
-            f"{bits:.3f} bits a byte",
+            f"{bits:.3f} bits per byte",
             flush=True,
         )
 
