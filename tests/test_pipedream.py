@@ -19,14 +19,21 @@ from ranks import run_on_ranks
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.asynchronous import asynchronous_reference, weight_stash
+from extensions.asynchronous.pipedream_flags import add_pipedream_flags, losses_of_steps
 from extensions.asynchronous.weight_stash import forward_version
 from lab.simulator import Costs, simulate
-from pipeline.collectives import gather
-from pipeline.job import join_job, leave_job
+from pipeline.collectives import open_groups
+from pipeline.job import join_job
 from pipeline.schedule import Action
 from pipeline.schedules import one_f_one_b
 from pipeline.schedules import pipedream as pipedream_schedule
-from pipeline.training import train_one_process
+from pipeline.training import (
+    cut_layers,
+    microbatches_of,
+    parse_arguments,
+    train_one_process,
+    training_parser,
+)
 from pipeline.worker import Worker
 
 SMALL = "--layers 4 --dim 16 --heads 4 --kv-heads 2 --seq-len 8 --device cpu --steps 8"
@@ -38,33 +45,49 @@ MODES = {
 }
 
 
-def arguments_of(flags, num_ranks):
+def arguments_of(flags, num_ranks=None):
+    """What the script makes of its flags, on this rank or for `num_ranks` of them."""
+    ranks = {"RANK": "0", "WORLD_SIZE": str(num_ranks)} if num_ranks else {}
+    parser = training_parser(pipedream.__doc__)
+    add_pipedream_flags(parser)
     with mock.patch.object(sys, "argv", ["pipedream.py", *shlex.split(flags)]):
-        with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": str(num_ranks)}):
-            return pipedream.parse_arguments()
+        with mock.patch.dict(os.environ, ranks):
+            return parse_arguments(parser)
 
 
-def train(rank, flags, fault=None):
-    """Train on this rank with the script's own functions; `fault` plants one."""
-    with mock.patch.object(sys, "argv", ["pipedream.py", *shlex.split(flags)]):
-        arguments = pipedream.parse_arguments()
+def train(rank, flags, fault=None, by_hand=True):
+    """Train on this rank with the script's loop, or the worker; `fault` plants one."""
+    arguments = arguments_of(flags)
     if fault:
         FAULTS[fault]()
-    schedule = pipedream.build_schedule(arguments)
-    replicated = [ranks for ranks in schedule.ranks_of_stage.values() if len(ranks) > 1]
-    job = join_job("cpu", timeout=20, pairs=schedule.pairs, groups=replicated)
-    stage = pipedream.build_stage(arguments, job, schedule, Recorder(job))
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, {stage.index: stage}, shape, torch.float64)
-    worker.run_step(*pipedream.microbatches_of(arguments, job))
-    losses = pipedream.losses_of_steps(arguments, gather(job, worker.losses))
-    leave_job(job)
+    schedule = pipedream.build_whole_schedule(arguments)
+    job = join_job("cpu", timeout=20, pairs=schedule.pairs)
+    open_groups(job, [ranks for ranks in schedule.ranks_of_stage.values() if len(ranks) > 1])
+    stage = pipedream.build_stashing_stage(
+        arguments, job, schedule, cut_layers(arguments, schedule.num_stages)
+    )
+    if by_hand:
+        losses = pipedream.run_training(arguments, job, stage, schedule.ranks_of_stage)
+    else:
+        losses = by_the_worker(arguments, job, stage, schedule)
+    losses = losses_of_steps(job, arguments.microbatches, losses)
+    job.leave()
     return {
         "losses": [loss.item() for loss in losses],
         "used": stage.used,
         "peak": stage.stash.peak,
         "live": stage.stash.num_live(),
     }
+
+
+def by_the_worker(arguments, job, stage, schedule):
+    """Perform the whole training as one schedule; {micro-batch: its share of a loss}."""
+    batches = [microbatches_of(arguments, job.device, step) for step in range(arguments.steps)]
+    inputs, targets = ([one for batch in half for one in batch] for half in zip(*batches))
+    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
+    worker = Worker(job, schedule, {stage.index: stage}, shape, torch.float64)
+    worker.run_step(inputs, targets)
+    return worker.losses
 
 
 @functools.cache
@@ -130,6 +153,17 @@ def test_losses_follow_the_modes_update_rule_to_1e_10(mode, num_ranks):
 @pytest.mark.parametrize("mode", MODES)
 def test_momentum_and_adamw_follow_the_rule_too(mode, optimizer):
     assert largest_difference_from_rule(*performed(mode, 4, optimizer)) <= 1e-10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_worker_performs_the_same_training_to_the_last_bit(mode):
+    results, flags = performed(mode)
+    assert run_on_ranks(train, 4, flags, None, False) == results
+
+
+def test_so_it_does_with_a_stage_on_two_ranks():
+    results, flags = performed_round_robin("2-1-1")
+    assert run_on_ranks(train, 4, flags, None, False) == results
 
 
 @pytest.mark.parametrize("fault", ["a version too old", "no stash"])
