@@ -34,10 +34,7 @@ def script_of(name):
     """The command that performs it. Each asynchronous schedule has a script of its own name."""
     if not SCHEDULES[name].synchronous:
         return f"{name}.py --steps 8"
-    return (
-        f"activation_checkpointing.py --recompute none --schedule {name} "
-        f"--microbatches {MICROBATCHES.get(name, 8)}"
-    )
+    return f"train.py --schedule {name} --microbatches {MICROBATCHES.get(name, 8)}"
 
 
 def draw(name, schedule, script, costs):
