@@ -12,62 +12,37 @@ prints how far it is from one process.
 """
 
 import sys
+from importlib import import_module
 
 import torch.distributed as dist
 
-from broken.torch_pipelining import (
-    distributed_data_parallel,
-    hangs,
-    meta_device_and_checkpoints,
-    refused_schedules,
-    shapes_and_batches,
-    steps_and_losses,
-    traced_models,
-)
-from lab.observer import Observer
-from lab.watch import Watch
+from broken.torch_pipelining.small_pipeline import RANKS, TRAPS
+from lab import attach
 from pipeline.command_line import Parser, ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.training import seconds
 
-SECTIONS = (  # in the order of the page of errors
-    refused_schedules,
-    hangs,
-    shapes_and_batches,
-    steps_and_losses,
-    traced_models,
-    meta_device_and_checkpoints,
-    distributed_data_parallel,
-)
-TRAPS = {trap.__name__.replace("_", "-"): trap for section in SECTIONS for trap in section.TRAPS}
-RANKS = {  # of the traps that need another number than two
-    "wrong-placement": 4,
-    "skip-connection": 3,
-    "ddp-without-shapes": 4,
-    "ddp-with-split-backward": 4,
-}
+for section in (  # in the order of the page of errors; each registers its traps
+    "refused_schedules",
+    "hangs",
+    "shapes_and_batches",
+    "steps_and_losses",
+    "traced_models",
+    "meta_device_and_checkpoints",
+    "distributed_data_parallel",
+):
+    import_module(f"broken.torch_pipelining.{section}")
 
 
 def main():
     arguments = parse_arguments()
     job = join_job("cpu", arguments.timeout, pairs=[])
+    job.watch = attach.watch(job)
     dist.barrier()  # a rank that fails at once would take the others down while they still join
-    watch = watch_waits(job)
     with job.waiting_for_all(f"the trap {arguments.trap}"):
         TRAPS[arguments.trap](job, arguments.cured)
     job.leave()
-    watch.stop()
     return 0
-
-
-def watch_waits(job):
-    """Let a rank that waits longer than --timeout end the job and name the rank it waits for."""
-    watch = Watch(job.rank, job.timeout)
-    watch.join_others(job.store, job.num_ranks)
-    job.explain_loss = watch.explain_loss
-    Observer(job, [watch])
-    watch.start()
-    return watch
 
 
 def parse_arguments():
@@ -78,7 +53,7 @@ def parse_arguments():
     arguments = parser.parse_args()
     if arguments.trap not in TRAPS:
         reject(f"--trap takes one of: {', '.join(TRAPS)}")
-    ranks = RANKS.get(arguments.trap, 2)
+    ranks = RANKS[arguments.trap]
     if ranks_from_environment()[1] != ranks:
         reject(f"--trap {arguments.trap} is set for {ranks} ranks: use --nproc-per-node {ranks}")
     return arguments

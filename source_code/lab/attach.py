@@ -15,7 +15,7 @@ from lab.observer import Observer
 from lab.profile import Profile
 from lab.report import Report
 from lab.slow_network import attach_network
-from lab.watch import Watch
+from lab.watch import watch_of
 from pipeline.command_line import positive_number
 from pipeline.files import write_whole
 from pipeline.schedules import build_schedule
@@ -67,6 +67,14 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, memory=
     return lab
 
 
+def watch(job):
+    """Attach the watch alone: a rank that waits too long ends the job, by name. Returns the Watch."""
+    alone = watch_of(job)
+    Observer(job, [alone])
+    alone.start()
+    return alone
+
+
 class Laboratory:
     """The instruments of one rank."""
 
@@ -77,9 +85,7 @@ class Laboratory:
         """Set the instruments up, together with all other ranks."""
         job = self.job
         dump_stacks_when_asked()
-        self.watch = Watch(job.rank, job.timeout)
-        self.watch.join_others(job.store, job.num_ranks)
-        job.explain_loss = self.watch.explain_loss
+        self.watch = watch_of(job)
         self.network = attach_network(job)
         origin = shared_origin(job, self.network.nodes[job.rank])
         self.clock = Clock(job.rank, job.device, origin, self.pace)

@@ -32,6 +32,14 @@ class Wait(NamedTuple):
     since: float
 
 
+def watch_of(job):
+    """The Watch of this rank, which those of the other ranks can ask. All ranks call it."""
+    watch = Watch(job.rank, job.timeout)
+    watch.join_others(job.store, job.num_ranks)
+    job.explain_loss = watch.explain_loss
+    return watch
+
+
 class Watch(threading.Thread):
     """Watches one rank. `store` is a key-value store shared by all ranks, or None."""
 

@@ -1,23 +1,11 @@
-"""Traps of lesson 08: weights and buffers (section "The meta device and checkpoints").
-
-Each function runs one trap; `cured` selects the form that works.
-"""
+"""Traps of lesson 08: weights and buffers (section "The meta device and checkpoints")."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from broken.torch_pipelining.small_pipeline import (
-    WIDTH,
-    build_layer,
-    build_model,
-    build_own_stages,
-    build_schedule,
-    draw_batch,
-    print_distance,
-    run_step,
-    wait_for_all_ranks,
-)
+from broken.torch_pipelining import small_pipeline as small
+from broken.torch_pipelining.small_pipeline import trap
 from pipeline.collectives import gather
 
 
@@ -26,41 +14,44 @@ class LayerWithTable(nn.Module):
 
     def __init__(self, index):
         super().__init__()
-        self.part = build_layer(index)
+        self.part = small.build_layer(index)
         self.register_buffer("table", self.computed(), persistent=False)
 
     def computed(self):
-        return torch.linspace(0, 1, WIDTH, dtype=torch.float64)
+        return torch.linspace(0, 1, small.WIDTH, dtype=torch.float64)
 
     def forward(self, x):
         return self.part(x) * self.table
 
 
+def build_layers_with_tables(stage):
+    return nn.Sequential(LayerWithTable(2 * stage), LayerWithTable(2 * stage + 1))
+
+
+@trap()
 def stale_buffers(job, cured):
     """to_empty() leaves buffers without values, and no checkpoint has them.
 
     Broken: the buffer keeps what its memory held. Cured: it is computed again.
     """
     with torch.device("meta"):
-        parts = {
-            job.rank: nn.Sequential(LayerWithTable(2 * job.rank), LayerWithTable(2 * job.rank + 1))
-        }
-    whole = nn.Sequential(*(LayerWithTable(index) for index in range(4)))
-    part = parts[job.rank].to_empty(device=job.device)
-    state = nn.Sequential(*whole[2 * job.rank : 2 * job.rank + 2]).state_dict()
+        part = build_layers_with_tables(job.rank)
+    part = part.to_empty(device=job.device)
+    state = build_layers_with_tables(job.rank).state_dict()
     assert str(part.load_state_dict(state)) == "<All keys matched successfully>"
     for module in part:
         # The memory may hold anything; NaN makes the trap show every time.
         module.table.fill_(torch.nan)
         if cured:
             module.table.copy_(module.computed())
-    schedule, stages = build_schedule(job, parts)
-    losses = run_step(schedule, stages, *draw_batch())
+    schedule, stages = small.build_schedule(job, {job.rank: part})
+    losses = small.run_step(schedule, stages, *small.draw_batch())
     if job.rank == 1:
         print(f"loss is a number: {bool(torch.stack(losses).isfinite().all())}", flush=True)
-    wait_for_all_ranks(job)
+    small.wait_for_all_ranks(job)
 
 
+@trap()
 def buffers_left_on_meta(job, cured):
     """load_state_dict(assign=True) leaves a buffer that no checkpoint has on meta.
 
@@ -71,72 +62,63 @@ def buffers_left_on_meta(job, cured):
     part.load_state_dict(LayerWithTable(0).state_dict(), assign=True)
     if cured:
         part.table = part.computed()
-    output = part(draw_batch()[0])
+    output = part(small.draw_batch()[0])
     if job.rank == 0:
-        print_distance("output", [output], [LayerWithTable(0)(draw_batch()[0])])
-    wait_for_all_ranks(job)
+        small.print_distance("output", [output], [LayerWithTable(0)(small.draw_batch()[0])])
+    small.wait_for_all_ranks(job)
 
 
+@trap()
 def moved_from_meta(job, cured):
     """A module on the meta device has no values to copy.
 
     Broken: .to("cpu"). Cured: .to_empty(device="cpu").
     """
     with torch.device("meta"):
-        part = build_layer(0)
+        part = small.build_layer(0)
     part = part.to_empty(device="cpu") if cured else part.to("cpu")
-    if job.rank == 0:
-        print(f"the module is on {next(part.parameters()).device}", flush=True)
+    small.say(job, f"the module is on {next(part.parameters()).device}")
 
 
+@trap()
 def one_seed_a_stage(job, cured):
     """Equal seeds on all ranks draw equal weights for all stages.
 
     Broken: each rank draws its stage from the same seed. Cured: each layer has a seed of its own.
     """
     torch.manual_seed(0)
-    part = build_own_stages(job)[job.rank] if cured else nn.Linear(WIDTH, WIDTH)
+    part = small.build_own_stages(job)[job.rank] if cured else nn.Linear(small.WIDTH, small.WIDTH)
     first = next(part.parameters()).detach().double()
     both = gather(job, first)
     if both:
         print(f"both stages start with equal weights: {torch.equal(*both)}", flush=True)
 
 
+@trap()
 def part_of_a_checkpoint(job, cured):
     """The state of one rank's stage is not the state of the model.
 
     Broken: the whole model loads one stage's state. Cured: the states of all ranks, renamed.
     """
-    part = build_own_stages(job)[job.rank]
+    part = small.build_own_stages(job)[job.rank]
     state = part.state_dict()
     if cured:
         states = [None, None]
         dist.all_gather_object(states, state)
         state = {f"{2 * rank + int(name[0])}{name[1:]}": tensor
                  for rank, own in enumerate(states) for name, tensor in own.items()}  # fmt: skip
-    build_model().load_state_dict(state)
-    if job.rank == 0:
-        print("the whole model is loaded", flush=True)
+    small.build_model().load_state_dict(state)
+    small.say(job, "the whole model is loaded")
 
 
+@trap()
 def token_out_of_range(job, cured):
     """A token without a row in the embedding is a device-side assert on a GPU.
 
     Broken: the token is the number of rows. Cured: the last row.
     """
-    embedding = nn.Embedding(WIDTH, WIDTH, dtype=torch.float64)
-    token = torch.tensor([WIDTH - 1 if cured else WIDTH])
-    assert not cured or embedding(token).shape == (1, WIDTH)
+    embedding = nn.Embedding(small.WIDTH, small.WIDTH, dtype=torch.float64)
+    token = torch.tensor([small.WIDTH - 1 if cured else small.WIDTH])
+    assert not cured or embedding(token).shape == (1, small.WIDTH)
     embedding(token)
-    if job.rank == 0:
-        print("the embedding has that row", flush=True)
-
-
-TRAPS = [
-    stale_buffers,
-    buffers_left_on_meta,
-    moved_from_meta,
-    one_seed_a_stage,
-    part_of_a_checkpoint,
-    token_out_of_range,
-]
+    small.say(job, "the embedding has that row")

@@ -1,71 +1,64 @@
-"""Traps of lesson 08: the library rejects the schedule (section "It refuses the schedule").
-
-Each function runs one trap; `cured` selects the form that works.
-"""
+"""Traps of lesson 08: the library rejects the schedule (section "It refuses the schedule")."""
 
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import mse_loss
 
-from broken.torch_pipelining.small_pipeline import (
-    build_layer,
-    build_own_stages,
-    build_schedule,
-    run_and_compare_one_step,
-)
+from broken.torch_pipelining import small_pipeline as small
+from broken.torch_pipelining.small_pipeline import trap
 
 
+@trap()
 def few_microbatches(job, cured):
     """1F1B needs at least as many micro-batches as stages.
 
     Broken: one micro-batch for two stages. Cured: two.
     """
-    run_and_compare_one_step(job, "1F1B", microbatches=2 if cured else 1)
+    small.run_and_compare(job, "1F1B", microbatches=2 if cured else 1)
 
 
+@trap()
 def uneven_rounds(job, cured):
     """Interleaved 1F1B needs rounds of equal length.
 
     Broken: five micro-batches in two rounds. Cured: four.
     """
-    parts = build_own_stages(job, "Interleaved1F1B")
-    build_schedule(job, parts, "Interleaved1F1B", microbatches=4 if cured else 5)
-    if cured:
-        run_and_compare_one_step(job, "Interleaved1F1B", 4)
+    small.run_and_compare(job, "Interleaved1F1B", microbatches=4 if cured else 5)
 
 
+@trap()
 def one_stage_in_a_v(job, cured):
     """ZB-V needs exactly two stages per rank.
 
     Broken: one stage per rank. Cured: two, placed as a V.
     """
     if cured:
-        return run_and_compare_one_step(job, "ZBVZeroBubble", 4)
-    stage = PipelineStage(build_layer(job.rank), job.rank, job.num_ranks, job.device)
+        return small.run_and_compare(job, "ZBVZeroBubble")
+    stage = PipelineStage(small.build_layer(job.rank), job.rank, job.num_ranks, job.device)
     get_schedule_class("ZBVZeroBubble")([stage], 4, loss_fn=mse_loss)
 
 
+@trap()
 def few_microbatches_in_dualpipev(job, cured):
     """DualPipeV needs at least as many micro-batches as stages.
 
     Broken: three micro-batches for four stages. Cured: four.
     """
-    parts = build_own_stages(job, "DualPipeV")
-    build_schedule(job, parts, "DualPipeV", microbatches=4 if cured else 3)
-    if cured:
-        run_and_compare_one_step(job, "DualPipeV", 4)
+    small.run_and_compare(job, "DualPipeV", microbatches=4 if cured else 3)
 
 
+@trap()
 def too_many_stages(job, cured):
     """A process group cannot have more ranks than the pipeline has stages.
 
     Broken: one stage on two ranks. Cured: two stages.
     """
     if cured:
-        return run_and_compare_one_step(job, "GPipe")
-    PipelineStage(build_layer(0), 0, 1, job.device)
+        return small.run_and_compare(job)
+    PipelineStage(small.build_layer(0), 0, 1, job.device)
 
 
+@trap()
 def listed_order_of_1f1b(job, cured):
     """The library's list of 1F1B's actions leaves a forward out.
 
@@ -76,15 +69,4 @@ def listed_order_of_1f1b(job, cured):
 
     rows = get_schedule_ops("GPipe" if cured else "1F1B", 2, 4)
     _validate_schedule(dict(enumerate(rows)), 2, 2, 4)
-    if job.rank == 0:
-        print("the list is complete", flush=True)
-
-
-TRAPS = [
-    few_microbatches,
-    uneven_rounds,
-    one_stage_in_a_v,
-    few_microbatches_in_dualpipev,
-    too_many_stages,
-    listed_order_of_1f1b,
-]
+    small.say(job, "the list is complete")

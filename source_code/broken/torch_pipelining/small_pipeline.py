@@ -1,7 +1,8 @@
 """The small pipeline that every trap of lesson 08 breaks, and the comparison with one process.
 
 The model has two layers per rank, in float64. What is compared is the gradient of every parameter
-after one step, or the output.
+after one step, or the output. A trap is a function of a Job and of `cured`, which selects the form
+that works.
 """
 
 import warnings
@@ -9,7 +10,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, pipeline
+from torch.distributed.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import mse_loss
 
@@ -17,6 +18,18 @@ from extensions.torch_pipelining.library import ONE_STAGE, stages_of_rank
 from pipeline.collectives import gather
 
 WIDTH, BATCH = 8, 8
+TRAPS, RANKS = {}, {}  # by name: the trap, and the number of ranks that it takes
+
+
+def trap(ranks=2):
+    """Register the function below as a trap, under its name with hyphens."""
+
+    def register(function):
+        name = function.__name__.replace("_", "-")
+        TRAPS[name], RANKS[name] = function, ranks
+        return function
+
+    return register
 
 
 def build_layer(index):
@@ -51,7 +64,7 @@ def build_own_stages(job, name="GPipe", indices=None):
     }
 
 
-def build_schedule(job, parts, name="GPipe", microbatches=4, shapes=True, **options):
+def build_schedule(job, parts, name="GPipe", microbatches=4, shapes=True, group=None, **options):
     """The library's schedule over the stages of `parts`, {stage: module}, and those stages.
 
     Without `shapes` the library infers the shape of every message itself.
@@ -60,7 +73,7 @@ def build_schedule(job, parts, name="GPipe", microbatches=4, shapes=True, **opti
     example = torch.zeros(BATCH // microbatches, WIDTH, dtype=torch.float64, requires_grad=True)
     given = {"input_args": example, "output_args": example} if shapes else {}
     stages = [
-        PipelineStage(part, index, job.num_ranks * chunks, job.device, **given)
+        PipelineStage(part, index, job.num_ranks * chunks, job.device, group=group, **given)
         for index, part in parts.items()
     ]
     of_this_rank = stages[0] if name in ONE_STAGE else stages
@@ -92,7 +105,7 @@ def compute_reference_gradients(model=None, rows=BATCH, batches=1):
     return [parameter.grad for parameter in model.parameters()]
 
 
-def compare_gradients(job, parts, wanted):
+def compare_gradients(job, parts, wanted=None):
     """Print how far the gradients of all ranks are from `wanted`, those of one process."""
     own = {
         index: [parameter.grad for parameter in part.parameters()] for index, part in parts.items()
@@ -101,7 +114,13 @@ def compare_gradients(job, parts, wanted):
     if ranks is not None:
         stages = {index: grads for some in ranks for index, grads in some.items()}
         ours = [gradient for index in sorted(stages) for gradient in stages[index]]
-        print_distance("gradient", ours, wanted)
+        print_distance("gradient", ours, wanted or compute_reference_gradients())
+
+
+def say(job, text):
+    """Print on rank 0."""
+    if job.rank == 0:
+        print(text, flush=True)
 
 
 def wait_for_all_ranks(job):
@@ -117,20 +136,47 @@ def print_distance(what, ours, wanted):
     print(f"{what}: {verdict}, {distance:.1e} of the largest off one process", flush=True)
 
 
-def run_and_compare_one_step(job, name, microbatches=4, indices=None):
-    """Build the stages of schedule `name`, run one step, and compare its gradients."""
-    parts = build_own_stages(job, name, indices)
-    schedule, stages = build_schedule(job, parts, name, microbatches)
+def run_and_compare(job, name="GPipe", microbatches=4, parts=None, model=None, **options):
+    """Run one step of schedule `name` over `parts`, and compare its gradients with `model`'s."""
+    parts = build_own_stages(job, name) if parts is None else parts
+    schedule, stages = build_schedule(job, parts, name, microbatches, **options)
     run_step(schedule, stages, *draw_batch())
-    compare_gradients(job, parts, compute_reference_gradients(build_model(2 * job.num_ranks)))
+    model = model or build_model(2 * job.num_ranks)
+    compare_gradients(job, parts, compute_reference_gradients(model))
 
 
-def trace_model(job, model, example=None, **options):
-    """The library's pipeline of `model`, traced with `example`, a micro-batch."""
+def run_traced(job, pipe, parts, name="GPipe", prepare=lambda stage: stage):
+    """Run one step over the traced `parts` of this rank; `prepare` may change a stage."""
+    stages = [
+        prepare(build_stage(part, index, pipe.info(), job.device)) for index, part in parts.items()
+    ]
+    of_this_rank = stages[0] if name in ONE_STAGE else stages
+    schedule = get_schedule_class(name)(of_this_rank, 4, loss_fn=mse_loss)
+    run_step(schedule, stages, *draw_batch())
+
+
+def evaluate(schedule, stages, with_targets=True):
+    """Run eval() of the batch, and compare the output with that of one process."""
+    inputs, targets = draw_batch()
+    with torch.no_grad():
+        scores = schedule.eval(
+            *([inputs] if any(stage.is_first for stage in stages) else []),
+            target=targets if with_targets else None,
+        )
+    if any(stage.is_last for stage in stages):
+        print_distance("output", [scores], [build_model()(inputs)])
+
+
+def trace_model(job, model, *cuts, example=None):
+    """The library's pipeline of `model`, cut before the modules named `cuts`.
+
+    It is traced with `example`, a micro-batch.
+    """
     allow_slow_start(job)
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch's own
     example = torch.zeros(2, WIDTH, dtype=torch.float64) if example is None else example
-    pipe = pipeline(model, mb_args=(example,), **options)
+    cuts = {name: SplitPoint.BEGINNING for name in cuts} or None
+    pipe = pipeline(model, mb_args=(example,), split_spec=cuts)
     dist.barrier()  # ranks trace for unequally long, and a neighbour waits for --timeout only
     return pipe
 

@@ -1,130 +1,101 @@
-"""Traps of lesson 08: steps, losses and gradients (section "Steps, losses, evaluation").
-
-Each function runs one trap; `cured` selects the form that works.
-"""
+"""Traps of lesson 08: steps, losses and gradients (section "Steps, losses, evaluation")."""
 
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from broken.torch_pipelining.small_pipeline import (
-    BATCH,
-    WIDTH,
-    build_layer,
-    build_model,
-    build_own_stages,
-    build_schedule,
-    compare_gradients,
-    compute_reference_gradients,
-    draw_batch,
-    print_distance,
-    run_step,
-    wait_for_all_ranks,
-)
+from broken.torch_pipelining import small_pipeline as small
+from broken.torch_pipelining.small_pipeline import trap
 from extensions.torch_pipelining.library import forwards_only
 
 
+@trap()
 def step_without_grad(job, cured):
     """step() needs gradients; under torch.no_grad() only eval() works.
 
     Broken: step(), then eval(). Cured: eval() alone.
     """
-    parts = build_own_stages(job)
-    schedule, stages = build_schedule(job, parts)
-    inputs, targets = draw_batch()
-    arguments = [inputs] if job.rank == 0 else []
-    with torch.no_grad():
-        if not cured:
-            schedule.step(*arguments, target=targets)
-        scores = schedule.eval(*arguments, target=targets)
-    if job.rank == 1:
-        print_distance("output", [scores], [build_model()(inputs)])
-    wait_for_all_ranks(job)
+    schedule, stages = small.build_schedule(job, small.build_own_stages(job))
+    if not cured:
+        with torch.no_grad():
+            small.run_step(schedule, stages, *small.draw_batch())
+    small.evaluate(schedule, stages)
+    small.wait_for_all_ranks(job)
 
 
+@trap()
 def eval_without_targets(job, cured):
     """If the schedule has a loss function, eval() needs targets.
 
     Broken: none. Cured: the targets of the batch.
     """
-    parts = build_own_stages(job)
-    schedule, stages = build_schedule(job, parts)
-    inputs, targets = draw_batch()
-    with torch.no_grad():
-        scores = schedule.eval(
-            *([inputs] if job.rank == 0 else []), target=targets if cured else None
-        )
-    if job.rank == 1:
-        print_distance("output", [scores], [build_model()(inputs)])
-    wait_for_all_ranks(job)
+    schedule, stages = small.build_schedule(job, small.build_own_stages(job))
+    small.evaluate(schedule, stages, with_targets=cured)
+    small.wait_for_all_ranks(job)
 
 
+@trap()
 def loss_on_the_wrong_rank(job, cured):
     """In a V the last stage, and so the loss, is on rank 0.
 
     Broken: the targets go to rank 1. Cured: to rank 0.
     """
-    parts = build_own_stages(job, "ZBVZeroBubble")
-    schedule, stages = build_schedule(job, parts, "ZBVZeroBubble")
-    inputs, targets = draw_batch()
+    parts = small.build_own_stages(job, "ZBVZeroBubble")
+    schedule, _ = small.build_schedule(job, parts, "ZBVZeroBubble")
+    inputs, targets = small.draw_batch()
     has_loss = job.rank == (0 if cured else job.num_ranks - 1)
     schedule.step(*([inputs] if job.rank == 0 else []), target=targets if has_loss else None)
-    compare_gradients(job, parts, compute_reference_gradients())
+    small.compare_gradients(job, parts)
 
 
+@trap()
 def eval_of_a_v(job, cured):
     """eval() fails when two neighbouring stages are on one rank.
 
     Broken: eval() of ZB-V. Cured: eval() while its list of actions has forwards only.
     """
-    parts = build_own_stages(job, "ZBVZeroBubble")
-    schedule, stages = build_schedule(job, parts, "ZBVZeroBubble")
-    inputs, targets = draw_batch()
-    arguments = [inputs] if job.rank == 0 else []
-    with torch.no_grad():
-        if cured:
-            with forwards_only(schedule):
-                scores = schedule.eval(*arguments, target=targets)
-        else:
-            scores = schedule.eval(*arguments, target=targets)
-    if job.rank == 0:
-        print_distance("output", [scores], [build_model()(inputs)])
-    wait_for_all_ranks(job)
+    parts = small.build_own_stages(job, "ZBVZeroBubble")
+    schedule, stages = small.build_schedule(job, parts, "ZBVZeroBubble")
+    with forwards_only(schedule) if cured else nullcontext():
+        small.evaluate(schedule, stages)
+    small.wait_for_all_ranks(job)
 
 
+@trap()
 def gradients_kept(job, cured):
     """A second step adds its gradients to those of the first.
 
     Broken: two steps without zero_grad(). Cured: zero_grad() before each.
     """
-    parts = build_own_stages(job)
-    schedule, stages = build_schedule(job, parts)
+    parts = small.build_own_stages(job)
+    schedule, stages = small.build_schedule(job, parts)
     for _ in range(2):
         if cured:
-            for part in parts.values():
-                part.zero_grad()
-        run_step(schedule, stages, *draw_batch())
-    compare_gradients(job, parts, compute_reference_gradients())
+            parts[job.rank].zero_grad()
+        small.run_step(schedule, stages, *small.draw_batch())
+    small.compare_gradients(job, parts)
 
 
+@trap()
 def accumulation(job, cured):
     """scale_grads divides all accumulated gradients in every step: the first step's twice.
 
     Broken: two steps for one update, with scale_grads. Cured: one division after both steps.
     """
-    parts = build_own_stages(job)
-    schedule, stages = build_schedule(job, parts, scale_grads=not cured)
+    parts = small.build_own_stages(job)
+    schedule, stages = small.build_schedule(job, parts, scale_grads=not cured)
     for seed in range(2):
-        run_step(schedule, stages, *draw_batch(seed=seed))
+        small.run_step(schedule, stages, *small.draw_batch(seed=seed))
     if cured:
-        for part in parts.values():
-            for parameter in part.parameters():
-                parameter.grad /= 4  # once, by the number of micro-batches
-    compare_gradients(job, parts, compute_reference_gradients(batches=2))
+        for parameter in parts[job.rank].parameters():
+            parameter.grad /= 4  # once, by the number of micro-batches
+    small.compare_gradients(job, parts, small.compute_reference_gradients(batches=2))
 
 
+@trap()
 def sum_loss(job, cured):
     """scale_grads is right for a loss that is a mean over the rows.
 
@@ -132,22 +103,20 @@ def sum_loss(job, cured):
     """
 
     def sum_of_rows(outputs, targets):
-        return (outputs - targets).pow(2).sum() / (BATCH * WIDTH)
+        return (outputs - targets).pow(2).sum() / (small.BATCH * small.WIDTH)
 
-    parts = build_own_stages(job)
-    schedule, stages = build_schedule(job, parts, loss_fn=sum_of_rows, scale_grads=not cured)
-    run_step(schedule, stages, *draw_batch())
-    compare_gradients(job, parts, compute_reference_gradients())
+    small.run_and_compare(job, loss_fn=sum_of_rows, scale_grads=not cured)
 
 
+@trap()
 def clipping(job, cured):
     """clip_grad_norm_ on a rank sees the norm of that rank's stages only.
 
     Broken: each rank clips by its own norm. Cured: all clip by the norm of the whole model.
     """
-    parts = build_own_stages(job)
-    schedule, stages = build_schedule(job, parts)
-    run_step(schedule, stages, *draw_batch())
+    parts = small.build_own_stages(job)
+    schedule, stages = small.build_schedule(job, parts)
+    small.run_step(schedule, stages, *small.draw_batch())
     parameters = list(parts[job.rank].parameters())
     if cured:
         squares = sum(parameter.grad.pow(2).sum() for parameter in parameters)
@@ -157,25 +126,26 @@ def clipping(job, cured):
             parameter.grad *= factor
     else:
         nn.utils.clip_grad_norm_(parameters, 0.01)
-    model = build_model()
-    compute_reference_gradients(model)
+    model = small.build_model()
+    small.compute_reference_gradients(model)
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    compare_gradients(job, parts, [parameter.grad for parameter in model.parameters()])
+    small.compare_gradients(job, parts, [parameter.grad for parameter in model.parameters()])
 
 
+@trap()
 def all_scores_kept(job, cured):
     """The last stage keeps the output of every micro-batch unless told otherwise.
 
     Broken: the default. Cured: return_outputs=False.
     """
-    parts = build_own_stages(job)
-    schedule, stages = build_schedule(job, parts)
-    run_step(schedule, stages, *draw_batch(), return_outputs=not cured)
-    if job.rank == 1:
-        print(f"outputs kept after the step: {len(stages[0].output_chunks)}", flush=True)
-    wait_for_all_ranks(job)
+    schedule, [stage] = small.build_schedule(job, small.build_own_stages(job))
+    small.run_step(schedule, [stage], *small.draw_batch(), return_outputs=not cured)
+    if stage.is_last:
+        print(f"outputs kept after the step: {len(stage.output_chunks)}", flush=True)
+    small.wait_for_all_ranks(job)
 
 
+@trap()
 def batch_norm(job, cured):
     """BatchNorm takes the statistics of one micro-batch.
 
@@ -183,25 +153,9 @@ def batch_norm(job, cured):
     """
 
     def with_norm(index):
-        norm = nn.LayerNorm(WIDTH) if cured else nn.BatchNorm1d(WIDTH)
-        return nn.Sequential(build_layer(index), norm.double())
+        norm = nn.LayerNorm(small.WIDTH) if cured else nn.BatchNorm1d(small.WIDTH)
+        return nn.Sequential(small.build_layer(index), norm.double())
 
-    parts = {job.rank: nn.Sequential(with_norm(2 * job.rank), with_norm(2 * job.rank + 1))}
-    schedule, stages = build_schedule(job, parts)
-    run_step(schedule, stages, *draw_batch())
+    part = nn.Sequential(with_norm(2 * job.rank), with_norm(2 * job.rank + 1))
     whole = nn.Sequential(*(with_norm(index) for index in range(4)))
-    compare_gradients(job, parts, compute_reference_gradients(whole))
-
-
-TRAPS = [
-    step_without_grad,
-    eval_without_targets,
-    loss_on_the_wrong_rank,
-    eval_of_a_v,
-    gradients_kept,
-    accumulation,
-    sum_loss,
-    clipping,
-    all_scores_kept,
-    batch_norm,
-]
+    small.run_and_compare(job, parts={job.rank: part}, model=whole)

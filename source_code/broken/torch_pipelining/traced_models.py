@@ -1,30 +1,14 @@
-"""Traps of lesson 08: models that the tracer cuts (section "The tracer").
-
-Each function runs one trap; `cured` selects the form that works.
-"""
+"""Traps of lesson 08: models that the tracer cuts (section "The tracer")."""
 
 import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import SplitPoint, build_stage, pipe_split
-from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.nn.functional import mse_loss
+from torch.distributed.pipelining import pipe_split
 
-from broken.torch_pipelining.small_pipeline import (
-    WIDTH,
-    allow_slow_start,
-    build_layer,
-    build_model,
-    compare_gradients,
-    compute_reference_gradients,
-    draw_batch,
-    print_distance,
-    run_step,
-    trace_model,
-    wait_for_all_ranks,
-)
+from broken.torch_pipelining import small_pipeline as small
+from broken.torch_pipelining.small_pipeline import trap
 from extensions.torch_pipelining.library import stages_of_rank, without_messages_to_itself
 
 
@@ -33,7 +17,7 @@ class BranchingModel(nn.Module):
 
     def __init__(self, cured):
         super().__init__()
-        self.layers, self.cured = build_model(), cured
+        self.layers, self.cured = small.build_model(), cured
 
     def forward(self, x):
         if self.cured:
@@ -43,23 +27,23 @@ class BranchingModel(nn.Module):
         return self.layers(x)
 
 
+@trap()
 def branch_on_data(job, cured):
     """The tracer cannot follow an `if` on the values of a tensor.
 
     Broken: the `if`. Cured: torch.where.
     """
-    split = {"layers.2": SplitPoint.BEGINNING}
-    pipe = trace_model(job, BranchingModel(cured), split_spec=split)
-    if job.rank == 0:
-        print(f"traced in {pipe.num_stages} stages", flush=True)
+    pipe = small.trace_model(job, BranchingModel(cured), "layers.2")
+    small.say(job, f"traced in {pipe.num_stages} stages")
 
 
+@trap()
 def cache_in_the_output(job, cured):
     """A stage may not return a cache of keys and values.
 
     Broken: GPT-2 as it comes from Hugging Face. Cured: with use_cache=False.
     """
-    allow_slow_start(job)
+    small.allow_slow_start(job)
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -67,10 +51,8 @@ def cache_in_the_output(job, cured):
                         bos_token_id=None, eos_token_id=None,
                         tie_word_embeddings=False, use_cache=not cured)  # fmt: skip
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    split = {"transformer.h.1": SplitPoint.BEGINNING}
-    pipe = trace_model(job, GPT2LMHeadModel(config), tokens, split_spec=split)
-    if job.rank == 0:
-        print(f"traced in {pipe.num_stages} stages", flush=True)
+    pipe = small.trace_model(job, GPT2LMHeadModel(config), "transformer.h.1", example=tokens)
+    small.say(job, f"traced in {pipe.num_stages} stages")
 
 
 class SkipConnection(nn.Module):
@@ -78,7 +60,7 @@ class SkipConnection(nn.Module):
 
     def __init__(self, handed_on):
         super().__init__()
-        self.first, self.second, self.third = build_layer(0), build_layer(1), build_layer(2)
+        self.first, self.second, self.third = small.build_model(3)
         self.handed_on = handed_on
 
     def forward(self, x):
@@ -91,37 +73,33 @@ class SkipConnection(nn.Module):
         return self.third(x) + kept
 
 
+@trap(ranks=3)
 def skip_connection(job, cured):
     """A result may only be used on the stage after the one that made it.
 
     Broken: the last of three stages adds what the first made. Cured: the middle stage hands it on.
     """
-    pipe = trace_model(job, SkipConnection(handed_on=cured))
-    part = pipe.get_stage_module(job.rank)
-    stage = build_stage(part, job.rank, pipe.info(), job.device)
-    schedule = get_schedule_class("GPipe")(stage, 4, loss_fn=mse_loss)
-    run_step(schedule, [stage], *draw_batch())
-    compare_gradients(job, {job.rank: part}, compute_reference_gradients(SkipConnection(cured)))
+    pipe = small.trace_model(job, SkipConnection(handed_on=cured))
+    parts = {job.rank: pipe.get_stage_module(job.rank)}
+    small.run_traced(job, pipe, parts)
+    wanted = small.compute_reference_gradients(SkipConnection(cured))
+    small.compare_gradients(job, parts, wanted)
 
 
+@trap()
 def traced_in_a_v(job, cured):
     """A traced stage whose neighbour is on the same rank sends to its own rank.
 
     Broken: ZB-V over traced stages. Cured: its messages to itself are left out.
     """
     name = "ZBVZeroBubble"
-    pipe = trace_model(
-        job, build_model(), split_spec={str(i): SplitPoint.BEGINNING for i in (1, 2, 3)}
-    )
+    pipe = small.trace_model(job, small.build_model(), "1", "2", "3")
     parts = {i: pipe.get_stage_module(i) for i in stages_of_rank(name, job.rank, 2, 2)}
-    stages = [build_stage(part, i, pipe.info(), job.device) for i, part in parts.items()]
-    if cured:
-        stages = [without_messages_to_itself(stage) for stage in stages]
-    schedule = get_schedule_class(name)(stages, 4, loss_fn=mse_loss)
-    run_step(schedule, stages, *draw_batch())
-    compare_gradients(job, parts, compute_reference_gradients())
+    small.run_traced(job, pipe, parts, name, *([without_messages_to_itself] if cured else []))
+    small.compare_gradients(job, parts)
 
 
+@trap()
 def device_in_the_graph(job, cured):
     """The tracer notes a device that the model asks for.
 
@@ -131,7 +109,7 @@ def device_in_the_graph(job, cured):
     class Asks(nn.Module):
         def __init__(self):
             super().__init__()
-            self.part = build_model()
+            self.part = small.build_model()
 
         def forward(self, x):
             x = self.part(x)
@@ -139,12 +117,11 @@ def device_in_the_graph(job, cured):
 
     device = "cpu" if cured else "meta"
     model = Asks().to(device)
-    example = torch.zeros(2, WIDTH, dtype=torch.float64, device=device)
-    pipe = trace_model(job, model, example, split_spec={"part.2": SplitPoint.BEGINNING})
+    example = torch.zeros(2, small.WIDTH, dtype=torch.float64, device=device)
+    pipe = small.trace_model(job, model, "part.2", example=example)
     part = pipe.get_stage_module(1).to_empty(device="cpu")
-    part(torch.zeros(2, WIDTH, dtype=torch.float64))
-    if job.rank == 0:
-        print("the stage runs where it was traced", flush=True)
+    part(torch.zeros(2, small.WIDTH, dtype=torch.float64))
+    small.say(job, "the stage runs where it was traced")
 
 
 class TiedModel(nn.Module):
@@ -152,41 +129,29 @@ class TiedModel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = build_model()
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+        self.layers = small.build_model()
+        self.head = nn.Linear(small.WIDTH, small.WIDTH, bias=False, dtype=torch.float64)
         self.head.weight = self.layers[0][0].weight
 
     def forward(self, x):
         return self.head(self.layers(x))
 
 
+@trap()
 def tied_embeddings(job, cured):
     """A matrix on two stages has a copy on each, and each copy only its own gradient.
 
     Broken: the copies' gradients differ. Cured: both ranks add the two.
     """
-    pipe = trace_model(job, TiedModel(), split_spec={"layers.2": SplitPoint.BEGINNING})
+    pipe = small.trace_model(job, TiedModel(), "layers.2")
     part = pipe.get_stage_module(job.rank)
-    stage = build_stage(part, job.rank, pipe.info(), job.device)
-    schedule = get_schedule_class("GPipe")(stage, 4, loss_fn=mse_loss)
-    run_step(schedule, [stage], *draw_batch())
-    shared = next(p for name, p in part.named_parameters() if name in TIED_WEIGHTS)
+    small.run_traced(job, pipe, {job.rank: part})
+    names = ("layers.0.0.weight", "head.weight")  # the tracer may give either
+    shared = next(p for name, p in part.named_parameters() if name in names)
     if cured:
         dist.all_reduce(shared.grad)
     if job.rank == 0:
         one = TiedModel()
-        compute_reference_gradients(one)
-        print_distance("gradient", [shared.grad], [one.head.weight.grad])
-    wait_for_all_ranks(job)
-
-
-TIED_WEIGHTS = ("layers.0.0.weight", "head.weight")  # the tracer may give either name
-
-TRAPS = [
-    branch_on_data,
-    cache_in_the_output,
-    skip_connection,
-    traced_in_a_v,
-    device_in_the_graph,
-    tied_embeddings,
-]
+        small.compute_reference_gradients(one)
+        small.print_distance("gradient", [shared.grad], [one.head.weight.grad])
+    small.wait_for_all_ranks(job)
