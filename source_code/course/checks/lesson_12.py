@@ -15,7 +15,7 @@ from pipeline.schedules.legal import check_legal
 def puzzle(number, answer):
     """Print whether `answer` solves the puzzle of that number; return its timeline as a Picture.
 
-    `answer` holds a row a rank as text, in one text or a list of them, or is a function
+    `answer` holds one row per rank, as one string or a list of strings, or is a function
     `answer(num_ranks, num_microbatches)` that returns them. What is not legal has no timeline.
     """
     _judge(number, answer)
@@ -52,7 +52,7 @@ def perform(number, answer):
         print(f"$ export {PRETENDED_VARIABLE}=2 {DELAY_VARIABLE}={given.node_delay:g}")
     with pretended_nodes(2, given.node_delay):
         performed = run(
-            f"custom_schedule.py {file}.csv {given.flags} --steps 2 --verify --timeline {file}.json",
+            f"train.py {file}.csv {given.flags} --steps 2 --verify --timeline {file}.json",
             ranks=given.num_ranks,
             warm=True,
         )
@@ -104,7 +104,7 @@ def _read(rows, name):
     if text is None and isinstance(rows, (list, tuple)) and all(isinstance(r, str) for r in rows):
         text = "\n".join(rows)
     if text is None:
-        raise WrongAnswer("write a text for each rank, such as '0F0,0F1,0B0,0B1', in a list")
+        raise WrongAnswer("write one string per rank, such as '0F0,0F1,0B0,0B1', in a list")
     try:
         return from_csv(text, name)
     except ScheduleError as error:

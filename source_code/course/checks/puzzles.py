@@ -18,7 +18,7 @@ class Puzzle:
     I, or with `until_weight` to the end of B or W. `target` and `best` are makespans, or with
     `measure="idle"` the longest time that a rank is idle between its first action and its last.
     `best` is proven to be the best unless `bound` is given: then nothing below `bound` is possible,
-    and whether that can be reached is not known. `flags` are those of custom_schedule.py that make
+    and whether that can be reached is not known. `flags` are those of train.py that make
     the ranks as fast as the costs say, `node_delay` the milliseconds that a message between two
     nodes of two ranks takes.
     """
@@ -127,7 +127,7 @@ PUZZLES = {
         praise="a micro-batch less on rank 0 costs 60 ms, and no order gets them back.",
     ),
     6: Puzzle(
-        "Two stages a rank",
+        "Two stages per rank",
         (0, 1, 0, 1),
         4,
         HALF_A_STAGE,
@@ -135,7 +135,7 @@ PUZZLES = {
         best=270,
         room=(5, 3),
         flags="--pace 10 20",
-        praise="half the bubble of one stage a rank, in Megatron's memory.",
+        praise="half the bubble of one stage per rank, in Megatron's memory.",
     ),
     7: Puzzle(
         "Halves, in 1F1B's own room",
