@@ -80,12 +80,11 @@ def gradient_scale(share_of_loss):
     import torch
 
     from pipeline.data import load_text
-    from pipeline.model import ModelConfig, token_loss
-    from pipeline.training import build_model
+    from pipeline.model import ModelConfig, build_part, token_loss
 
     config = ModelConfig(layers=1)
     for num_microbatches in (4, 2):
-        model = build_model(config)
+        model = build_part(config, 0, config.layers)
         inputs, targets = load_text().batch(0, 8, config.seq_len)
         token_loss(model(inputs), targets).backward()
         wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
