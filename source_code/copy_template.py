@@ -1,72 +1,199 @@
 """Copies a training script as the start of a program of your own.
 
-    python source_code/copy_template.py gpipe.py my-program        a folder with all that it needs
-    python source_code/copy_template.py gpipe.py my_program.py     one file, under 500 lines
+    python source_code/copy_template.py gpipe.py my-program        a folder, laid out as source_code/
+    python source_code/copy_template.py gpipe.py my_program.py     one file, and the text beside it
 
-The folder has the script with exactly the files of pipeline/ that it imports, its requirements, a
-job script for SLURM and a README. The one file has what a training needs and leaves out what only
-measures, draws and compares. Both run where they are, and print the losses of the script.
+A copy has the script and the files of the course that it imports; no line is rewritten. Left out
+are the script's calls of the lab, which watches (--with-lab keeps it, in a folder), and in one file
+the imports of the course's modules, whose code is then in the same file.
 """
 
 import argparse
+import ast
 import re
+import symtable
 import sys
+import sysconfig
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-from templates.definitions import CannotCopy
-from templates.folder import write_folder
-from templates.single_file import write_single_file
-
 SOURCE_CODE = Path(__file__).resolve().parent
+ROOT = SOURCE_CODE.parent
+FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
+PACKAGES = ("pipeline", "extensions", "lab")  # in this order in one file
+TEXT = Path("pipeline", "field_guide.txt")
+JOB_SCRIPT = ROOT / "slurm" / "program.sbatch"
+
+
+class CannotCopy(Exception):
+    """Says in one sentence why, and what to do."""
 
 
 def main():
-    arguments = parse_arguments()
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
+    parser.add_argument("destination", metavar="DIR|FILE.py", help="a new folder or file")
+    parser.add_argument("--with-lab", action="store_true", help="keep the lab, in a folder")
+    arguments = parser.parse_args()
+    destination = Path(arguments.destination)
     try:
-        script = script_named(arguments.script)
-        destination = Path(arguments.destination)
-        write = write_single_file if destination.suffix == ".py" else write_folder
-        written = write(script, destination)
-    except CannotCopy as reason:
+        script = Path(Path(arguments.script).with_suffix(".py").name)
+        check_arguments(script.name, destination, arguments.with_lab)
+        modules = modules_of(script, arguments.with_lab)
+        make = one_file if destination.suffix == ".py" else folder
+        files = make(destination, modules)
+        for path in (path for path in files if path.exists() and path.read_text() != files[path]):
+            raise CannotCopy(f"{path} exists already and differs; name another folder")
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            print(f"{len(text.splitlines()):5} lines  {path}")
+    except (CannotCopy, OSError) as reason:
         print(reason, file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}; name a place of yours", file=sys.stderr)
-        return 2
-    print(written)
     return 0
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
-    parser.add_argument(
-        "destination", metavar="DEST", help="a folder, or a file whose name ends in .py"
-    )
-    return parser.parse_args()
-
-
-def script_named(name):
-    """The name of a training script, without .py; `name` may have it, and a path before it."""
-    script = Path(name).name.removesuffix(".py")
-    scripts = training_scripts()
-    if script not in scripts:
-        raise CannotCopy(f"{name} is no training script; there are {', '.join(scripts)}")
-    return script
-
-
 def training_scripts():
-    """The names of all scripts that train."""
-    return sorted(path.stem for path in SOURCE_CODE.glob("*.py") if trains(path))
+    """The names of the scripts that train; the broken ones and preflight.py are not among them."""
+    paths = [p for p in SOURCE_CODE.glob("*.py") if not p.stem.startswith(("broken", "preflight"))]
+    return sorted(p.name for p in paths if re.search("^    job = join_", p.read_text(), re.M))
 
 
-def trains(path):
-    """Whether a script takes part in a job and updates weights; the broken ones are no start."""
-    text = path.read_text()
-    joins = re.search(r"^from pipeline.job import .*leave_job", text, re.MULTILINE)
-    return bool(joins) and "optimizer" in text and not path.name.startswith("broken_")
+def check_arguments(script, destination, with_lab):
+    """Reject what would overwrite a file, change the course, or hide a module from Python."""
+    if script not in training_scripts():
+        raise CannotCopy(f"{script} does not train; use one of {', '.join(training_scripts())}")
+    one_file, place = destination.suffix == ".py", destination.resolve()
+    installed = PathFinder.find_spec(place.stem, [sysconfig.get_paths()["purelib"]])
+    reasons = {
+        "exists already": destination.exists(),
+        "lies in the course's own folders": any(place.is_relative_to(ROOT / n) for n in FOLDERS),
+        "is one file, and --with-lab is for folders": one_file and with_lab,
+        "would be imported instead of the module of that name": one_file
+        and (place.stem in sys.stdlib_module_names or installed),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise CannotCopy(f"{destination} {reason}; name another place")
+
+
+class Module:
+    """A file of the course, and the statements in it that a copy leaves out without the lab."""
+
+    def __init__(self, path, with_lab):
+        self.path, self.text = path, (SOURCE_CODE / path).read_text()
+        self.body = ast.parse(self.text).body
+        nodes = [node for statement in self.body for node in ast.walk(statement)]
+        imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+        lab = [node for node in imports if package_of(node) == "lab" and not with_lab]
+        names = {name for node in lab for name, _ in names_of(node)}
+        calls = [node for node in nodes if isinstance(node, ast.Expr)]
+        self.left_out = lab + [n for n in calls if re.match(r"\w*", ast.unparse(n))[0] in names]
+        self.imports = [node for node in imports if node not in lab]
+        self.own = [node for node in self.imports if package_of(node) in PACKAGES]
+        self.others = [n for n in self.imports if n in self.body and n not in self.own]
+        symbols = symtable.symtable(self.text, str(path), "exec").get_symbols()
+        defined = {s.get_name() for s in symbols if s.is_assigned() and not s.is_imported()}
+        self.meanings = [(name, str(path)) for name in sorted(defined - {"__all__"})]
+        self.meanings += [pair for node in self.others for pair in names_of(node)]
+
+    def text_without(self, nodes):
+        """What is left when whole statements go, each with the comment above it."""
+        lines = self.text.splitlines()
+        for node in nodes:
+            first, last = node.lineno - 1, node.end_lineno
+            while first and (lines[first - 1] or "").lstrip().startswith("#"):
+                first -= 1
+            if (lines[first - 1] or "").endswith(":") and lines[last : last + 1] == [""]:
+                last += 1  # no empty line begins a block
+            lines[first:last] = [None] * (last - first)
+        text = "\n".join(line for line in lines if line is not None)
+        return re.sub("\n{4,}", "\n\n\n", text).strip() + "\n"
+
+
+def modules_of(script, with_lab):
+    """The script and what it imports: the core first, the script last, the imported before."""
+    modules = {}
+
+    def add(path):
+        module = modules[path] = Module(path, with_lab)
+        for needed in (file for node in module.own for file in files_of(node)):
+            if needed not in modules:
+                add(needed)
+        modules[path] = modules.pop(path)  # behind what it imports
+
+    add(script)
+    places = [*PACKAGES, script.name]
+    return sorted(modules.values(), key=lambda module: places.index(module.path.parts[0]))
+
+
+def files_of(node):
+    """The files that an import of the course's loads: packages around the modules, and modules."""
+    for _, meaning in names_of(node):
+        path = Path(*meaning.split("."))
+        for part in [*reversed(path.parents), path]:
+            for file in (part / "__init__.py", part.parent / f"{part.name}.py"):
+                if (SOURCE_CODE / file).is_file() and len(file.parts) > 1:
+                    yield file
+
+
+def folder(destination, modules):
+    """{path: text} of a copy in the layout of source_code."""
+    files = {module.path: module.text_without(module.left_out) for module in modules}
+    files[TEXT], files["job.sbatch"] = (SOURCE_CODE / TEXT).read_text(), JOB_SCRIPT.read_text()
+    needed = {package_of(node) for module in modules for node in module.imports}
+    needed.add("numpy")  # torch sends Python objects through it
+    pins = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
+    files["requirements.txt"] = "".join(pin for pin in pins if pin.split("==")[0] in needed)
+    return {destination / path: text for path, text in files.items()}
+
+
+def one_file(destination, modules):
+    """{path: text} of a copy in one file: docstring, imports, and the code, the script's last."""
+    check_names(modules)
+    script = modules[-1]
+    docstring = ast.get_source_segment(script.text, script.body[0])  # --help shows it
+    sections = [f"{docstring}\n\n{gathered_imports(modules)}"]
+    for module in modules:
+        exports = [n for n in module.body if isinstance(n, ast.Assign) and "__all__" in ast.dump(n)]
+        comment = module.body[:1] if module is script or not module.meanings else []
+        left_out = [*comment, *exports, *module.own, *module.others, *module.left_out]
+        sections.append(module.text_without(left_out).strip())
+    text = "\n\n\n".join(filter(None, sections)) + "\n"
+    return {destination: text, destination.with_name(TEXT.name): (SOURCE_CODE / TEXT).read_text()}
+
+
+def gathered_imports(modules):
+    """The imports of other packages, each once, those of the standard library first."""
+    found = {}  # what is imported -> where it belongs, and the course's lines
+    for node, text in ((node, module.text) for module in modules for node in module.others):
+        lines = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+        other = package_of(node) not in sys.stdlib_module_names
+        place = other, isinstance(node, ast.ImportFrom), lines
+        found.setdefault(frozenset(names_of(node)), place)
+    once = [found[names] for names in found if not any(names < more for more in found)]
+    return "\n".join(lines for _, _, lines in sorted(once))
+
+
+def check_names(modules):
+    """Reject two meanings of one name, which one file cannot have."""
+    bound = {}  # name -> (its meaning, the module that has it)
+    for module in modules:
+        for name, meaning in module.meanings:
+            first, where = bound.setdefault(name, (meaning, module.path))
+            if first != meaning:
+                raise CannotCopy(f"{where} and {module.path} define {name}; copy into a folder")
+
+
+def names_of(node):
+    """(name, what it means) for each name that an import binds."""
+    source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    return [(alias.asname or alias.name, source + alias.name) for alias in node.names]
+
+
+def package_of(node):
+    return names_of(node)[0][1].split(".")[0]
 
 
 if __name__ == "__main__":
