@@ -66,7 +66,7 @@ def test_our_worker_performs_torchs_order_and_takes_the_step_of_one_process(
 ):
     path = tmp_path / "theirs.csv"
     path.write_text(torch_order(name, ranks, microbatches, chunks))
-    losses = train("custom_schedule.py", path, ranks, tmp_path)
+    losses = train("train.py", path, ranks, tmp_path)
     assert largest_difference(losses, microbatches) <= 1e-12
 
 
@@ -74,7 +74,7 @@ def test_torch_2_13s_wrong_1f1b_order_is_refused_with_rank_step_and_reason(tmp_p
     path = tmp_path / "theirs.csv"
     path.write_text(torch_order("1F1B", 2, 4, 1))
     with pytest.raises(RunFailed) as failure:
-        run(f"custom_schedule.py {path} {SGD}", 2, warm=True, show=False, limit=60)
+        run(f"train.py {path} {SGD}", 2, warm=True, show=False, limit=60)
     assert (
         "rank 1 runs the backward of micro-batch 0 on stage 1 at step 1, but never the forward of "
         "micro-batch 0 on stage 1"

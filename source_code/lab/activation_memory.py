@@ -44,6 +44,7 @@ class ActivationMemory:
             elif kind == "I" and hasattr(stage, "deferred"):
                 self.storages[key] = {}
                 self.keep(key, kept_by(stage, microbatch))
+        self.work = None  # its tensors would otherwise stay
 
     @contextmanager
     def running_again(self, stage, function, inputs):

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 from lab.simulator import Costs
 from pipeline.command_line import reject
-from pipeline.paths import can_be_written, check_paths_apart
+from pipeline.paths import WRITTEN, can_be_written, check_paths_apart
+
+OUTPUTS = {"--timeline": "timeline", "--profile": "profile", "--record": "record"}
 
 
 def check_has_ranks(arguments):
@@ -20,7 +22,7 @@ def check_has_ranks(arguments):
 
 def check_outputs(arguments):
     """Refuse an output that could not be written when the training is over, or would destroy."""
-    check_paths_apart(arguments)
+    check_paths_apart(arguments, {**OUTPUTS, **WRITTEN})
     for flag in ("--timeline", "--profile", "--losses", "--metrics"):
         path = getattr(arguments, flag.removeprefix("--"), None)
         if path is None:

@@ -6,6 +6,7 @@ core, so eight ranks on two cores show the timeline that eight devices would.
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -66,7 +67,9 @@ class Clock:
             work.end = self.free_at = self.now()
             if work.action.kind != "U":
                 self.pace_from = work.end
-        self.works.append(work)
+        # Without its tensors, which would otherwise stay until the end of the pass.
+        self.works.append(replace(work, used=None, made=None))
+        self.work = None
 
     @contextmanager
     def waiting(self, peer, what):

@@ -16,24 +16,20 @@ READ = {
     "FILE.csv": "file",
     "--checkpoints": "checkpoints",
 }
-WRITTEN = {
-    "--timeline": "timeline",
-    "--profile": "profile",
-    "--losses": "losses",
-    "--metrics": "metrics",
-    "--record": "record",
-    "--export": "export",
-}
+WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export"}
 
 
-def check_paths_apart(arguments):
-    """Refuse an output on or in another path of the run, or around it; links are resolved."""
+def check_paths_apart(arguments, written=WRITTEN):
+    """Refuse an output on or in another path of the run, or around it; links are resolved.
+
+    `written` are the flags of all outputs, with the attributes that have their paths.
+    """
     taken = {}  # flag -> path, of those that may be followed by an output
-    for flag, name in {**READ, **WRITTEN}.items():
+    for flag, name in {**READ, **written}.items():
         path = getattr(arguments, name, None)
         if not path:  # not given, or '', which is refused elsewhere
             continue
-        for other in taken if flag in WRITTEN else []:
+        for other in taken if flag in written else []:
             check_apart(flag, path, other, taken[other])
         taken[flag] = path
 

@@ -231,8 +231,8 @@ class Checkpoints:
 
     def __init__(self, job, folder, run, begin=None, keep=2, asynchronous=False, timeout=60.0):
         self.job, self.folder, self.run, self.begin, self.keep = job, folder, run, begin, keep
-        # A group of its own: a save in the background must not mix its messages with others.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * timeout + 5))
+        self.limit = timedelta(seconds=2 * timeout + 5)
+        self.group = None  # of all ranks, once they have made it in `prepare`
         self.background = ThreadPoolExecutor(1) if asynchronous else None
         self.pending = None  # the save in the background
         self.problem = None
@@ -242,8 +242,11 @@ class Checkpoints:
     def prepare(self):
         """Claim the folder, remove what crashes left, check every byte of the one to begin from.
 
-        Returns None, or the sentence that says why training cannot begin, on every rank the same.
+        The first call of all. Returns None, or the sentence that says why training cannot begin, on
+        every rank the same.
         """
+        # A group of its own: a save in the background must not mix its messages with others.
+        self.group = dist.new_group(backend="gloo", timeout=self.limit)
         problem = None
         try:
             if self.job.rank == 0:
