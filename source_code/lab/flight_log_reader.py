@@ -1,6 +1,6 @@
 """Reads a recording of a run and says what its ranks waited for at its end.
 
-recording.py writes them. A recording may end in the middle: the run was killed, or waited for ever.
+flight_log.py writes them. A recording may end in the middle: the run was killed, or waited for ever.
 """
 
 import json
@@ -18,7 +18,7 @@ class RecordingError(ValueError):
 
 
 class Fingerprint(NamedTuple):
-    """What a recording keeps of a tensor: see `fingerprint` in recording.py."""
+    """What a recording keeps of a tensor: see `fingerprint` in flight_log.py."""
 
     digest: str
     norm: float
@@ -75,8 +75,8 @@ class Step:
     """One pass through the schedule; `ended` has the ranks that came to its end.
 
     `weights` has the Fingerprint of each weight by (stage, version), before any action used them;
-    `updated` has the norm of the gradient that each stage's update took, after clipping and the
-    like.
+    `updated` has the norm of each stage's gradient when the step ended. What a step itself does to
+    its gradients is in it; what the training does between the step and the update is not.
     """
 
     entries: list = field(default_factory=list)
@@ -120,7 +120,7 @@ class Recording:
         raise RecordingError(f"no rank has taken {action} in step {step} of this recording")
 
     def updates(self, step=-1):
-        """Of each stage in a step: the norm its backwards gathered, the norm its update took."""
+        """Of each stage in a step: the norm its backwards gathered, the norm when it ended."""
         step = self.steps[step]
         gathered = {}
         for entry in sorted(step.entries, key=lambda entry: entry.event.end):

@@ -117,14 +117,14 @@ class RecordedView:
 
     @property
     def updates(self):
-        """What each stage's backwards gathered in the step and what its update took: a table."""
+        """What each stage's backwards gathered and what the step made of it: a table."""
         rows = []
         for label, recording in self.recordings.items():
             for stage, (gathered, taken) in recording.updates(self.step).items():
                 ratio = f"{taken / gathered:.4f}" if taken and gathered else ""
                 norms = [f"{norm:.6g}" if norm else "" for norm in (gathered, taken)]
                 rows.append([label, f"stage {stage}", *norms, ratio])
-        heads = ["", "", "gathered, norm", "taken by the update, norm", "taken over gathered"]
+        heads = ["", "", "gathered, norm", "at the end of the step, norm", "end over gathered"]
         return table_of(f"The gradients of step {self.step}", heads, rows) if rows else ""
 
     @property
