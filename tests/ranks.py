@@ -1,6 +1,6 @@
 """Runs a test's function on several real ranks, so that `join_job()` works in it.
 
-The ranks are those of pipeline/notebook/launch.py: forked from a server that has imported torch,
+The ranks are those of course/launch.py: forked from a server that has imported torch,
 with the environment variables that torchrun sets. Each of them runs this file as its script.
 """
 
@@ -22,7 +22,7 @@ def run_on_ranks(function, num_ranks, *args, timeout=60):
     """What `function(rank, *args)` returns on each of `num_ranks` processes, as a list.
 
     `function` stands at the top level of a module; arguments and results are pickled. Raises
-    RunFailed (pipeline/notebook/launch.py) with the traceback of a rank that failed, or when the
+    RunFailed (course/launch.py) with the traceback of a rank that failed, or when the
     ranks have not ended after `timeout` seconds. In every case all have ended when it returns.
     """
     with tempfile.TemporaryDirectory() as folder:

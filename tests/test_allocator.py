@@ -7,29 +7,24 @@ import sys
 import pytest
 import torch
 from allocator import Allocator
+from observed import count_memory
 from ranks import run_on_ranks
 from test_equals_one_process import SMALL
 from test_pipedream import arguments_of, pipedream
 from test_recompute import PARTS, WAYS, build_stage
 
 from course.launch import SCRIPTS
-from extensions.recompute import MODES, build_recomputing_stage
-from lab.report import Report
-from pipeline.job import join_job, leave_job
+from extensions.recompute import MODES, recomputing
+from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly, token_loss
 from pipeline.schedules import build_schedule
+from pipeline.split_stage import stage_class_for
+from pipeline.training import LossLog, cut_layers
 from pipeline.worker import Worker
 
 CONFIG = ModelConfig(layers=8, dim=32, heads=4, kv_heads=2, seq_len=32)
 FEW_STEPS = f"{SMALL} --steps 3 --microbatches 4"
 ACTIVATION = 2 * 32 * 32 * 8  # bytes of a micro-batch's activation between two of its layers
-
-
-@pytest.fixture
-def job():
-    job = join_job("cpu", timeout=20)
-    yield job
-    leave_job(job)
 
 
 def with_gradients(stage):
@@ -47,11 +42,10 @@ def num_bytes(tensors):
 @pytest.mark.parametrize(("mode", "pieces"), [("none", 1), *WAYS])
 @pytest.mark.parametrize("which", PARTS)
 def test_between_two_actions_the_allocator_has_what_is_counted_to_the_byte(
-    job, which, mode, pieces, split
+    which, mode, pieces, split
 ):
-    stage = with_gradients(build_stage(job, which, mode, pieces))
-    if split:
-        stage.allow_split_backward()
+    stage = with_gradients(build_stage(which, mode, pieces, split))
+    memory = count_memory(stage)
     tokens = torch.zeros(3, 2, 8, dtype=torch.int64)
     tensors = torch.randn(3, 2, 8, 16, dtype=torch.float64)
     backward = stage.backward_input if split else stage.backward
@@ -62,14 +56,14 @@ def test_between_two_actions_the_allocator_has_what_is_counted_to_the_byte(
             stage.forward(k, tokens[k] if stage.is_first else tensors[k].clone(), tokens[k])
             for k in range(3)
         ]
-        counted["forwards"], given["forwards"] = stage.meter.held(), outputs
+        counted["forwards"], given["forwards"] = memory.held(), outputs
         allocator.mark("forwards")
         sent = [backward(k, None if stage.is_last else tensors[k].clone()) for k in range(3)]
-        counted["backwards"], given["backwards"] = stage.meter.held(), outputs + sent
+        counted["backwards"], given["backwards"] = memory.held(), outputs + sent
         allocator.mark("backwards")
         for k in range(3 if split else 0):
             stage.backward_weight(k)
-        counted["weights"], given["weights"] = stage.meter.held(), outputs + sent
+        counted["weights"], given["weights"] = memory.held(), outputs + sent
         allocator.mark("weights")
 
     keeps_tokens_only = (which, mode, pieces) == ("first", "stage", 1)
@@ -85,21 +79,21 @@ def peaks(rank, name):
     job = join_job("cpu", 30, schedule.pairs)
     found = {}
     for mode in MODES:
-        recorder, stages = Recorder(job), {}
+        stages = {}
         for index in schedule.stages_of(rank):
             first, last = cut_evenly(CONFIG.layers, schedule.num_stages)[index]
             part = build_part(CONFIG, first, last)
-            stage = build_recomputing_stage(
-                mode, 1, part, index, schedule.num_stages, recorder, token_loss
-            )
+            stage = stage_class_for(schedule)(part, index, schedule.num_stages, token_loss)
+            stage = recomputing(stage, mode)
             stages[index] = with_gradients(stage)
+        memory = count_memory(*stages.values())
         worker = Worker(job, schedule, stages, (2, 32, CONFIG.dim), torch.float64)
         tokens = list(torch.zeros(8, 2, 32, dtype=torch.int64))
         with Allocator() as allocator:
             worker.run_step(tokens, tokens)
-        found[mode] = allocator.peak, recorder.meter.peak
+        found[mode] = allocator.peak, memory.peak
         torch.distributed.barrier()
-    leave_job(job)
+    job.leave()
     return found
 
 
@@ -119,15 +113,13 @@ def peak_and_weights(rank, flags):
     And the bytes of these weights.
     """
     arguments = arguments_of(flags, 4)
-    schedule = pipedream.build_schedule(arguments)
+    schedule = pipedream.build_whole_schedule(arguments)
     job = join_job("cpu", 20, schedule.pairs)
-    stage = pipedream.build_stage(arguments, job, schedule, Recorder(job))
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, {stage.index: stage}, shape, torch.float64)
-    batches = pipedream.microbatches_of(arguments, job)
+    cut = cut_layers(arguments, schedule.num_stages)
+    stage = pipedream.build_stashing_stage(arguments, job, schedule, cut)
     with Allocator() as allocator:
-        worker.run_step(*batches)
-    leave_job(job)
+        pipedream.run_training(arguments, job, stage, schedule.ranks_of_stage)
+    job.leave()
     return allocator.peak, num_bytes(stage.part.parameters())
 
 
@@ -147,14 +139,14 @@ def test_a_stash_takes_the_memory_of_its_live_versions_pipedream_section_3_3(mod
 def bytes_after_each_step(rank, script, flags):
     """What `script` on this rank has left in memory, once it has noted each of its steps."""
     sys.argv = [script, *flags.split()]
-    record_step = Report.record_step
+    add = LossLog.add
 
-    def record_and_look(self, step, loss):
-        record_step(self, step, loss)
+    def add_and_look(self, step, loss):
+        add(self, step, loss)
         gc.collect()
         allocator.mark(step)
 
-    Report.record_step = record_and_look
+    LossLog.add = add_and_look
     with Allocator() as allocator:
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(SCRIPTS / script), run_name="__main__")

@@ -14,18 +14,26 @@ from course.launch import run
 from pipeline.schedule import Action, to_csv
 from pipeline.schedules import build_schedule, synchronous_schedules, zb_h1
 
-ANY = "activation_checkpointing.py --recompute none"  # performs every synchronous schedule
+ANY = "train.py"  # by the worker; the others are the loop of one schedule, by hand
 INTERLEAVED, ZERO = "interleaved_1f1b.py", "zero_bubble.py"
 TWELVE = "--layers 12"
 OTHER_SIZES = [  # script, schedule, ranks, micro-batches, chunks, further flags
+    (INTERLEAVED, "interleaved-1f1b", 1, 4, 2, ""),
     (INTERLEAVED, "interleaved-1f1b", 2, 6, 3, ""),
     (INTERLEAVED, "interleaved-1f1b", 3, 3, 4, TWELVE),
-    (INTERLEAVED, "looped-bfs", 4, 3, 2, ""),
-    (INTERLEAVED, "looped-bfs", 2, 8, 4, ""),
-    (ZERO, "zb-h1", 3, 2, 1, ""),
-    (ZERO, "zb-h2", 2, 1, 1, ""),
-    (ZERO, "zb-v", 2, 2, 2, ""),
-    (ZERO, "dualpipe-v", 3, 6, 2, ""),
+    (INTERLEAVED, "interleaved-1f1b", 4, 8, 2, ""),
+    (ANY, "interleaved-1f1b", 2, 6, 3, ""),
+    (ANY, "interleaved-1f1b", 3, 3, 4, TWELVE),
+    (ANY, "looped-bfs", 4, 3, 2, ""),
+    (ANY, "looped-bfs", 2, 8, 4, ""),
+    (ZERO, "zb-h1", 3, 2, None, ""),
+    (ZERO, "zb-h1", 4, 8, None, ""),
+    (ZERO, "zb-h2", 2, 1, None, ""),
+    (ZERO, "zb-h2", 4, 8, None, ""),
+    (ANY, "zb-h1", 3, 2, None, ""),
+    (ANY, "zb-h2", 2, 1, None, ""),
+    (ANY, "zb-v", 2, 2, 2, ""),
+    (ANY, "dualpipe-v", 3, 6, 2, ""),
 ]
 
 
@@ -66,25 +74,34 @@ def test_so_are_they_for_other_numbers_of_microbatches_and_chunks(
     script, name, ranks, microbatches, chunks, more, tmp_path
 ):
     flags = f"{SGD} {more} --microbatches {microbatches}"
-    own = f"--schedule {name}" + (f" --chunks {chunks}" if script == INTERLEAVED else "")
+    own = "" if script == INTERLEAVED else f"--schedule {name}"
+    own += f" --chunks {chunks}" if chunks else ""
     losses, orders = train(script, ranks, f"{flags} {own}", tmp_path)
     assert largest_difference(losses, flags) <= 1e-12
     schedule = build_schedule(name, ranks, microbatches, chunks)
     assert orders == schedule.orders
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
-def test_adamw_takes_the_gradients_of_both_halves(name, tmp_path):
+@pytest.mark.parametrize(("script", "name"), [(ZERO, "zb-h1"), (ANY, "zb-h1"), (ANY, "zb-v")])
+def test_adamw_takes_the_gradients_of_both_halves(script, name, tmp_path):
     flags = f"{ADAMW} --microbatches 8"
-    losses, _ = train(ZERO, 4, f"{flags} --schedule {name}", tmp_path)
+    losses, _ = train(script, 4, f"{flags} --schedule {name}", tmp_path)
     assert largest_difference(losses, flags) <= 1e-12
+
+
+def test_an_option_of_the_generator_changes_the_order_and_no_digit_that_is_promised(tmp_path):
+    flags = f"{SGD} --microbatches 8"
+    losses, orders = train(f"{ANY} --schedule 1f1b --option depth=2", 4, flags, tmp_path)
+    assert largest_difference(losses, flags) <= 1e-12
+    assert orders == build_schedule("1f1b", 4, 8, depth=2).orders
+    assert orders != build_schedule("1f1b", 4, 8).orders
 
 
 def test_a_schedule_from_a_file_is_performed(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(to_csv(zb_h1(4, 8)))
     flags = f"{SGD} --microbatches 8"
-    losses, orders = train(f"custom_schedule.py {file}", 4, SGD, tmp_path)
+    losses, orders = train(f"train.py {file}", 4, SGD, tmp_path)
     assert largest_difference(losses, flags) <= 1e-12
     assert orders == zb_h1(4, 8).orders
 
@@ -94,14 +111,18 @@ def test_a_file_may_place_stages_and_mix_whole_and_halved_backwards_as_it_likes(
     # Rank 1 has the two stages in the middle, rank 0 both ends.
     file.write_text("0F0,0F1,3F0,3I0,3F1,3B1,3W0,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1I0,2B1,1B1,1W0\n")
     flags = f"{SGD} --microbatches 2"
-    losses, _ = train(f"custom_schedule.py {file}", 2, SGD, tmp_path)
+    losses, _ = train(f"train.py {file}", 2, SGD, tmp_path)
     assert largest_difference(losses, flags) <= 1e-12
 
 
 @pytest.mark.parametrize(
     ("text", "flags", "sentence"),
     [
-        ("0F0,0B0\n", "", "mine.csv is for 1 ranks, one a row, and this job has 2; start it with"),
+        (
+            "0F0,0B0\n",
+            "",
+            "mine.csv is for 1 ranks, one per row, and this job has 2; start it with",
+        ),
         ("0F0,0B0\n1F0\n", "", "rank 1 never runs the backward of micro-batch 0 on stage 1"),
         ("0F0,0B0\n1B0,1F0\n", "", "rank 1 runs the backward of micro-batch 0 on stage 1 at step"),
         ("0F0,0X0\n1F0,1B0\n", "", "'0X0' is no action"),
@@ -118,7 +139,7 @@ def test_a_file_that_cannot_be_performed_is_refused_before_the_first_message(
     if text is not None:
         file.write_text(text)
     with pytest.raises(RunFailed) as failure:
-        run(f"custom_schedule.py {file} {flags}", ranks=2, warm=True, show=False)
+        run(f"train.py {file} {flags}", ranks=2, warm=True, show=False)
     assert sentence in str(failure.value)
     assert "Traceback" not in str(failure.value)
 
@@ -126,11 +147,15 @@ def test_a_file_that_cannot_be_performed_is_refused_before_the_first_message(
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (f"{INTERLEAVED} --microbatches 9 --batch-size 9", "interleaved-1f1b takes micro-batches"),
-        (f"{INTERLEAVED} --chunks 1", "has at least 2 chunks a rank, not 1"),
+        (f"{ANY} --schedule interleaved-1f1b --microbatches 9 --batch-size 9", "micro-batches"),
+        (f"{ANY} --schedule interleaved-1f1b --chunks 1", "at least 2 chunks"),
+        (f"{INTERLEAVED} --microbatches 9 --batch-size 9", "--microbatches 9 do not part into 2"),
+        (f"{INTERLEAVED} --chunks 1", "--chunks 1: interleaving needs at least 2"),
         (f"{INTERLEAVED} --chunks 3", "--layers 8 is too few for 12 stages"),
-        (f"{ZERO} --schedule dualpipe-v --microbatches 4", "dualpipe-v needs at least two"),
-        (f"{ZERO} --schedule zb-v --layers 4", "--layers 4 is too few for 8 stages"),
+        (f"{ANY} --schedule dualpipe-v --microbatches 4", "dualpipe-v needs at least two"),
+        (f"{ANY} --schedule zb-v --layers 4", "--layers 4 is too few for 8 stages"),
+        (f"{ANY} --schedule gpipe --option depth=2", "gpipe has no option 'depth'"),
+        (f"{ANY} --schedule pipedream", "--schedule: invalid choice: 'pipedream'"),
         (f"{ZERO} --schedule gpipe", "--schedule: invalid choice: 'gpipe'"),
     ],
 )

@@ -5,20 +5,22 @@ All bytes are deterministic: nothing here depends on the machine or on time.
 
 import dataclasses
 import re
+from unittest import mock
 
 import pytest
 import torch
+from observed import attach_instruments
 from ranks import run_on_ranks
 
 from course.launch import run
-from extensions.optimization.mixed_precision import computing_copy, hand_over_put_off
+from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred
 from extensions.planning.footprint import Kept, count_weights, most_held, predict_memory
 from extensions.pretraining.padding import ShareOfLoss
-from extensions.recompute import build_recomputing_stage
-from pipeline.job import join_job, leave_job
+from extensions.recompute import recomputing
+from lab.activation_memory import ActivationMemory
 from pipeline.model import ModelConfig, build_part, cut_evenly
 from pipeline.schedules import build_schedule, chunked_schedules
-from pipeline.training import build_model
+from pipeline.split_stage import stage_class_for
 
 SIZES = {
     "narrow": ModelConfig(8, 16, 4, 2, 8, 256),
@@ -33,24 +35,23 @@ def layers_of(config, schedule):
     return cut_evenly(config.layers, schedule.num_stages)
 
 
-def play(job, schedule, config, dtype, mode, pieces):
+def play(schedule, config, dtype, mode, pieces):
     """The bytes that each rank of `schedule` holds at most, all of them played by this process."""
-    recorders = [Recorder(job) for _ in range(schedule.num_ranks)]
-    loss = ShareOfLoss()
-    loss.real_tokens = 1
+    memories = [ActivationMemory(every_pass=True) for _ in range(schedule.num_ranks)]
+    share_of_loss = ShareOfLoss()
+    share_of_loss.real_tokens = 1
+
+    def loss_function(scores, targets):
+        return share_of_loss(scores.float() if dtype == torch.bfloat16 else scores, targets)
+
     stages, results = {}, {}
     for index, (first, last) in enumerate(layers_of(config, schedule)):
         master = build_part(config, first, last, dtype=torch.float32)
         part = computing_copy(master, dtype) if dtype != torch.float64 else master.to(dtype)
-        recorder = recorders[schedule.rank_of(index, 0)]
-        stages[index] = build_recomputing_stage(
-            mode, pieces, part, index, schedule.num_stages, recorder,
-            lambda scores, targets: loss(scores.float() if dtype == torch.bfloat16 else scores, targets),
-        )  # fmt: skip
-        hand_over_put_off(stages[index], master)
-    for order in schedule.orders:
-        for index in {action.stage for action in order if action.kind == "I"}:
-            stages[index].split or stages[index].allow_split_backward()
+        stage = stage_class_for(schedule)(part, index, schedule.num_stages, loss_function)
+        stages[index] = recomputing(stage, mode, pieces)
+        hand_over_deferred(stages[index], master)
+        attach_instruments(mock.Mock(), [stages[index]], memories[schedule.rank_of(index, 0)])
     tokens = torch.zeros(2, config.seq_len, dtype=torch.int64)
     for _, (stage, kind, microbatch), _ in schedule.playable_order:
         at = stages[stage]
@@ -63,20 +64,19 @@ def play(job, schedule, config, dtype, mode, pieces):
             gradient = None if at.is_last else results.pop((stage, "B", microbatch))
             backward = at.backward if kind == "B" else at.backward_input
             results[stage - 1, "B", microbatch] = backward(microbatch, gradient)
-    return [recorder.meter.peak for recorder in recorders]
+    return [memory.peak for memory in memories]
 
 
 def measured(rank, size, dtype):
     """{(schedule, mode, pieces): bytes of each rank}, in a process of its own."""
-    job = join_job("cpu")
+    torch.set_num_threads(1)
     found = {}
     for name in SCHEDULES:
         schedule = build_schedule(name, 2 if name in chunked_schedules() else 4, 6)
         for mode, pieces in WAYS:
             found[name, mode, pieces] = play(
-                job, schedule, SIZES[size], getattr(torch, dtype), mode, pieces
+                schedule, SIZES[size], getattr(torch, dtype), mode, pieces
             )
-    leave_job(job)
     return found
 
 
@@ -132,7 +132,7 @@ def test_a_run_measures_what_was_predicted_on_each_rank(ranks, flags):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_weights_are_those_of_the_model_and_add_up_over_any_cut(size):
     config = SIZES[size]
-    parameters = list(build_model(config).parameters())
+    parameters = list(build_part(config, 0, config.layers).parameters())
     whole = sum(p.numel() for p in parameters), len(parameters)
     assert count_weights(config) == whole
     for stages in (2, 4, 8):

@@ -94,6 +94,6 @@ def test_the_explorer_offers_and_draws_it():
 def test_real_ranks_perform_its_csv_and_take_the_step_of_one_process(tmp_path, monkeypatch):
     file = tmp_path / "in_groups.csv"
     call_predict(f"in-groups --ranks 2 --microbatches 4 --csv {file}", monkeypatch)
-    losses, orders = train(f"custom_schedule.py {file}", 2, SGD, tmp_path)
+    losses, orders = train(f"train.py {file}", 2, SGD, tmp_path)
     assert largest_difference(losses, f"{SGD} --microbatches 4") <= 1e-12
     assert orders == build_schedule("in-groups", 2, 4).orders

@@ -4,24 +4,30 @@ import functools
 import json
 import re
 import tempfile
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from observed import attach_instruments
 from test_equals_one_process import SMALL, one_process
-from test_split_backward import CountProducts
+from test_split_stage import CountProducts
 from torch.utils.checkpoint import checkpoint
 
 from course.last_words import RunFailed
 from course.launch import run
-from extensions.recompute import MODES, build_recomputing_stage
+from extensions.recompute import MODES, recomputing
+from lab.activation_memory import ActivationMemory
+from lab.clock import Clock
 from lab.figures import draw_timelines
 from lab.report import measured_costs
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, from_chrome_trace, to_chrome_trace
-from pipeline.job import join_job, leave_job
 from pipeline.model import ModelConfig, build_part, token_loss
 from pipeline.schedules import gpipe, one_f_one_b, synchronous_schedules, zb_h1, zb_h2
+from pipeline.split_stage import SplitStage
+from pipeline.stage import Stage
 
 SCRIPT = "activation_checkpointing.py"
 SYNCHRONOUS = synchronous_schedules()
@@ -133,47 +139,47 @@ def test_what_cannot_be_recomputed_is_refused(flags, sentence):
 # One stage, in this process.
 
 
-@pytest.fixture
-def job():
-    job = join_job("cpu", timeout=20)
-    yield job
-    leave_job(job)
+def build_stage(which, mode, pieces=1, split=False):
+    stage_class = SplitStage if split else Stage
+    stage = stage_class(build_part(CONFIG, *PARTS[which]), list(PARTS).index(which), 3, token_loss)
+    return recomputing(stage, mode, pieces)
 
 
-def build_stage(job, which, mode, pieces=1):
-    part = build_part(CONFIG, *PARTS[which])
-    index = list(PARTS).index(which)
-    return build_recomputing_stage(mode, pieces, part, index, 3, Recorder(job), token_loss)
+def work(stage, microbatches=3, looked_at=True):
+    """GPipe's order: all forwards, all backwards. What comes out, and what is held meanwhile.
 
-
-def work(stage, microbatches=3, split=False):
-    """GPipe's order: all forwards, all backwards. What comes out, and what is held meanwhile."""
+    Counting memory runs what is recomputed once more, so the matrix products of a stage are those
+    of one that is not `looked_at`.
+    """
+    split = isinstance(stage, SplitStage)
+    memory = ActivationMemory(every_pass=True)
+    clock = Clock(0, torch.device("cpu"), time.perf_counter())
+    attach_instruments(mock.Mock(), [stage], *([memory, clock] if looked_at else []))
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 256, (microbatches, 2, 8), generator=generator)
     activations = torch.randn(microbatches, 2, 8, 16, generator=generator, dtype=torch.float64)
     gradients = torch.randn(microbatches, 2, 8, 16, generator=generator, dtype=torch.float64)
-    if split:
-        stage.allow_split_backward()
     with CountProducts() as count:
         given = [
             stage.forward(k, tokens[k] if stage.is_first else activations[k].clone(), tokens[k])
             for k in range(microbatches)
         ]
-        held_before = stage.meter.held()
+        held_before = memory.held()
         backward = stage.backward_input if split else stage.backward
         sent = [backward(k, None if stage.is_last else gradients[k]) for k in range(microbatches)]
-        held_between = stage.meter.held()
+        held_between = memory.held()
         for k in range(microbatches if split else 0):
             stage.backward_weight(k)
+    clock.pass_ended()
     return {
         "out": given + [tensor for tensor in sent if tensor is not None],
         "gradients": [weight.grad for weight in stage.part.parameters()],
         "held before": held_before,
         "held between": held_between,
-        "peak": stage.meter.peak,
-        "held after": stage.meter.held(),
+        "peak": memory.peak,
+        "held after": memory.held(),
         "products": len(count.products),
-        "again": [event.recompute for event in stage.recorder.take_events()],
+        "again": [event.recompute for event in clock.passes[-1]],
     }
 
 
@@ -185,9 +191,9 @@ def same_bits(ours, theirs):
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(("mode", "pieces"), WAYS)
 @pytest.mark.parametrize("which", PARTS)
-def test_outputs_and_gradients_keep_every_bit(job, which, mode, pieces, split):
-    plain = work(build_stage(job, which, "none"), split=split)
-    ours = work(build_stage(job, which, mode, pieces), split=split)
+def test_outputs_and_gradients_keep_every_bit(which, mode, pieces, split):
+    plain = work(build_stage(which, "none", split=split))
+    ours = work(build_stage(which, mode, pieces, split=split))
     assert same_bits(ours["out"], plain["out"])
     assert same_bits(ours["gradients"], plain["gradients"])
     assert ours["held after"] == 0
@@ -198,10 +204,10 @@ def test_outputs_and_gradients_keep_every_bit(job, which, mode, pieces, split):
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_held_are_the_inputs_of_all_and_the_inside_of_one_piece_of_one_gpipe_section_2_3(
-    job, microbatches, pieces
+    microbatches, pieces
 ):
-    inside_of_stage = work(build_stage(job, "inner", "none"), 1)["peak"]
-    ours = work(build_stage(job, "inner", "stage", pieces), microbatches)
+    inside_of_stage = work(build_stage("inner", "none"), 1)["peak"]
+    ours = work(build_stage("inner", "stage", pieces), microbatches)
     assert ours["held before"] == microbatches * pieces * INPUT
     # Every layer keeps its own input, and the layers are alike.
     inside = inside_of_stage / pieces
@@ -209,27 +215,26 @@ def test_held_are_the_inputs_of_all_and_the_inside_of_one_piece_of_one_gpipe_sec
     assert ours["peak"] == (microbatches * pieces - 1) * INPUT + inside
 
 
-def test_a_checkpoint_a_layer_is_the_mode_layer(job):
-    pieces = work(build_stage(job, "inner", "stage", LAYERS))
-    layers = work(build_stage(job, "inner", "layer"))
-    assert {key: layers[key] for key in ("peak", "products")} == {
-        key: pieces[key] for key in ("peak", "products")
-    }
+def test_a_checkpoint_a_layer_is_the_mode_layer():
+    for key, looked_at in [("peak", True), ("products", False)]:
+        pieces = work(build_stage("inner", "stage", LAYERS), looked_at=looked_at)
+        layers = work(build_stage("inner", "layer"), looked_at=looked_at)
+        assert layers[key] == pieces[key] > 0
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("mode", ["stage", "layer"])
-def test_the_work_added_is_one_forward(job, mode, split):
-    plain = work(build_stage(job, "inner", "none"), split=split)["products"]
-    ours = work(build_stage(job, "inner", mode), split=split)["products"]
+def test_the_work_added_is_one_forward(mode, split):
+    plain = work(build_stage("inner", "none", split=split), looked_at=False)["products"]
+    ours = work(build_stage("inner", mode, split=split), looked_at=False)["products"]
     # Of three products a matrix, one is the forward's: 3 becomes 4.
     assert plain == 3 * 3 * 7 * LAYERS
     assert ours == plain * 4 / 3
 
 
-def test_selective_keeps_no_result_of_attention_but_the_one_at_work(job):
-    plain = work(build_stage(job, "inner", "none"))
-    ours = work(build_stage(job, "inner", "selective"))
+def test_selective_keeps_no_result_of_attention_but_the_one_at_work():
+    plain = work(build_stage("inner", "none"))
+    ours = work(build_stage("inner", "selective"))
     query = torch.zeros(2, 4, 8, 4, dtype=torch.float64, requires_grad=True)
     key = torch.zeros(2, 2, 8, 4, dtype=torch.float64)
     saved = []
@@ -243,32 +248,32 @@ def test_selective_keeps_no_result_of_attention_but_the_one_at_work(job):
     assert plain["peak"] - ours["peak"] == (3 * LAYERS - 1) * inside
 
 
-def test_zero_bubble_what_was_recomputed_for_i_stays_until_w(job):
-    plain = work(build_stage(job, "inner", "none"), split=True)
+def test_zero_bubble_what_was_recomputed_for_i_stays_until_w():
+    plain = work(build_stage("inner", "none", split=True))
     for mode, pieces in WAYS:
-        ours = work(build_stage(job, "inner", mode, pieces), split=True)
+        ours = work(build_stage("inner", mode, pieces, split=True))
         # From F to I little is held, from I to W exactly what is held without recomputation.
         assert ours["held before"] < plain["held before"], mode
         assert ours["held between"] == plain["held between"] > 0, mode
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_within_an_i_the_pieces_that_are_done_have_left_their_share_for_w(job, pieces):
-    plain = work(build_stage(job, "inner", "none"), 1, split=True)
-    ours = work(build_stage(job, "inner", "stage", pieces), 1, split=True)
+def test_within_an_i_the_pieces_that_are_done_have_left_their_share_for_w(pieces):
+    plain = work(build_stage("inner", "none", split=True), 1)
+    ours = work(build_stage("inner", "stage", pieces, split=True), 1)
     inside, for_weights = plain["held before"] / pieces, plain["held between"] / pieces
     assert ours["peak"] == max(
         (pieces - 1 - done) * INPUT + inside + done * for_weights for done in range(pieces)
     )
 
 
-def test_torch_s_own_checkpoint_of_every_layer_makes_the_same_bits_in_both_kinds_of_backward(job):
+def test_torch_s_own_checkpoint_of_every_layer_makes_the_same_bits_in_both_kinds_of_backward():
     for split in (False, True):
-        ours = work(build_stage(job, "inner", "layer"), split=split)
-        stage = build_stage(job, "inner", "none")
+        ours = work(build_stage("inner", "layer", split=split))
+        stage = build_stage("inner", "none", split=split)
         for layer in stage.part.layers.values():
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        theirs = work(stage, split=split)
+        theirs = work(stage)
         assert same_bits(ours["out"], theirs["out"])
         assert same_bits(ours["gradients"], theirs["gradients"])
         assert ours["held before"] == theirs["held before"]
