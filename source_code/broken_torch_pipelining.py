@@ -2,8 +2,6 @@
 
     torchrun --standalone --nproc-per-node 2 source_code/broken_torch_pipelining.py --trap LIST
     torchrun --standalone --nproc-per-node 2 source_code/broken_torch_pipelining.py \\
-        --trap tied-embeddings
-    torchrun --standalone --nproc-per-node 2 source_code/broken_torch_pipelining.py \\
         --trap tied-embeddings --cured
 
 Each trap is a function, in its broken and its cured form, in one of the files of
@@ -12,26 +10,45 @@ prints how far it is from one process.
 """
 
 import sys
-from importlib import import_module
+from inspect import isfunction, signature
 
 import torch.distributed as dist
 
-from broken.torch_pipelining.small_pipeline import RANKS, TRAPS
+from broken.torch_pipelining import (
+    distributed_data_parallel,
+    hangs,
+    meta_device_and_checkpoints,
+    refused_schedules,
+    shapes_and_batches,
+    steps_and_losses,
+    traced_models,
+)
 from lab import attach
 from pipeline.command_line import Parser, ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.training import seconds
 
-for section in (  # in the order of the page of errors; each registers its traps
-    "refused_schedules",
-    "hangs",
-    "shapes_and_batches",
-    "steps_and_losses",
-    "traced_models",
-    "meta_device_and_checkpoints",
-    "distributed_data_parallel",
-):
-    import_module(f"broken.torch_pipelining.{section}")
+SECTIONS = (  # in the order of the page of errors
+    refused_schedules,
+    hangs,
+    shapes_and_batches,
+    steps_and_losses,
+    traced_models,
+    meta_device_and_checkpoints,
+    distributed_data_parallel,
+)
+TRAPS = {
+    name.replace("_", "-"): function
+    for section in SECTIONS
+    for name, function in vars(section).items()
+    if isfunction(function) and list(signature(function).parameters) == ["job", "cured"]
+}
+RANKS = {  # of the traps that need another number than two
+    "wrong-placement": 4,
+    "skip-connection": 3,
+    "ddp-without-shapes": 4,
+    "ddp-with-split-backward": 4,
+}
 
 
 def main():
@@ -53,7 +70,7 @@ def parse_arguments():
     arguments = parser.parse_args()
     if arguments.trap not in TRAPS:
         reject(f"--trap takes one of: {', '.join(TRAPS)}")
-    ranks = RANKS[arguments.trap]
+    ranks = RANKS.get(arguments.trap, 2)
     if ranks_from_environment()[1] != ranks:
         reject(f"--trap {arguments.trap} is set for {ranks} ranks: use --nproc-per-node {ranks}")
     return arguments

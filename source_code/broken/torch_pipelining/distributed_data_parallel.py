@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from broken.torch_pipelining import small_pipeline as small
-from broken.torch_pipelining.small_pipeline import trap
 
 
 def train_replicas(job, name, shapes, by_hand=False):
@@ -40,7 +39,6 @@ def train_replicas(job, name, shapes, by_hand=False):
     small.compare_gradients(job, parts if replica == 0 else {}, means)
 
 
-@trap(ranks=4)
 def ddp_without_shapes(job, cured):
     """DDP's hooks run in the forward with which the library infers shapes.
 
@@ -49,7 +47,6 @@ def ddp_without_shapes(job, cured):
     train_replicas(job, "GPipe", shapes=cured)
 
 
-@trap(ranks=4)
 def ddp_with_split_backward(job, cured):
     """A backward in two halves never fires DDP's hooks.
 

@@ -5,7 +5,6 @@ import torch.distributed as dist
 from torch import nn
 
 from broken.torch_pipelining import small_pipeline as small
-from broken.torch_pipelining.small_pipeline import trap
 from pipeline.collectives import gather
 
 
@@ -28,7 +27,6 @@ def build_layers_with_tables(stage):
     return nn.Sequential(LayerWithTable(2 * stage), LayerWithTable(2 * stage + 1))
 
 
-@trap()
 def stale_buffers(job, cured):
     """to_empty() leaves buffers without values, and no checkpoint has them.
 
@@ -48,10 +46,8 @@ def stale_buffers(job, cured):
     losses = small.run_step(schedule, stages, *small.draw_batch())
     if job.rank == 1:
         print(f"loss is a number: {bool(torch.stack(losses).isfinite().all())}", flush=True)
-    small.wait_for_all_ranks(job)
 
 
-@trap()
 def buffers_left_on_meta(job, cured):
     """load_state_dict(assign=True) leaves a buffer that no checkpoint has on meta.
 
@@ -65,10 +61,8 @@ def buffers_left_on_meta(job, cured):
     output = part(small.draw_batch()[0])
     if job.rank == 0:
         small.print_distance("output", [output], [LayerWithTable(0)(small.draw_batch()[0])])
-    small.wait_for_all_ranks(job)
 
 
-@trap()
 def moved_from_meta(job, cured):
     """A module on the meta device has no values to copy.
 
@@ -80,7 +74,6 @@ def moved_from_meta(job, cured):
     small.say(job, f"the module is on {next(part.parameters()).device}")
 
 
-@trap()
 def one_seed_a_stage(job, cured):
     """Equal seeds on all ranks draw equal weights for all stages.
 
@@ -94,7 +87,6 @@ def one_seed_a_stage(job, cured):
         print(f"both stages start with equal weights: {torch.equal(*both)}", flush=True)
 
 
-@trap()
 def part_of_a_checkpoint(job, cured):
     """The state of one rank's stage is not the state of the model.
 
@@ -111,7 +103,6 @@ def part_of_a_checkpoint(job, cured):
     small.say(job, "the whole model is loaded")
 
 
-@trap()
 def token_out_of_range(job, cured):
     """A token without a row in the embedding is a device-side assert on a GPU.
 
@@ -119,6 +110,5 @@ def token_out_of_range(job, cured):
     """
     embedding = nn.Embedding(small.WIDTH, small.WIDTH, dtype=torch.float64)
     token = torch.tensor([small.WIDTH - 1 if cured else small.WIDTH])
-    assert not cured or embedding(token).shape == (1, small.WIDTH)
     embedding(token)
     small.say(job, "the embedding has that row")

@@ -2,15 +2,11 @@
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import mse_loss
 
 from broken.torch_pipelining import small_pipeline as small
-from broken.torch_pipelining.small_pipeline import trap
 
 
-@trap()
 def uneven_batch(job, cured):
     """Every micro-batch must have as many rows as the others.
 
@@ -18,18 +14,15 @@ def uneven_batch(job, cured):
     """
     rows = 8 if cured else 10
     parts = small.build_own_stages(job)
-    example = torch.zeros(-(-rows // 4), small.WIDTH, dtype=torch.float64, requires_grad=True)
-    stage = PipelineStage(parts[job.rank], job.rank, 2, job.device, example, example)
 
     def loss_of_all_rows(outputs, targets):  # of as many rows as there are targets
         return (outputs[: len(targets)] - targets).pow(2).mean()
 
-    schedule = get_schedule_class("GPipe")(stage, 4, loss_fn=loss_of_all_rows)
-    small.run_step(schedule, [stage], *small.draw_batch(rows))
+    schedule, stages = small.build_schedule(job, parts, rows=rows, loss_fn=loss_of_all_rows)
+    small.run_step(schedule, stages, *small.draw_batch(rows))
     small.compare_gradients(job, parts, small.compute_reference_gradients(rows=rows))
 
 
-@trap()
 def traced_in_another_type(job, cured):
     """The tracer fixes the dtype of every message.
 
@@ -54,7 +47,6 @@ class TupleStage(nn.Module):
         return self.part(x) if self.cured else (self.part(x), None)
 
 
-@trap()
 def tuple_with_none(job, cured):
     """A stage may return tensors only.
 
@@ -77,7 +69,6 @@ class MaskedStage(nn.Module):
         return x if mask is None else x * mask
 
 
-@trap()
 def mask_without_a_batch(job, cured):
     """A keyword argument is cut along its first dimension, as the batch is.
 
@@ -91,7 +82,6 @@ def mask_without_a_batch(job, cured):
     small.compare_gradients(job, parts)
 
 
-@trap()
 def mask_on_one_rank(job, cured):
     """Keyword arguments are not sent to later stages.
 
@@ -109,7 +99,6 @@ def mask_on_one_rank(job, cured):
     small.compare_gradients(job, parts, [parameter.grad for parameter in whole.parameters()])
 
 
-@trap()
 def loss_per_row(job, cured):
     """The loss function must return one number.
 

@@ -2,7 +2,7 @@
 
 The model has two layers per rank, in float64. What is compared is the gradient of every parameter
 after one step, or the output. A trap is a function of a Job and of `cured`, which selects the form
-that works.
+that works: every function with these two parameters is one.
 """
 
 import warnings
@@ -18,18 +18,6 @@ from extensions.torch_pipelining.library import ONE_STAGE, stages_of_rank
 from pipeline.collectives import gather
 
 WIDTH, BATCH = 8, 8
-TRAPS, RANKS = {}, {}  # by name: the trap, and the number of ranks that it takes
-
-
-def trap(ranks=2):
-    """Register the function below as a trap, under its name with hyphens."""
-
-    def register(function):
-        name = function.__name__.replace("_", "-")
-        TRAPS[name], RANKS[name] = function, ranks
-        return function
-
-    return register
 
 
 def build_layer(index):
@@ -64,13 +52,16 @@ def build_own_stages(job, name="GPipe", indices=None):
     }
 
 
-def build_schedule(job, parts, name="GPipe", microbatches=4, shapes=True, group=None, **options):
+def build_schedule(
+    job, parts, name="GPipe", microbatches=4, rows=BATCH, shapes=True, group=None, **options
+):
     """The library's schedule over the stages of `parts`, {stage: module}, and those stages.
 
-    Without `shapes` the library infers the shape of every message itself.
+    A batch has `rows`. Without `shapes` the library infers the shape of every message itself.
     """
     chunks = 1 if name in ONE_STAGE else 2
-    example = torch.zeros(BATCH // microbatches, WIDTH, dtype=torch.float64, requires_grad=True)
+    rows = -(-rows // microbatches)
+    example = torch.zeros(rows, WIDTH, dtype=torch.float64, requires_grad=True)
     given = {"input_args": example, "output_args": example} if shapes else {}
     stages = [
         PipelineStage(part, index, job.num_ranks * chunks, job.device, group=group, **given)
@@ -94,10 +85,7 @@ def run_step(schedule, stages, inputs, targets, **keywords):
 
 
 def compute_reference_gradients(model=None, rows=BATCH, batches=1):
-    """The gradients of the whole model in one process, in the order of its parameters.
-
-    With several `batches` they are summed.
-    """
+    """The gradients of the whole model's parameters in one process, summed over `batches`."""
     model = model or build_model()
     for seed in range(batches):
         inputs, targets = draw_batch(rows, seed)
@@ -121,11 +109,6 @@ def say(job, text):
     """Print on rank 0."""
     if job.rank == 0:
         print(text, flush=True)
-
-
-def wait_for_all_ranks(job):
-    """Keep the ranks together, so that none ends while another still prints."""
-    gather(job, None)
 
 
 def print_distance(what, ours, wanted):
@@ -168,10 +151,7 @@ def evaluate(schedule, stages, with_targets=True):
 
 
 def trace_model(job, model, *cuts, example=None):
-    """The library's pipeline of `model`, cut before the modules named `cuts`.
-
-    It is traced with `example`, a micro-batch.
-    """
+    """The library's pipeline of `model`, cut before the modules `cuts`, traced with `example`."""
     allow_slow_start(job)
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch's own
     example = torch.zeros(2, WIDTH, dtype=torch.float64) if example is None else example

@@ -8,11 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from broken.torch_pipelining import small_pipeline as small
-from broken.torch_pipelining.small_pipeline import trap
 from extensions.torch_pipelining.library import forwards_only
 
 
-@trap()
 def step_without_grad(job, cured):
     """step() needs gradients; under torch.no_grad() only eval() works.
 
@@ -23,10 +21,8 @@ def step_without_grad(job, cured):
         with torch.no_grad():
             small.run_step(schedule, stages, *small.draw_batch())
     small.evaluate(schedule, stages)
-    small.wait_for_all_ranks(job)
 
 
-@trap()
 def eval_without_targets(job, cured):
     """If the schedule has a loss function, eval() needs targets.
 
@@ -34,10 +30,8 @@ def eval_without_targets(job, cured):
     """
     schedule, stages = small.build_schedule(job, small.build_own_stages(job))
     small.evaluate(schedule, stages, with_targets=cured)
-    small.wait_for_all_ranks(job)
 
 
-@trap()
 def loss_on_the_wrong_rank(job, cured):
     """In a V the last stage, and so the loss, is on rank 0.
 
@@ -51,7 +45,6 @@ def loss_on_the_wrong_rank(job, cured):
     small.compare_gradients(job, parts)
 
 
-@trap()
 def eval_of_a_v(job, cured):
     """eval() fails when two neighbouring stages are on one rank.
 
@@ -61,10 +54,8 @@ def eval_of_a_v(job, cured):
     schedule, stages = small.build_schedule(job, parts, "ZBVZeroBubble")
     with forwards_only(schedule) if cured else nullcontext():
         small.evaluate(schedule, stages)
-    small.wait_for_all_ranks(job)
 
 
-@trap()
 def gradients_kept(job, cured):
     """A second step adds its gradients to those of the first.
 
@@ -79,7 +70,6 @@ def gradients_kept(job, cured):
     small.compare_gradients(job, parts)
 
 
-@trap()
 def accumulation(job, cured):
     """scale_grads divides all accumulated gradients in every step: the first step's twice.
 
@@ -95,7 +85,6 @@ def accumulation(job, cured):
     small.compare_gradients(job, parts, small.compute_reference_gradients(batches=2))
 
 
-@trap()
 def sum_loss(job, cured):
     """scale_grads is right for a loss that is a mean over the rows.
 
@@ -108,7 +97,6 @@ def sum_loss(job, cured):
     small.run_and_compare(job, loss_fn=sum_of_rows, scale_grads=not cured)
 
 
-@trap()
 def clipping(job, cured):
     """clip_grad_norm_ on a rank sees the norm of that rank's stages only.
 
@@ -132,7 +120,6 @@ def clipping(job, cured):
     small.compare_gradients(job, parts, [parameter.grad for parameter in model.parameters()])
 
 
-@trap()
 def all_scores_kept(job, cured):
     """The last stage keeps the output of every micro-batch unless told otherwise.
 
@@ -142,10 +129,8 @@ def all_scores_kept(job, cured):
     small.run_step(schedule, [stage], *small.draw_batch(), return_outputs=not cured)
     if stage.is_last:
         print(f"outputs kept after the step: {len(stage.output_chunks)}", flush=True)
-    small.wait_for_all_ranks(job)
 
 
-@trap()
 def batch_norm(job, cured):
     """BatchNorm takes the statistics of one micro-batch.
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.pipelining import pipe_split
 
 from broken.torch_pipelining import small_pipeline as small
-from broken.torch_pipelining.small_pipeline import trap
 from extensions.torch_pipelining.library import stages_of_rank, without_messages_to_itself
 
 
@@ -27,7 +26,6 @@ class BranchingModel(nn.Module):
         return self.layers(x)
 
 
-@trap()
 def branch_on_data(job, cured):
     """The tracer cannot follow an `if` on the values of a tensor.
 
@@ -37,7 +35,6 @@ def branch_on_data(job, cured):
     small.say(job, f"traced in {pipe.num_stages} stages")
 
 
-@trap()
 def cache_in_the_output(job, cured):
     """A stage may not return a cache of keys and values.
 
@@ -73,7 +70,6 @@ class SkipConnection(nn.Module):
         return self.third(x) + kept
 
 
-@trap(ranks=3)
 def skip_connection(job, cured):
     """A result may only be used on the stage after the one that made it.
 
@@ -86,7 +82,6 @@ def skip_connection(job, cured):
     small.compare_gradients(job, parts, wanted)
 
 
-@trap()
 def traced_in_a_v(job, cured):
     """A traced stage whose neighbour is on the same rank sends to its own rank.
 
@@ -99,7 +94,6 @@ def traced_in_a_v(job, cured):
     small.compare_gradients(job, parts)
 
 
-@trap()
 def device_in_the_graph(job, cured):
     """The tracer notes a device that the model asks for.
 
@@ -137,7 +131,6 @@ class TiedModel(nn.Module):
         return self.head(self.layers(x))
 
 
-@trap()
 def tied_embeddings(job, cured):
     """A matrix on two stages has a copy on each, and each copy only its own gradient.
 
@@ -154,4 +147,3 @@ def tied_embeddings(job, cured):
         one = TiedModel()
         small.compute_reference_gradients(one)
         small.print_distance("gradient", [shared.grad], [one.head.weight.grad])
-    small.wait_for_all_ranks(job)
