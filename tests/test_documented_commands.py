@@ -42,7 +42,7 @@ KINDS = [
     (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
     (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
-    (r"patch( -p0)?$", "tests/test_copy_template.py applies the changes"),
+    (r"patch( -p0)?$", "tests/test_own_model.py applies the changes"),
     (r"(sudo|scontrol|scancel|squeue|sacctmgr|ssh|git|pip|chmod|sed|export|cd|mkdir)\b", ELSEWHERE),
     (r"(for name in|tail|done)\b", "test_instructors.py runs the loop over participants"),
     (r"(\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
