@@ -106,10 +106,10 @@ class Observer:
 
         def observed(shape, dtype, source, message):
             receiving = receive(shape, dtype, source, message)
-            wait = receiving.wait
 
             def observed_wait():
-                tensor = wait()
+                del receiving.wait  # it refers to itself, and would keep the buffer alive
+                tensor = receiving.wait()
                 self.moved("received", message, source, tensor)
                 return tensor
 

@@ -116,7 +116,7 @@ class Sending:
         if self.buffer is not None:
             with self.job.waiting(self.destination, f"the receipt of {self.message}"):
                 self.work.wait()
-            self.buffer = None
+            self.buffer = self.work = None  # torch's work has the buffer, too
 
 
 class Receiving:
