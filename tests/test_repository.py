@@ -206,10 +206,10 @@ def test_a_loop_by_hand_shows_its_sends_and_receives_and_asks_no_worker():
         assert "pipeline.worker" not in architecture.imported_names(text), stem
 
 
-def test_the_lab_takes_three_lines_of_a_script():
+def test_the_lab_takes_at_most_three_lines_of_a_script():
     for path in SCRIPTS:
         named = [line for line in path.read_text().splitlines() if re.search(r"\battach\b", line)]
-        assert len(named) in (0, 3), path.name
+        assert len(named) <= 3, path.name
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
