@@ -22,10 +22,11 @@ from course.last_words import RunFailed
 from course.launch import run
 from extensions.data_parallel.replicas import AllReduce
 from extensions.optimization import clipping
+from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
 from pipeline.data import load_text
 from pipeline.model import token_loss
-from pipeline.training import build_model, train_one_process
+from pipeline.training import LossLog, build_model, train_one_process
 
 PRELOAD.extend(
     [
@@ -43,13 +44,15 @@ ADAMW = FLAGS.replace("momentum", "adamw")
 def arguments_of(flags):
     """What the script makes of its flags, as one process."""
     with mock.patch.object(sys, "argv", ["script", *shlex.split(flags)]):
-        return script.parse_arguments()[0]
+        return script.read_flags()[0]
 
 
 @functools.cache
 def one_process(flags=FLAGS):
     arguments = arguments_of(flags)
-    return train_one_process(arguments, before_update=script.before_update(arguments))
+    return train_one_process(
+        arguments, before_update=lambda model, optimizer, step: clip_whole_model(arguments, model)
+    )
 
 
 def train(folder, flags, ranks=4, common=FLAGS):
@@ -123,17 +126,24 @@ def train_here(rank, flags, broken):
     """The script on this rank, with one thing broken. Returns its losses."""
     losses = []
     patches = {
-        "split backwards may meet DDP": lambda: mock.patch.object(script, "SPLIT", []),
+        "split backwards may meet DDP": allow_every_schedule,
         "the norm of a shard": lambda: mock.patch.object(clipping, "whole", local_part),
         "every replica for itself": lambda: mock.patch.object(AllReduce, "start", do_not_start),
         "mean of means": lambda: mock.patch.object(script, "ShareOfLoss", MeanOfMeans),
     }
-    note = mock.patch.object(
-        script.Report, "record_loss", lambda self, step, loss: losses.append(loss.item())
-    )
+
+    def add(log, step, loss):
+        if log.has_loss:
+            losses.append(loss.item())
+
+    note = mock.patch.object(LossLog, "add", add)
     with patches[broken](), note, mock.patch.object(sys, "argv", ["x", *shlex.split(flags)]):
         script.main()
     return losses
+
+
+def allow_every_schedule():
+    return mock.patch.object(script, "check_reduction", lambda arguments, schedule: schedule)
 
 
 def local_part(total):
@@ -174,7 +184,7 @@ def gradients_after_one_step(rank, flags):
     def keep(job, named_parameters, largest_norm):
         gathered.update({name: p.grad.clone() for name, p in named_parameters})
 
-    with mock.patch.object(script, "SPLIT", []), mock.patch.object(script, "clip_gradients", keep):
+    with allow_every_schedule(), mock.patch.object(script, "clip_gradients", keep):
         with mock.patch.object(sys, "argv", ["x", *shlex.split(flags)]):
             script.main()
     return gathered
@@ -195,7 +205,7 @@ def test_ddp_sums_the_gradients_of_whole_backwards_and_none_of_the_matrices_of_s
 def loss_and_gradient(share, pieces):
     """Sums over the pieces of a batch, by one process."""
     arguments = arguments_of(FLAGS)
-    model = build_model(arguments.config)
+    model = build_model(arguments)
     total = 0.0
     for inputs, targets in pieces:
         loss = share(model(inputs), targets)
@@ -281,7 +291,7 @@ def test_replicas_save_every_tensor_once_under_its_name_in_the_whole_model(tmp_p
             common=ADAMW,
         )
         counts, metadata = saved_tensors(folder)
-        model = build_model(arguments_of(FLAGS).config)
+        model = build_model(arguments_of(FLAGS))
         for name, parameter in model.named_parameters():
             for key in (f"model.{name}", f"optimizer.{name}.exp_avg"):
                 assert metadata[key].size == parameter.shape
