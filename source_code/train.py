@@ -30,8 +30,9 @@ def main():
     add_schedule_flags(parser)
     add_recompute_flags(parser)
     attach.add_flags(parser)
+    parser.set_defaults(microbatches=None)  # those of the file, else 8
     arguments = parser.parse_args()
-    schedule = schedule_of(arguments, parser)
+    schedule = schedule_of(arguments)
     complete_arguments(parser, arguments)
     cut = cut_layers(arguments, schedule.num_stages)
     check_pieces(arguments, cut)
@@ -43,17 +44,15 @@ def main():
     return train(arguments, job, stages.values(), worker.run_step)
 
 
-def schedule_of(arguments, parser):
+def schedule_of(arguments):
     """The schedule in FILE.csv, whose number of micro-batches is that of the run, or --schedule."""
     if arguments.file is None:
+        arguments.microbatches = arguments.microbatches or 8
         return choose_schedule(arguments)
     if arguments.chunks or arguments.option:
         reject("--chunks and --option are for a named --schedule; a file says where its stages are")
     schedule = read_schedule(arguments.file, ranks_from_environment()[1])
-    if arguments.microbatches not in (
-        parser.get_default("microbatches"),
-        schedule.num_microbatches,
-    ):
+    if arguments.microbatches not in (None, schedule.num_microbatches):
         reject(
             f"--microbatches {arguments.microbatches} contradicts {arguments.file}, which has "
             f"{schedule.num_microbatches}; leave the flag out"
