@@ -82,7 +82,7 @@ def commands_of(page):
 
 
 def pages():
-    """All pages and notebooks but the README that goes into copies (tests/test_copy_template.py)."""
+    """All pages and notebooks."""
     listed = ["*.md", "*/*.md", "notebooks/*.ipynb", "notebooks/solutions/*.ipynb"]
     return sorted(str(path.relative_to(ROOT)) for name in listed for path in ROOT.glob(name))
 

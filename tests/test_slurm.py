@@ -635,3 +635,12 @@ def test_jupyter_listens_on_its_node_wants_a_token_and_says_how_to_get_there(clu
     finally:
         cluster.run("scancel", job)
         cluster.wait_for_end(job, limit=30)
+
+
+def test_a_copied_folder_trains_by_its_own_job_script(cluster, tmp_path, one_machine, monkeypatch):
+    words = [sys.executable, "source_code/copy_template.py", "gpipe.py", tmp_path / "mine"]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    monkeypatch.setattr(cluster, "place", tmp_path / "mine")
+    monkeypatch.setitem(cluster.environment, "PYTHON", sys.executable)
+    output = cluster.wait_for_end(cluster.submit("job.sbatch", "gpipe.py", "--steps", 3, *SMALL))
+    assert losses_of(output) == one_machine and len(one_machine) == 3
