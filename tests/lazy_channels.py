@@ -14,13 +14,15 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch.distributed as dist
 
 from extensions.data_parallel import replicas
-from pipeline import distributed
+from pipeline import collectives, job
 
-SCRIPTS = Path(distributed.__file__).resolve().parents[1]
+SCRIPTS = Path(job.__file__).resolve().parents[1]
 connected = set()  # what this rank has waited for: (name of the group, its ranks)
 
 
@@ -67,8 +69,24 @@ def become_lazy():
 
 
 def become_cold():
-    distributed._connect_channels = lambda job: None
-    distributed.connect_group = replicas.connect_group = lambda job, group, ranks: None
+    job.join_job = without_messages(job.join_job)
+    collectives.connect_group = replicas.connect_group = lambda job, group, ranks: None
+
+
+def without_messages(join_job):
+    """`join_job`, which then opens channels but sends nothing through them."""
+
+    def transfer_nothing(*arguments):
+        return SimpleNamespace(wait=lambda: None)
+
+    def join_cold(*arguments, **options):
+        with (
+            mock.patch.object(job.Job, "send", transfer_nothing),
+            mock.patch.object(job.Job, "receive", transfer_nothing),
+        ):
+            return join_job(*arguments, **options)
+
+    return join_cold
 
 
 if __name__ == "__main__":

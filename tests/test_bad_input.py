@@ -19,7 +19,9 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
+from extensions.torch_pipelining import library
 from pipeline import command_line
+from pipeline.command_line import Parser
 from pipeline.data import load_text
 from pipeline.files import write_whole
 from pipeline.schedule import to_csv
@@ -101,7 +103,8 @@ def call(monkeypatch, *words):
     def meet(*arguments, **options):
         raise Accepted
 
-    monkeypatch.setattr(module, "join_job", meet)
+    joins = module if hasattr(module, "join_job") else library
+    monkeypatch.setattr(joins, "join_job", meet)
     monkeypatch.setattr(sys, "argv", [*words])
     module.main()
 
@@ -117,6 +120,23 @@ def schedule_file(ranks):
 def call_of(script, ranks=1):
     """The script and what it cannot do without."""
     return [f"{script}.py", *([schedule_file(ranks)] if script == "train" else [])]
+
+
+def options_of(monkeypatch, script):
+    """All options of a script's parser, at the moment at which it reads the flags."""
+    parsers = []
+    parse = Parser.parse_args
+
+    def seen(parser, *words):
+        parsers.append(parser)
+        return parse(parser, *words)
+
+    monkeypatch.setattr(Parser, "parse_args", seen)
+    with pytest.raises(Accepted):
+        call(monkeypatch, *call_of(script))
+    return {option for option in parsers[0]._option_string_actions if option.startswith("--")} - {
+        "--help"
+    }
 
 
 class Refusal:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import distributed_checkpointing
 import pytest
-from test_bad_input import SCRIPTS, Accepted, Refusal, call, call_of, schedule_file
+from test_bad_input import SCRIPTS, Refusal, options_of, schedule_file
 from torch.distributed.run import get_args_parser
 
 from extensions.checkpointing import checkpoint_folder
-from pipeline.command_line import Parser
 
 SCRIPT = "distributed_checkpointing"
 MADE_WITH = "--clip 1 --optimizer adamw --warm-up-steps 3 --decay-steps 50"
@@ -247,23 +246,6 @@ def test_a_folder_that_is_not_there_yet_is_made_by_the_training_and_not_by_a_loo
     found = parse(monkeypatch, "--checkpoints", str(tmp_path / "new"))
     assert (found.begin, found.run) == (None, "run-0001")
     assert list(tmp_path.iterdir()) == []
-
-
-def options_of(monkeypatch, script):
-    """All options of a script's parser, at the moment at which it reads the flags."""
-    parsers = []
-    parse = Parser.parse_args
-
-    def seen(parser, *words):
-        parsers.append(parser)
-        return parse(parser, *words)
-
-    monkeypatch.setattr(Parser, "parse_args", seen)
-    with pytest.raises(Accepted):
-        call(monkeypatch, *call_of(script))
-    return {option for option in parsers[0]._option_string_actions if option.startswith("--")} - {
-        "--help"
-    }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -18,7 +18,7 @@ from extensions.checkpointing import checkpoint_folder
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import find_not_finite
 from pipeline.files import json_line
-from pipeline.job import join_job, leave_job
+from pipeline.job import join_job
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --microbatches 2"
 FLAGS = f"{SIZES} --device cpu --dtype float64 --optimizer sgd --steps 8"
@@ -154,7 +154,7 @@ def agree(rank, values):
     job = join_job("cpu", 20.0)
     loss, norm = values[rank]
     found = find_not_finite(job, 3, None if loss is None else torch.tensor(loss), norm)
-    leave_job(job)
+    job.leave()
     return found
 
 

@@ -37,6 +37,7 @@ def watch_of(job):
     watch = Watch(job.rank, job.timeout)
     watch.join_others(job.store, job.num_ranks)
     job.explain_loss = watch.explain_loss
+    job.naming_loss = watch.around_starts(job.naming_loss)
     return watch
 
 
@@ -78,6 +79,16 @@ class Watch(threading.Thread):
             yield
         finally:
             self.wait = outer and outer._replace(since=time.monotonic())
+
+    def around_starts(self, naming_loss):
+        """A job's `naming_loss`, under watch: with NCCL the start of a transfer can block, too."""
+
+        @contextmanager
+        def watched(peer, what):
+            with self.waiting(peer, what), naming_loss(peer, what):
+                yield
+
+        return watched
 
     @contextmanager
     def acting(self, work):
