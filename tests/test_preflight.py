@@ -265,7 +265,7 @@ def test_no_free_port_fails(monkeypatch):
     def reject():
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(preflight, "free_port", refuse)
+    monkeypatch.setattr(preflight, "free_port", reject)
     assert_fails(preflight.check_port(), "port", "127.0.0.1")
     assert preflight.check_two_ranks(timeout=1) == []
 
