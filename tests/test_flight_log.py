@@ -29,15 +29,16 @@ from pipeline.schedules import gpipe
 
 TINY = "--dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2"
 SCRIPTS = {
-    "gpipe": f"gpipe.py {TINY}",
+    "gpipe": f"train.py --schedule gpipe {TINY}",
+    "by hand": f"gpipe.py {TINY}",
     "1f1b": f"one_f_one_b.py {TINY}",
     "pipedream": f"pipedream.py {TINY} --steps 10",
     "replicas": f"pipedream.py {TINY} --steps 12 --replicas 2-1-1",
     "zb-h1": f"zero_bubble.py {TINY} --schedule zb-h1",
-    "zb-v": f"zero_bubble.py {TINY} --schedule zb-v",
+    "zb-v": f"train.py --schedule zb-v {TINY}",
     "recomputed": f"activation_checkpointing.py {TINY} --recompute stage",
     "interleaved": f"interleaved_1f1b.py {TINY}",
-    "by hand": f"gpipe.py {TINY} --by-hand",
+    "data parallel": f"pipeline_with_data_parallel.py {TINY} --replicas 1",
 }
 
 
