@@ -17,6 +17,7 @@ from lab.free_port import free_port
 from lab.simulator import Costs, simulate
 from pipeline import command_line
 from pipeline.command_line import ranks_from_environment
+from pipeline.job import meet
 from pipeline.schedules import gpipe
 from pipeline.slurm import first_node, set_meeting_point
 
@@ -114,7 +115,7 @@ def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment, monk
     for local_rank, lines in [("0", 1), ("1", 0)]:  # once per node
         environment(SLURM_LOCALID=local_rank)
         with pytest.raises(SystemExit) as ended:
-            set_meeting_point()
+            meet(0, 4, 1)
         said = capsys.readouterr().err
         assert ended.value.code == 2
         assert said.count("\n") == said.count("on node nowhere.invalid") == lines
