@@ -146,8 +146,8 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
     device, backend = choose_device(device, local_rank, local_ranks)
-    # The first backward imports half a second of code: here all ranks do it at once.
-    torch.ones(1, device=device, requires_grad=True).sum().backward()
+    # The first backward with a given gradient imports half a second of code: here all do it at once.
+    torch.ones(1, device=device, requires_grad=True).backward(torch.ones(1, device=device))
     limit = timedelta(seconds=timeout + GRACE)
     store = meet(rank, num_ranks, max(timeout, 60.0))
     backends = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
