@@ -103,17 +103,18 @@ def without_numbers(call):
 def train(rank, folder, flags, victim=None, fatal=None):
     """Train; the losses go to a file one by one. Returns (exit status, the calls of its saves)."""
     calls = Calls(folder / "saved", fatal if rank == victim else None)
-    record_loss = distributed_checkpointing.Report.record_loss
+    add = distributed_checkpointing.LossLog.add
 
-    def record(self, step, loss):
-        record_loss(self, step, loss)
-        with open(folder / "losses", "a") as file:
-            file.write(f"{step} {loss.item()!r}\n")
+    def add_and_write(log, step, loss):
+        add(log, step, loss)
+        if log.has_loss:
+            with open(folder / "losses", "a") as file:
+                file.write(f"{step} {loss.item()!r}\n")
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sys, "argv", shlex.split(flags)))
         stack.enter_context(
-            mock.patch.object(distributed_checkpointing.Report, "record_loss", record)
+            mock.patch.object(distributed_checkpointing.LossLog, "add", add_and_write)
         )
         stack.enter_context(calls.counted())
         return distributed_checkpointing.main(), calls.names

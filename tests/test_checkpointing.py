@@ -22,8 +22,9 @@ from ranks import run_on_ranks
 from course.last_words import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
-from pipeline.model import ModelConfig
-from pipeline.training import build_model
+from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
+from extensions.optimization.learning_rate import share_of_peak
+from pipeline.model import ModelConfig, build_part
 
 SIZES = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --batch-size 8 --microbatches 4"
 FLAGS = f"distributed_checkpointing.py {SIZES} --device cpu --clip 1 --decay-steps 9"
@@ -156,7 +157,7 @@ def test_without_the_copy_a_checkpoint_in_the_background_holds_weights_of_later_
 def test_names_are_those_of_the_whole_model_and_nothing_tells_the_cut(tmp_path):
     train(tmp_path, "--optimizer adamw", ranks=2, steps=2)
     state = saved_state(tmp_path)
-    model = build_model(ModelConfig(8, 16, 2, 2, 8))
+    model = build_part(ModelConfig(8, 16, 2, 2, 8), 0, 8)
     model.load_state_dict(state["model"])  # every name, and no other
     assert state["progress"] == {"step": 2, "batches": 2}
     assert state["rate"] == {"updates": 2}
@@ -172,7 +173,7 @@ def test_bytes_are_those_of_the_weights_and_of_what_the_optimizer_remembers(
     tensors = [*state["model"].values()]
     for remembered in state.get("optimizer", {}).values():
         tensors += remembered.values()
-    weights = sum(p.numel() for p in build_model(ModelConfig(8, 16, 2, 2, 8)).parameters())
+    weights = sum(p.numel() for p in build_part(ModelConfig(8, 16, 2, 2, 8), 0, 8).parameters())
     scalars = len(state["model"]) if optimizer == "adamw" else 0  # its count of steps, float32
     assert sum(t.numel() * t.element_size() for t in tensors) == 8 * weights * numbers + 4 * scalars
 
@@ -181,14 +182,12 @@ def draw_after_training(rank, flags):
     """Train, then draw from this rank's generator."""
     drawn = {}
 
-    def draw(job, *rest):
+    def draw(log, *rest, **options):
         drawn["number"] = torch.rand(1).item()
-        return leave(job, *rest)
+        return 0
 
-    leave = distributed_checkpointing.leave_job
-    argv = shlex.split(flags)
-    with mock.patch.object(sys, "argv", argv):
-        with mock.patch.object(distributed_checkpointing, "leave_job", draw):
+    with mock.patch.object(sys, "argv", shlex.split(flags)):
+        with mock.patch.object(distributed_checkpointing.LossLog, "finish", draw):
             assert distributed_checkpointing.main() == 0
     return drawn["number"]
 
@@ -306,9 +305,9 @@ def test_clipping_each_stage_by_its_own_norm_is_found_out():
 
 def test_the_norm_has_the_same_digits_in_whatever_order_ranks_bring_their_parts():
     squares = {f"layers.{i}.weight": 10.0 ** (i % 17) / 3 for i in range(40)}
-    norm = distributed_checkpointing.norm_of(squares)
+    norm = norm_of(squares)
     backwards = dict(reversed(squares.items()))
-    assert distributed_checkpointing.norm_of(backwards) == norm
+    assert norm_of(backwards) == norm
     added = [functools.reduce(float.__add__, part.values()) for part in (squares, backwards)]
     assert added[0] != added[1]  # plain adding would depend on it
 
@@ -323,8 +322,8 @@ def test_one_process_clips_as_torch_does():
         copy.grad = gradient.clone()
     theirs = torch.nn.utils.clip_grad_norm_(copies, 0.7)
     named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
-    norm = distributed_checkpointing.norm_of(distributed_checkpointing.squares_of(named))
-    distributed_checkpointing.scale_gradients(named, norm, 0.7)
+    norm = norm_of(squares_of(named))
+    scale_gradients(named, norm, 0.7)
     assert norm == pytest.approx(theirs.item(), rel=1e-14)
     for parameter, copy in zip(parameters, copies):
         assert torch.allclose(parameter.grad, copy.grad, rtol=1e-14, atol=0)
@@ -334,7 +333,7 @@ def test_one_process_clips_as_torch_does():
 
 
 def test_the_rate_warms_up_falls_along_a_cosine_and_stays_at_a_tenth():
-    share = distributed_checkpointing.share_of_peak
+    share = share_of_peak
     shares = [share(update, 4, 10) for update in range(13)]
     assert shares[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert shares[7] == pytest.approx(0.55)  # half of the way down
@@ -353,7 +352,7 @@ def test_exported_to_one_file_and_imported_the_training_goes_on_with_the_same_lo
     file = tmp_path / "model.pt"
     flags = f"{SIZES} --clip 1 --optimizer {optimizer} --checkpoints {tmp_path / 'saved'}"
     run(f"distributed_checkpointing.py {flags} --export {file}", None, show=False)
-    model = build_model(ModelConfig(8, 16, 2, 2, 8))
+    model = build_part(ModelConfig(8, 16, 2, 2, 8), 0, 8)
     model.load_state_dict(torch.load(file)["model"])
     other = tmp_path / "other"
     other.mkdir()
@@ -386,15 +385,15 @@ def test_a_file_that_was_not_exported_is_refused(tmp_path):
 
 def stop_rank(rank, flags, victim, number, step):
     """Send this process a signal when its rank has come to `step`."""
-    record_step = distributed_checkpointing.Report.record_step
+    add = distributed_checkpointing.LossLog.add
 
-    def record_and_signal(self, at, loss):
-        record_step(self, at, loss)
-        if (self.job.rank, at) == (victim, step):
+    def add_and_signal(log, at, loss):
+        add(log, at, loss)
+        if (rank, at) == (victim, step):
             os.kill(os.getpid(), number)
 
     with mock.patch.object(sys, "argv", shlex.split(flags)):
-        with mock.patch.object(distributed_checkpointing.Report, "record_step", record_and_signal):
+        with mock.patch.object(distributed_checkpointing.LossLog, "add", add_and_signal):
             return distributed_checkpointing.main()
 
 

@@ -27,7 +27,6 @@ from extensions.pretraining.tokens import (
 )
 from pipeline.data import DataError, load_text
 from pipeline.model import ModelConfig, build_part, token_loss
-from pipeline.training import build_model
 
 warm_up("torch._dynamo", "torch.distributed.checkpoint", "tokenizers")
 
@@ -89,7 +88,7 @@ def test_micro_batches_of_documents_have_unequally_many_tokens_and_each_token_co
     inputs, targets = corpus.batch(0, 16, 200)
     counts = [(rows != PADDING).sum().item() for rows in targets.chunk(4)]
     assert len(set(counts)) > 1
-    model = build_model(ModelConfig(4, 16, 2, 2, 200))
+    model = build_part(ModelConfig(4, 16, 2, 2, 200), 0, 4)
     parts = [token_loss(model(i), t) for i, t in zip(inputs.chunk(4), targets.chunk(4))]
     whole = token_loss(model(inputs), targets)
     weighted = sum(loss * count for loss, count in zip(parts, counts)) / sum(counts)
@@ -124,7 +123,7 @@ def test_the_held_out_loss_is_that_of_one_process():
     _, output = train(f"{EXACT} --steps 1 --replicas 2")
     config = ModelConfig(8, 16, 2, 2, 16)
     inputs, targets = load_corpus(load_text()).windows(16, 8)
-    expected = token_loss(build_model(config)(inputs), targets)
+    expected = token_loss(build_part(config, 0, config.layers)(inputs), targets)
     assert f"after 0 steps  held-out loss {expected:.6f}" in output
 
 
@@ -308,7 +307,7 @@ def test_model_flops_are_those_that_torch_counts_in_a_forward_and_a_backward():
     from torch.utils.flop_counter import FlopCounterMode
 
     config = ModelConfig(2, 32, 4, 4, 16)
-    model = build_model(config)
+    model = build_part(config, 0, config.layers)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         token_loss(model(tokens), tokens).backward()
