@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ranks import run_on_ranks
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import WarmRanks, _follow
 from pipeline.collectives import open_groups
 from pipeline.job import Job, join_job

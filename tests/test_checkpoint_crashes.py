@@ -22,7 +22,7 @@ import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
 from ranks import run_on_ranks
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from extensions.checkpointing import checkpoint, checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
 

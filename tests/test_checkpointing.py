@@ -19,7 +19,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of

@@ -18,7 +18,7 @@ import torch
 from ranks import PRELOAD, run_on_ranks
 from test_bad_input import Refusal
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 from extensions.data_parallel.replicas import AllReduce
 from extensions.optimization import clipping

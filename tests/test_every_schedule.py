@@ -9,7 +9,7 @@ import json
 import pytest
 from test_equals_one_process import ADAMW, SGD, one_process
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 from pipeline.schedule import Action, to_csv
 from pipeline.schedules import build_schedule, synchronous_schedules, zb_h1

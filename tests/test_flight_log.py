@@ -14,15 +14,15 @@ import torch
 from course import launch
 from course.debugging.comparing import compare
 from course.debugging.time_machine import TimePanel, time_machine
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.asynchronous.weight_stash import forward_version
 from lab.flight_log import fingerprint
 from lab.flight_log_reader import (
     RecordingError,
+    describe_unanswered_waits,
     maker_of,
     read_recording,
-    tell_unanswered,
 )
 from pipeline.schedule import Action
 from pipeline.schedules import gpipe
@@ -261,7 +261,7 @@ def test_a_deadlock_can_be_read(tmp_path):
             f"broken_pipelines.py --case 5 --timeout 2 --record {folder}", warm=True, show=False
         )
     recording = read_recording(folder)
-    assert tell_unanswered(recording) == [
+    assert describe_unanswered_waits(recording) == [
         "rank 0 waits for the gradient of micro-batch 0 from stage 1, from rank 1",
         "rank 1 waits for the gradient of micro-batch 0 from stage 2, from rank 2",
         "rank 2 waits for the activation of micro-batch 3 from stage 1, from rank 1",

@@ -13,7 +13,7 @@ from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
 from test_bad_input import options_of
 
 from course import launch
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import ROOT, launch_words, run
 
 LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it

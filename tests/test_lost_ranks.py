@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import SCRIPTS, LaunchedRanks, WarmRanks, _follow, launch_words
 from lab.free_port import free_port
 from lab.watch import Wait, Watch

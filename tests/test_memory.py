@@ -14,7 +14,7 @@ from ranks import run_on_ranks
 
 from course.launch import run
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred
-from extensions.planning.footprint import Kept, count_weights, most_held, predict_memory
+from extensions.planning.footprint import ActivationSizes, count_weights, most_held, predict_memory
 from extensions.pretraining.padding import ShareOfLoss
 from extensions.recompute import recomputing
 from lab.activation_memory import ActivationMemory
@@ -142,7 +142,7 @@ def test_the_weights_are_those_of_the_model_and_add_up_over_any_cut(size):
 
 def test_1f1b_holds_p_minus_r_micro_batches_and_gpipe_all_of_them():
     config = dataclasses.replace(SIZES["narrow"], vocabulary=0)
-    kept = Kept(config, 16, 8)
+    kept = ActivationSizes(config, 16, 8)
     one = kept.inside(2, 4)
     for name, waiting in {"1f1b": [4, 3, 2], "gpipe": [6, 6, 6]}.items():
         schedule = build_schedule(name, 4, 6)

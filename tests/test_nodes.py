@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import ROOT, WarmRanks, _follow, launch_words, run
 from lab import free_port as free_ports
 from lab import slow_network, variables

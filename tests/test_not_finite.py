@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint_folder
 from extensions.optimization.clipping import norm_of

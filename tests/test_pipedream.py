@@ -16,7 +16,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 from extensions.asynchronous import asynchronous_reference, weight_stash
 from extensions.asynchronous.pipedream_flags import add_pipedream_flags, losses_of_steps

@@ -14,7 +14,7 @@ import pytest
 from ranks import run_on_ranks
 from test_equals_one_process import NAIVE, SGD, differences, flags_of, one_process, train
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from pipeline import schedules
 from pipeline.collectives import gather
 from pipeline.job import Receiving, Sending, join_job

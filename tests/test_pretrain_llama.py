@@ -11,7 +11,7 @@ import pretrain_llama
 import pytest
 import torch
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run, warm_up
 from extensions.optimization.mixed_precision import computing_copy, refresh
 from extensions.planning.footprint import count_weights

@@ -15,7 +15,7 @@ from test_equals_one_process import SMALL, one_process
 from test_split_stage import CountProducts
 from torch.utils.checkpoint import checkpoint
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 from extensions.recompute import MODES, recomputing
 from lab.activation_memory import ActivationMemory

@@ -9,7 +9,7 @@ import pytest
 from test_equals_one_process import SGD, one_process
 from torch_orders import torch_order
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
 from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import build_schedule

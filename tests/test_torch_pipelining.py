@@ -14,7 +14,7 @@ import torch_pipelining_gpt2
 from ranks import PRELOAD, run_on_ranks
 from torch.distributed.pipelining import PipelineStage
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 from extensions.torch_pipelining import cutting, evaluation, hugging_face, library
 from extensions.torch_pipelining.hugging_face import configuration, weights

@@ -12,7 +12,7 @@ import broken_torch_pipelining
 import pytest
 from ranks import PRELOAD
 
-from course.last_words import RunFailed
+from course.failed_run import RunFailed
 from course.launch import run
 
 PRELOAD.extend(

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from course.last_words import RunFailed, how_it_ended, rank_to_blame, worth_reading
+from course.failed_run import RunFailed, failed_rank, how_it_ended, readable_errors
 from lab.free_port import free_port
 from lab.timeline import Timeline, from_chrome_trace
 from lab.variables import LAUNCHER_VARIABLE
@@ -175,7 +175,7 @@ def _follow(started, show, limit, send=None):
             break
     failure = failure or started.failure(wait=True)
     if failure:
-        failed = RunFailed(f"{worth_reading(errors)}({rank_to_blame(errors) or failure})")
+        failed = RunFailed(f"{readable_errors(errors)}({failed_rank(errors) or failure})")
         failed.output = "".join(output)
         raise failed
     return "".join(output)

@@ -36,7 +36,7 @@ DASHED = 'stroke="#555555" stroke-dasharray="3 2.4"'  # the outline of a forward
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where one timeline lies in a drawing: the heights of its parts, and its scale."""
 
     label: str
@@ -58,7 +58,7 @@ class Place:
 
 
 def arrange(timelines, reading=False):
-    """The Place of each timeline, on one scale, and the height of the whole drawing."""
+    """The Placement of each timeline, on one scale, and the height of the whole drawing."""
     longest = max(timeline.makespan for timeline in timelines.values())
     scale = (WIDTH - LEFT - RIGHT) / longest
     places, top = [], 8
@@ -67,7 +67,7 @@ def arrange(timelines, reading=False):
         top += FONT + 9
         story = top + FONT - 2 if reading else None
         top += 2 * READING + 4 if reading else 0
-        places.append(Place(label, timeline, title, story, top, scale))
+        places.append(Placement(label, timeline, title, story, top, scale))
         top += timeline.num_ranks * (ROW + ROW_GAP) + 30
     _, lines, _ = _legend_of(timelines.values())
     return places, places[-1].bottom + 34 + lines * (18 + ROW_GAP)

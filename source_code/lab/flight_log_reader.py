@@ -241,7 +241,7 @@ def _attach(step, rank, travelled):
         entry.received = travelled.get(("received", str(maker_of(source))))
 
 
-def tell_unanswered(recording):
+def describe_unanswered_waits(recording):
     """What each rank waited for when the recording ended, a sentence each."""
     sentences = []
     for rank, wait in sorted(recording.unanswered.items()):

@@ -82,7 +82,7 @@ class SlowLink:
 
     def send(self, start):
         """Call `start()`, which returns the transport's work, later; returns what to wait for."""
-        return _Late(self.thread.submit(_start_at, time.monotonic() + self.seconds, start))
+        return LateTransfer(self.thread.submit(_start_at, time.monotonic() + self.seconds, start))
 
 
 def _start_at(moment, start):
@@ -90,7 +90,7 @@ def _start_at(moment, start):
     return start()
 
 
-class _Late:
+class LateTransfer:
     def __init__(self, started):
         self.started = started
 

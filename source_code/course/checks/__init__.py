@@ -1,1 +1,1 @@
-"""The instant answers to the exercises: one file a lesson, what they share, the puzzles as data."""
+"""Answers to the exercises, at once: one file per lesson, what they share, the puzzles as data."""

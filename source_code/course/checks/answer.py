@@ -1,7 +1,7 @@
 """How a check answers: at once, like a colleague, and never with a traceback.
 
 A check is a function that takes the learner's answer and returns a sentence when something is
-wrong, None when all is right. The decorator `instant` turns it into what a notebook calls.
+wrong, None when all is right. The decorator `checked` turns it into what a notebook calls.
 """
 
 import functools
@@ -14,7 +14,7 @@ from pipeline.schedules.legal import check_legal
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
 
-def instant(praise):
+def checked(praise):
     """Make a check print one line: not attempted, not yet and why, or right and what it means.
 
     `praise` is what it means, or a function that says so of the answers.

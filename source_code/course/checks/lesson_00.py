@@ -1,9 +1,9 @@
 """Checks of lesson 00: a line of two stations, and the memory wall."""
 
-from course.checks.answer import call_for_number, close, instant, require_number
+from course.checks.answer import call_for_number, checked, close, require_number
 
 
-@instant("the first load fills the line, then one load comes out each turn of the slower machine.")
+@checked("the first load fills the line, then one load comes out each turn of the slower machine.")
 def laundry(laundry_minutes):
     """`laundry_minutes(loads, washer, dryer)`: when the last load is dry. See the field guide."""
     for loads, washer, dryer in [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25)]:
@@ -31,7 +31,7 @@ def _play_laundry(loads, washer, dryer):
     return dried
 
 
-@instant("16 bytes a parameter before the first activation: the wall is made of optimizer state.")
+@checked("16 bytes a parameter before the first activation: the wall is made of optimizer state.")
 def memory_wall(bytes_per_parameter, ranks):
     """float32 weights, gradients and AdamW's two moments; 7e9 parameters on devices of 80e9 bytes."""
     bytes_per_parameter = require_number(bytes_per_parameter, "bytes_per_parameter is")

@@ -1,11 +1,11 @@
 """Checks of lesson 01: the idle fraction of a naive pipeline, and a backward in two pieces."""
 
-from course.checks.answer import WrongAnswer, call, call_for_number, close, instant, many
+from course.checks.answer import WrongAnswer, call, call_for_number, checked, close, many
 from lab.simulator import Costs, simulate
 from pipeline.schedules import naive
 
 
-@instant("one rank works at a time, so of p ranks p - 1 wait, however the batch is cut.")
+@checked("one rank works at a time, so of p ranks p - 1 wait, however the batch is cut.")
 def naive_idle(idle_fraction):
     """`idle_fraction(num_ranks, num_microbatches)` of naive model parallelism, as the simulator."""
     for num_ranks, num_microbatches in [(4, 1), (2, 1), (8, 1), (4, 8), (1, 3)]:
@@ -26,7 +26,7 @@ def naive_idle(idle_fraction):
         return f"{case}, and the simulator says {right:.4g}"
 
 
-@instant("both stages have the gradients of the whole model, and only one tensor crossed the cut.")
+@checked("both stages have the gradients of the whole model, and only one tensor crossed the cut.")
 def backward_in_two_pieces(gradients_by_hand):
     """`gradients_by_hand(first, second, tokens, targets)` leaves gradients in both stages.
 

@@ -7,14 +7,14 @@ from course.checks.answer import (
     call,
     call_for_number,
     call_for_schedule,
-    instant,
+    checked,
     many,
 )
 from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, naive
 
 
-@instant("your schedule is legal, and it takes exactly as long as GPipe's.")
+@checked("your schedule is legal, and it takes exactly as long as GPipe's.")
 def own_gpipe(rows):
     """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 2), (4, 8), (3, 1), (1, 4)]:
@@ -39,7 +39,7 @@ def own_gpipe(rows):
                 )
 
 
-@instant("m >= (p - 1)(1 - x) / x: halving the bubble takes about twice the micro-batches.")
+@checked("m >= (p - 1)(1 - x) / x: halving the bubble takes about twice the micro-batches.")
 def enough_microbatches(microbatches_needed):
     """`microbatches_needed(num_ranks, largest_bubble)`: fewest with bubble over total at most x."""
     for num_ranks, largest in [(4, 0.25), (4, 0.1), (8, 0.1), (2, 0.5), (1, 0.1), (64, 0.05)]:
@@ -70,7 +70,7 @@ def _fewest(num_ranks, largest):
     return max(1, math.ceil((num_ranks - 1) * (1 - largest) / largest - 1e-9))
 
 
-@instant("the gradients of the micro-batches add up to the gradient of the batch.")
+@checked("the gradients of the micro-batches add up to the gradient of the batch.")
 def gradient_scale(share_of_loss):
     """`share_of_loss(scores, targets, num_microbatches)`: what the last stage runs backward.
 

@@ -1,11 +1,11 @@
 """Checks of lesson 03: 1F1B as a schedule, what it holds, and what the room is good for."""
 
-from course.checks.answer import call_for_number, call_for_schedule, instant, many
+from course.checks.answer import call_for_number, call_for_schedule, checked, many
 from lab.simulator import Costs, simulate
 from pipeline.schedules import one_f_one_b
 
 
-@instant("legal, as fast as GPipe, and rank r never holds more than p - r micro-batches.")
+@checked("legal, as fast as GPipe, and rank r never holds more than p - r micro-batches.")
 def own_1f1b(rows):
     """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 3), (4, 8), (4, 2), (1, 3)]:
@@ -27,7 +27,7 @@ def own_1f1b(rows):
             )
 
 
-@instant("a rank holds what is under way between it and the end of the pipeline.")
+@checked("a rank holds what is under way between it and the end of the pipeline.")
 def held_micro_batches(held):
     """`held(rank, num_ranks, num_microbatches)`: the most that a rank holds in 1F1B."""
     for num_ranks, num_microbatches in [(4, 8), (4, 2), (8, 3), (1, 5)]:
@@ -48,7 +48,7 @@ def held_micro_batches(held):
             return f"{case}, and the simulator says {right}"
 
 
-@instant("GPipe's room limits m and so the bubble; 1F1B's room limits only p.")
+@checked("GPipe's room limits m and so the bubble; 1F1B's room limits only p.")
 def most_microbatches(most):
     """`most(schedule, num_ranks, room, available)`: the largest m that fits, "gpipe" or "1f1b".
 

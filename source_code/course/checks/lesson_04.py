@@ -1,10 +1,10 @@
 """Checks of lesson 04: versions of the weights, what they cost, and an even cut."""
 
-from course.checks.answer import call, call_for_number, close, instant
+from course.checks.answer import call, call_for_number, checked, close
 from pipeline.schedules import pipedream
 
 
-@instant("rank r is p - 1 - r updates behind; the last rank is never behind.")
+@checked("rank r is p - 1 - r updates behind; the last rank is never behind.")
 def version_seen(version):
     """`version(minibatch, rank, num_ranks)` that a forward sees, all counted from 0.
 
@@ -38,7 +38,7 @@ def version_seen(version):
                 return f"{case}; {updates} updates stand before it in the rank's list"
 
 
-@instant("the stash is largest where the pipeline begins, and 2BW's does not grow with p.")
+@checked("the stash is largest where the pipeline begins, and 2BW's does not grow with p.")
 def stash_bytes(total_bytes):
     """`total_bytes(mode, rank, num_ranks, weight_bytes)` of all live versions on one rank.
 
@@ -71,7 +71,7 @@ def stash_bytes(total_bytes):
                 return f"{case}; {count} versions are alive at the peak"
 
 
-@instant("the slower of the two stages sets the pace, and no cut makes it faster than this one.")
+@checked("the slower of the two stages sets the pace, and no cut makes it faster than this one.")
 def even_cut(cut):
     """`cut(seconds)`: how many layers the first of two stages gets. `seconds` is one a layer."""
     profiles = ([3, 1, 1, 1], [1, 1, 1, 1, 4], [2, 2, 2, 2], [5, 4, 3, 2, 1], [1, 9])

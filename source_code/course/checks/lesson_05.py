@@ -1,11 +1,11 @@
 """Checks of lesson 05: where the chunks lie, what they save, and when messages eat it up."""
 
-from course.checks.answer import WrongAnswer, call, call_for_number, close, instant
+from course.checks.answer import WrongAnswer, call, call_for_number, checked, close
 from lab.simulator import Costs, simulate
 from pipeline.schedules import interleaved_1f1b, one_f_one_b
 
 
-@instant("each loop of the pipeline passes every rank once, so a rank's stages are p apart.")
+@checked("each loop of the pipeline passes every rank once, so a rank's stages are p apart.")
 def stages_of(stages):
     """`stages(rank, num_ranks, num_chunks)`: the list of the rank's stages, from 0."""
     for num_ranks, num_chunks in [(4, 2), (2, 3), (3, 1)]:
@@ -31,7 +31,7 @@ def stages_of(stages):
             return f"{case}, and the schedule places {right} there"
 
 
-@instant("the bubble is divided by the number of chunks, and by nothing else.")
+@checked("the bubble is divided by the number of chunks, and by nothing else.")
 def interleaved_bubble(bubble):
     """`bubble(num_ranks, num_microbatches, num_chunks)`: idle over busy time of a rank."""
     for num_ranks, num_microbatches, num_chunks in [(4, 8, 2), (4, 8, 4), (2, 6, 3), (8, 8, 2)]:
@@ -56,7 +56,7 @@ def interleaved_bubble(bubble):
         return f"{case}, and the simulator says {right:.4g}"
 
 
-@instant("chunks shorten the bubble and multiply the messages; the network decides how far to go.")
+@checked("chunks shorten the bubble and multiply the messages; the network decides how far to go.")
 def best_chunks(best):
     """`best(num_ranks, num_microbatches, forward, backward, transfer)`: 1, 2 or 4 chunks.
 

@@ -1,13 +1,13 @@
 """Checks of lesson 06: what recomputation leaves to hold, what it costs, and where to checkpoint."""
 
-from course.checks.answer import call_for_number, close, instant
+from course.checks.answer import call_for_number, checked, close
 from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, one_f_one_b
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
-@instant("an input for each micro-batch that waits, and the inside of the one at work.")
+@checked("an input for each micro-batch that waits, and the inside of the one at work.")
 def held_with_recompute(held):
     """`held(schedule, rank, num_ranks, num_microbatches, input_bytes, inside_bytes)`, in bytes.
 
@@ -39,7 +39,7 @@ def held_with_recompute(held):
                 )
 
 
-@instant("with a backward of two forwards, time x 4/3 and throughput x 3/4: one fact.")
+@checked("with a backward of two forwards, time x 4/3 and throughput x 3/4: one fact.")
 def throughput_left(left):
     """`left(forward, backward)`: throughput with the whole forward recomputed over that without."""
     for forward, backward in [(10, 20), (1, 1), (5, 20)]:
@@ -65,7 +65,7 @@ def throughput_left(left):
         return f"{case}, and the simulator says {plain / again:.4g}"
 
 
-@instant("the square root of what an inside costs over what an input costs, and never past l.")
+@checked("the square root of what an inside costs over what an input costs, and never past l.")
 def best_checkpoints(best):
     """`best(layers, input_bytes, inside_bytes, waiting)`: how many inputs a stage should keep.
 

@@ -2,13 +2,13 @@
 
 import math
 
-from course.checks.answer import WrongAnswer, call, call_for_number, instant
+from course.checks.answer import WrongAnswer, call, call_for_number, checked
 from pipeline.model import cut_evenly
 
 CALLS = ["write", "sync", "wait for all ranks", "rename", "move latest", "remove the oldest"]
 
 
-@instant("at every moment one whole checkpoint has its name, and latest names one.")
+@checked("at every moment one whole checkpoint has its name, and latest names one.")
 def order_of_a_save(order):
     """`order` holds the calls of CALLS; a crash of the machine is tried before and after each.
 
@@ -47,7 +47,7 @@ def _after_crash(made):
     return None
 
 
-@instant("a rank opens the files that hold its layers, whoever wrote them.")
+@checked("a rank opens the files that hold its layers, whoever wrote them.")
 def files_to_open(files):
     """`files(rank, num_ranks, saved_by, layers)`: the ranks whose files hold this rank's layers."""
     for layers, saved_by, num_ranks in [(8, 4, 2), (8, 2, 4), (8, 4, 1), (8, 4, 4), (10, 4, 3)]:
@@ -78,7 +78,7 @@ def files_to_open(files):
     return None
 
 
-@instant("the square root of twice the cost times the time between failures (Young 1974).")
+@checked("the square root of twice the cost times the time between failures (Young 1974).")
 def time_between_saves(seconds):
     """`seconds(cost, node_hours, nodes)` between two saves, so that the least time is lost.
 

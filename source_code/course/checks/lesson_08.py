@@ -2,10 +2,10 @@
 
 import math
 
-from course.checks.answer import WrongAnswer, call, call_for_number, close, instant
+from course.checks.answer import WrongAnswer, call, call_for_number, checked, close
 
 
-@instant("a loop begins anew on rank 0; a V comes back to it, and the loss with it.")
+@checked("a loop begins anew on rank 0; a V comes back to it, and the loss with it.")
 def placement(place):
     """`place(shape, rank, num_ranks)`: the two stages of a rank, `shape` is "loop" or "V"."""
     for num_ranks in (4, 2, 8):
@@ -29,7 +29,7 @@ def placement(place):
                 return f"{case}; it is {[rank, second]}"
 
 
-@instant("each rank passes what its own stages use, and asks its stages, not its number.")
+@checked("each rank passes what its own stages use, and asks its stages, not its number.")
 def what_to_pass(passed):
     """`passed(has_first, has_last)`: a set out of "inputs", "target", "losses", "mask"."""
     ranks = {
@@ -60,7 +60,7 @@ def what_to_pass(passed):
         return f"{case}; {', '.join(parts)}"
 
 
-@instant("norms add as squares, and all ranks scale by the same factor.")
+@checked("norms add as squares, and all ranks scale by the same factor.")
 def clip_factor(factor):
     """`factor(norms, largest)`: by what every rank scales its gradients."""
     for norms, largest in [

@@ -1,6 +1,6 @@
 """Checks of lesson 09: moving the weights' halves by hand, what is left idle, and what fits."""
 
-from course.checks.answer import WrongAnswer, call, call_for_number, close, instant
+from course.checks.answer import WrongAnswer, call, call_for_number, checked, close
 from lab.simulator import Costs, simulate
 from lab.story import waits_of
 from pipeline.schedule import ScheduleError, from_csv
@@ -11,7 +11,7 @@ EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 SCHEDULES = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
 
 
-@instant("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
+@checked("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
 def fill_the_bubble(rows):
     """`rows`: a text for each of three ranks, four micro-batches; only the W may have moved."""
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
@@ -69,7 +69,7 @@ def _where_time_is_lost(timeline):
         event = before
 
 
-@instant("each step of delay that a rank can fill with W is a step that it does not wait.")
+@checked("each step of delay that a rank can fill with W is a step that it does not wait.")
 def zero_bubble_idle(idle):
     """`idle(schedule, num_ranks, forward, backward_input, backward_weight)` of a rank's span.
 
@@ -98,7 +98,7 @@ def zero_bubble_idle(idle):
             return f"{case}, and the simulator says {right:g}"
 
 
-@instant("ZB-H2 buys the rest of the bubble with nearly twice the memory.")
+@checked("ZB-H2 buys the rest of the bubble with nearly twice the memory.")
 def best_that_fits(best):
     """`best(num_ranks, num_microbatches, room)`: "1f1b", "zb-h1", "zb-h2" or "none".
 

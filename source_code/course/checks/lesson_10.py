@@ -1,11 +1,11 @@
 """Checks of lesson 10: who sums with whom, the weight of a token, and which way for which machine."""
 
-from course.checks.answer import NotAttempted, WrongAnswer, call, call_for_number, close, instant
+from course.checks.answer import NotAttempted, WrongAnswer, call, call_for_number, checked, close
 from extensions.planning.choosing import mixes, ways
 from extensions.planning.forecast import Machine, Model
 
 
-@instant("ranks with the same stages sum their gradients; everything else stays in a pipeline.")
+@checked("ranks with the same stages sum their gradients; everything else stays in a pipeline.")
 def peers_of(peers):
     """`peers(rank, num_ranks, replicas)`: all ranks that have this rank's stages, in order."""
     for num_ranks, replicas in [(4, 2), (8, 2), (8, 4), (6, 3), (4, 4), (4, 1)]:
@@ -34,7 +34,7 @@ def peers_of(peers):
             return f"{case}, and its stages are on {right}"
 
 
-@instant("one divisor for the whole batch, and every real token weighs the same.")
+@checked("one divisor for the whole batch, and every real token weighs the same.")
 def share_of_loss(share):
     """`share(losses, counts)`: what one micro-batch adds to the loss of the whole batch.
 
@@ -80,7 +80,7 @@ MACHINES = {
 }
 
 
-@instant("the answer is not always a pipeline, and the network has the last word.")
+@checked("the answer is not always a pipeline, and the network has the last word.")
 def choices(chosen):
     """`chosen`: {(model, machine): name} of the fastest Way that can be done, for each pair."""
     if not isinstance(chosen, dict):

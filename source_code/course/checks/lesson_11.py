@@ -2,13 +2,13 @@
 
 import math
 
-from course.checks.answer import WrongAnswer, call, call_for_number, instant
+from course.checks.answer import WrongAnswer, call, call_for_number, checked
 from extensions.planning.forecast import SECONDS_PER_DAY, training_days
 
 GPUS_PER_NODE = 8
 
 
-@instant("in blocks a pipeline crosses the network once for each further node, and no more.")
+@checked("in blocks a pipeline crosses the network once for each further node, and no more.")
 def crossings(count):
     """`count(num_nodes, ranks_per_node, distribution)`: neighbouring pairs on different nodes.
 
@@ -70,7 +70,7 @@ HANGS = [
 ]
 
 
-@instant("the rank that waits for nobody holds all the others up; without one it is a deadlock.")
+@checked("the rank that waits for nobody holds all the others up; without one it is a deadlock.")
 def to_blame(blame):
     """`blame(waits)`: the rank to look at, or "deadlock".
 
@@ -93,7 +93,7 @@ def to_blame(blame):
         return f"{case}, which waits for rank {waits[answer]}: follow the chain to its end"
 
 
-@instant("8 T P / (n X), turned round, and rounded up to nodes that can be rented whole.")
+@checked("8 T P / (n X), turned round, and rounded up to nodes that can be rented whole.")
 def gpus_needed(needed):
     """`needed(parameters, tokens, days, flops)`: GPUs in whole nodes of 8, by Megatron equation 4."""
     for parameters, tokens, days, flops in [

@@ -1,6 +1,6 @@
 """Checks of lesson 12: a schedule of one's own is judged, drawn, and performed by real ranks."""
 
-from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer, call, instant
+from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer, call, checked
 from course.checks.puzzles import PUZZLES
 from course.launch import ROOT, run
 from lab.figures import draw_timelines
@@ -67,7 +67,7 @@ def _praise(number, answer):
     return f"legal; {how_far(given, timeline)}. {given.praise[0].upper()}{given.praise[1:]}"
 
 
-@instant(_praise)
+@checked(_praise)
 def _judge(number, answer):
     schedule, given = schedule_of(number, answer), PUZZLES[number]
     timeline = simulate(schedule, given.costs)

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 
 from course import launch
-from course.checks.answer import NotAttempted, WrongAnswer, call, instant
+from course.checks.answer import NotAttempted, WrongAnswer, call
 from course.debugging.comparing import compare
 from course.source import source_of
 from lab.flight_log_reader import RecordingError, read_recording
@@ -130,12 +130,12 @@ IN_UPDATES = ("clipping by stage", "tied weights drift")
 
 def diagnosis(case, fault, ranks):
     """`fault` is one of FAULTS; `ranks` is the rank that commits it, a list of several, or "all"."""
-    instant(lambda *_: CASES[case].found)(_check_diagnosis)(case, fault, ranks)
+    checked(lambda *_: CASES[case].found)(_check_diagnosis)(case, fault, ranks)
 
 
 def repair(case, function):
     """`function` takes the place of the broken piece, under its name; four ranks train with it."""
-    instant(lambda *_: CASES[case].cured)(_check_repair)(case, function)
+    checked(lambda *_: CASES[case].cured)(_check_repair)(case, function)
 
 
 def broken_piece(case, fault, ranks):

@@ -2,12 +2,12 @@
 
 import math
 
-from course.checks.answer import call_for_number, close, instant
+from course.checks.answer import call_for_number, checked, close
 
 STATES = {"sgd": 0, "momentum": 1, "adamw": 2}
 
 
-@instant("a weight costs 16 to 18 bytes with AdamW, and only two of them compute in 16 bits.")
+@checked("a weight costs 16 to 18 bytes with AdamW, and only two of them compute in 16 bits.")
 def bytes_of_a_weight(count):
     """`count(width, optimizer)`: bytes that one weight costs in training, without activations.
 
@@ -37,7 +37,7 @@ def bytes_of_a_weight(count):
     return None
 
 
-@instant("sum everything, divide once: then no cut of the batch can change the loss.")
+@checked("sum everything, divide once: then no cut of the batch can change the loss.")
 def loss_of_an_update(loss):
     """`loss(passes)`: of an update. A pass is a list of (mean loss, real tokens) of micro-batches."""
     cases = [
@@ -67,7 +67,7 @@ def loss_of_an_update(loss):
     return None
 
 
-@instant("useful work over possible work: what is done twice, or for padding, counts once or not.")
+@checked("useful work over possible work: what is done twice, or for padding, counts once or not.")
 def utilisation(mfu):
     """`mfu(weights, layers, dim, length, tokens_per_second, peak, recompute)`, a share of one.
 

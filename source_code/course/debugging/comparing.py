@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from lab.flight_log_reader import (
     RecordingError,
+    describe_unanswered_waits,
     maker_of,
     recorded_as,
-    tell_unanswered,
 )
 from lab.timeline import Event
 
@@ -217,7 +217,7 @@ def _never_taken(one, other, number, roots):
     sentence = (
         f"step {number}: rank {rank} never came to {action.describe()}, and in the other it did"
     )
-    if waits := tell_unanswered(one):
+    if waits := describe_unanswered_waits(one):
         sentence += ". " + ". ".join(waits)
     return Difference(number, (rank,), None, sentence)
 

@@ -18,8 +18,8 @@ from course.views.stepping import STYLE, Shown, Stepper
 from lab.flight_log_reader import (
     Recording,
     RecordingError,
+    describe_unanswered_waits,
     read_recording,
-    tell_unanswered,
 )
 
 SAME = "No message, no weight and no gradient differs."
@@ -124,5 +124,5 @@ def verdict(recordings, words):
     """What can be said before any step: the first difference, and who waited at the end."""
     sentences = [words] if words else []
     for label, recording in recordings.items():
-        sentences += [f"{label}: {sentence}" for sentence in tell_unanswered(recording)]
+        sentences += [f"{label}: {sentence}" for sentence in describe_unanswered_waits(recording)]
     return "".join(f'<p role="status">{escape(sentence)}</p>' for sentence in sentences)

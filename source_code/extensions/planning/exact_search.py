@@ -59,7 +59,7 @@ class Moment(NamedTuple):
     past: tuple | None
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The best schedule found, its makespan, and a makespan that none can be below.
 
     `proven` says that no legal schedule is shorter, `moments` how many were looked at.
@@ -115,7 +115,7 @@ class Problem:
 
 
 def best_schedule(problem, name="found", most_moments=500_000):
-    """The best schedule of a Problem, as a Found; None where none is found, as there is no room.
+    """The best schedule of a Problem, as a SearchResult; None where none is found, as there is no room.
 
     One sweep goes through all actions and keeps only the `width` most promising moments after
     each; the next keeps ten times as many. A sweep that had to drop none of them for their number
@@ -136,7 +136,7 @@ def best_schedule(problem, name="found", most_moments=500_000):
     if best is None:
         return None
     schedule = schedule_of(problem, best, name)
-    return Found(schedule, makespan, makespan if proven else bound, proven, moments)
+    return SearchResult(schedule, makespan, makespan if proven else bound, proven, moments)
 
 
 def sweep(problem, start, width, below):

@@ -48,7 +48,7 @@ def count_weights(config, first=0, last=None):
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationSizes:
     """What a micro-batch of `tokens` tokens leaves behind, in bytes; `width` is that of a number.
 
     `selective` leaves out what attention works out again.
@@ -86,7 +86,7 @@ class Kept:
         logarithms = config.vocabulary * max(self.width, 4)
         return self.tokens * ((3 * config.dim + 1) * self.width + logarithms)
 
-    def put_off(self, first, last):
+    def deferred(self, first, last):
         """What a split backward keeps from I to W: each matrix's input and its output's gradient."""
         config = self.config
         kv_dim = config.kv_heads * config.head_dim
@@ -99,7 +99,7 @@ class Kept:
 def most_held(order, stage_layers, kept, recompute="none", pieces=1):
     """The most bytes of activations that a rank holds which takes the actions of `order`.
 
-    `stage_layers` has (first, last) of each stage, `kept` is a Kept, `recompute` a key of MODES in
+    `stage_layers` has (first, last) of each stage, `kept` is a ActivationSizes, `recompute` a key of MODES in
     recompute.py and `pieces` what goes with it.
     """
     held = {}  # (stage, micro-batch) -> bytes
@@ -123,12 +123,12 @@ def most_held(order, stage_layers, kept, recompute="none", pieces=1):
                 # The input of the piece is both kept and a part of its inside.
                 own = kept.input() if start > 0 else 0
                 reaches(kept.inside(start, end) - own)
-                held[key] += (kept.put_off(start, end) if kind == "I" else 0) - own
+                held[key] += (kept.deferred(start, end) if kind == "I" else 0) - own
                 reaches()
             if kind == "B":
                 del held[key]
             elif recompute in ("none", "selective"):
-                held[key] = kept.put_off(first, last)
+                held[key] = kept.deferred(first, last)
         elif kind == "W":
             del held[key]
         reaches()
@@ -160,7 +160,7 @@ def predict_memory(
     """
     master = max(width, 4)
     selective = recompute == "selective"
-    kept = Kept(config, microbatch_size * config.seq_len, width, selective)
+    kept = ActivationSizes(config, microbatch_size * config.seq_len, width, selective)
     ranks = []
     for rank, order in enumerate(schedule.orders):
         parts = [count_weights(config, *stage_layers[s]) for s in schedule.stages_of(rank)]

@@ -17,7 +17,7 @@ class RunFailed(RuntimeError):
         return [f"{type(self).__name__}: {self}"]
 
 
-def worth_reading(errors):
+def readable_errors(errors):
     """The ranks' own words, without torch's warnings and torchrun's report about them."""
     cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]
     said = "".join(errors[: cut[0]] if cut else errors)
@@ -25,7 +25,7 @@ def worth_reading(errors):
     return said or "".join(errors[-30:])
 
 
-def rank_to_blame(errors):
+def failed_rank(errors):
     """The rank that failed first, from torchrun's report, in a sentence; None without a report."""
     failed = re.findall(
         r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+)", "".join(errors), re.MULTILINE
