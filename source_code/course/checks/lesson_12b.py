@@ -7,7 +7,7 @@ import shutil
 import textwrap
 
 from course import launch
-from course.checks.answer import NotAttempted, WrongAnswer, call
+from course.checks.answer import NotAttempted, WrongAnswer, call, checked
 from course.debugging.comparing import compare
 from course.source import source_of
 from lab.flight_log_reader import RecordingError, read_recording
