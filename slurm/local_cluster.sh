@@ -30,12 +30,12 @@ main() {
 read_arguments() {
     local usage="usage: slurm/local_cluster.sh start|stop|status|env [--nodes N] [--gpus N] [--cpus N] [--port N] [--first N] [--folder DIR]"
     command=${1:-}
-    [[ $command =~ ^(start|stop|status|env)$ ]] || refuse "$usage"
+    [[ $command =~ ^(start|stop|status|env)$ ]] || reject "$usage"
     shift
     nodes=2 gpus=4 cpus=4 port="" first=0
     folder=$(usual_folder)
     while [ $# -gt 0 ]; do
-        [ $# -ge 2 ] || refuse "$1 needs a value; $usage"
+        [ $# -ge 2 ] || reject "$1 needs a value; $usage"
         case $1 in
             --nodes) nodes=$(whole_number "$1" "$2" 1 16) ;;
             --gpus) gpus=$(whole_number "$1" "$2" 0 16) ;;
@@ -43,7 +43,7 @@ read_arguments() {
             --port) port=$(whole_number "$1" "$2" 1024 65000) ;;
             --first) first=$(whole_number "$1" "$2" 0 9999) ;;  # number in the first node's name
             --folder) folder=$2 ;;
-            *) refuse "$1 is no flag of this program; $usage" ;;
+            *) reject "$1 is no flag of this program; $usage" ;;
         esac
         shift 2
     done
@@ -61,7 +61,7 @@ usual_folder() {
 
 whole_number() {
     [[ $2 =~ ^[0-9]{1,5}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] ||
-        refuse "$1 must be a whole number from $3 to $4, not '$2'"
+        reject "$1 must be a whole number from $3 to $4, not '$2'"
     echo "$2"
 }
 
@@ -94,18 +94,18 @@ start() {
 
 check_machine() {
     [ "$(uname)" = Linux ] ||
-        refuse "SLURM runs on Linux; on macOS and Windows use torchrun, or a Linux virtual machine"
+        reject "SLURM runs on Linux; on macOS and Windows use torchrun, or a Linux virtual machine"
     local program missing=""
     for program in slurmctld slurmd srun sbatch munged; do
         type -P "$program" >/dev/null || missing+=" $program"
     done
     [ -z "$missing" ] ||
-        refuse "not installed:$missing; on Debian and Ubuntu, as root: $INSTALL"
+        reject "not installed:$missing; on Debian and Ubuntu, as root: $INSTALL"
     # A socket's name has 107 characters at most: here up to /spool.pp10014/pp10014_59996001.4294967291.
     [ ${#folder} -le 65 ] ||
-        refuse "--folder $folder is too long a name for the sockets in it; use one of 65 characters or less"
+        reject "--folder $folder is too long a name for the sockets in it; use one of 65 characters or less"
     [[ $folder =~ ^[A-Za-z0-9/._-]+$ ]] ||
-        refuse "--folder $folder: SLURM's configuration takes letters, digits and / . _ - only; use such a name"
+        reject "--folder $folder: SLURM's configuration takes letters, digits and / . _ - only; use such a name"
 }
 
 # With SLURM's own file, so that a cluster that is running keeps the names it was started with.
@@ -197,7 +197,7 @@ start_munge() {
     is_running munged && return
     [ -s "$folder/munge/key" ] ||
         (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/key")
-    # --force: it would refuse a folder that others cannot enter, and only you are to use it.
+    # --force: it would reject a folder that others cannot enter, and only you are to use it.
     within 5 munged --force --key-file "$folder/munge/key" --socket "$folder/munge/socket" \
         --log-file "$folder/munge/log" --pid-file "$folder/run/munged.pid" \
         --seed-file "$folder/munge/seed" || fail "munged did not start" "$folder/munge/log"
@@ -315,7 +315,7 @@ status() {
 }
 
 print_environment() {
-    any_running || refuse "no cluster is running in $folder; first: slurm/local_cluster.sh start$(folder_flag)"
+    any_running || reject "no cluster is running in $folder; first: slurm/local_cluster.sh start$(folder_flag)"
     echo "export SLURM_CONF=$SLURM_CONF"
     [ ! -e "$folder/plain" ] || echo "export MASTER_ADDR=127.0.0.1  # the nodes' names do not resolve here"
 }

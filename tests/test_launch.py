@@ -193,7 +193,7 @@ def test_a_run_that_fails_raises_the_script_s_own_sentence(warm):
     with pytest.raises(RunFailed) as failed:
         run("gpipe.py --layers 1", ranks=2, warm=warm)
     assert str(failed.value) == (
-        "--layers 1 is too few for 2 stages; use at least one layer a stage, or fewer "
+        "--layers 1 is too few for 2 stages; use at least one layer per stage, or fewer "
         "stages\n(rank 0 ended with exit status 2)"
     )
 
@@ -202,7 +202,7 @@ def test_a_notebook_shows_that_sentence_and_no_traceback(kept_notebook):
     kept_notebook.start("run('gpipe.py --layers 1', ranks=2, warm=True)")
     assert kept_notebook.read_until("idle") == (
         "$ torchrun --standalone --nproc-per-node 2 source_code/gpipe.py --layers 1\n"
-        "RunFailed: --layers 1 is too few for 2 stages; use at least one layer a stage, or fewer "
+        "RunFailed: --layers 1 is too few for 2 stages; use at least one layer per stage, or fewer "
         "stages\n(rank 0 ended with exit status 2)"
     )
 

@@ -161,14 +161,17 @@ class LossLog:
             print(f"step {step}  loss {self.losses[-1]:.6f}", flush=True)
 
     def finish(self, device, reference=None, verify=True):
-        """Write --losses, and compare with one process if asked to. Returns the exit status."""
+        """Write --losses, and compare with one process if asked to. Returns the exit status.
+
+        Without `verify` it judges nothing: the caller has said why the run has ended early.
+        """
         a, losses = self.arguments, dict(enumerate(self.losses, self.first_step))
         diverged = [step for step, loss in losses.items() if not math.isfinite(loss)]
         if a.losses and self.has_loss:
             rows = [{"step": k, "loss": None if k in diverged else x} for k, x in losses.items()]
             with open(a.losses, "w") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
-        for step in diverged[:1]:
+        for step in diverged[:1] if verify else []:
             sentence = "the training diverged; use a smaller --learning-rate"
             print(f"the loss of step {step} is {losses[step]}: {sentence}", file=sys.stderr)
         if diverged or not (a.verify and verify and self.has_loss):
