@@ -50,9 +50,10 @@ def add_flags(parser):
 def observe(arguments, job, stages, schedule, what="step", first_step=0, memory=None):
     """Attach the lab to a job and this rank's `stages`. All ranks call it, before the first step.
 
-    `schedule` is a Schedule or a name. `what` is what one pass through it is, and `first_step` is above
-    0 in a continued run. The summary is printed when the job is left; `memory(activations)`
-    may print more, given this rank's peak activation memory in bytes. Returns the Laboratory, whose instruments can be asked.
+    `schedule` is a Schedule or a name. `what` is what one pass through it is, and `first_step` is
+    above 0 in a continued run. The summary is printed when the job is left; `memory(activations)`
+    may print more, given this rank's peak activation memory in bytes. Returns the Laboratory,
+    whose instruments can be asked.
     """
     if isinstance(schedule, str):
         schedule = build_schedule(schedule, job.num_ranks, arguments.microbatches)

@@ -1,6 +1,6 @@
 """A timeline: when every action of a run started and ended.
 
-A predicted run (simulator.py) and a performed one (recorder.py) are the same kind of object, so
+A predicted run (simulator.py) and a performed one (clock.py) are the same kind of object, so
 they can be measured and drawn with the same code. Times are in one unit per timeline: whatever
 the costs were given in, milliseconds for a performed run.
 
