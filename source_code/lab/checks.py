@@ -101,7 +101,7 @@ def check_pace(arguments):
         )
     costs = Costs(*pace)
     if getattr(arguments, "recompute", "none") in ("stage", "layer"):
-        # What attention alone would add is no time that --pace gives: nothing is added for it.
+        # --pace gives no time for attention alone, so selective recomputation adds nothing.
         costs = replace(costs, recompute=costs.forward)
     arguments.pace_costs = costs
     longest = costs.backward + costs.recompute

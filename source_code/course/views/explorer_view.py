@@ -157,7 +157,7 @@ def schedule_of(settings):
 
 
 def can_choose_chunks(choice):
-    """Whether it names a schedule of which one chooses how many stages a rank has."""
+    """Whether `choice` names a schedule whose number of stages per rank can be chosen."""
     if not isinstance(choice, str):
         return False
     return bool(SCHEDULES[choice].chunks) and not SCHEDULES[choice].fixed_chunks
