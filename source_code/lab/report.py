@@ -1,6 +1,5 @@
 """The summary of a run: a predicted and a performed step, idle time, memory, and files of both."""
 
-import dataclasses
 import statistics
 import sys
 
@@ -62,8 +61,7 @@ class Report:
         step = statistics.median(timeline.makespan for timeline in timelines)
         idle = statistics.median(timeline.idle_fraction for timeline in timelines)
         costs = self.clock.pace or measured_costs(timelines)
-        costs = dataclasses.replace(costs, transfer=self.network.latencies())
-        predicted = simulate(self.schedule, costs)
+        predicted = simulate(self.schedule, self.network.slow_down(costs))
         peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
         held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)
         return (

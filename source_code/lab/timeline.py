@@ -10,7 +10,7 @@ Bubble has two conventions, and a number without its convention says nothing:
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,10 +31,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """All events of one step, on every rank; `name` says what ran."""
+    """All events of one step, on every rank; `name` says what ran.
+
+    `arrivals` has the time at which a message arrives, {(rank, Message): time}, as far as that is
+    known: of a performed run it is not, and of a predicted one for messages that occupy a link.
+    """
 
     name: str
     events: tuple[Event, ...]
+    arrivals: dict = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def num_ranks(self):
