@@ -8,7 +8,7 @@ import torch
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, to_chrome_trace
 from pipeline.collectives import gather
-from pipeline.files import write_whole
+from pipeline.files import write_output
 
 
 class Report:
@@ -53,7 +53,7 @@ class Report:
             timelines = timelines_of(self.schedule.name, passes)
             print(self.summary(timelines, memory), flush=True)
             if timeline_file:
-                write_whole(timeline_file, to_chrome_trace(timelines[-1]))
+                write_output("--timeline", timeline_file, to_chrome_trace(timelines[-1]))
 
     def summary(self, timelines, memory):
         """Medians over the passes, the first left out where there are others."""
