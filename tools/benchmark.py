@@ -30,12 +30,13 @@ from course import launch
 from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data
 from lab.simulator import Costs, simulate
+from lab.variables import pretended_nodes
 from pipeline.command_line import Parser
 from pipeline.files import write_whole
 from pipeline.schedule import to_csv
-from pipeline.schedules import build_schedule, gpipe, naive
+from pipeline.schedules import build_schedule, gpipe, naive, one_f_one_b
 
-OURS, NAIVE = "gpipe.py", "naive_model_parallelism.py"
+OURS, NAIVE, ALTERNATING = "gpipe.py", "naive_model_parallelism.py", "one_f_one_b.py"
 TORCHS = "torch_pipelining.py --schedule GPipe"
 # Small enough for the computing to hide in the pace, also with eight ranks on two cores.
 TINY = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
@@ -76,6 +77,7 @@ def main():
         ("Paced steps", measure_paced_steps(repeats)),
         (HEAD_TO_HEAD, measure_every_schedule(repeats)),
         ("Schedules that only this course performs", measure_own_schedules(repeats)),
+        ("Two nodes: a far hop and a narrow one", measure_slow_hops(max(5, repeats))),
         ("Two replicas", measure_replicas(repeats)),
         ("Recording", measure_recording(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
@@ -207,6 +209,29 @@ def measure_own_schedules(repeats):
         steps = [timed_run("zero_bubble.py", flags, 4).step for _ in each_round(name, repeats)]
         predicted = simulate(build_schedule(name, 4, 8), Costs(20, 40)).makespan
         rows.append(Row(f"{name}: step", f"{predicted:g} ms, +5% at most", steps))
+    return rows
+
+
+def measure_slow_hops(repeats):
+    """Two ranks on each of two nodes, and 30 ms between the nodes, of latency or on the link."""
+    rows, flags = [], f"{PACED} --microbatches 8 --batch-size 8"
+    for name, kind, pretended in (
+        ("far", "transfer", "delay"),
+        ("narrow", "occupancy", "occupancy"),
+    ):
+        costs = Costs(10, 20, **{kind: {(1, 2): 30, (2, 1): 30}})
+        steps = {OURS: [], ALTERNATING: []}
+        with pretended_nodes(2, **{pretended: 30}):
+            for round in each_round(f"a {name} hop", repeats):
+                for script, times in in_turns(round, *steps.items()):
+                    times.append(timed_run(script, flags, 4).step)
+        for schedule, times in zip((gpipe(4, 8), one_f_one_b(4, 8)), steps.values()):
+            predicted = simulate(schedule, costs).makespan
+            what = f"{name} hop, {schedule.name}: step"
+            rows.append(Row(what, f"{predicted:g} ms, 4% more or less at most", times))
+        ratios = [late / early for early, late in zip(*steps.values())]
+        wanted = "above 1" if name == "far" else "below 1"
+        rows.append(Row(f"{name} hop: 1F1B over GPipe", f"{wanted} in each run", ratios, "{:.3f}"))
     return rows
 
 
