@@ -4,11 +4,9 @@ import os
 import re
 import socket
 
+from pipeline.command_line import reject
+
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that the system hands out
-
-
-class NoMeetingPoint(ValueError):
-    """The ranks cannot meet where the environment says; the text says what to set."""
 
 
 def ranks_from_slurm():
@@ -44,14 +42,14 @@ def set_meeting_point():
 
 
 def resolvable(name):
-    """`name` itself, if it leads to an address from here. Raises NoMeetingPoint."""
+    """`name` itself, if it leads to an address from here; else this process ends with a sentence."""
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        raise NoMeetingPoint(
+        reject(
             f"the ranks would meet on node {name}, and that name leads nowhere from "
             f"{socket.gethostname()}; export MASTER_ADDR with that node's address"
-        ) from None
+        )
     return name
 
 
