@@ -29,6 +29,7 @@ def main():
         arguments.backward_weight,
         arguments.transfer,
         arguments.recompute,
+        occupancy=arguments.occupancy,
     )
     timeline = simulate(schedule, costs)
     figures = measure(schedule, timeline)
@@ -58,6 +59,7 @@ def parse_arguments():
     add("--backward", type=positive_number, default=2.0, metavar="T", help="full, of one stage")
     add("--backward-weight", type=positive_number, metavar="T", help="its part for the weights")
     add("--transfer", type=not_negative, default=0.0, metavar="T", help="latency of a message")
+    add("--occupancy", type=not_negative, default=0.0, metavar="T", help="of a link by a message")
     add("--recompute", type=not_negative, default=0.0, metavar="T", help="on top of a backward")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")

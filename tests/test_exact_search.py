@@ -200,6 +200,11 @@ def test_where_a_rank_may_hold_nothing_there_is_no_schedule():
     assert best_schedule(Problem((0, 1), 2, WHOLE, room=(1, 0))) is None
 
 
+def test_links_that_messages_occupy_are_rejected_as_the_search_has_none():
+    with pytest.raises(ValueError, match="leave occupancy out"):
+        Problem((0, 1), 2, Costs(1, 2, occupancy=1))
+
+
 def test_a_search_that_gives_up_claims_no_proof_and_says_what_is_impossible():
     found = best_schedule(PUZZLES[11].problem, most_moments=100)
     assert not found.proven

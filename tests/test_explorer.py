@@ -12,7 +12,7 @@ from course.views.stepping import STORED
 from lab.simulator import Costs, simulate
 from lab.story import moments_at, short, stories_of, times_of, waits_of
 from lab.timeline import Event, Timeline
-from pipeline.schedule import KINDS, ScheduleError, from_csv
+from pipeline.schedule import KINDS, ScheduleError, from_csv, message_of
 from pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -120,6 +120,19 @@ def test_in_a_prediction_every_gap_is_explained_by_the_message_that_ends_it(name
     assert sum(wait.gap for wait in waits) + after_the_last == pytest.approx(idle)
     senders = sum(wait.source is not None for wait in waits)
     assert senders == len(schedule.messages)
+
+
+@EVERY_SCHEDULE
+@pytest.mark.parametrize("transfer", [0, 0.7])
+def test_in_a_prediction_with_narrow_links_every_gap_ends_when_a_message_arrives(name, transfer):
+    # On a performed timeline some of these messages would look as if they had long been there.
+    schedule = build_schedule(name, 4, 8)
+    timeline = simulate(schedule, Costs(10, 20, transfer=transfer, occupancy=25))
+    for wait in waits_of(timeline):
+        assert wait.for_message == (wait.gap > 1e-6)
+        if wait.for_message:
+            message = message_of(wait.source.action)
+            assert wait.event.start == timeline.arrivals[wait.event.rank, message]
 
 
 def test_a_story_is_the_same_on_a_clock_that_does_not_start_at_zero():
@@ -351,7 +364,8 @@ def test_an_unknown_schedule_is_refused_with_the_names_that_there_are():
 def test_every_control_changes_the_picture_or_is_switched_off():
     panel = Panel(replace(SETTINGS, schedule="zb-v", compare="interleaved-1f1b"))
     moved = {"ranks": 2, "microbatches": 12, "forward": 11, "backward": 19, "weight": 8}
-    for name, value in {**moved, "transfer": 1.5, "schedule": "looped-bfs", "chunks": 3}.items():
+    moved |= {"transfer": 1.5, "occupancy": 2.5, "schedule": "looped-bfs", "chunks": 3}
+    for name, value in moved.items():
         before = panel.picture.value
         panel.controls[name].value = value
         assert panel.picture.value != before, name
@@ -367,6 +381,13 @@ def test_a_transfer_that_is_given_can_be_made_longer():
     before = slow.picture.value
     slow.controls["transfer"].value = 45
     assert slow.settings.transfer == 45 and slow.picture.value != before
+
+
+def test_over_narrow_links_gpipe_and_1f1b_change_places():
+    far = explore("gpipe", ranks=2, compare="1f1b", transfer=30).view.predictions
+    narrow = explore("gpipe", ranks=2, compare="1f1b", occupancy=30).view.predictions
+    assert [each.timeline.makespan for each in far] == [330, 510]
+    assert [each.timeline.makespan for each in narrow] == [540, 510]
 
 
 def test_the_cursor_steps_from_moment_to_moment_and_stops_at_both_ends():

@@ -183,6 +183,20 @@ def test_a_delay_between_nodes_is_in_the_timeline_and_not_in_the_losses(monkeypa
     assert events["1F1"].start < events["2F0"].start
 
 
+def test_a_narrow_link_between_nodes_lets_one_message_through_after_the_other():
+    command = f"gpipe.py {SMALL} --steps 2 --microbatches 2 --timeline build/tests/narrow.json"
+    plain = run(command, warm=True, show=False)
+    with variables.pretended_nodes(2, occupancy=60):
+        narrow = run(command, warm=True, show=False)
+    assert narrow.losses == plain.losses
+    events = {(str(e.action)): e for e in narrow.timeline.events}
+    for end, first, second in [("1F0", "2F0", "2F1"), ("2B0", "1B0", "1B1")]:
+        assert events[first].start - events[end].end >= 55
+        # The second was made long before the link had served the first.
+        assert events[second].start - events[first].start >= 55
+    assert events["1F1"].end < events["2F0"].start
+
+
 def test_the_simulator_takes_a_latency_for_each_pair_of_ranks():
     across = {(1, 2): 30.0, (2, 1): 30.0}
     # One slow boundary on the way of the last micro-batch, forward and back.
@@ -196,6 +210,7 @@ def test_the_simulator_takes_a_latency_for_each_pair_of_ranks():
     [
         (variables.DELAY_VARIABLE, "fast", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
         (variables.DELAY_VARIABLE, "-1", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
+        (variables.OCCUPANCY_VARIABLE, "-1", "PIPELINE_NODE_OCCUPANCY must be 0 to 60000"),
         (variables.PRETENDED_VARIABLE, "0", "PIPELINE_RANKS_PER_NODE must be a whole number"),
     ],
 )
@@ -232,9 +247,11 @@ def test_what_is_pretended_ends_with_its_block(monkeypatch):
     monkeypatch.delenv(variables.PRETENDED_VARIABLE, raising=False)
     with pytest.raises(KeyError), variables.pretended_nodes(2, 30):
         assert (slow_network.node_name(1), slow_network.node_name(2)) == ("node0", "node1")
-        assert slow_network.node_delay() == 0.030
+        assert (slow_network.node_delay(), slow_network.node_occupancy()) == (0.030, 0)
         raise KeyError
     assert slow_network.node_delay() == 0.007
     assert variables.PRETENDED_VARIABLE not in os.environ
     with variables.pretended_nodes(2, 0):
         assert variables.PRETENDED_VARIABLE not in os.environ
+    with variables.pretended_nodes(2, occupancy=30):
+        assert (slow_network.node_delay(), slow_network.node_occupancy()) == (0, 0.030)

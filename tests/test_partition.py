@@ -229,8 +229,9 @@ MALFORMED = {
     '{"layers": []}': "a list 'layers' with at least one layer",
     '{"layers": {}}': "a list 'layers' with at least one layer",
     '{"layers": [3]}': "layer 0 is no object with the fields forward_ms, ",
-    "{": r"it is no JSON \(.*\); name another",
-    "[" * 100_000: "it is no JSON",
+    "{": r"is no JSON \(.*\); name a JSON file",
+    "[" * 100_000: "is no JSON",
+    '{"layers": [{"forward_ms": NaN}]}': r"is no JSON \(NaN is no number\)",
 }
 
 
@@ -238,7 +239,7 @@ MALFORMED = {
 def test_a_file_that_is_no_profile_is_refused_in_a_sentence(text, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(text)
-    with pytest.raises(PartitionError, match=f"^--profile .*: .*{MALFORMED[text]}") as refusal:
+    with pytest.raises(PartitionError, match=f"^--profile .*{MALFORMED[text]}") as refusal:
         read_profile(path)
     assert "\n" not in str(refusal.value)
 
@@ -256,7 +257,7 @@ def test_a_missing_or_wrong_figure_is_refused_with_its_layer_and_field(field, tm
     assert refusal_of({key: GOOD[key] for key in GOOD if key != field}).endswith(
         f"profile.json: layer 1 has no {field}"
     )
-    for value in (-1, "7", None, True, [], math.nan, math.inf, 10**400):
+    for value in (-1, "7", None, True, [], 10**400):
         assert f"profile.json: layer 1: {field} " in refusal_of(GOOD | {field: value})
 
 
@@ -276,7 +277,7 @@ def test_a_file_that_cannot_be_read_is_refused(kind, tmp_path):
         os.mkfifo(path)
     elif kind == "bytes":
         path.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(PartitionError, match=f"^--profile .*{kind}: it is no .*name a"):
+    with pytest.raises(PartitionError, match=f"^--profile .*{kind} (is no|cannot) .*name a"):
         read_profile(path)
 
 

@@ -107,6 +107,14 @@ def test_costs_and_sizes_are_taken_as_given(capsys):
     assert figures["messages"] == 8
 
 
+def test_a_link_that_is_occupied_makes_gpipe_wait_where_a_latency_does_not(capsys):
+    words = "gpipe --ranks 2 --forward 10 --backward 20 --json".split()
+    far = json.loads(printed_in_this_process(capsys, *words, "--transfer", 30))
+    narrow = json.loads(printed_in_this_process(capsys, *words, "--occupancy", 30))
+    assert far["makespan"] == 9 * 30 + 2 * 30
+    assert narrow["makespan"] == 2 * 30 + 2 * 30 + 7 * (30 + 30)
+
+
 def test_a_file_with_a_split_backward_is_predicted_with_its_own_sizes(tmp_path, capsys):
     # Rank 1 runs 1-2, 2-4, 4-5, 5-7, 7-8, 8-9; rank 0 gets gradients at 4 and 7 and ends at 11.
     path = tmp_path / "split.csv"
@@ -293,10 +301,11 @@ def test_a_cost_that_is_no_positive_number(capsys, flag, value):
     )
 
 
+@pytest.mark.parametrize("flag", ["--transfer", "--occupancy"])
 @pytest.mark.parametrize("value", ["-1", "-0.001", "nan", "inf", "long"])
-def test_a_transfer_that_is_negative_or_no_number(capsys, value):
-    assert refusal(capsys, "gpipe", f"--transfer={value}") == (
-        f"--transfer: must be a number of at least 0, not '{value}'; --help lists the flags"
+def test_a_message_that_takes_a_negative_time_or_no_number(capsys, flag, value):
+    assert refusal(capsys, "gpipe", f"{flag}={value}") == (
+        f"{flag}: must be a number of at least 0, not '{value}'; --help lists the flags"
     )
 
 

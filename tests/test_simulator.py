@@ -4,11 +4,21 @@ p ranks, m micro-batches, f, b and c: the costs of a forward, of a full backward
 The costs are sums of powers of two, so that every time is exact and nothing is rounded.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from lab.simulator import Costs, simulate
 from pipeline.schedule import ScheduleError, from_csv, message_of
-from pipeline.schedules import gpipe, naive, one_f_one_b, pipedream, pipedream_round_robin
+from pipeline.schedules import (
+    SCHEDULES,
+    build_schedule,
+    gpipe,
+    naive,
+    one_f_one_b,
+    pipedream,
+    pipedream_round_robin,
+)
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 17)
@@ -299,3 +309,80 @@ def test_the_updates_of_pipedream_cost_nothing_and_delay_nothing():
     with_updates = simulate(pipedream(4, 8), Costs(1, 2)).events
     without = simulate(one_f_one_b(4, 8), Costs(1, 2)).events
     assert [event for event in with_updates if event.action.kind != "U"] == list(without)
+
+
+# Links that serve one message at a time
+
+FAR = {"transfer": {(1, 2): 30, (2, 1): 30}}
+NARROW = {"occupancy": {(1, 2): 30, (2, 1): 30}}
+
+
+@pytest.mark.parametrize(
+    ("make", "m", "far", "narrow"),
+    [
+        (gpipe, 8, 390, 600),
+        (gpipe, 16, 630, 1080),
+        (gpipe, 32, 1110, 2040),
+        (one_f_one_b, 8, 570, 570),
+        (one_f_one_b, 16, 1050, 1050),
+        (one_f_one_b, 32, 2010, 2010),
+    ],
+)
+def test_over_a_far_hop_of_30_gpipe_takes_390_and_1f1b_570_over_a_narrow_one_600_and_570(
+    make, m, far, narrow
+):
+    assert simulate(make(4, m), Costs(10, 20, **FAR)).makespan == far
+    assert simulate(make(4, m), Costs(10, 20, **NARROW)).makespan == narrow
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize("occupancy", [0.25, 2, 8])
+def test_a_narrow_link_is_one_more_station_in_gpipes_line(costs, occupancy):
+    """Derived: the first micro-batch passes every stage and link, and the others follow it at the
+    pace of the slowest of them. The links back start when the last forward has long arrived.
+    """
+    costs = replace(costs, occupancy=occupancy)
+    for p, m in EVERY_SIZE:
+        passage, message = costs.forward + costs.backward, costs.transfer + occupancy
+        slowest = max(costs.forward, occupancy) + max(costs.backward, occupancy)
+        further = (m - 1) * (slowest if p > 1 else passage)
+        expected = p * passage + 2 * (p - 1) * message + further
+        assert simulate(gpipe(p, m), costs).makespan == expected, (p, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("transfer", [0, 4])
+def test_a_link_serves_messages_in_turn_and_every_ordered_pair_of_ranks_has_its_own(name, transfer):
+    schedule = build_schedule(name, 4, 8)
+    timeline = simulate(schedule, Costs(1, 2, transfer=transfer, occupancy=5))
+    end_of = {message_of(event.action): event.end for event in timeline.events}
+    start_of = {(event.rank, event.action): event.start for event in timeline.events}
+    served = {}  # (source, destination) -> until when
+    for route in schedule.messages:  # in the order in which each sender sends
+        link = route.source, route.destination
+        served[link] = max(end_of[route.message], served.get(link, 0)) + 5
+        arrival = timeline.arrivals[route.destination, route.message]
+        assert arrival == served[link] + transfer
+        assert all(
+            start >= arrival
+            for (rank, action), start in start_of.items()
+            if rank == route.destination and route.message in schedule.needs_of(action)
+        )
+    assert len(timeline.arrivals) == len(schedule.messages)
+
+
+def test_the_two_directions_of_a_hop_do_not_disturb_each_other():
+    # Micro-batch 0 goes from rank 0 to rank 1 and back, and micro-batch 1 the other way round.
+    schedule = from_csv("0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1")
+    assert simulate(schedule, Costs(1, 2, occupancy=10)).makespan == 1 + 10 + 1 + 2 + 10 + 2
+
+
+def test_pairs_that_are_not_in_the_dictionary_occupy_nothing_and_may_be_far_nevertheless():
+    costs = Costs(1, 2, transfer=3, occupancy={(0, 1): 5})
+    timeline = simulate(from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1"), costs)
+    assert timeline.arrivals == {
+        (1, ("activation", 0, 0)): 1 + 5 + 3,
+        (1, ("activation", 0, 1)): 6 + 5 + 3,  # the link is busy until 6
+    }
+    starts = {str(event.action): event.start for event in timeline.events}
+    assert (starts["1F0"], starts["1F1"], starts["0B0"]) == (9, 14, 17 + 3)

@@ -17,7 +17,7 @@ from lab.report import Report
 from lab.slow_network import attach_network
 from lab.watch import watch_of
 from pipeline.command_line import positive_number
-from pipeline.files import write_whole
+from pipeline.files import write_output
 from pipeline.schedules import build_schedule
 from pipeline.training import cut_layers
 
@@ -123,7 +123,7 @@ class Laboratory:
             self.print_memory(self.memory.peak)
         trace = self.profile and self.profile.trace(self.network.nodes)
         if trace:
-            write_whole(profile_file, trace)
+            write_output("--profile", profile_file, trace)
         self.leave_job()
         self.watch.stop()
 

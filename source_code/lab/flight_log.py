@@ -16,18 +16,16 @@ first, and a recorded run is slower there.
 import hashlib
 import json
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from pipeline.files import write_whole
+from lab.flight_log_reader import RANK_FILE, RUN_FILE
+from pipeline.files import json_line, say_not_written, write_whole
 from pipeline.message import Message
 from pipeline.schedule import to_csv
-
-RUN_FILE = "run.json"
-RANK_FILE = "rank{}.jsonl"
 
 
 class FlightLog:
@@ -43,7 +41,8 @@ class FlightLog:
         if rank == 0:
             run = {"name": schedule.name, "rows": to_csv(schedule).split()}
             write_whole(folder / RUN_FILE, json.dumps(run) + "\n")
-        self.file = open(folder / RANK_FILE.format(rank), "w", buffering=1)
+        self.path = folder / RANK_FILE.format(rank)
+        self.file = open(self.path, "w", buffering=1, encoding="utf-8")
         self.clock, self.memory = clock, memory
         self.version = first_version  # of stages that do not count for themselves
         self.pending = []  # what has happened and is not written yet
@@ -100,7 +99,8 @@ class FlightLog:
 
     def close(self):
         self.flush()
-        self.file.close()
+        if self.file:
+            self.file.close()
 
     def write_weights(self, stage, version, known):
         weights = {
@@ -127,7 +127,15 @@ class FlightLog:
         self.write(**{direction: message, preposition: peer, "is": look_at(tensor, known)})
 
     def write(self, **line):
-        self.file.write(json.dumps(line) + "\n")
+        if self.file is None:
+            return
+        try:
+            self.file.write(json_line(line))
+        except OSError as error:  # the disk is full: the run goes on without its recording
+            say_not_written("--record", self.path, error)
+            with suppress(OSError):
+                self.file.close()
+            self.file = None
 
 
 def producer_of(message):

@@ -11,6 +11,7 @@ import tempfile
 from contextlib import contextmanager
 
 from pipeline.collectives import gather
+from pipeline.files import to_json
 
 MICROSECONDS = 1000  # in a millisecond, which is what the lab's clock counts in
 
@@ -69,7 +70,7 @@ class Profile:
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "trace.json")
             self.profile.export_chrome_trace(file)
-            with open(file) as text:
+            with open(file, encoding="utf-8") as text:
                 rows = json.load(text)["traceEvents"]
         self.rows = rows_on_shared_clock(rows, self.clock.passes[-1], self.job.rank)
         self.profile = None
@@ -92,7 +93,7 @@ class Profile:
             )
         ]
         rows = names + [row for rank in ranks for row in rank]
-        return json.dumps({"displayTimeUnit": "ms", "traceEvents": rows}) + "\n"
+        return to_json({"displayTimeUnit": "ms", "traceEvents": rows}) + "\n"
 
 
 def rows_on_shared_clock(rows, events, rank):

@@ -1,6 +1,5 @@
 """The summary of a run: a predicted and a performed step, idle time, memory, and files of both."""
 
-import dataclasses
 import statistics
 import sys
 
@@ -9,7 +8,7 @@ import torch
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, to_chrome_trace
 from pipeline.collectives import gather
-from pipeline.files import write_whole
+from pipeline.files import write_output
 
 
 class Report:
@@ -54,7 +53,7 @@ class Report:
             timelines = timelines_of(self.schedule.name, passes)
             print(self.summary(timelines, memory), flush=True)
             if timeline_file:
-                write_whole(timeline_file, to_chrome_trace(timelines[-1]))
+                write_output("--timeline", timeline_file, to_chrome_trace(timelines[-1]))
 
     def summary(self, timelines, memory):
         """Medians over the passes, the first left out where there are others."""
@@ -62,8 +61,7 @@ class Report:
         step = statistics.median(timeline.makespan for timeline in timelines)
         idle = statistics.median(timeline.idle_fraction for timeline in timelines)
         costs = self.clock.pace or measured_costs(timelines)
-        costs = dataclasses.replace(costs, transfer=self.network.latencies())
-        predicted = simulate(self.schedule, costs)
+        predicted = simulate(self.schedule, self.network.slow_down(costs))
         peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
         held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)
         return (

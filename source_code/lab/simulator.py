@@ -1,7 +1,17 @@
 """Predicts a schedule: given what actions and transfers cost, when does each start and end?
 
 A rank starts its next action as soon as it is free and everything the action needs has arrived. A
-message takes `transfer` after the action that made it; the sender is not held up by it.
+message sets out when the action that made it ends, and the sender is not held up by it. A hop can be
+slow in two ways:
+
+- far: each message takes `transfer`, its latency, and any number of them travel at the same time;
+- narrow: each message occupies its link for `occupancy`, its bytes over the bandwidth, and a link
+  serves one message at a time, in the order in which they were made. The others wait.
+
+A message arrives `transfer` after its link has served it. Every ordered pair of ranks has a link of
+its own, as it has a channel. So the two directions do not disturb each other, and neither do the
+messages to two different ranks. Where several ranks share a network card, or one rank sends to both
+neighbours through the same card, real messages wait longer than here.
 """
 
 from dataclasses import dataclass
@@ -16,10 +26,13 @@ class Costs:
 
     Each of `forward`, `backward`, `backward_weight` and `recompute` is a number, or a list with a
     number for each stage. `backward` is the full backward; `backward_weight` is the part of it that
-    a split backward does later, half of it unless given. `transfer` is the latency of a message, or
-    a dictionary with that between two ranks, {(source, destination): cost}; pairs that are not in
-    it cost nothing. `recompute` is the forward that a backward runs again before it starts, and
-    comes on top of it. An update costs nothing.
+    a split backward does later, half of it unless given. `recompute` is the forward that a backward
+    runs again before it starts, and comes on top of it. An update costs nothing.
+
+    `transfer` is the latency of a message, and `occupancy` the time for which it occupies its link:
+    see above. Each is a number for every pair of ranks, or a dictionary {(source, destination):
+    cost}; pairs that are not in it cost nothing. The sums of an update over several ranks have a
+    latency and occupy no link.
     """
 
     forward: float | list = 1.0
@@ -27,6 +40,7 @@ class Costs:
     backward_weight: float | list | None = None
     transfer: float | dict = 0.0
     recompute: float | list = 0.0
+    occupancy: float | dict = 0.0
 
     def of(self, action):
         """The cost of one action."""
@@ -45,13 +59,19 @@ class Costs:
 
     def between(self, source, destination):
         """The latency of a message from one rank to another."""
-        if isinstance(self.transfer, dict):
-            return self.transfer.get((source, destination), 0.0)
-        return self.transfer
+        return _of_pair(self.transfer, source, destination)
+
+    def occupied_by(self, source, destination):
+        """How long a message from one rank to another occupies its link."""
+        return _of_pair(self.occupancy, source, destination)
 
 
 def _of_stage(cost, stage):
     return cost[stage] if isinstance(cost, (list, tuple)) else cost
+
+
+def _of_pair(cost, source, destination):
+    return cost.get((source, destination), 0.0) if isinstance(cost, dict) else cost
 
 
 def simulate(schedule, costs):
@@ -61,6 +81,8 @@ def simulate(schedule, costs):
     """
     free = [0.0] * schedule.num_ranks
     made = {}  # message -> the rank that made it, and when it was done
+    links = {}  # (source, destination) -> when the link has served all that it was given
+    arrivals = {}  # (destination, message) -> when it arrives, of messages that occupy a link
     cost_of = {}  # (stage, kind) -> cost
     events = []
     for rank, action, needs in schedule.playable_order:
@@ -69,6 +91,7 @@ def simulate(schedule, costs):
             maker, arrived = made[need]
             if maker != rank:
                 arrived += costs.between(maker, rank)
+                arrived = arrivals.get((rank, need), arrived)
             start = max(start, arrived)
         key = action[:2]
         if key not in cost_of:
@@ -76,5 +99,18 @@ def simulate(schedule, costs):
         end = start + cost_of[key]
         free[rank] = end
         made[message_of(action)] = rank, end
+        if costs.occupancy:
+            serve(links, arrivals, schedule.route_after(action), end, costs)
         events.append(Event(rank, action, start, end, costs.recompute_of(action)))
-    return Timeline(schedule.name, tuple(events))
+    return Timeline(schedule.name, tuple(events), arrivals)
+
+
+def serve(links, arrivals, route, time, costs):
+    """Give the message of a Route to its link at `time`: it waits until the link is free."""
+    if route is None:
+        return
+    link = route.source, route.destination
+    occupied = costs.occupied_by(*link)
+    if occupied:
+        links[link] = max(time, links.get(link, 0.0)) + occupied
+        arrivals[route.destination, route.message] = links[link] + costs.between(*link)

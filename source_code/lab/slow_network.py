@@ -4,10 +4,11 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch.distributed as dist
 
-from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE
+from lab.variables import DELAY_VARIABLE, OCCUPANCY_VARIABLE, PRETENDED_VARIABLE
 from pipeline.job import end_process
 
 
@@ -29,36 +30,52 @@ def node_name(rank):
 
 def node_delay():
     """Seconds that a message between nodes takes longer, to see a slow network on one machine."""
-    text = os.environ.get(DELAY_VARIABLE, "0")
+    return _seconds(DELAY_VARIABLE)
+
+
+def node_occupancy():
+    """Seconds for which a message between nodes has the link to itself; the next one waits."""
+    return _seconds(OCCUPANCY_VARIABLE)
+
+
+def _seconds(variable):
+    text = os.environ.get(variable, "0")
     try:
         milliseconds = float(text)
     except ValueError:
         milliseconds = -1.0
     if not 0 <= milliseconds < 60_000:
-        raise NodesError(f"{DELAY_VARIABLE} must be 0 to 60000 milliseconds, not '{text}'")
+        raise NodesError(f"{variable} must be 0 to 60000 milliseconds, not '{text}'")
     return milliseconds / 1000
 
 
 def attach_network(job):
     """Learn the node of every rank, and slow messages between nodes down if asked. All call it."""
     try:
-        mine, delay = node_name(job.rank), node_delay()
+        mine, delay, occupancy = node_name(job.rank), node_delay(), node_occupancy()
     except NodesError as error:
         end_process(str(error))
     store = dist.PrefixStore("node", job.store)
     store.set(str(job.rank), mine)
     with job.waiting_for_all("the name of its node"):
         names = store.multi_get([str(rank) for rank in range(job.num_ranks)])
-    return SlowNetwork(job, [name.decode() for name in names], delay)
+    return SlowNetwork(job, [name.decode() for name in names], delay, occupancy)
 
 
 class SlowNetwork:
-    """Delays the messages that a job sends to other nodes; `nodes` has the name of each rank's."""
+    """Slows the messages that a job sends to other nodes; `nodes` has the name of each rank's.
 
-    def __init__(self, job, nodes, delay):
-        self.num_ranks, self.nodes, self.delay = job.num_ranks, nodes, delay
+    `delay` and `occupancy` are seconds. They are the simulator's `transfer` and `occupancy`, with a
+    link for each ordered pair of ranks: its docstring says what that leaves out. A sum over ranks
+    on several nodes counts as one message to one of them.
+    """
+
+    def __init__(self, job, nodes, delay, occupancy=0.0):
+        self.num_ranks, self.nodes = job.num_ranks, nodes
+        self.delay, self.occupancy = delay, occupancy
         others = [rank for rank, name in enumerate(nodes) if name != nodes[job.rank]]
-        self.links = {rank: SlowLink(delay) for rank in others} if delay else {}
+        slow = delay or occupancy
+        self.links = {rank: SlowLink(delay, occupancy) for rank in others} if slow else {}
         self.start_at_once = job.start
         job.start = self.start
 
@@ -66,23 +83,33 @@ class SlowNetwork:
         links = [self.links[peer] for peer in peers if peer in self.links]
         return links[0].send(begin) if links else self.start_at_once(peers, begin)
 
-    def latencies(self):
-        """The pretended latency of each pair of ranks on different nodes, in ms, as `Costs` takes."""
+    def slow_down(self, costs):
+        """`costs` in milliseconds, with the pretended network between ranks on different nodes."""
         ranks = range(self.num_ranks)
         pairs = [(a, b) for a in ranks for b in ranks if self.nodes[a] != self.nodes[b]]
-        return {pair: 1000 * self.delay for pair in pairs} if self.delay else 0.0
+        return replace(
+            costs,
+            transfer={pair: 1000 * self.delay for pair in pairs} if self.delay else 0.0,
+            occupancy={pair: 1000 * self.occupancy for pair in pairs} if self.occupancy else 0.0,
+        )
 
 
 class SlowLink:
-    """Starts sends to one rank `seconds` late and in order, and does not hold the sender up."""
+    """Starts sends to one rank late and in order, and does not hold the sender up.
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    A send waits until the link has served those before it, occupies it for `occupancy` seconds,
+    and travels for `delay` seconds. Those that travel do so at the same time.
+    """
+
+    def __init__(self, delay, occupancy):
+        self.delay, self.occupancy = delay, occupancy
+        self.served = 0.0  # when the link has served everything that it was given
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow link")
 
     def send(self, start):
         """Call `start()`, which returns the transport's work, later; returns what to wait for."""
-        return LateTransfer(self.thread.submit(_start_at, time.monotonic() + self.seconds, start))
+        self.served = max(time.monotonic(), self.served) + self.occupancy
+        return LateTransfer(self.thread.submit(_start_at, self.served + self.delay, start))
 
 
 def _start_at(moment, start):

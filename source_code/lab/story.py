@@ -49,7 +49,8 @@ def waits_of(timeline):
 
     A rank waited for a message if it was sent after the rank was free. A message that was sent
     earlier and was still on its way looks like a rank that took its time; it counts as waited for
-    only if no message of the timeline was taken up sooner after it was sent.
+    only if no message of the timeline was taken up sooner after it was sent, or if the timeline
+    has its arrival.
     """
     free = {}
     for events in timeline.by_rank:
@@ -69,12 +70,14 @@ def waits_of(timeline):
     smallest = smallest_time(timeline)
     waits = []
     for event, source in zip(timeline.events, sources):
+        arrival = source and timeline.arrivals.get((event.rank, message_of(source.action)))
         for_message = (
             source is not None
             and event.start - free[event] > smallest
             and (
                 source.end - free[event] > smallest
                 or event.start - source.end <= fastest + smallest
+                or (arrival is not None and abs(event.start - arrival) <= smallest)
             )
         )
         waits.append(Wait(event, free[event], source, for_message))

@@ -9,14 +9,22 @@ Bubble has two conventions, and a number without its convention says nothing:
 `bubble_over_ideal` = idle / busy, as in Megatron-LM (Narayanan et al. 2021) section 2.2.1.
 """
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from pipeline.files import to_json
+from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_text
 from pipeline.schedule import KINDS, Action
 
 RECOMPUTED = "recomputed forward"  # a part of a backward's time, in a trace and in a picture
+LARGEST_FILE = 256 * MEBIBYTE
+LARGEST_COUNT = 2**31
+LONGEST_TIME = 1e15  # microseconds: thirty years
+
+
+class TimelineError(ValueError):
+    """A file that is no timeline of this course; the text says why."""
 
 
 class Event(NamedTuple):
@@ -31,10 +39,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """All events of one step, on every rank; `name` says what ran."""
+    """All events of one step, on every rank; `name` says what ran.
+
+    `arrivals` has the time at which a message arrives, {(rank, Message): time}, as far as that is
+    known: of a performed run it is not, and of a predicted one for messages that occupy a link.
+    """
 
     name: str
     events: tuple[Event, ...]
+    arrivals: dict = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def num_ranks(self):
@@ -154,20 +167,80 @@ def to_chrome_trace(timeline):
         "displayTimeUnit": "ms",
         "otherData": {"name": timeline.name},
     }
-    return json.dumps(trace, indent=0) + "\n"
+    return to_json(trace, indent=0) + "\n"
 
 
 def from_chrome_trace(text):
-    """Read what `to_chrome_trace` wrote. Times come back in milliseconds from the first start."""
-    trace = json.loads(text)
-    rows = [row for row in trace["traceEvents"] if row["ph"] == "X"]
-    recomputed = {
-        Action(**row["args"]): row["dur"] / 1000 for row in rows if row["cat"] == RECOMPUTED
-    }
-    events = []
-    for row in rows:
-        if row["cat"] != RECOMPUTED:
-            action = Action(**row["args"])
-            start, end = row["ts"] / 1000, (row["ts"] + row["dur"]) / 1000
-            events.append(Event(row["pid"], action, start, end, recomputed.get(action, 0.0)))
-    return Timeline(trace["otherData"]["name"], tuple(events))
+    """Read what `to_chrome_trace` wrote. Times come back in milliseconds from the first start.
+
+    Raises TimelineError for all else.
+    """
+    try:
+        trace = parse_json(text, "it")
+    except InputError as error:
+        raise TimelineError(str(error)) from None
+    rows = trace.get("traceEvents") if isinstance(trace, dict) else None
+    name = trace.get("otherData") if rows else None
+    name = name.get("name") if isinstance(name, dict) else None
+    if not isinstance(rows, list) or not isinstance(name, str):
+        raise TimelineError("it is no timeline of this course")
+    events, recomputed = [], {}
+    for number, row in enumerate(rows):
+        event = _event_of(row, f"traceEvents[{number}]")
+        if event and row["cat"] == RECOMPUTED:
+            recomputed[event.action] = event.end - event.start
+        elif event:
+            events.append(event)
+    timeline = Timeline(
+        name, tuple(e._replace(recompute=recomputed.get(e.action, 0.0)) for e in events)
+    )
+    return _whole(timeline)
+
+
+def _event_of(row, where):
+    """The Event of a row of a trace, or None for a row about something else."""
+    if not isinstance(row, dict) or row.get("ph") not in ("X", "M"):
+        raise TimelineError(f"{where} is no row that --timeline writes")
+    if row["ph"] == "M":
+        return None
+    named = row.get("args")
+    counts = isinstance(named, dict) and set(named) == set(Action._fields)
+    if not counts or named["kind"] not in KINDS or not isinstance(row.get("cat"), str):
+        raise TimelineError(f"{where} is no action of a schedule")
+    if not all(is_count(n, LARGEST_COUNT) for n in (row.get("pid"), *_numbers(named))):
+        raise TimelineError(f"{where} has a rank, stage or micro-batch that is no count")
+    times = row.get("ts"), row.get("dur")
+    if not all(is_number(time, 0, LONGEST_TIME) for time in times):
+        raise TimelineError(f"{where} has a time that is none")
+    start, end = times[0] / 1000, sum(times) / 1000
+    return Event(row["pid"], Action(**named), start, end)
+
+
+def _numbers(named):
+    return named["stage"], named["microbatch"]
+
+
+def _whole(timeline):
+    """`timeline` if it can be measured and drawn: no action twice, no rank or stage left out."""
+    events = timeline.events
+    if not events or timeline.makespan <= 0:
+        raise TimelineError("no action in it took any time")
+    if len({event.action for event in events}) < len(events):
+        raise TimelineError("it has an action twice")
+    for what, found in (
+        ("rank", {event.rank for event in events}),
+        ("stage", {event.action.stage for event in events}),
+    ):
+        if len(found) != max(found) + 1:
+            raise TimelineError(f"it has {what} {max(found)} and lacks one before it")
+    return timeline
+
+
+def read_timeline(path):
+    """The Timeline in a file that --timeline wrote. Raises TimelineError, with the file's name."""
+    try:
+        return from_chrome_trace(read_text(path, LARGEST_FILE))
+    except InputError as error:
+        raise TimelineError(str(error)) from None
+    except TimelineError as error:
+        raise TimelineError(f"{path}: {error}") from None

@@ -6,16 +6,22 @@ from contextlib import contextmanager
 LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for what each rank sent last
 DELAY_VARIABLE = "PIPELINE_NODE_DELAY"  # ms that a message between nodes takes longer
+OCCUPANCY_VARIABLE = "PIPELINE_NODE_OCCUPANCY"  # ms for which it has their link to itself
 PRETENDED_VARIABLE = "PIPELINE_RANKS_PER_NODE"  # on one machine: play nodes of so many ranks
 
 
 @contextmanager
-def pretended_nodes(ranks_per_node, delay):
-    """Let what is started inside play nodes of so many ranks, `delay` milliseconds apart.
+def pretended_nodes(ranks_per_node, delay=0, occupancy=0):
+    """Let what is started inside play nodes of so many ranks, with a slow network between them.
 
-    Without a delay nothing is pretended.
+    Each message between nodes travels for `delay` milliseconds, and before that it occupies its
+    link for `occupancy` milliseconds (simulator.py says what shares a link). Without either,
+    nothing is pretended.
     """
-    wanted = {PRETENDED_VARIABLE: str(ranks_per_node), DELAY_VARIABLE: str(delay)} if delay else {}
+    wanted = {}
+    if delay or occupancy:
+        wanted[PRETENDED_VARIABLE] = str(ranks_per_node)
+        wanted[DELAY_VARIABLE], wanted[OCCUPANCY_VARIABLE] = str(delay), str(occupancy)
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:

@@ -180,8 +180,8 @@ def _differences(mine, yours, one, number, tolerance):
     same_kind = mine.event.action.kind == yours.event.action.kind
     if same_kind and _numbers_apart(mine.gradient, yours.gradient, tolerance):
         found.append(
-            f"has gathered a gradient of norm {mine.gradient:.6g}, and {yours.gradient:.6g} in "
-            "the other"
+            f"has gathered a gradient of norm {short_norm(mine.gradient)}, and "
+            f"{short_norm(yours.gradient)} in the other"
         )
     return found
 
@@ -233,10 +233,16 @@ def _first_update(one, other, number, tolerance):
         return None
     ranks = tuple(sorted({rank for s in stages for rank in one.schedule.ranks_of_stage[s]}))
     norms = ", ".join(
-        f"{ours[stage]:.6g} on stage {stage} (in the other {theirs[stage]:.6g})" for stage in stages
+        f"{short_norm(ours[stage])} on stage {stage} (in the other {short_norm(theirs[stage])})"
+        for stage in stages
     )
     sentence = (
         f"every action of step {number} is the same, and the update after it is not: it took a "
         f"gradient of norm {norms}"
     )
     return Difference(number, ranks, None, sentence)
+
+
+def short_norm(norm):
+    """A norm with six digits; a recording has none for what is not finite."""
+    return "no finite number" if norm is None else f"{norm:.6g}"

@@ -42,6 +42,9 @@ def time_machine(recording, compare=None, step=None, tolerance=0.0):
         except RecordingError as error:
             words = f"Not to be compared: {error}"
     last = max(len(each.steps) for each in recordings.values()) - 1
+    if last < 0:
+        waits = ". ".join(describe_unanswered_waits(recordings["recorded"])) or "the run ended"
+        raise RecordingError(f"no rank has recorded an action: {waits}")
     if step is None:
         step = min(difference.step, last) if difference else last
     return TimeMachine(recordings, step, difference, words)

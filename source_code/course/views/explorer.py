@@ -29,6 +29,7 @@ def explore(
     weight=None,
     transfer=0.0,
     compare=None,
+    occupancy=0.0,
 ):
     """The panel, for the last line of a cell. All arguments can be changed in it afterwards.
 
@@ -37,6 +38,8 @@ def explore(
     can choose it. `forward` and `backward` are the milliseconds that the layers of one rank take for
     one micro-batch, however many stages they are cut into, so that the same model is compared;
     `weight` is the part of the backward that a split backward does later, half of it unless given.
+    `transfer` is the latency of a message in milliseconds. `occupancy` is for how many it occupies
+    its link, where the next message waits until it is free.
 
     Raises ValueError for an unknown name. What a generator refuses is said in the picture's place.
     """
@@ -44,11 +47,8 @@ def explore(
         if isinstance(choice, str) and choice not in SCHEDULES:
             raise ValueError(f"no schedule is named '{choice}'; take {', '.join(SCHEDULES)}")
     weight = backward / 2 if weight is None else weight
-    return Explorer(
-        Settings(
-            schedule, ranks, microbatches, chunks, forward, backward, weight, transfer, compare
-        )
-    )
+    times = forward, backward, weight, transfer
+    return Explorer(Settings(schedule, ranks, microbatches, chunks, *times, compare, occupancy))
 
 
 class Explorer(Shown):
@@ -96,13 +96,14 @@ class Panel(Stepper):
             "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
             "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),
             "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
+            "occupancy": _time("occupancy, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)),
         }
         self.figures = widgets.HTML()
 
     def arrange(self):
         """All widgets in one box: choices and figures, picture or table, cursor, moment."""
         left = ["schedule", "compare", "ranks", "microbatches", "chunks"]
-        right = ["forward", "backward", "weight", "transfer"]
+        right = ["forward", "backward", "weight", "transfer", "occupancy"]
         columns = [widgets.VBox([self.controls[name] for name in names]) for names in (left, right)]
         wrapped = widgets.Layout(flex_flow="row wrap")
         return widgets.VBox(

@@ -27,7 +27,8 @@ class Settings:
     """What can be chosen. Costs are in milliseconds and per micro-batch: see `costs_of`.
 
     `schedule` and `compare` are names of generators or a Schedule of one's own, whose numbers of
-    ranks and micro-batches are its own. `compare` is None where nothing lies underneath.
+    ranks and micro-batches are its own. `compare` is None where nothing lies underneath. `transfer`
+    and `occupancy` are those of a message: see simulator.py.
     """
 
     schedule: str | Schedule
@@ -39,6 +40,7 @@ class Settings:
     weight: float
     transfer: float
     compare: str | Schedule | None
+    occupancy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def costs_of(settings, schedule):
         settings.backward * share,
         settings.weight * share,
         settings.transfer,
+        occupancy=settings.occupancy,
     )
 
 

@@ -79,12 +79,15 @@ class Problem:
     I with its W behind it whose gradient leaves later, and so is never better. `room[rank]` is the
     most stage x micro-batch activations that the rank may hold, from the start of F to the end of B
     or I, or with `until_weight` to the end of B or W; None is any number. Costs (a Costs of
-    simulator.py) are best whole numbers, so that equal times are equal.
+    simulator.py) are best whole numbers, so that equal times are equal. Messages may have a latency.
+    Raises ValueError for an `occupancy`: what waits in front of a link is not part of a Moment.
     """
 
     def __init__(
         self, rank_of_stage, num_microbatches, costs, split=False, room=None, until_weight=False
     ):
+        if costs.occupancy:
+            raise ValueError("the search has no links that messages occupy; leave occupancy out")
         self.rank_of_stage = tuple(rank_of_stage)
         self.num_ranks = 1 + max(rank_of_stage)
         self.num_microbatches = num_microbatches

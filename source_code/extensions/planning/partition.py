@@ -11,14 +11,15 @@ import statistics
 import time
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
+from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
 from pipeline.model import ModelConfig, build_part, token_loss
 
 FIELDS = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 LARGEST_FIGURE = 1e18
+LARGEST_FILE = 16 * MEBIBYTE
 MOST_COMPARISONS = 30_000_000  # about ten seconds
 
 
@@ -177,13 +178,11 @@ def read_profile(path):
     Times in milliseconds, sizes in bytes, of one mini-batch. Raises PartitionError.
     """
     try:
-        if not Path(path).is_file():
-            raise PartitionError("it is no file that can be read; name a JSON file")
-        return profile_from(json.loads(Path(path).read_text()))
+        return profile_from(read_json(path, LARGEST_FILE))
+    except InputError as error:
+        raise PartitionError(f"--profile {error}; name a JSON file") from None
     except PartitionError as error:
         raise PartitionError(f"--profile {path}: {error}") from None
-    except (OSError, RecursionError, ValueError) as error:
-        raise PartitionError(f"--profile {path}: it is no JSON ({error}); name another") from None
 
 
 def profile_from(content):
@@ -205,7 +204,7 @@ def layer_profile_from(index, layer):
         if field not in layer:
             raise PartitionError(f"layer {index} has no {field}")
         value = layer[field]
-        if type(value) not in (int, float) or not 0 <= value <= LARGEST_FIGURE:
+        if not is_number(value, 0, LARGEST_FIGURE):
             value = json.dumps(value)[:40]
             raise PartitionError(f"layer {index}: {field} {value} is no number from 0 to 1e18")
     forward, backward, activation, parameters = (layer[field] for field in FIELDS)

@@ -1,23 +1,29 @@
 """Interleaved 1F1B: several stages (chunks) per rank, in loops.
 
 Chunk c of rank i is stage c * num_ranks + i. A micro-batch passes all ranks once for each chunk.
-That makes each step of the pipeline shorter, and with it the bubble, for as many more messages.
+That makes each step of the pipeline shorter, and with it the bubble. A micro-batch now crosses
+num_ranks * num_chunks - 1 boundaries instead of num_ranks - 1, so the messages are more than
+num_chunks times as many.
 """
 
 from pipeline.schedule import Action, Schedule, ScheduleError
 from pipeline.schedules.order import require_positive, require_several_chunks
 
 
-def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2):
+def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2):
     """1F1B with several chunks a rank (Megatron-LM: Narayanan et al. 2021, section 2.2.2).
 
     Micro-batches go through the chunks in groups: all of a group through one chunk, then all
     through the next. In the paper a group has one micro-batch for each rank, so their number is a
     multiple of the ranks. Larger groups work too, as in torch.distributed.pipelining, as long as
-    all are equally large.
+    all are equally large. `ahead` is the number of forwards in the warm-up for each later rank:
+    2 in Megatron-LM, so that messages travel while ranks work. With 1 a rank holds less, and the
+    step is as short while messages take no time.
     """
     require_positive(num_ranks, num_microbatches)
     require_several_chunks("interleaved-1f1b", num_chunks, "1f1b")
+    if not 0 <= ahead <= 2:  # with 3 some sizes deadlock
+        raise ScheduleError(f"interleaved-1f1b takes 0 to 2 forwards ahead, not {ahead}")
     num_groups = max(1, num_microbatches // num_ranks)
     if num_microbatches % num_groups:
         least = num_groups * num_ranks
@@ -30,14 +36,14 @@ def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2):
     passages = num_chunks * num_microbatches  # of a micro-batch through a chunk
     orders = []
     for rank in range(num_ranks):
-        warm_up = min(passages, (num_chunks - 1) * group + 2 * (num_ranks - 1 - rank))
+        warm_up = min(passages, (num_chunks - 1) * group + ahead * (num_ranks - 1 - rank))
         forwards, backwards = [], []
         for passage in range(passages):
             chunk, microbatch = _chunk_and_microbatch(passage, group, num_chunks)
             forwards.append(Action(chunk * num_ranks + rank, "F", microbatch))
             back = num_chunks - 1 - chunk
             backwards.append(Action(back * num_ranks + rank, "B", microbatch))
-        # Warm-up: all chunks but the last for one group, and two forwards more for each rank behind.
+        # Warm-up: all chunks but the last for one group, and some more for each rank behind.
         order = forwards[:warm_up]
         # Steady: one forward, one backward.
         for forward, backward in zip(forwards[warm_up:], backwards):
