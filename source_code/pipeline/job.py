@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the default group if there is one by now
 
-from pipeline.command_line import ranks_from_environment
+from pipeline.command_line import ranks_from_environment, reject
 from pipeline.message import Message
 
 GRACE = 5.0  # seconds beyond the longest wait, after which the transport ends it
@@ -177,9 +177,12 @@ def meet(rank, num_ranks, timeout):
         alone = getattr(dist, "HashStore", None)
         return alone() if alone else dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
     if "SLURM_STEP_NODELIST" in os.environ:
-        from pipeline.slurm import set_meeting_point
+        from pipeline.slurm import NoMeetingPoint, set_meeting_point
 
-        set_meeting_point()
+        try:
+            set_meeting_point()
+        except NoMeetingPoint as error:
+            reject(str(error))
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(num_ranks))
     try:

@@ -4,9 +4,11 @@ import os
 import re
 import socket
 
-from pipeline.command_line import reject
-
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that the system hands out
+
+
+class NoMeetingPoint(ValueError):
+    """The ranks cannot meet where the environment says; the text says what to set."""
 
 
 def ranks_from_slurm():
@@ -42,14 +44,14 @@ def set_meeting_point():
 
 
 def resolvable(name):
-    """`name` itself, if it leads to an address from here; else this process ends with a sentence."""
+    """`name` itself, if it leads to an address from here. Raises NoMeetingPoint."""
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        reject(
+        raise NoMeetingPoint(
             f"the ranks would meet on node {name}, and that name leads nowhere from "
             f"{socket.gethostname()}; export MASTER_ADDR with that node's address"
-        )
+        ) from None
     return name
 
 
