@@ -16,17 +16,17 @@ def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(arguments.device, arguments.timeout)
+    job = join_job(arguments.device, arguments.timeout, None, (2, 2), torch.float32)
     attach.observe(arguments, job, [], "1f1b")
     other, tensor = 1 - job.rank, torch.zeros(2, 2)
     if job.rank == 0:  # warm-up: forward 0; steady: forward 1, backward 0
         job.send(tensor, other, "activation 0").wait()
         job.send(tensor, other, "activation 1").wait()
-        job.receive((2, 2), torch.float32, other, "gradient 0").wait()
+        job.receive(other, "gradient 0").wait()
     else:  # steady: forward 0, backward 0, forward 1
-        job.receive((2, 2), torch.float32, other, "activation 0").wait()
+        job.receive(other, "activation 0").wait()
         job.send(tensor, other, "gradient 0").wait()
-        job.receive((2, 2), torch.float32, other, "activation 1").wait()
+        job.receive(other, "activation 1").wait()
     return 0
 
 

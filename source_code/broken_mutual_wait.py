@@ -16,11 +16,11 @@ def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(arguments.device, arguments.timeout)
+    job = join_job(arguments.device, arguments.timeout, None, (2, 2), torch.float64)
     attach.observe(arguments, job, [], "naive")
     other = 1 - job.rank
     # What this waits for would be sent by the line after the other rank's wait.
-    job.receive((2, 2), torch.float64, other, f"a gradient for rank {job.rank}").wait()
+    job.receive(other, f"a gradient for rank {job.rank}").wait()
     return 0
 
 

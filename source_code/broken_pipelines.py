@@ -20,13 +20,13 @@ from broken.pipelines.faulty_stash import train_without_flush
 from broken.pipelines.faulty_worker import WorkerWithPieces, choose_reference
 from lab import attach
 from pipeline.command_line import reject
-from pipeline.job import join_job
 from pipeline.schedules import one_f_one_b
 from pipeline.training import (
     LossLog,
     build_optimizer,
     microbatches_of,
     parse_arguments,
+    start_job,
     training_parser,
 )
 
@@ -39,7 +39,7 @@ def main():
         return train_without_flush(pipedream, arguments, pieces, cut)
     schedule = one_f_one_b(RANKS, arguments.microbatches)
     tied_pairs = [(0, RANKS - 1), (RANKS - 1, 0)] if arguments.case == 8 else []
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs + tied_pairs)
+    job = start_job(arguments, schedule.pairs + tied_pairs)
     stage = build_faulty_stage(arguments, job, cut, pieces)
     attach.observe(arguments, job, [stage], schedule)
     worker = WorkerWithPieces(arguments, pieces, job, schedule, stage)

@@ -20,7 +20,7 @@ def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(arguments.device, arguments.timeout)
+    job = join_job(arguments.device, arguments.timeout, None, (2, 2), torch.float32)
     attach.observe(arguments, job, [], "gpipe")
     torch.distributed.barrier()  # a first collective, for the flight recorder
     if job.rank == 0:
@@ -28,7 +28,7 @@ def main():
     activation = torch.zeros(2, 2)
     for k in range(arguments.microbatches):
         if job.rank > 0:
-            activation = job.receive((2, 2), torch.float32, job.rank - 1, f"activation {k}").wait()
+            activation = job.receive(job.rank - 1, f"activation {k}").wait()
         if (job.rank, k) == (STUCK_RANK, STUCK_MICROBATCH):
             read_from_slow_disk()
         if job.rank < job.num_ranks - 1:

@@ -49,7 +49,6 @@ from extensions.optimization.update import (
     clip_and_set_rate,
 )
 from lab import attach
-from pipeline.job import join_job
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
@@ -59,6 +58,7 @@ from pipeline.training import (
     cut_layers,
     microbatches_of,
     parse_arguments,
+    start_job,
     train_one_process,
     training_parser,
 )
@@ -71,15 +71,14 @@ def main():
         return export_newest(arguments)
     schedule = choose_schedule(arguments)
     cut = cut_layers(arguments, schedule.num_stages)
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     stop_request = StopRequest() if arguments.checkpoints else None
     own, stage_class = schedule.stages_of(job.rank), stage_class_for(schedule)
     stages = {s: build_stage(arguments, s, cut, job.device, stage_class) for s in own}
     training = build_training(arguments, stages)
     checkpoints = continue_training(arguments, job, training)
     attach.observe(arguments, job, stages.values(), schedule, first_step=training.step)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)
+    worker = Worker(job, schedule, stages)
     log = LossLog(arguments, any(s.is_last for s in stages.values()), training.step)
 
     stopped = diverged = None

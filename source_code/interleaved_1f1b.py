@@ -7,15 +7,16 @@ chunks, rank 1 has stages 1 and 5. `train.py --schedule looped-bfs` runs them br
 """
 
 import sys
+from functools import partial
 
 from lab import attach
 from pipeline.command_line import positive_integer, reject
-from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.training import (
     build_stage,
     cut_layers,
     parse_arguments,
+    start_job,
     train,
     training_parser,
 )
@@ -33,14 +34,10 @@ def main():
     # A ring: the last rank sends its activations to the first one, for the next chunk.
     pairs = [(rank, (rank + 1) % p, "activation") for rank in range(p) if p > 1]
     pairs += [((rank + 1) % p, rank, "gradient") for rank in range(p) if p > 1]
-    job = join_job(arguments.device, arguments.timeout, pairs)
+    job = start_job(arguments, pairs)
     stages = [build_stage(arguments, job.rank + c * p, cut, job.device) for c in range(v)]
     attach.observe(arguments, job, stages, "interleaved-1f1b")
-
-    def step(inputs, targets):
-        return run_step(arguments, job, stages, group, inputs, targets)
-
-    return train(arguments, job, stages, step)
+    return train(arguments, job, stages, partial(run_step, job, stages, group))
 
 
 def group_size(num_microbatches, num_ranks, num_chunks):
@@ -56,9 +53,8 @@ def group_size(num_microbatches, num_ranks, num_chunks):
     return num_microbatches // groups
 
 
-def run_step(arguments, job, stages, group, inputs, targets):
+def run_step(job, stages, group, inputs, targets):
     """One step of this rank. Returns the loss on the last rank, None elsewhere."""
-    shape, dtype = (*inputs[0].shape, arguments.dim), arguments.torch_dtype
     p, v, m = job.num_ranks, len(stages), len(inputs)
     previous, following = (job.rank - 1) % p, (job.rank + 1) % p
     passages = v * m  # of a micro-batch through a chunk
@@ -75,7 +71,7 @@ def run_step(arguments, job, stages, group, inputs, targets):
         message = Message(what, stage, k)
         if p == 1:
             return results.pop(message)
-        return job.receive(shape, dtype, source, message).wait()
+        return job.receive(source, message).wait()
 
     def give(tensor, what, stage, destination, k):
         message = Message(what, stage, k)

@@ -8,12 +8,12 @@ Activations travel forward and gradients backward, sent and received by hand. Wi
 """
 
 import sys
+from functools import partial
 
 import torch
 
 from lab import attach
 from pipeline.command_line import positive_integer, reject
-from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.model import build_part, token_loss
 from pipeline.training import (
@@ -22,6 +22,7 @@ from pipeline.training import (
     build_stage,
     cut_layers,
     parse_arguments,
+    start_job,
     train,
     training_parser,
 )
@@ -38,34 +39,27 @@ def main():
     cut = cut_layers(arguments, arguments.single_process or arguments.num_ranks)
     if arguments.single_process:
         return train_in_one_process(arguments, cut)
-    job = join_job(arguments.device, arguments.timeout)
+    job = start_job(arguments)
     stage = build_stage(arguments, job.rank, cut, job.device)
     attach.observe(arguments, job, [stage], "naive")
-
-    def step(inputs, targets):
-        return run_step(arguments, job, stage, inputs, targets)
-
-    return train(arguments, job, [stage], step)
+    return train(arguments, job, [stage], partial(run_step, job, stage))
 
 
-def run_step(arguments, job, stage, inputs, targets):
+def run_step(job, stage, inputs, targets):
     """Each micro-batch through all stages and back before the next. Returns the loss, or None."""
-    shape, dtype = (*inputs[0].shape, arguments.dim), arguments.torch_dtype
     previous, following = job.rank - 1, job.rank + 1
     losses = []
     for k in range(len(inputs)):
         activation = inputs[k]
         if not stage.is_first:
-            name = Message("activation", previous, k)
-            activation = job.receive(shape, dtype, previous, name).wait()
+            activation = job.receive(previous, Message("activation", previous, k)).wait()
         output = stage.forward(k, activation, targets[k])
         gradient = None
         if stage.is_last:
             losses.append(output)
         else:
             job.send(output, following, Message("activation", job.rank, k)).wait()
-            name = Message("gradient", following, k)
-            gradient = job.receive(shape, dtype, following, name).wait()
+            gradient = job.receive(following, Message("gradient", following, k)).wait()
         gradient = stage.backward(k, gradient)
         if not stage.is_first:
             job.send(gradient, previous, Message("gradient", job.rank, k)).wait()

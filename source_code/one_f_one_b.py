@@ -4,14 +4,15 @@ torchrun --standalone --nproc-per-node 4 source_code/one_f_one_b.py --verify
 """
 
 import sys
+from functools import partial
 
 from lab import attach
-from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.training import (
     build_stage,
     cut_layers,
     parse_arguments,
+    start_job,
     train,
     training_parser,
 )
@@ -22,19 +23,14 @@ def main():
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     cut = cut_layers(arguments, arguments.num_ranks)
-    job = join_job(arguments.device, arguments.timeout)
+    job = start_job(arguments)
     stage = build_stage(arguments, job.rank, cut, job.device)
     attach.observe(arguments, job, [stage], "1f1b")
-
-    def step(inputs, targets):
-        return run_step(arguments, job, stage, inputs, targets)
-
-    return train(arguments, job, [stage], step)
+    return train(arguments, job, [stage], partial(run_step, job, stage))
 
 
-def run_step(arguments, job, stage, inputs, targets):
+def run_step(job, stage, inputs, targets):
     """One 1F1B step of this rank. Returns the loss on the last rank, None elsewhere."""
-    shape, dtype = (*inputs[0].shape, arguments.dim), arguments.torch_dtype
     previous, following = job.rank - 1, job.rank + 1
     warm_up = min(len(inputs), job.num_ranks - 1 - job.rank)
     losses = []
@@ -42,8 +38,7 @@ def run_step(arguments, job, stage, inputs, targets):
     def forward(k):
         activation = inputs[k]
         if not stage.is_first:
-            name = Message("activation", previous, k)
-            activation = job.receive(shape, dtype, previous, name).wait()
+            activation = job.receive(previous, Message("activation", previous, k)).wait()
         output = stage.forward(k, activation, targets[k])
         if stage.is_last:
             losses.append(output)
@@ -53,8 +48,7 @@ def run_step(arguments, job, stage, inputs, targets):
     def backward(k):
         gradient = None
         if not stage.is_last:
-            name = Message("gradient", following, k)
-            gradient = job.receive(shape, dtype, following, name).wait()
+            gradient = job.receive(following, Message("gradient", following, k)).wait()
         gradient = stage.backward(k, gradient)
         if not stage.is_first:
             job.send(gradient, previous, Message("gradient", job.rank, k))

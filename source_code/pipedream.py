@@ -19,7 +19,6 @@ from extensions.asynchronous.pipedream_flags import (
 from extensions.asynchronous.weight_stash import StashingStage
 from lab import attach
 from pipeline.collectives import open_groups
-from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.model import build_part
 from pipeline.schedules import pipedream, pipedream_round_robin, round_robin_warm_up
@@ -30,6 +29,7 @@ from pipeline.training import (
     microbatches_of,
     parse_arguments,
     share_of_loss,
+    start_job,
     training_parser,
 )
 
@@ -42,7 +42,7 @@ def main():
     schedule = build_whole_schedule(arguments)
     cut = cut_layers(arguments, schedule.num_stages)
     replicated = [ranks for ranks in schedule.ranks_of_stage.values() if len(ranks) > 1]
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     open_groups(job, replicated)
     stage = build_stashing_stage(arguments, job, schedule, cut)
     attach.observe(arguments, job, [stage], schedule, what="whole run")
@@ -82,7 +82,6 @@ def run_training(arguments, job, stage, ranks_of_stage):
     """
     batches = [microbatches_of(arguments, job.device, step) for step in range(arguments.steps)]
     inputs, targets = ([one for batch in half for one in batch] for half in zip(*batches))
-    shape, dtype = (*inputs[0].shape, arguments.dim), arguments.torch_dtype
     count = len(stage.ranks)
     own = range(stage.ranks.index(job.rank), len(inputs), count)
     warm_up = min(len(own), round_robin_warm_up(arguments.replicas, stage.index))
@@ -95,7 +94,7 @@ def run_training(arguments, job, stage, ranks_of_stage):
         activation = inputs[k]
         if not stage.is_first:
             source, name = rank_of(stage.index - 1, k), Message("activation", stage.index - 1, k)
-            activation = job.receive(shape, dtype, source, name).wait()
+            activation = job.receive(source, name).wait()
         output = stage.forward(k, activation, targets[k])
         if stage.is_last:
             losses[k] = output
@@ -106,7 +105,7 @@ def run_training(arguments, job, stage, ranks_of_stage):
         gradient = None
         if not stage.is_last:
             source, name = rank_of(stage.index + 1, k), Message("gradient", stage.index + 1, k)
-            gradient = job.receive(shape, dtype, source, name).wait()
+            gradient = job.receive(source, name).wait()
         gradient = stage.backward(k, gradient)
         if not stage.is_first:
             job.send(gradient, rank_of(stage.index - 1, k), Message("gradient", stage.index, k))

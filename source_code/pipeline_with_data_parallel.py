@@ -41,7 +41,6 @@ from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
 from lab import attach
 from pipeline.command_line import positive_integer, positive_number
-from pipeline.job import join_job
 from pipeline.model import build_part
 from pipeline.schedules.from_flags import add_schedule_flags
 from pipeline.split_stage import stage_class_for
@@ -50,6 +49,7 @@ from pipeline.training import (
     build_optimizer,
     cut_layers,
     parse_arguments,
+    start_job,
     train_one_process,
     training_parser,
 )
@@ -58,7 +58,7 @@ from pipeline.training import (
 def main():
     arguments, schedule = read_flags()
     cut = cut_layers(arguments, schedule.num_stages)
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     replicas = form_replicas(job, arguments.replicas)
     reduction = build_reduction(arguments, replicas, schedule)
     parts = build_parts(arguments, job, schedule, cut, reduction)
@@ -146,22 +146,18 @@ def build_training(arguments, parts):
 
 def build_worker(arguments, replicas, schedule, parts, reduction, loss_function):
     """Who performs the schedule: this course's worker or the library."""
-    shape, dtype = (
-        (arguments.microbatch_size, arguments.seq_len, arguments.dim),
-        arguments.torch_dtype,
-    )
     if arguments.library:
         from extensions.torch_pipelining.library_worker import LibraryWorker
 
         return LibraryWorker(
-            replicas, arguments.schedule, schedule.num_stages, parts, shape, dtype,
+            replicas, arguments.schedule, schedule.num_stages, parts,
             arguments.microbatches, loss_function, reduction,
         )  # fmt: skip
     stage_class = stage_class_for(schedule)
     stages = {
         s: stage_class(part, s, schedule.num_stages, loss_function) for s, part in parts.items()
     }
-    return DataParallelWorker(replicas.job, schedule, stages, shape, dtype, reduction)
+    return DataParallelWorker(replicas.job, schedule, stages, reduction)
 
 
 def microbatches_of_replica(arguments, replicas, step):

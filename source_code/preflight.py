@@ -47,7 +47,7 @@ from lab.variables import LAUNCHER_VARIABLE
 from pipeline.collectives import gather
 from pipeline.command_line import Parser, positive_number, ranks_from_environment
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
-from pipeline.job import Receiving, Sending, choose_device, join_job
+from pipeline.job import choose_device, join_job
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
@@ -409,7 +409,7 @@ def measure_messages(job, destination):
     for size in SIZES:
         tensor = torch.zeros(size, dtype=torch.uint8, device=job.device)
         start = time.perf_counter()
-        sending = Sending(job, tensor, destination, "a message to measure")
+        sending = job.send(tensor, destination, "a message to measure")
         receive_bytes(job, SMALL, destination)
         times[size].append(time.perf_counter() - start)
         sending.wait()
@@ -422,12 +422,12 @@ def answer_messages(job, source):
     answer = torch.zeros(SMALL, dtype=torch.uint8, device=job.device)
     for size in SIZES:
         receive_bytes(job, size, source)
-        Sending(job, answer, source, "an answer").wait()
+        job.send(answer, source, "an answer").wait()
 
 
 def receive_bytes(job, size, source):
     """Receive a message and wait until the device has it, too."""
-    Receiving(job, (size,), torch.uint8, source, "a message to measure").wait()
+    job.receive(source, "a message to measure", (size,), torch.uint8).wait()
     if job.device.type == "cuda":
         torch.cuda.synchronize()
 

@@ -76,7 +76,6 @@ from pipeline.command_line import (
     ranks_from_environment,
     reject,
 )
-from pipeline.job import join_job
 from pipeline.model import build_part
 from pipeline.schedules.from_flags import add_schedule_flags
 from pipeline.split_stage import stage_class_for
@@ -85,6 +84,7 @@ from pipeline.training import (
     build_optimizer,
     complete_arguments,
     cut_layers,
+    start_job,
     train_one_process,
     training_parser,
 )
@@ -107,7 +107,7 @@ def main():
         return print_plan(arguments, schedule, cut)
     if arguments.export:
         return export_newest(arguments)
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     replicas = form_replicas(job, arguments.replicas)
     stop_request = StopRequest() if arguments.checkpoints else None
     share_of_loss = ShareOfLoss()
@@ -116,8 +116,7 @@ def main():
     training = build_training(arguments, masters)
     checkpoints = continue_training(arguments, job, training)
     update_copies(stages, masters)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = DataParallelWorker(job, schedule, stages, shape, arguments.torch_dtype, reduction)
+    worker = DataParallelWorker(job, schedule, stages, reduction)
     forward_only = ForwardOnly(worker, replicas, share_of_loss)
     log = LossLog(
         arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0), training.step

@@ -14,13 +14,18 @@ import sys
 from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
 from lab import attach
 from pipeline.command_line import ranks_from_environment, reject
-from pipeline.job import join_job
 from pipeline.schedules.from_flags import (
     add_schedule_flags,
     choose_schedule,
     read_schedule,
 )
-from pipeline.training import complete_arguments, cut_layers, train, training_parser
+from pipeline.training import (
+    complete_arguments,
+    cut_layers,
+    start_job,
+    train,
+    training_parser,
+)
 from pipeline.worker import Worker
 
 
@@ -36,11 +41,10 @@ def main():
     complete_arguments(parser, arguments)
     cut = cut_layers(arguments, schedule.num_stages)
     check_pieces(arguments, cut)
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     stages = build_recomputing_stages(arguments, schedule, cut, job)
     attach.observe(arguments, job, stages.values(), schedule)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, stages, shape, arguments.torch_dtype)
+    worker = Worker(job, schedule, stages)
     return train(arguments, job, stages.values(), worker.run_step)
 
 

@@ -7,15 +7,16 @@ ZB-H1 has the warm-up of 1F1B and its memory; ZB-H2 a warm-up twice as long and 
 
 import sys
 from collections import deque
+from functools import partial
 
 from lab import attach
-from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.split_stage import SplitStage
 from pipeline.training import (
     build_stage,
     cut_layers,
     parse_arguments,
+    start_job,
     train,
     training_parser,
 )
@@ -30,21 +31,16 @@ def main():
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     cut = cut_layers(arguments, arguments.num_ranks)
-    job = join_job(arguments.device, arguments.timeout)
+    job = start_job(arguments)
     stage = build_stage(arguments, job.rank, cut, job.device, SplitStage)
     attach.observe(arguments, job, [stage], arguments.schedule)
-
-    def step(inputs, targets):
-        return run_step(arguments, job, stage, inputs, targets)
-
-    return train(arguments, job, [stage], step)
-
-
-def run_step(arguments, job, stage, inputs, targets):
-    """One step of this rank. Returns the loss on the last rank, None elsewhere."""
-    shape, dtype = (*inputs[0].shape, arguments.dim), arguments.torch_dtype
-    previous, following = job.rank - 1, job.rank + 1
     per_rank = FORWARDS_PER_RANK_BEHIND[arguments.schedule]
+    return train(arguments, job, [stage], partial(run_step, job, stage, per_rank))
+
+
+def run_step(job, stage, per_rank, inputs, targets):
+    """One step of this rank. Returns the loss on the last rank, None elsewhere."""
+    previous, following = job.rank - 1, job.rank + 1
     warm_up = min(len(inputs), per_rank * (job.num_ranks - 1 - job.rank))
     kept_back = per_rank * job.rank  # weight gradients that wait for the cool-down
     deferred = deque()  # micro-batches whose weight gradients are still to be computed
@@ -53,8 +49,7 @@ def run_step(arguments, job, stage, inputs, targets):
     def forward(k):
         activation = inputs[k]
         if not stage.is_first:
-            name = Message("activation", previous, k)
-            activation = job.receive(shape, dtype, previous, name).wait()
+            activation = job.receive(previous, Message("activation", previous, k)).wait()
         output = stage.forward(k, activation, targets[k])
         if stage.is_last:
             losses.append(output)
@@ -64,8 +59,7 @@ def run_step(arguments, job, stage, inputs, targets):
     def backward_input(k):
         gradient = None
         if not stage.is_last:
-            name = Message("gradient", following, k)
-            gradient = job.receive(shape, dtype, following, name).wait()
+            gradient = job.receive(following, Message("gradient", following, k)).wait()
         gradient = stage.backward_input(k, gradient)
         if not stage.is_first:
             job.send(gradient, previous, Message("gradient", job.rank, k))

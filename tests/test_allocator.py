@@ -19,7 +19,7 @@ from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly, token_loss
 from pipeline.schedules import build_schedule
 from pipeline.split_stage import stage_class_for
-from pipeline.training import LossLog, cut_layers
+from pipeline.training import LossLog, cut_layers, start_job
 from pipeline.worker import Worker
 
 CONFIG = ModelConfig(layers=8, dim=32, heads=4, kv_heads=2, seq_len=32)
@@ -76,7 +76,7 @@ def test_between_two_actions_the_allocator_has_what_is_counted_to_the_byte(
 def peaks(rank, name):
     """{mode: (bytes that the allocator had at the peak, bytes that were counted)} of one rank."""
     schedule = build_schedule(name, 4, 8)
-    job = join_job("cpu", 30, schedule.pairs)
+    job = join_job("cpu", 30, schedule.pairs, (2, 32, CONFIG.dim), torch.float64)
     found = {}
     for mode in MODES:
         stages = {}
@@ -87,7 +87,7 @@ def peaks(rank, name):
             stage = recomputing(stage, mode)
             stages[index] = with_gradients(stage)
         memory = count_memory(*stages.values())
-        worker = Worker(job, schedule, stages, (2, 32, CONFIG.dim), torch.float64)
+        worker = Worker(job, schedule, stages)
         tokens = list(torch.zeros(8, 2, 32, dtype=torch.int64))
         with Allocator() as allocator:
             worker.run_step(tokens, tokens)
@@ -114,7 +114,7 @@ def peak_and_weights(rank, flags):
     """
     arguments = arguments_of(flags, 4)
     schedule = pipedream.build_whole_schedule(arguments)
-    job = join_job("cpu", 20, schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     cut = cut_layers(arguments, schedule.num_stages)
     stage = pipedream.build_stashing_stage(arguments, job, schedule, cut)
     with Allocator() as allocator:

@@ -20,7 +20,7 @@ import torch
 from ranks import run_on_ranks
 
 from extensions.torch_pipelining import library
-from pipeline import command_line
+from pipeline import command_line, training
 from pipeline.command_line import Parser
 from pipeline.data import load_text
 from pipeline.files import write_whole
@@ -103,8 +103,8 @@ def call(monkeypatch, *words):
     def meet(*arguments, **options):
         raise Accepted
 
-    joins = module if hasattr(module, "join_job") else library
-    monkeypatch.setattr(joins, "join_job", meet)
+    for joins in (training, library, module):
+        monkeypatch.setattr(joins, "join_job", meet, raising=joins is not module)
     monkeypatch.setattr(sys, "argv", [*words])
     module.main()
 

@@ -25,6 +25,7 @@ from ranks import run_on_ranks
 from course.failed_run import RunFailed
 from extensions.checkpointing import checkpoint, checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
+from pipeline import training
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 4 --microbatches 2"
 FLAGS = f"script {SIZES} --optimizer adamw --device cpu --decay-steps 300 --timeout 20"
@@ -245,7 +246,7 @@ def test_killed_at_ten_random_moments_it_ends_with_the_losses_of_an_undisturbed_
 def train_and_be_killed(rank, folder, flags, victims, seconds):
     """Train until, some seconds after all ranks have met, a timer ends this process."""
     if rank in victims:
-        join_job = distributed_checkpointing.join_job
+        join_job = training.join_job
 
         def join_and_set_timer(*arguments):
             job = join_job(*arguments)
@@ -254,7 +255,7 @@ def train_and_be_killed(rank, folder, flags, victims, seconds):
             signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
             return job
 
-        with mock.patch.object(distributed_checkpointing, "join_job", join_and_set_timer):
+        with mock.patch.object(training, "join_job", join_and_set_timer):
             return train(rank, folder, flags)
     return train(rank, folder, flags)
 

@@ -22,7 +22,6 @@ from ranks import run_on_ranks
 
 from lab.activation_memory import ActivationMemory
 from pipeline import schedules
-from pipeline.job import join_job
 from pipeline.model import token_loss
 from pipeline.training import (
     build_model,
@@ -31,6 +30,7 @@ from pipeline.training import (
     cut_layers,
     microbatches_of,
     parse_arguments,
+    start_job,
     train_one_process,
     training_parser,
 )
@@ -58,18 +58,17 @@ def train(rank, script, flags, by_hand=True, worker_class=Worker):
     """
     lesson = importlib.import_module(script)
     arguments = arguments_of(flags)
-    job = join_job("cpu", timeout=20)
+    job = start_job(arguments)
     stage = build_stage(arguments, job.rank, cut_layers(arguments, job.num_ranks), job.device)
     actions, memory = ListedActions(), ActivationMemory(every_pass=True)
     attach_instruments(job, [stage], actions, memory)
     schedule = schedule_of(script, job.num_ranks, arguments.microbatches)
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = worker_class(job, schedule, {stage.index: stage}, shape, torch.float64)
+    worker = worker_class(job, schedule, {stage.index: stage})
 
     def run_step(inputs, targets):
         if not by_hand:
             return worker.run_step(inputs, targets)
-        return lesson.run_step(arguments, job, stage, inputs, targets)
+        return lesson.run_step(job, stage, inputs, targets)
 
     optimizer = build_optimizer(
         arguments.optimizer, stage.part.parameters(), arguments.learning_rate

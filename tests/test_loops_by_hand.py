@@ -13,6 +13,7 @@ from observed import ListedActions, attach_instruments
 from ranks import run_on_ranks
 
 from lab import attach
+from pipeline import training
 from pipeline.job import Job, join_job
 from pipeline.schedule import Schedule
 from pipeline.schedules import SCHEDULES, build_schedule, pipedream, pipedream_round_robin
@@ -52,12 +53,13 @@ class JoinOnce:
 
     job = None
 
-    def __call__(self, *arguments):
+    def __call__(self, device, timeout, pairs, shape, dtype):
         if self.job is None:
-            self.job = join_job(*arguments)
+            self.job = join_job(device, timeout, pairs, shape, dtype)
             self.bare = dict(vars(self.job))
         vars(self.job).clear()
         vars(self.job).update(self.bare)
+        self.job.shape = shape
         return self.job
 
 
@@ -68,7 +70,7 @@ def actions_of(program, flags, join):
         attach_instruments(job, stages, actions)
 
     with (
-        mock.patch.object(program, "join_job", join),
+        mock.patch.object(training, "join_job", join),
         mock.patch.object(attach, "observe", observe),
         mock.patch.object(Job, "leave", lambda job: None),
         mock.patch.object(sys, "argv", [program.__name__, *flags]),

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pipedream
 import pytest
-import torch
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
@@ -23,7 +22,6 @@ from extensions.asynchronous.pipedream_flags import add_pipedream_flags, losses_
 from extensions.asynchronous.weight_stash import forward_version
 from lab.simulator import Costs, simulate
 from pipeline.collectives import open_groups
-from pipeline.job import join_job
 from pipeline.schedule import Action
 from pipeline.schedules import one_f_one_b
 from pipeline.schedules import pipedream as pipedream_schedule
@@ -31,6 +29,7 @@ from pipeline.training import (
     cut_layers,
     microbatches_of,
     parse_arguments,
+    start_job,
     train_one_process,
     training_parser,
 )
@@ -61,7 +60,7 @@ def train(rank, flags, fault=None, by_hand=True):
     if fault:
         FAULTS[fault]()
     schedule = pipedream.build_whole_schedule(arguments)
-    job = join_job("cpu", timeout=20, pairs=schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     open_groups(job, [ranks for ranks in schedule.ranks_of_stage.values() if len(ranks) > 1])
     stage = pipedream.build_stashing_stage(
         arguments, job, schedule, cut_layers(arguments, schedule.num_stages)
@@ -84,8 +83,7 @@ def by_the_worker(arguments, job, stage, schedule):
     """Perform the whole training as one schedule; {micro-batch: its share of a loss}."""
     batches = [microbatches_of(arguments, job.device, step) for step in range(arguments.steps)]
     inputs, targets = ([one for batch in half for one in batch] for half in zip(*batches))
-    shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-    worker = Worker(job, schedule, {stage.index: stage}, shape, torch.float64)
+    worker = Worker(job, schedule, {stage.index: stage})
     worker.run_step(inputs, targets)
     return worker.losses
 

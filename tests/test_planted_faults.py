@@ -17,7 +17,7 @@ from test_equals_one_process import NAIVE, SGD, differences, flags_of, one_proce
 from course.failed_run import RunFailed
 from pipeline import schedules
 from pipeline.collectives import gather
-from pipeline.job import Receiving, Sending, join_job
+from pipeline.job import Transfer, join_job
 from pipeline.model import token_loss
 from pipeline.worker import Worker
 
@@ -35,8 +35,8 @@ LATER_LOSSES = {("loss", step) for step in (1, 2, 3)}
 class LossNotDivided(Worker):
     """Every micro-batch counts as if it were the whole batch."""
 
-    def __init__(self, job, schedule, stages, shape, dtype):
-        super().__init__(job, schedule, stages, shape, dtype)
+    def __init__(self, job, schedule, stages):
+        super().__init__(job, schedule, stages)
         for stage in stages.values():
             stage.loss_function = token_loss
 
@@ -52,9 +52,9 @@ class LossDividedForShow(LossNotDivided):
 class MicrobatchSkipped(Worker):
     """All ranks agree to leave out the last micro-batch."""
 
-    def __init__(self, job, schedule, stages, shape, dtype):
+    def __init__(self, job, schedule, stages):
         shorter = schedules.gpipe(schedule.num_ranks, schedule.num_microbatches - 1)
-        super().__init__(job, shorter, stages, shape, dtype)
+        super().__init__(job, shorter, stages)
 
 
 class MicrobatchNotLearntByRank1(Worker):
@@ -131,23 +131,24 @@ def test_a_planted_fault_is_found_where_it_shows_first(fault, found):
 # Receives posted too early: every result is right, and memory is not bounded any more
 
 
-class CountedReceiving(Receiving):
+class CountedReceiving(Transfer):
     """Notes how many receives a channel has posted that its rank does not wait for yet."""
 
     ahead = {}  # source -> receives posted and not asked for
     most_ahead = {}
 
-    def __init__(self, job, shape, dtype, source, message):
-        super().__init__(job, shape, dtype, source, message)
-        self.counts = message.what != "first message"  # which opens a channel
+    def __init__(self, job, operation, buffer, peer, message):
+        super().__init__(job, operation, buffer, peer, message)
+        # Not the first message, which opens a channel.
+        self.counts = not self.sends and message.what != "first message"
         if not self.counts:
             return
-        self.ahead[source] = self.ahead.get(source, 0) + 1
-        self.most_ahead[source] = max(self.most_ahead.get(source, 0), self.ahead[source])
+        self.ahead[peer] = self.ahead.get(peer, 0) + 1
+        self.most_ahead[peer] = max(self.most_ahead.get(peer, 0), self.ahead[peer])
 
     def wait(self):
         if self.counts:
-            self.ahead[self.source] -= 1
+            self.ahead[self.peer] -= 1
         return super().wait()
 
 
@@ -159,7 +160,7 @@ class AllReceivesPostedAtTheStart(Worker):
 
 def train_and_count_receives(rank, script, worker_class):
     """What `train` reports, and by source the most receives that were posted ahead of need."""
-    with mock.patch("pipeline.job.Receiving", CountedReceiving):
+    with mock.patch("pipeline.job.Transfer", CountedReceiving):
         result = train(rank, script, FLAGS, False, worker_class)
     assert not any(CountedReceiving.ahead.values())  # each was taken in the end
     return result | {"most_ahead": CountedReceiving.most_ahead}
@@ -189,15 +190,15 @@ def test_receives_posted_all_at_the_start_are_counted_and_no_loss_would_tell(scr
 # Sent buffers: let go as soon as a message shows that the receiver has used them
 
 
-class CountedSending(Sending):
+class CountedSending(Transfer):
     """Notes the most messages of this rank that still own their buffer."""
 
     made = []
     most_owned = 0
 
-    def __init__(self, job, tensor, destination, message):
-        super().__init__(job, tensor, destination, message)
-        if message.what == "first message":  # which opens a channel
+    def __init__(self, job, operation, buffer, peer, message):
+        super().__init__(job, operation, buffer, peer, message)
+        if not self.sends or message.what == "first message":  # which opens a channel
             return
         self.made.append(self)
         owned = sum(sending.buffer is not None for sending in self.made)
@@ -211,7 +212,7 @@ class NothingReleasedBeforeTheEnd(Worker):
 
 def train_and_count_sendings(rank, script, worker_class):
     """What `train` reports, the most buffers owned at once, and how many are left at the end."""
-    with mock.patch("pipeline.job.Sending", CountedSending):
+    with mock.patch("pipeline.job.Transfer", CountedSending):
         result = train(rank, script, FLAGS, False, worker_class)
     left = sum(sending.buffer is not None for sending in CountedSending.made)
     return result | {"most_owned": CountedSending.most_owned, "left": left}

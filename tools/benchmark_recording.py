@@ -8,13 +8,13 @@ from unittest import mock
 import gpipe
 
 from lab import attach
-from pipeline.job import join_job
 from pipeline.training import (
     build_optimizer,
     build_stage,
     cut_layers,
     microbatches_of,
     parse_arguments,
+    start_job,
     training_parser,
 )
 
@@ -28,7 +28,7 @@ def steps_in_turns(rank, flags, folder):
     attach.add_flags(parser)
     with mock.patch.object(sys, "argv", ["gpipe.py", *shlex.split(flags), "--record", folder]):
         arguments = parse_arguments(parser)
-    job = join_job("cpu", timeout=30)
+    job = start_job(arguments)
     stage = build_stage(arguments, rank, cut_layers(arguments, job.num_ranks), job.device)
     optimizer = build_optimizer("sgd", stage.part.parameters(), arguments.learning_rate)
     lab = attach.observe(arguments, job, [stage], "gpipe")
@@ -47,7 +47,7 @@ def steps_in_turns(rank, flags, folder):
         inputs, targets = microbatches_of(arguments, job.device, step)
         start = time.perf_counter()
         optimizer.zero_grad()
-        gpipe.run_step(arguments, job, stage, inputs, targets)
+        gpipe.run_step(job, stage, inputs, targets)
         optimizer.step()
         times[records].append((time.perf_counter() - start) * 1000)
     job.leave()

@@ -104,8 +104,8 @@ class Observer:
     def with_received(self, receive):
         """Like `receive`; a message has moved once the rank has waited for it."""
 
-        def observed(shape, dtype, source, message):
-            receiving = receive(shape, dtype, source, message)
+        def observed(source, message, *layout):
+            receiving = receive(source, message, *layout)
 
             def observed_wait():
                 del receiving.wait  # it refers to itself, and would keep the buffer alive

@@ -35,7 +35,7 @@ class Report:
         how = f"{job.num_ranks} rank{'s' if job.num_ranks > 1 else ''} on {job.device.type}"
         if len(set(nodes)) > 1:
             how += f" of nodes {' '.join(nodes)}"
-        if job.through_host:
+        if job.wire != job.device:
             return f"{how}, sharing GPUs, gloo messages staged through host memory"
         return f"{how}, {job.backend} messages"
 

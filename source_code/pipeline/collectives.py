@@ -33,7 +33,7 @@ def connect_group(job, group, ranks):
     receives between two of them would otherwise wait for all the others as well.
     """
     if job.rank in ranks and len(ranks) > 1:
-        number = torch.zeros(1, device="cpu" if job.through_host else job.device)
+        number = torch.zeros(1, device=job.wire)
         following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
         with job.waiting(following, "its first sum"):
             dist.all_reduce(number, group=group)
@@ -50,7 +50,7 @@ class Summing:
         self.job, self.tensors, self.what = job, tensors, what
         self.following = ranks[(ranks.index(job.rank) + 1) % len(ranks)]
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        self.flat = flat.to("cpu" if job.through_host else job.device)
+        self.flat = flat.to(job.wire)
         group = job.groups[ranks]
         with job.naming_loss(self.following, what):
             self.work = job.start(

@@ -30,14 +30,11 @@ def reject(sentence):
 
 def positive_integer(text):
     """A flag's value as a count."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value < 2**31:
-        wanted = "a whole number of at least 1" if value < 1 else f"at most {2**31 - 1}"
-        raise argparse.ArgumentTypeError(f"must be {wanted}, not '{text}'")
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
+    if int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be at most {2**31 - 1}, not '{text}'")
+    return int(text)
 
 
 def positive_number(text):

@@ -29,8 +29,7 @@ ending = threading.Lock()
 
 @dataclass
 class Job:
-    """What a rank knows of its job. `channels` has a process group per (source, destination), or
-    per (source, destination, what) where activations and gradients are kept apart."""
+    """What a rank knows of its job. Activations and gradients have `shape` and `dtype`."""
 
     rank: int
     num_ranks: int
@@ -38,33 +37,46 @@ class Job:
     backend: str
     timeout: float  # seconds that a rank may wait for another
     store: object  # the key-value store that all ranks share
-    channels: dict = field(default_factory=dict)
+    shape: tuple | None = None
+    dtype: torch.dtype | None = None
+    channels: dict = field(default_factory=dict)  # the pairs of `join_job` -> process group
     groups: dict = field(default_factory=dict)  # ranks that sum tensors -> process group
     sent: list = field(default_factory=list)  # in this step
 
     @property
-    def through_host(self):
-        """Whether messages are staged through host memory: ranks that share a GPU use gloo."""
-        return self.device.type == "cuda" and self.backend == "gloo"
+    def wire(self):
+        """The device of messages: ranks that share a GPU use gloo, through host memory."""
+        return torch.device("cpu") if self.backend == "gloo" else self.device
+
+    def send(self, tensor, destination, message):
+        """Send without waiting. Raises ValueError for an activation or gradient of another shape,
+        of which the receiver would take a part for the whole, or wait for ever."""
+        declared = self.shape and getattr(message, "what", None) in ("activation", "gradient")
+        if declared and (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
+            made = f"{tuple(tensor.shape)} in {tensor.dtype}"
+            raise ValueError(f"{message} is {made}, but has to be {self.shape} in {self.dtype}")
+        buffer = tensor.detach().to(self.wire).contiguous()
+        self.sent.append(Transfer(self, dist.isend, buffer, destination, message))
+        return self.sent[-1]
+
+    def receive(self, source, message, shape=None, dtype=None):
+        """Expect a tensor; its `wait` returns it. `shape` and `dtype` are the job's unless given."""
+        buffer = torch.empty(shape or self.shape, dtype=dtype or self.dtype, device=self.wire)
+        return Transfer(self, dist.irecv, buffer, source, message)
+
+    def complete_sends(self):
+        """End a step: block until every message of this rank has been taken."""
+        for transfer in self.sent:
+            transfer.wait()
+        self.sent.clear()
 
     def channel(self, source, destination, message):
         pair = source, destination
         return self.channels.get((*pair, getattr(message, "what", None))) or self.channels[pair]
 
-    def send(self, tensor, destination, message):
-        """Send without waiting; `message` names what is sent."""
-        self.sent.append(Sending(self, tensor, destination, message))
-        return self.sent[-1]
-
-    def receive(self, shape, dtype, source, message):
-        """Expect a message of that shape; its `wait` returns the tensor."""
-        return Receiving(self, shape, dtype, source, message)
-
-    def complete_sends(self):
-        """End a step: block until every message of this rank has been taken."""
-        for sending in self.sent:
-            sending.wait()
-        self.sent.clear()
+    def start(self, peers, begin):
+        """Start a transfer to the ranks `peers`; `begin()` returns torch's work."""
+        return begin()
 
     def waiting(self, peer, what):
         """Around every call that blocks until rank `peer` acts."""
@@ -88,10 +100,6 @@ class Job:
         reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
         return f"rank {self.rank} lost rank {peer} while waiting for {what} ({reason})"
 
-    def start(self, peers, begin):
-        """Start a transfer to the ranks `peers`; `begin()` returns torch's work."""
-        return begin()
-
     def leave(self):
         """Leave together, so that no rank closes a connection that another still uses."""
         with self.waiting_for_all("the end of the job"):
@@ -101,44 +109,29 @@ class Job:
         atexit.register(lambda: (time.sleep(0.02), gc.collect()))
 
 
-class Sending:
-    """A message on its way. It owns its buffer until the receiver has taken it."""
+class Transfer:
+    """A tensor on its way to or from rank `peer`. It owns its buffer until `wait` has returned."""
 
-    def __init__(self, job, tensor, destination, message):
-        self.job, self.destination, self.message = job, destination, message
-        self.buffer = tensor.detach().to("cpu" if job.through_host else job.device).contiguous()
-        channel = job.channel(job.rank, destination, message)
-        with job.naming_loss(destination, message):
-            begin = partial(dist.isend, self.buffer, destination, group=channel)
-            self.work = job.start([destination], begin)
+    def __init__(self, job, operation, buffer, peer, message):
+        self.job, self.buffer, self.peer, self.message = job, buffer, peer, message
+        self.sends = operation is dist.isend
+        ends = (job.rank, peer) if self.sends else (peer, job.rank)
+        begin = partial(operation, buffer, peer, group=job.channel(*ends, message))
+        with job.naming_loss(peer, message):
+            self.work = job.start([peer], begin) if self.sends else begin()
 
     def wait(self):
-        if self.buffer is not None:
-            with self.job.waiting(self.destination, f"the receipt of {self.message}"):
+        """Block until it has been sent, or has arrived: then return it, on this rank's device."""
+        if self.work is not None:
+            what = f"the receipt of {self.message}" if self.sends else self.message
+            with self.job.waiting(self.peer, what):
                 self.work.wait()
-            self.buffer = self.work = None  # torch's work has the buffer, too
+        tensor, self.buffer, self.work = self.buffer, None, None  # torch's work has the buffer, too
+        return None if self.sends else tensor.to(self.job.device)
 
 
-class Receiving:
-    """A buffer for a message that is expected from `source`."""
-
-    def __init__(self, job, shape, dtype, source, message):
-        self.job, self.source, self.message = job, source, message
-        device = "cpu" if job.through_host else job.device
-        self.buffer = torch.empty(shape, dtype=dtype, device=device)
-        channel = job.channel(source, job.rank, message)
-        with job.naming_loss(source, message):
-            self.work = dist.irecv(self.buffer, source, group=channel)
-
-    def wait(self):
-        """The tensor, on this rank's device, once it has arrived."""
-        with self.job.waiting(self.source, self.message):
-            self.work.wait()
-        return self.buffer.to(self.job.device)
-
-
-def join_job(device="auto", timeout=60.0, pairs=None):
-    """Meet the other ranks and open the channels.
+def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None):
+    """Meet the other ranks and open the channels. Returns the Job.
 
     `pairs` are the (source, destination), or (source, destination, what), that exchange messages;
     by default each rank and the next, in both directions. They are equal on all ranks.
@@ -154,7 +147,7 @@ def join_job(device="auto", timeout=60.0, pairs=None):
     dist.init_process_group(backends, store=store, rank=rank, world_size=num_ranks, timeout=limit)
     job = Job(rank, num_ranks, device, backend, timeout, store)
     if pairs is None:
-        pairs = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if abs(a - b) == 1]
+        pairs = [(a, b) for a in range(num_ranks) for b in (a - 1, a + 1) if 0 <= b < num_ranks]
     for pair in sorted(set(pairs)):
         job.channels[pair] = dist.new_group(list(pair[:2]), backend=backend, timeout=limit)
     for source, destination, *what in job.channels:
@@ -162,8 +155,9 @@ def join_job(device="auto", timeout=60.0, pairs=None):
         if rank == source:
             job.send(torch.ones(1), destination, first).wait()
         elif rank == destination:
-            job.receive((1,), torch.float32, source, first).wait()
+            job.receive(source, first, (1,), torch.float32).wait()
     job.sent.clear()
+    job.shape, job.dtype = shape, dtype
     return job
 
 
@@ -195,9 +189,8 @@ def meet(rank, num_ranks, timeout):
         return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        end_process(
-            f"rank {rank} waited {timeout:g} s for all {num_ranks} ranks to start ({reason})"
-        )
+        wanted = f"for all {num_ranks} ranks to start"
+        end_process(f"rank {rank} waited {timeout:g} s {wanted} ({reason})")
 
 
 def is_loss(error):

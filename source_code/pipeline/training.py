@@ -15,6 +15,7 @@ from pipeline.command_line import (
     reject,
 )
 from pipeline.data import DataError, load_text
+from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_as, cut_evenly, token_loss
 from pipeline.stage import Stage
 
@@ -98,6 +99,13 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
     except DataError as error:
         reject(str(error))
     return a
+
+
+def start_job(arguments, pairs=None):
+    """Meet the other ranks, see `join_job`. An activation is (micro-batch size, length, dim)."""
+    a = arguments
+    shape = a.microbatch_size, a.seq_len, a.dim
+    return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype)
 
 
 def cut_layers(arguments, num_stages):

@@ -15,14 +15,11 @@ from pipeline.schedule import message_of
 class Worker:
     """Performs `schedule` on one rank.
 
-    `stages` are this rank's, by index. `shape` and `dtype` are those of one activation, which are
-    those of its gradient: (micro-batch size, length, dim). A stage that makes another shape ends
-    the run with a ValueError.
+    `stages` are this rank's, by index. Activations and gradients have the job's shape and dtype.
     """
 
-    def __init__(self, job, schedule, stages, shape, dtype):
+    def __init__(self, job, schedule, stages):
         self.job, self.schedule, self.stages = job, schedule, stages
-        self.shape, self.dtype = shape, dtype
         # The step at which its rank takes an action: it says when a sent message has been used.
         self.step_of = {
             message_of(action): step
@@ -45,9 +42,9 @@ class Worker:
         self.inputs, self.targets = inputs, targets
         self.losses = {}  # micro-batch -> its share of the loss, on the rank of the last stage
         self.results = {}  # Message -> tensor, until this rank's next actions take it
-        self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Sending)
+        self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Transfer)
         self.expected = {rank: deque() for rank in ranks}  # Messages, in the order they are sent
-        self.posted = {rank: deque() for rank in ranks}  # (Message, Receiving)
+        self.posted = {rank: deque() for rank in ranks}  # (Message, Transfer)
         for route in self.schedule.messages:
             if route.destination == self.job.rank:
                 self.expected[route.source].append(route.message)
@@ -99,10 +96,6 @@ class Worker:
         if route is None:
             self.results[message_of(action)] = tensor
             return
-        if (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
-            # The receiver would wait for ever, or take half a message for a whole one.
-            made = f"{tuple(tensor.shape)} in {tensor.dtype}"
-            raise ValueError(f"{route} is {made}, but has to be {self.shape} in {self.dtype}")
         sending = self.job.send(tensor, route.destination, route.message)
         user = message_of(action._replace(stage=route.consumer_stage))
         self.sent[route.destination].append((self.step_of[user], sending))
@@ -121,8 +114,7 @@ class Worker:
         """Expect the next message from `source`, if there is one."""
         if self.expected[source]:
             message = self.expected[source].popleft()
-            receiving = self.job.receive(self.shape, self.dtype, source, message)
-            self.posted[source].append((message, receiving))
+            self.posted[source].append((message, self.job.receive(source, message)))
 
     def release_sent(self, source, message):
         """Let go of what `source` must have used before it made `message`."""

@@ -5,9 +5,8 @@ from extensions.asynchronous.asynchronous_reference import train_by_rule
 from extensions.asynchronous.pipedream_flags import losses_of_steps
 from extensions.asynchronous.weight_stash import WeightStash
 from lab import attach
-from pipeline.job import join_job
 from pipeline.schedules import pipedream
-from pipeline.training import LossLog
+from pipeline.training import LossLog, start_job
 
 
 class StashWithPiece(WeightStash):
@@ -29,7 +28,7 @@ def train_without_flush(lesson, arguments, pieces, cut):
     """
     arguments.weights, arguments.replicas = "stashed", [1] * RANKS
     schedule = pipedream(RANKS, arguments.steps)
-    job = join_job(arguments.device, arguments.timeout, schedule.pairs)
+    job = start_job(arguments, schedule.pairs)
     stage = lesson.build_stashing_stage(arguments, job, schedule, cut)
     if job.rank == 1:
         stage.stash = StashWithPiece(stage.part.named_parameters(), pieces.before_update)

@@ -27,7 +27,7 @@ def exchange_tied_gradient(job, stage, pieces):
         return
     other, name = RANKS - 1 - job.rank, TiedGradient("gradient of the tied matrix", stage.index, 0)
     weight = stage.part.embedding.weight if stage.is_first else stage.part.head.weight
-    receiving = job.receive(weight.shape, weight.dtype, other, name)
+    receiving = job.receive(other, name, weight.shape, weight.dtype)
     job.send(weight.grad, other, name)
     weight.grad = pieces.tied_gradient(weight.grad, receiving.wait())
 

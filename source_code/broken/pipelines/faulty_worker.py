@@ -18,8 +18,7 @@ class WorkerWithPieces(Worker):
     """
 
     def __init__(self, arguments, pieces, job, schedule, stage):
-        shape = (arguments.microbatch_size, arguments.seq_len, arguments.dim)
-        super().__init__(job, schedule, {stage.index: stage}, shape, arguments.torch_dtype)
+        super().__init__(job, schedule, {stage.index: stage})
         self.stage, self.pieces, self.case = stage, pieces, arguments.case
         self.asks = ASKING_RANK.get(arguments.case) == job.rank and arguments.case
 

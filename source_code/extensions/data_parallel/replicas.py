@@ -129,8 +129,8 @@ class DataParallelWorker(Worker):
     With `sums` set to False a step only adds up gradients, for one of several passes of an update.
     """
 
-    def __init__(self, job, schedule, stages, shape, dtype, reduction):
-        super().__init__(job, schedule, stages, shape, dtype)
+    def __init__(self, job, schedule, stages, reduction):
+        super().__init__(job, schedule, stages)
         self.reduction, self.sums = reduction, True
 
     def perform(self, action):

@@ -39,6 +39,16 @@ def nothing_kept(stages, last_result=None):
             stage.held.clear()
 
 
+@contextmanager
+def activations_of(job, shape):
+    """Around passes whose activations have another shape than the training's, on all ranks."""
+    before, job.shape = job.shape, shape
+    try:
+        yield
+    finally:
+        job.shape = before
+
+
 class ForwardOnly:
     """The stages of `worker`, the training's, without backwards.
 
@@ -47,12 +57,10 @@ class ForwardOnly:
 
     def __init__(self, worker, replicas, loss_function):
         self.job, self.schedule = worker.job, worker.schedule
-        self.stages, self.shape, self.dtype = worker.stages, worker.shape, worker.dtype
-        self.replicas, self.loss_function = replicas, loss_function
+        self.stages, self.replicas, self.loss_function = worker.stages, replicas, loss_function
 
-    def worker(self, shape, microbatches=None):
-        forwards = forwards_of(self.schedule, microbatches)
-        return Worker(self.job, forwards, self.stages, shape, self.dtype)
+    def worker(self, microbatches=None):
+        return Worker(self.job, forwards_of(self.schedule, microbatches), self.stages)
 
     def mean_loss(self, passes, real_tokens):
         """The mean loss of the `real_tokens` in `passes`, on the ranks of the last stage.
@@ -60,7 +68,7 @@ class ForwardOnly:
         A pass is (inputs, targets) as a worker's `run_step` takes them. None on other ranks.
         """
         self.loss_function.real_tokens = real_tokens
-        worker = self.worker(self.shape)
+        worker = self.worker()
         with nothing_kept(self.stages):
             losses = [worker.run_step(inputs, targets) for inputs, targets in passes]
         return None if losses[0] is None else self.replicas.sum_loss(sum(losses))
@@ -72,13 +80,16 @@ class ForwardOnly:
         window is computed anew for each: what a stage could keep of those before (a cache of keys
         and values) is left out. All replicas do the same, with the first micro-batch of each.
         """
-        _, length, dim = self.shape
+        _, length, dim = self.job.shape
         first_of = {min(action.microbatch for action in order) for order in self.schedule.orders}
-        worker = self.worker((1, length, dim), first_of)
+        worker = self.worker(first_of)
         last_rank = self.schedule.rank_of(self.schedule.num_stages - 1, 0)
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)
-        with nothing_kept(self.stages, last_result=lambda scores, targets: scores):
+        with (
+            nothing_kept(self.stages, last_result=lambda scores, targets: scores),
+            activations_of(self.job, (1, length, dim)),
+        ):
             for _ in range(count):
                 window = tokens[-length:]
                 # Stages have one shape. What fills it up comes later, and nobody looks ahead.

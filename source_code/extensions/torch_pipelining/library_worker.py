@@ -22,14 +22,15 @@ class LibraryWorker:
     """Runs the steps of one replica's pipeline on one rank.
 
     `parts` are the modules of this rank's stages, by index, already inside DDP or FSDP2 where they
-    are to be, as `reduction` has wrapped them. `shape` and `dtype` are those of one activation,
-    (micro-batch size, length, dim). `stages` has the library's stages, by index.
+    are to be, as `reduction` has wrapped them. `stages` has the library's stages, by index.
     """
 
-    def __init__(self, replicas, name, num_stages, parts, shape, dtype, num_microbatches,
-                 loss_function, reduction):  # fmt: skip
+    def __init__(
+        self, replicas, name, num_stages, parts, num_microbatches, loss_function, reduction
+    ):
         self.job, self.name, self.reduction = replicas.job, LIBRARY_NAMES[name], reduction
         self.has_first, self.has_last = 0 in parts, num_stages - 1 in parts
+        shape, dtype = self.job.shape, self.job.dtype
         # Given its shapes, the library need not run a micro-batch to find them out: that breaks DDP.
         tokens = torch.empty(shape[:2], dtype=torch.int64)
         activation = torch.empty(shape, dtype=dtype, requires_grad=True)
