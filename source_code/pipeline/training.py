@@ -28,26 +28,33 @@ TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e
 
 def training_parser(description):
     """The parser with the flags that every training script has."""
-    parser = Parser(description=description.splitlines()[0])
+    parser = model_parser(description)
     rates = ", ".join(f"{rate} for {name}" for name, rate in LEARNING_RATES.items())
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--steps", default=10, help="updates to train", **count)
     add("--batch-size", default=16, help="sequences per step", **count)
     add("--microbatches", default=8, help="parts of a batch", **count)
+    add("--learning-rate", type=positive_number, metavar="X", help=f"step size, else {rates}")
+    add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
+    add("--losses", metavar="FILE", help="write the losses, one JSON object per line")
+    return parser
+
+
+def model_parser(description):
+    """The parser with the flags of whatever runs the model: its sizes, its text, its ranks."""
+    parser = Parser(description=description.splitlines()[0])
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--layers", default=8, help="decoder layers", **count)
     add("--dim", default=32, help="width of the model", **count)
     add("--heads", default=4, help="query heads", **count)
     add("--kv-heads", default=2, help="key and value heads", **count)
     add("--seq-len", default=32, help="bytes per sequence", **count)
-    add("--learning-rate", type=positive_number, metavar="X", help=f"step size, else {rates}")
-    add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
-    add("--seed", type=int, default=0, metavar="N", help="of the weights and the batches")
+    add("--seed", type=int, default=0, metavar="N", help="of all that is drawn at random")
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--data", metavar="FILE", help="text to learn instead of the course's own")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--cut", type=layer_counts, metavar="A,B,...", help="layers of each stage, e.g. 3,3,2")
-    add("--verify", action="store_true", help="compare with one process training the whole model")
-    add("--losses", metavar="FILE", help="write the losses, one JSON object per line")
+    add("--verify", action="store_true", help="compare with one process that has the whole model")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait for another rank")
     return parser
 
@@ -70,14 +77,21 @@ def parse_arguments(parser):
 def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, a.seq_len)):
     """Check the flags, and add `num_ranks`, `config`, `text`, `torch_dtype`, `microbatch_size`."""
     a = arguments
-    a.num_ranks = getattr(a, "plan", None) or ranks_from_environment()[1]
-    a.vocabulary = getattr(a, "vocabulary", ModelConfig.vocabulary)
     a.learning_rate = a.learning_rate or LEARNING_RATES[a.optimizer]
     if a.batch_size % a.microbatches:
         reject(
             f"--microbatches {a.microbatches} does not divide --batch-size {a.batch_size}; use a "
             f"--batch-size that is a multiple of {a.microbatches}"
         )
+    a.microbatch_size = a.batch_size // a.microbatches
+    return complete_model(parser, a, read_data)
+
+
+def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.seq_len)):
+    """Check the flags of `model_parser`, and add `num_ranks`, `config`, `text`, `torch_dtype`."""
+    a = arguments
+    a.num_ranks = getattr(a, "plan", None) or ranks_from_environment()[1]
+    a.vocabulary = getattr(a, "vocabulary", ModelConfig.vocabulary)
     if a.dim % (2 * a.heads):
         reject(
             f"--heads {a.heads} does not cut --dim {a.dim} into parts of even width; use a --dim "
@@ -91,7 +105,6 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
         reject("--device cuda: this machine has no usable GPU; use --device cpu or auto")
     a.config = ModelConfig(a.layers, a.dim, a.heads, a.kv_heads, a.seq_len, a.vocabulary)
     a.torch_dtype = DTYPES[a.dtype]
-    a.microbatch_size = a.batch_size // a.microbatches
     for check in parser.checks:
         check(a)
     try:
