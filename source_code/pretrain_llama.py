@@ -52,6 +52,7 @@ from extensions.optimization.update import (
     clip_and_set_rate,
 )
 from extensions.planning.footprint import (
+    RankMemory,
     count_weights,
     measure_memory,
     memory_table,
@@ -387,8 +388,10 @@ def predicted_memory(arguments, schedule, cut):
 
 def print_memory(arguments, job, schedule, cut, stages, masters, training, activations):
     """Print what each rank held, beside the prediction; `activations` is this rank's peak, bytes."""
-    measured = gather(job, measure_memory(stages, masters, training.optimizer, activations))
+    own = measure_memory(stages, masters, training.optimizer, activations)
+    rows = gather(job, vars(own))  # ranks exchange plain data, no objects: see unpickling.py
     if job.rank == 0:
+        measured = [RankMemory(**row) for row in rows]
         predicted = predicted_memory(arguments, schedule, cut)
         print(memory_table({"measured": measured, "predicted": predicted}))
 

@@ -5,6 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+import pipeline.unpickling  # noqa: F401 - what other ranks send brings no code
 from pipeline.job import GRACE
 
 

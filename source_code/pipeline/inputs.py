@@ -17,25 +17,35 @@ class InputError(ValueError):
     """A file that cannot be read; the text names it and says why, and fits behind a flag."""
 
 
-def read_bytes(path, most=LARGEST):
-    """The content of a regular file of at most `most` bytes. Raises InputError for all else."""
-    content = bytearray()
+def open_input(path):
+    """A regular file, opened to be read as bytes. Raises InputError for all else."""
     try:
-        with open(path, "rb", opener=open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise InputError(f"{path} is no regular file")
-            while block := file.read(MEBIBYTE):
-                content += block
-                if len(content) > most:
-                    raise InputError(f"{path} has more than {most:,} bytes")
+        file = open(path, "rb", opener=open_at_once)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
-    return bytes(content)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InputError(f"{path} is no regular file")
+    return file
 
 
 def open_at_once(path, flags):
     """Open without waiting for the other end of a named pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_bytes(path, most=LARGEST):
+    """The content of a regular file of at most `most` bytes. Raises InputError for all else."""
+    content = bytearray()
+    with open_input(path) as file:
+        try:
+            while block := file.read(MEBIBYTE):
+                content += block
+                if len(content) > most:
+                    raise InputError(f"{path} has more than {most:,} bytes")
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    return bytes(content)
 
 
 def read_text(path, most=LARGEST):

@@ -5,7 +5,7 @@ whole model: nothing says from which rank, stage or schedule a tensor came. To r
 for the names that it has now, and torch.distributed.checkpoint finds the files in which they lie.
 checkpoint_folder.py says how a checkpoint appears all at once.
 
-A checkpoint is read with pickle: continue only from those that you trust.
+A checkpoint from elsewhere may hold wrong weights, but no code: checkpoint_reader.py runs none.
 """
 
 import shutil
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
@@ -28,9 +29,10 @@ from extensions.checkpointing.checkpoint_folder import (
     describe_files,
     publish,
     remove_leftovers,
-    replace_file,
     unmark_stopped,
 )
+from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
+from pipeline.inputs import is_count
 
 
 @dataclass
@@ -78,7 +80,7 @@ class Training:
         self.rate.load_state_dict(state["rate"])
         self.step, self.batches = state["progress"]["step"], state["progress"]["batches"]
         own = state["random"].get(random_name(job))
-        if own is not None:
+        if own is not None and own["cpu"].shape == torch.get_rng_state().shape:
             set_random_state(job.device, own)
         else:  # other ranks than before: there is no "same" state, so each starts one of its own
             torch.manual_seed(
@@ -107,13 +109,13 @@ def set_random_state(device, states):
 # Reading
 
 
-def read_state(job, training, path, group=None):
-    """The state at `path` for the parameters that this rank has; the model's go straight into them.
+def read_state(job, training, checkpoint, group=None):
+    """The state in a Checkpoint for the parameters of this rank; the model's go straight into them.
 
     The optimizer has no state before its first step, so there is nothing that could be filled:
     what is there to load is asked of the checkpoint, by name.
     """
-    reader = dcp.FileSystemReader(path)
+    reader = PlainReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata
     state = training.state(job)
     state["optimizer"] = {
@@ -126,10 +128,19 @@ def read_state(job, training, path, group=None):
             random_name(job): room_for(saved, f"random.{random_name(job)}.", torch.empty(0))
         }
     try:
-        dcp.load(state, storage_reader=reader, process_group=group)
+        dcp.load(state, storage_reader=reader, planner=PlainPlanner(), process_group=group)
     except CheckpointException as error:
-        raise CheckpointError(f"{path}: {reason_of(error)}") from None
+        raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
+    check_counts(state, checkpoint.path)
     return state
+
+
+def check_counts(state, where):
+    """Raise CheckpointError unless the plain values of a state are those of a training."""
+    counts = [state["progress"].get("step"), state["progress"].get("batches")]
+    counts.append(state["rate"].get("updates"))
+    if not all(map(is_count, counts)):
+        raise CheckpointError(f"{where} counts steps, batches and updates as {counts}")
 
 
 def room_for(saved, prefix, like):
@@ -139,6 +150,9 @@ def room_for(saved, prefix, like):
     it is in shards. AdamW counts its steps in a scalar, and keeps that on the CPU.
     """
     found = {name[len(prefix) :]: saved[name] for name in saved if name.startswith(prefix)}
+    for kind, entry in found.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"the checkpoint's {prefix}{kind} is no tensor")
     return {
         kind: torch.empty_like(like, dtype=entry.properties.dtype)
         if entry.size == like.shape
@@ -149,12 +163,6 @@ def room_for(saved, prefix, like):
         )
         for kind, entry in found.items()
     }
-
-
-def reason_of(error):
-    """The first failure that torch.distributed.checkpoint collected from the ranks, in one line."""
-    rank, (failure, _) = min(error.failures.items())
-    return f"rank {rank}: {str(failure).splitlines()[0] or type(failure).__name__}"
 
 
 def find_not_finite_tensor(state):
@@ -176,45 +184,6 @@ def copy_to_host(state):
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     return state
-
-
-def export(checkpoint, file):
-    """Write a checkpoint as one torch.save file, in one process, which must have room for it all.
-
-    torch.load(file)["model"] is a state dictionary of the whole model.
-    """
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    replace_file(file, lambda partial: dcp_to_torch_save(checkpoint.path, partial))
-
-
-def read_exported(file):
-    """The state in a file made by `export`, tensors left on disk until they are used."""
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        complete = {"model", "rate", "progress", "configuration"} <= state.keys()
-    except Exception as error:  # whatever a file that is something else makes torch raise
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise CheckpointError(f"--import {file} cannot be read ({reason})") from None
-    if not complete:
-        raise CheckpointError(f"--import {file} is no training that --export has written")
-    return {"optimizer": {}, **state}  # plain descent has none, and an empty one leaves no trace
-
-
-def take_exported(job, training, state):
-    """Continue from the state of `read_exported`: of the whole, this rank takes what it has."""
-    with torch.no_grad():
-        for name, parameter in training.parameters.items():
-            parameter.copy_(state["model"][name])
-    own = {
-        name: {
-            kind: tensor.to(parameter.device if tensor.dim() else "cpu", copy=True)
-            for kind, tensor in state["optimizer"][name].items()
-        }
-        for name, parameter in training.parameters.items()
-        if name in state["optimizer"]
-    }
-    training.take(job, {"random": {}, **state, "optimizer": own})
 
 
 # Saving
@@ -266,7 +235,7 @@ class Checkpoints:
         """Continue `training` from the checkpoint `begin`. Returns None or a sentence, as above."""
         try:
             with self.job.waiting_for_all("its part of the checkpoint"):
-                state = read_state(self.job, training, self.begin.path, self.group)
+                state = read_state(self.job, training, self.begin, self.group)
         except CheckpointError as error:
             return str(error)
         training.take(self.job, state)

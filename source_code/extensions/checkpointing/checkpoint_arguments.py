@@ -7,12 +7,7 @@ import hashlib
 import os
 import sys
 
-from extensions.checkpointing.checkpoint import (
-    Checkpoints,
-    export,
-    read_exported,
-    take_exported,
-)
+from extensions.checkpointing.checkpoint import Checkpoints
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     find_checkpoint,
@@ -20,6 +15,7 @@ from extensions.checkpointing.checkpoint_folder import (
     mark_stopped,
     run_to_write,
 )
+from extensions.checkpointing.exported import export, read_exported, take_exported
 from extensions.checkpointing.stop_request import STOPPED
 from pipeline.command_line import positive_integer, reject
 from pipeline.paths import can_be_written, check_paths_apart

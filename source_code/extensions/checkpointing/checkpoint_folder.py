@@ -2,7 +2,8 @@
 
     FOLDER/latest                                the newest one's name: run-0001/step-00000020
     FOLDER/run-0001/step-00000020/               whole, because it has this name
-        checkpoint.json                          the run's flags; size and checksum of every file
+        checkpoint.json                          the run's flags; size and checksum of every file,
+                                                 and a checksum of its own
         .metadata  __0_0.distcp  __1_0.distcp    written by torch.distributed.checkpoint
     FOLDER/run-0001/.writing-step-00000030-a1b2  not whole: being written, or left by a crash
 
@@ -17,18 +18,25 @@ is ever overwritten, and older runs are never thinned out. Write another run's n
 go back to it.
 """
 
-import contextlib
+import errno
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.files import to_json
+from pipeline.inputs import MEBIBYTE, InputError, is_count, read_json, read_text
+
 DESCRIPTION = "checkpoint.json"
 WRITING, DELETING = ".writing-", ".deleting-"
+LARGEST_DESCRIPTION = 16 * MEBIBYTE
+LONGEST_NAME = 4096  # bytes in the file `latest`
 
 
 class CheckpointError(Exception):
@@ -88,10 +96,10 @@ def current_run(folder):
     without `latest`, or one that names the run before; both are whole.
     """
     latest = Path(folder) / "latest"
-    if latest.exists():
+    if os.path.lexists(latest):
         try:
-            run = latest.read_text().split("/")[0].strip()
-        except (OSError, UnicodeDecodeError):
+            run = read_text(latest, LONGEST_NAME).split("/")[0].strip()
+        except InputError:
             run = "something unreadable"
         if run not in runs_of(folder) or not steps_of(folder, run):
             raise CheckpointError(
@@ -127,26 +135,57 @@ def find_checkpoint(folder, step=None):
 
 def read_checkpoint(folder, run, step):
     """The Checkpoint with its description, every file there and as long as it was."""
+    checkpoint, problem = look_at(folder, run, step)
+    if problem:
+        raise damage(checkpoint, *problem)
+    return checkpoint
+
+
+def look_at(folder, run, step):
+    """A Checkpoint, and None or what is wrong with it as (file, what)."""
     checkpoint = Checkpoint(Path(folder), run, step, {})
+    path = checkpoint.path / DESCRIPTION
+    if not os.path.lexists(path):
+        return checkpoint, (DESCRIPTION, "is missing")
     try:
-        description = json.loads((checkpoint.path / DESCRIPTION).read_text())
-        sizes = {name: size for name, (size, _) in description["files"].items()}
-        configuration = description["configuration"].items()
-    except FileNotFoundError:
-        raise damage(checkpoint, DESCRIPTION, "is missing") from None
-    except OSError as error:
-        raise damage(checkpoint, DESCRIPTION, f"cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise damage(checkpoint, DESCRIPTION, "is no longer what was written") from None
-    for name, size in sizes.items():
-        file = checkpoint.path / name
-        if not file.is_file():
-            raise damage(checkpoint, name, "is missing")
-        if file.stat().st_size != size:
-            raise damage(checkpoint, name, f"has {file.stat().st_size} bytes instead of {size}")
-    return Checkpoint(
-        Path(folder), run, step, {**description, "configuration": dict(configuration)}
+        description = read_json(path, LARGEST_DESCRIPTION)
+    except InputError as error:
+        reason = str(error).removeprefix(f"{path} ")
+        return checkpoint, (DESCRIPTION, f"is no longer what was written: it {reason}")
+    if not is_description(description, step):
+        return checkpoint, (DESCRIPTION, "is no longer what was written")
+    for name, (size, _) in description["files"].items():
+        try:
+            found = os.lstat(checkpoint.path / name)
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            return checkpoint, (name, "is missing" if missing else f"has gone ({error.strerror})")
+        if not stat.S_ISREG(found.st_mode):
+            return checkpoint, (name, "is no regular file any more")
+        if found.st_size != size:
+            return checkpoint, (name, f"has {found.st_size} bytes instead of {size}")
+    return Checkpoint(Path(folder), run, step, description), None
+
+
+def is_description(value, step):
+    """Whether a value from JSON is what `publish` has written for that step."""
+    if not isinstance(value, dict) or value.get("checksum") != checksum_of_description(value):
+        return False
+    files, configuration = value.get("files"), value.get("configuration")
+    return (
+        value.get("step") == step
+        and isinstance(configuration, dict)
+        and isinstance(files, dict)
+        and all(re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name) for name in files)
+        and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values())
+        and all(is_count(number) for entry in files.values() for number in entry)
     )
+
+
+def checksum_of_description(description):
+    """CRC-32 of all that checkpoint.json says but the checksum itself."""
+    rest = {name: value for name, value in description.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def check_files(checkpoint, names):
@@ -164,8 +203,7 @@ def damage(checkpoint, file, what):
     """The sentence about a damaged file, with the way on that is left."""
     folder, run, step = checkpoint.folder, checkpoint.run, checkpoint.step
     for earlier in reversed([s for s in steps_of(folder, run) if s < step]):
-        with contextlib.suppress(CheckpointError):
-            read_checkpoint(folder, run, earlier)
+        if look_at(folder, run, earlier)[1] is None:
             return CheckpointError(
                 f"{checkpoint.path}: {file} {what}; --from-step {earlier} continues from the "
                 f"checkpoint before it"
@@ -224,13 +262,19 @@ def publish(temporary, folder, run, step, description, keep):
                 f"rank 0 does not see {file} in {run_folder}; --checkpoints must name a folder that "
                 "all nodes share"
             )
-    write_synced(temporary / DESCRIPTION, json.dumps(description, indent=1) + "\n")
+    description = {**description, "step": step}
+    description["checksum"] = checksum_of_description(description)
+    write_synced(temporary / DESCRIPTION, to_json(description, indent=1) + "\n")
     sync_folder(temporary)
     os.rename(temporary, run_folder / name)
     sync_folder(run_folder)
     move_latest(folder, f"{run}/{name}")
     for old in steps_of(folder, run)[:-keep]:
-        remove_checkpoint(run_folder, name_of_step(old))
+        try:
+            remove_checkpoint(run_folder, name_of_step(old))
+        except OSError as error:  # the new one is saved all the same
+            sentence = f"{run_folder / name_of_step(old)} cannot be removed ({error.strerror})"
+            print(f"{sentence}; remove it yourself", file=sys.stderr, flush=True)
     return run_folder / name
 
 
@@ -242,7 +286,7 @@ def move_latest(folder, name):
 def replace_file(path, write):
     """Let `write(partial)` make a file, then give it its name: the old file or the new one,
     synced, never a part of either."""
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:
         write(partial)
@@ -256,6 +300,8 @@ def replace_file(path, write):
 
 def remove_checkpoint(run_folder, name):
     """Take the name away first: what has its name is whole, also while files go one by one."""
+    if not os.access(run_folder / name, os.W_OK):  # else half of it would go
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run_folder / name))
     doomed = run_folder / f"{DELETING}{name}-{secrets.token_hex(2)}"
     os.rename(run_folder / name, doomed)
     shutil.rmtree(doomed)
@@ -280,7 +326,7 @@ def unmark_stopped(folder):
 
 def write_synced(path, text):
     """Write a file and wait until it is on disk."""
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -322,7 +368,11 @@ def claim(folder):
         import fcntl
     except ImportError:  # Windows
         return None
-    file = open(Path(folder) / "lock", "w")
+    lock = Path(folder) / "lock"
+    file = open(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{lock} is no regular file; remove it")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,0 +1,186 @@
+"""Reads what torch.distributed.checkpoint wrote, without running code that a file brings along.
+
+Torch keeps the description of a checkpoint, and each value that is no tensor, as a pickle. Here the
+description may name only the classes that it needs, the values are read as torch.load reads
+weights, and what the description says of sizes and files is held against the files.
+"""
+
+import pickle
+import traceback
+import zipfile
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, metadata, planner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import _get_layout
+
+from extensions.checkpointing.checkpoint_folder import CheckpointError
+from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_bytes
+from pipeline.unpickling import UNPICKLING_ERRORS, allow, unpickle
+
+DESCRIPTION = ".metadata"
+LARGEST_DESCRIPTION = 256 * MEBIBYTE
+DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8".split()
+ARCHIVE_ERRORS = (OSError, zipfile.BadZipFile, *UNPICKLING_ERRORS)
+
+# What is in a description, and what ranks tell each other when they save and load.
+allow(
+    torch.Size,
+    _get_layout,
+    _StorageInfo,
+    _StoragePrefix,
+    WriteResult,
+    *(getattr(metadata, name) for name in metadata.__all__),
+    metadata._MEM_FORMAT_ENCODING,
+    *(getattr(planner, name) for name in ("SavePlan", "LoadPlan", "WriteItem", "ReadItem")),
+    *(getattr(planner, name) for name in ("WriteItemType", "LoadItemType", "TensorWriteData")),
+    planner.BytesIOWriteData,
+    *(("torch", name, getattr(torch, name)) for name in DTYPES),
+    *(("pathlib", name, Path) for name in ("PosixPath", "WindowsPath")),
+    *(CheckpointError, CheckpointException, traceback.FrameSummary, traceback.StackSummary),
+)
+
+
+class PlainReader(FileSystemReader):
+    """A FileSystemReader for a Checkpoint. Raises CheckpointError for a description that lies."""
+
+    def __init__(self, checkpoint):
+        super().__init__(checkpoint.path)
+        self.sizes = {name: size for name, (size, _) in checkpoint.description["files"].items()}
+
+    def read_metadata(self, *arguments, **options):
+        path = Path(self.path, DESCRIPTION)
+        try:
+            description = unpickle(read_bytes(path, LARGEST_DESCRIPTION))
+            check_description(description, self.sizes)
+        except (InputError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} cannot be trusted: {error}") from None
+        description.storage_meta = description.storage_meta or metadata.StorageMeta()
+        description.storage_meta.load_id = self.load_id
+        return description
+
+
+def check_description(description, sizes):
+    """Raise InputError unless a description fits the files, whose `sizes` are given by name.
+
+    Checked is all that the reading relies on: every tensor is whole, and no larger than the files,
+    and every part of it lies within one of them.
+    """
+    try:
+        for name, entry in description.state_dict_metadata.items():
+            path = description.planner_data[name]
+            if not all(isinstance(part, str) for part in path) or ".".join(path) != name:
+                raise InputError(f"{name} has another place than its name says")
+            if isinstance(entry, TensorStorageMetadata):
+                check_tensor(name, entry, sum(sizes.values()))
+            elif not isinstance(entry, BytesStorageMetadata):
+                raise InputError(f"{name} is neither a tensor nor a value")
+        for index, place in description.storage_data.items():
+            end = place.offset + place.length
+            inside = is_count(place.offset) and is_count(place.length)
+            if not inside or end > sizes[place.relative_path] or place.transform_descriptors:
+                raise InputError(f"{index.fqn} lies outside of {place.relative_path}")
+    except (AttributeError, LookupError, TypeError) as error:
+        raise InputError(f"it describes no tensors ({type(error).__name__})") from None
+
+
+def check_tensor(name, entry, most):
+    """Raise InputError unless the parts of a tensor make up all of it, in at most `most` bytes."""
+    numbers = [*entry.size, *(n for part in entry.chunks for n in (*part.offsets, *part.sizes))]
+    if not isinstance(entry.properties.dtype, torch.dtype) or not all(map(is_count, numbers)):
+        raise InputError(f"{name} has no sizes")
+    if entry.size.numel() * entry.properties.dtype.itemsize > most:
+        raise InputError(f"{name} of {tuple(entry.size)} does not fit into {most:,} bytes")
+    for part in entry.chunks:
+        dimensions = zip(part.offsets, part.sizes, entry.size, strict=True)
+        if any(offset + size > whole for offset, size, whole in dimensions):
+            raise InputError(f"{name} has a part outside of {tuple(entry.size)}")
+    if sum(torch.Size(part.sizes).numel() for part in entry.chunks) != entry.size.numel():
+        raise InputError(f"{name} is not whole")
+
+
+class ReadsPlainValues:
+    """Of a planner: values that are no tensors are read as torch.load reads weights."""
+
+    def load_bytes(self, read_item, value):
+        check_archive(value, f"{read_item.storage_index.fqn}")
+        plain = torch.load(value, weights_only=True)
+        keys = self.mappings[read_item.dest_index.fqn]
+        target = self.original_state_dict
+        for key in keys[:-1]:
+            target = target.setdefault(key, {})
+        target[keys[-1]] = plain
+
+
+class PlainPlanner(ReadsPlainValues, DefaultLoadPlanner):
+    """Loads what a rank asks for."""
+
+
+class WholePlanner(ReadsPlainValues, _EmptyStateDictLoadPlanner):
+    """Loads all that a checkpoint has."""
+
+
+def read_whole(checkpoint):
+    """All of a Checkpoint as nested dictionaries, in one process. Raises CheckpointError."""
+    state = {}
+    try:
+        _load_state_dict(
+            state, storage_reader=PlainReader(checkpoint), planner=WholePlanner(), no_dist=True
+        )
+    except CheckpointException as error:
+        raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
+    return state
+
+
+def reason_of(error):
+    """The first failure that torch.distributed.checkpoint collected from the ranks, in one line."""
+    rank, (failure, _) = min(error.failures.items())
+    return f"rank {rank}: {str(failure).splitlines()[0] or type(failure).__name__}"
+
+
+def check_archive(file, name):
+    """Raise InputError unless a file that torch.save wrote is whole: every entry has its checksum.
+
+    torch.load does not look at the checksums, and takes an entry of any size.
+    """
+    length = file.seek(0, 2)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type for entry in entries):
+                raise InputError(f"{name} has compressed parts, which torch.save does not write")
+            if sum(entry.file_size for entry in entries) > length:
+                raise InputError(f"{name} has parts that do not fit into its {length:,} bytes")
+            if damaged := archive.testzip():
+                raise InputError(f"{name} is no longer what was written ({damaged} differs)")
+    except (zipfile.BadZipFile, *UNPICKLING_ERRORS, OSError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{name} cannot be read as what torch.save writes ({error})") from None
+    file.seek(0)
+
+
+def load_archive(path):
+    """The plain values and tensors in a file that torch.save wrote, tensors left on disk.
+
+    Raises InputError for a damaged file, or one that would need code of its own.
+    """
+    with open_input(path) as file:
+        check_archive(file, path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except ARCHIVE_ERRORS as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path} holds more than tensors and numbers ({reason})") from None

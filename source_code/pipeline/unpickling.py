@@ -1,0 +1,83 @@
+"""Unpickles what other ranks and files bring, without running code that came with it.
+
+A pickle may name any function to be called with any arguments, and torch.distributed pickles the
+objects that ranks exchange. Here a pickle may build lists, dictionaries, numbers, text and tensors,
+and of classes only those that somebody has allowed.
+"""
+
+import builtins
+import io
+import pickle
+import pickletools
+from collections import OrderedDict
+
+import torch
+from torch.distributed import distributed_c10d
+
+# The documentation of pickle names UnpicklingError and says that other exceptions may be raised.
+UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+allowed = {}  # (module, name) -> what a pickle may call by that name
+
+
+def allow(*things):
+    """Let pickles build instances of these classes, call these functions, hold these constants.
+
+    One that is none of them is allowed by its name: (module, name, value).
+    """
+    for thing in things:
+        module, name, value = (
+            thing if isinstance(thing, tuple) else (thing.__module__, thing.__qualname__, thing)
+        )
+        allowed[module, name] = value
+
+
+class Unpickler(pickle.Unpickler):
+    """A pickle.Unpickler that knows what is allowed, and the exceptions of Python."""
+
+    def find_class(self, module, name):
+        if (module, name) in allowed:
+            return allowed[module, name]
+        own = getattr(builtins, name, None) if module == "builtins" else None
+        if isinstance(own, type) and issubclass(own, Exception):
+            return own
+        raise pickle.UnpicklingError(f"{module}.{name} is none of the classes that are expected")
+
+
+def unpickle(content):
+    """The object in `content`, bytes. Raises pickle.UnpicklingError for all that is not allowed.
+
+    An opcode can ask for a table of any size: its numbers are looked at before they are followed.
+    """
+    try:
+        for opcode, argument, _ in pickletools.genops(content):
+            if isinstance(argument, int) and "PUT" in opcode.name and argument > len(content):
+                raise pickle.UnpicklingError(f"{opcode.name} {argument} in {len(content)} bytes")
+        return Unpickler(io.BytesIO(content)).load()
+    except UNPICKLING_ERRORS as error:
+        raise pickle.UnpicklingError(str(error) or type(error).__name__) from None
+
+
+def load_storage(content):
+    """The memory of a tensor; torch's own function would unpickle without looking."""
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+allow(
+    OrderedDict,
+    torch._utils._rebuild_tensor_v2,
+    torch._utils._rebuild_parameter,
+    ("torch.storage", "_load_from_bytes", load_storage),
+)
+distributed_c10d._unpickler = Unpickler  # of all_gather_object and its like
