@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from course.launch import ROOT
+from lab.simulator import Costs, simulate
+from pipeline.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 TEXT = (ROOT / "docs" / "instructors.md").read_text()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -58,6 +60,26 @@ def test_every_lesson_has_its_exercises_and_a_sheet(path):
     assert re.search(
         rf"^\*\*{path.stem.split('_')[0]} ", section("A sheet for each lesson"), re.MULTILINE
     )
+
+
+def test_the_sheets_on_messages_say_what_the_schedules_and_the_simulator_do():
+    sheets = section("A sheet for each lesson")
+    assert "(p·v − 1)/(p − 1) times as many, 2.33 for p = 4 and v = 2" in sheets
+    for p, v in ((2, 2), (4, 2), (4, 4), (16, 4)):
+        ratio = len(interleaved_1f1b(p, p, v).messages) / len(one_f_one_b(p, p).messages)
+        assert ratio == (p * v - 1) / (p - 1)
+    assert round((4 * 2 - 1) / (4 - 1), 2) == 2.33
+    assert "crosses the network n − 1 times each way, and n times with interleaving" in sheets
+    for schedule, crossings in ((one_f_one_b(8, 8), 3), (interleaved_1f1b(8, 8), 4)):
+        on_node = [(source // 2, destination // 2) for source, destination in schedule.pairs]
+        assert sum(a != b for a, b in on_node) == 2 * crossings  # 4 nodes of 2 ranks
+    # Over a hop that takes longer than a stage, 10 and 20 ms: what 8 micro-batches more cost.
+    for kind, expected in (("transfer", {"gpipe": 240, "1f1b": 480}),
+                           ("occupancy", {"gpipe": 480, "1f1b": 480})):  # fmt: skip
+        costs = Costs(10, 20, **{kind: {(1, 2): 30, (2, 1): 30}})
+        for make in (gpipe, one_f_one_b):
+            more = simulate(make(4, 24), costs).makespan - simulate(make(4, 16), costs).makespan
+            assert more == expected[make(4, 8).name]
 
 
 def test_the_readme_gives_the_minutes_of_the_lessons():
