@@ -17,8 +17,12 @@ MODULES = [
     "lab.story",
     "lab.timeline",
     "lab.drawing",
+    "lab.known_schedules",
+    "lab.longest_path",
     "lab.figures",
     "extensions.planning.exact_search",
+    "course.browser.page",
+    "course.checks.puzzle_answers",
     "course.checks.puzzles",
     "course.views.explorer_view",
 ]

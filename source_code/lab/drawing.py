@@ -8,6 +8,7 @@ Text outside the blocks is a grey that can be read on white and on black; the gr
 from dataclasses import dataclass
 from html import escape
 
+from lab.longest_path import longest_path
 from lab.story import stories_of, waits_of
 from lab.timeline import Timeline
 
@@ -32,6 +33,9 @@ MOST_NUMBERS = 400
 READING = 16  # the height of a line of a block's story
 SHADE = 0.24  # how far the blocks of one stage differ from those of the rank's stage before
 
+PATH = (  # the line of a longest path
+    'fill="none" stroke="#D3006E" stroke-width="3.4" stroke-linejoin="round" pointer-events="none"'
+)
 DASHED = 'stroke="#555555" stroke-dasharray="3 2.4"'  # the outline of a forward run again
 
 
@@ -57,7 +61,7 @@ class Placement:
         return self.top + rank * (ROW + ROW_GAP)
 
 
-def arrange(timelines, reading=False):
+def arrange(timelines, reading=False, longest_path=False):
     """The Placement of each timeline, on one scale, and the height of the whole drawing."""
     longest = max(timeline.makespan for timeline in timelines.values())
     scale = (WIDTH - LEFT - RIGHT) / longest
@@ -69,7 +73,7 @@ def arrange(timelines, reading=False):
         top += 2 * READING + 4 if reading else 0
         places.append(Placement(label, timeline, title, story, top, scale))
         top += timeline.num_ranks * (ROW + ROW_GAP) + 30
-    _, lines, _ = _legend_of(timelines.values())
+    _, lines, _ = _legend_of(timelines.values(), longest_path)
     return places, places[-1].bottom + 34 + lines * (18 + ROW_GAP)
 
 
@@ -115,7 +119,7 @@ def has_numbers(timeline):
 def draw_place(place, unit, title, stories=None):
     """One timeline at its place, as a list of SVG elements.
 
-    `stories` has two lines for each event, else what story.py says of it.
+    `stories` has two lines for each event, else what story.py says of it; False for none.
     """
     timeline = place.timeline
     width = timeline.makespan * place.scale
@@ -131,7 +135,7 @@ def draw_place(place, unit, title, stories=None):
         _text(LEFT, place.title, title, anchor="start"),
         *names,
         f'<path d="{rows}" fill="{TEXT}" fill-opacity="0.13"/>',
-        *_draw_blocks(place, stories or stories_of(timeline, unit)),
+        *_draw_blocks(place, stories_of(timeline, unit) if stories is None else stories),
         *(_draw_messages(place) if few else []),
         *(_draw_numbers(place) if few else []),  # on top of the lines
         *_draw_axis(timeline, place.bottom + 2, place.x, unit),
@@ -146,7 +150,7 @@ def _draw_blocks(place, stories):
     chunk = _chunks(timeline)
     fills = {}
     parts, updates, hatches = [], [], []
-    for event, story in zip(timeline.events, stories):
+    for event, story in zip(timeline.events, stories or [None] * len(timeline.events)):
         kind = event.action.kind
         key = kind, chunk[event.rank, event.action.stage]
         if key not in fills:
@@ -157,7 +161,9 @@ def _draw_blocks(place, stories):
         block = (
             f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" fill="{fills[key]}">'
         )
-        if place.reading is None:
+        if story is None:
+            block = block[:-1] + "/>"
+        elif place.reading is None:
             block += f"<title>{story[0]}; {story[1]}</title></rect>"
         else:
             lines = f'{story[0]}<tspan x="8" dy="{READING}">{story[1]}</tspan>'
@@ -263,6 +269,17 @@ def _draw_messages(place):
     ]
 
 
+def draw_longest_path(place):
+    """A longest path as a line: through its blocks, and along its messages to other ranks."""
+    low = ROW - 3.5  # below the numbers
+    line = ""
+    for event, before, _ in longest_path(place.timeline):
+        left, right = place.x(event.start), place.x(event.end)
+        start = "L" if before else "M"
+        line += f"{start}{left:.1f} {place.y(event.rank) + low}H{right:.1f}"
+    return [f'<path class="longest-path" d="{line}" {PATH}/>']
+
+
 def _draw_axis(timeline, top, x, unit):
     step = _round_step(timeline.makespan / 8)
     parts = []
@@ -287,7 +304,7 @@ def _round_step(least):
     return next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= least)
 
 
-def _legend_of(timelines):
+def _legend_of(timelines, longest_path=False):
     """What the legend explains: (sign, words, left, line) of each entry, and the number of lines."""
     kinds = {event.action.kind for timeline in timelines for event in timeline.events}
     few = [timeline for timeline in timelines if has_numbers(timeline)]
@@ -301,6 +318,7 @@ def _legend_of(timelines):
         entries.append(("shades", "stages of one rank"))
     entries.append(("waiting", "waiting"))
     entries += [("message", "message")] if few else []
+    entries += [("longest path", "longest path")] if longest_path else []
     placed, left, line = [], LEFT, 0
     for sign, words in entries:
         width = ROW + 6 + 7.2 * len(words)
@@ -311,10 +329,10 @@ def _legend_of(timelines):
     return placed, line + 1, bool(few)
 
 
-def draw_legend(timelines, top):
+def draw_legend(timelines, top, longest_path=False):
     """What the colours and marks mean, as a list of SVG elements."""
     parts = []
-    entries, _, few = _legend_of(timelines)
+    entries, _, few = _legend_of(timelines, longest_path)
     for sign, words, left, line in entries:
         y = top + line * (18 + ROW_GAP)
         box = f'<rect x="{left:.1f}" y="{y}" width="{ROW}" height="18" '
@@ -329,6 +347,8 @@ def draw_legend(timelines, top):
                 f'<line x1="{left + 6:.1f}" y1="{y + 2}" x2="{left + ROW - 6:.1f}" y2="{y + 16}" '
                 f'stroke="{TEXT}"/>'
             )
+        elif sign == "longest path":
+            parts.append(f'<path d="M{left:.1f} {y + 9}h{ROW}" {PATH}/>')
         else:
             kind = "F" if sign == "recomputed" else sign
             dashes = f" {DASHED}" if sign != kind else ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from lab.drawing import TEXT, arrange, draw_legend, draw_place, wrap
+from lab.drawing import TEXT, arrange, draw_legend, draw_longest_path, draw_place, wrap
 from lab.story import short
 
 
@@ -26,20 +26,25 @@ class Picture:
         Path(path).write_text(self.svg)
 
 
-def draw_timelines(timelines, unit="ms", caption="", reading=False, stories=None):
+def draw_timelines(
+    timelines, unit="ms", caption="", reading=False, stories=None, longest_path=False
+):
     """A Picture of one timeline or several, one below the other on one scale.
 
     `timelines` is a dictionary from label to Timeline, such as {"predicted": ..., "performed": ...}.
     Each block tells its story: as its title, or with `reading` in lines above its timeline, which a
     page's style shows for the block that is pointed at (stepping.py). `stories` has other stories
-    than the timeline's own, by label.
+    than the timeline's own, by label; with `stories=False` a block tells none. With `longest_path`
+    a line shows a longest path through each timeline (longest_path.py).
     """
-    places, height = arrange(timelines, reading)
+    places, height = arrange(timelines, reading, longest_path)
     parts = []
     for place in places:
         title = f"{place.label}: {describe(place.timeline, unit)}"
-        parts += draw_place(place, unit, title, (stories or {}).get(place.label))
-    parts += draw_legend(timelines.values(), places[-1].bottom + 30)
+        told = stories if stories is False else (stories or {}).get(place.label)
+        parts += draw_place(place, unit, title, told)
+        parts += draw_longest_path(place) if longest_path else []
+    parts += draw_legend(timelines.values(), places[-1].bottom + 30, longest_path)
     alt = caption or "; ".join(
         f"{label}: {describe(timeline, unit)}" for label, timeline in timelines.items()
     )

@@ -1,34 +1,16 @@
 """Checks of lesson 12: a schedule of one's own is judged, drawn, and performed by real ranks."""
 
-from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer, call, checked
+from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer
+from course.checks.puzzle_answers import puzzle, schedule_of
 from course.checks.puzzles import PUZZLES
 from course.launch import ROOT, run
 from lab.figures import draw_timelines
 from lab.simulator import simulate
-from lab.story import name_of_message, short, smallest_time, waits_of
 from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE, pretended_nodes
 from pipeline.files import write_whole
-from pipeline.schedule import Schedule, ScheduleError, from_csv, to_csv
-from pipeline.schedules.legal import check_legal
+from pipeline.schedule import to_csv
 
-
-def puzzle(number, answer):
-    """Print whether `answer` solves the puzzle of that number; return its timeline as a Picture.
-
-    `answer` holds one row per rank, as one string or a list of strings, or is a function
-    `answer(num_ranks, num_microbatches)` that returns them. What is not legal has no timeline.
-    """
-    _judge(number, answer)
-    try:
-        timeline = simulate(schedule_of(number, answer), PUZZLES[number].costs)
-    except (NotAttempted, WrongAnswer):
-        return None
-    idle = ", ".join(
-        f"rank {rank} {short(time)} ms" for rank, time in enumerate(timeline.idle_per_rank)
-    )
-    return draw_timelines(
-        {"yours": timeline}, caption=f"Your schedule, {short(timeline.makespan)} ms; idle: {idle}"
-    )
+__all__ = ["perform", "puzzle"]
 
 
 def perform(number, answer):
@@ -58,130 +40,4 @@ def perform(number, answer):
         )
     return draw_timelines(
         {"predicted": simulate(schedule, given.costs), "performed": performed.timeline}
-    )
-
-
-def _praise(number, answer):
-    given = PUZZLES[number]
-    timeline = simulate(schedule_of(number, answer), given.costs)
-    return f"legal; {how_far(given, timeline)}. {given.praise[0].upper()}{given.praise[1:]}"
-
-
-@checked(_praise)
-def _judge(number, answer):
-    schedule, given = schedule_of(number, answer), PUZZLES[number]
-    timeline = simulate(schedule, given.costs)
-    complaints = [complaint for complaint in [too_much_held(given, timeline)] if complaint]
-    if given.measured(timeline) > given.target + smallest_time(timeline):
-        complaints.append(longest_wait(timeline))
-    if complaints:
-        return "; ".join(["legal", how_far(given, timeline), *complaints])
-
-
-def schedule_of(number, answer):
-    """The legal Schedule of the puzzle's size that the answer is. Raises NotAttempted, WrongAnswer."""
-    if answer is None or answer is ...:
-        raise NotAttempted
-    if number not in list(PUZZLES):
-        raise WrongAnswer(f"there is no puzzle {number!r}; they are 1 to {len(PUZZLES)}")
-    given = PUZZLES[number]
-    rows = call(answer, given.num_ranks, given.num_microbatches) if callable(answer) else answer
-    schedule = rows if isinstance(rows, Schedule) else _read(rows, f"puzzle {number}")
-    if schedule.num_ranks != given.num_ranks:
-        raise WrongAnswer(
-            f"{schedule.num_ranks} rows, and the puzzle has {given.num_ranks} ranks, a row for each"
-        )
-    try:
-        check_legal(schedule)
-    except ScheduleError as error:
-        raise WrongAnswer(str(error)) from None
-    _fits(given, schedule)
-    return schedule
-
-
-def _read(rows, name):
-    text = rows if isinstance(rows, str) else None
-    if text is None and isinstance(rows, (list, tuple)) and all(isinstance(r, str) for r in rows):
-        text = "\n".join(rows)
-    if text is None:
-        raise WrongAnswer("write one string per rank, such as '0F0,0F1,0B0,0B1', in a list")
-    try:
-        return from_csv(text, name)
-    except ScheduleError as error:
-        raise WrongAnswer(str(error)) from None
-
-
-def _fits(given, schedule):
-    """Raise WrongAnswer unless it is a schedule of this puzzle: stages, ranks, micro-batches, kinds."""
-    if schedule.num_microbatches != given.num_microbatches:
-        raise WrongAnswer(
-            f"your rows hold {schedule.num_microbatches} micro-batches, the puzzle has "
-            f"{given.num_microbatches}"
-        )
-    if schedule.num_stages != len(given.rank_of_stage):
-        raise WrongAnswer(
-            f"your rows hold {schedule.num_stages} stages, the puzzle has "
-            f"{len(given.rank_of_stage)}"
-        )
-    kinds = "FBIW" if given.split else "FB"
-    for rank, order in enumerate(schedule.orders):
-        for step, action in enumerate(order):
-            where = f"rank {rank}, step {step} ({action})"
-            if rank != given.rank_of_stage[action.stage]:
-                raise WrongAnswer(
-                    f"{where}: in this puzzle stage {action.stage} is rank "
-                    f"{given.rank_of_stage[action.stage]}'s"
-                )
-            if action.kind not in kinds:
-                raise WrongAnswer(f"{where}: this puzzle has only {', '.join(kinds)}")
-
-
-def how_far(given, timeline):
-    """How long the schedule is, how long it should be, and how long the best one is."""
-    value, small = given.measured(timeline), smallest_time(timeline)
-    if given.measure == "idle":
-        idle = [span - busy for span, busy in zip(timeline.span_per_rank, timeline.busy_per_rank)]
-        if value <= small:
-            return "no rank is idle between its first action and its last"
-        return (
-            f"rank {idle.index(value)} is idle for {short(value)} ms between its first action and "
-            f"its last, the target is {short(given.target)}"
-        )
-    taken, target = f"{short(value)} ms", f"the target is {short(given.target)}"
-    known = f"{short(given.best)} is provably best"
-    if given.bound is not None:
-        below = f"nothing below {short(given.bound)} is possible"
-        known = f"{short(given.best)} is the best known, and {below}"
-    if too_much_held(given, timeline):
-        return f"{taken}, {target}; in the room that the puzzle gives {known}"
-    if value < given.best - small:
-        return f"{taken}, which is better than the best known, {short(given.best)}; {below}"
-    if given.bound is None and value <= given.best + small:
-        return f"{taken}, which is provably best"
-    if given.target == given.best:
-        return f"{taken}, {target}, which is provably best"
-    return f"{taken}, {target}; {known}"
-
-
-def too_much_held(given, timeline):
-    """Which rank holds more than the puzzle allows, or None."""
-    if given.room is None:
-        return None
-    what = "micro-batches"
-    if len(given.rank_of_stage) > given.num_ranks:
-        what = "activations (one for each stage and micro-batch)"
-    until = " until their W" if given.until_weight else ""
-    for rank, (held, room) in enumerate(zip(given.held(timeline), given.room)):
-        if held > room:
-            return f"rank {rank} holds {held} {what}{until}, the puzzle allows {room}"
-
-
-def longest_wait(timeline):
-    """Where a rank that had begun stood idle for longest, and for what."""
-    first = {events[0] for events in timeline.by_rank}
-    waits = [wait for wait in waits_of(timeline) if wait.event not in first and wait.source]
-    wait = max(waits, key=lambda wait: wait.gap)
-    return (
-        f"the longest wait is rank {wait.event.rank}'s, {short(wait.gap)} ms before "
-        f"{wait.event.action}, for {name_of_message(wait.source)}"
     )

@@ -30,6 +30,7 @@ def explore(
     transfer=0.0,
     compare=None,
     occupancy=0.0,
+    longest_path=False,
 ):
     """The panel, for the last line of a cell. All arguments can be changed in it afterwards.
 
@@ -39,7 +40,8 @@ def explore(
     one micro-batch, however many stages they are cut into, so that the same model is compared;
     `weight` is the part of the backward that a split backward does later, half of it unless given.
     `transfer` is the latency of a message in milliseconds. `occupancy` is for how many it occupies
-    its link, where the next message waits until it is free.
+    its link, where the next message waits until it is free. `longest_path` shows it, and says why
+    each bubble is there.
 
     Raises ValueError for an unknown name. What a generator refuses is said in the picture's place.
     """
@@ -48,34 +50,40 @@ def explore(
             raise ValueError(f"no schedule is named '{choice}'; take {', '.join(SCHEDULES)}")
     weight = backward / 2 if weight is None else weight
     times = forward, backward, weight, transfer
-    return Explorer(Settings(schedule, ranks, microbatches, chunks, *times, compare, occupancy))
+    settings = Settings(schedule, ranks, microbatches, chunks, *times, compare, occupancy)
+    return Explorer(settings, longest_path)
 
 
 class Explorer(Shown):
     """What `explore` returns."""
 
-    def __init__(self, settings):
-        self.settings = settings
+    def __init__(self, settings, longest_path):
+        self.settings, self.longest_path = settings, longest_path
 
     @property
     def view(self):
-        return View(self.settings)
+        return View(self.settings, self.longest_path)
 
     def make_panel(self):
-        return Panel(self.settings)
+        return Panel(self.settings, self.longest_path)
 
 
 class Panel(Stepper):
     """The widgets of one explorer. `box` holds all of them."""
 
-    def __init__(self, settings):
+    def __init__(self, settings, longest_path=False):
         self.settings = settings
+        self.path = widgets.Checkbox(
+            value=longest_path, description="longest path and bubbles", indent=False
+        )
+        self.reasons = widgets.HTML()
         self.own = _by_name(settings.schedule, settings.compare)
         self.make_controls()
         super().__init__()
         self.redraw()
         for control in self.controls.values():
             control.observe(self.on_change, names="value")
+        self.path.observe(lambda _: self.redraw(), names="value")
         self.listen()
 
     def make_controls(self):
@@ -110,7 +118,9 @@ class Panel(Stepper):
             [
                 widgets.HTML(STYLE, layout=widgets.Layout(display="none")),
                 widgets.HBox([*columns, self.figures], layout=wrapped),
+                self.path,
                 *self.stepping_rows(),
+                self.reasons,
             ]
         )
 
@@ -125,8 +135,8 @@ class Panel(Stepper):
 
     def redraw(self):
         """Predict and draw anew."""
-        view = View(self.settings)
-        self.figures.value = view.figures
+        view = View(self.settings, self.path.value)
+        self.figures.value, self.reasons.value = view.figures, view.reasons
         self.show(view)
         self.disable_what_does_not_count()
 

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from lab.drawing import draw_cursor
 from lab.figures import draw_timelines
+from lab.longest_path import bubbles_of, longest_path, tell_bubble, tell_path
 from lab.simulator import Costs, simulate
 from lab.story import (
     moments_at,
@@ -56,11 +57,12 @@ class Prediction:
 class View:
     """Everything that is shown for some Settings, as SVG and HTML text. No widget is needed for it.
 
-    `refusal` is the sentence that stands in the picture's place when there is nothing to draw.
+    `refusal` is the sentence that stands in the picture's place when there is nothing to draw. With
+    `longest_path` the pictures show it, and `reasons` are not empty.
     """
 
-    def __init__(self, settings):
-        self.settings = settings
+    def __init__(self, settings, longest_path=False):
+        self.settings, self.longest_path = settings, longest_path
         self.predictions, self.refusal = [], ""
         try:
             self.predictions = predict(settings)
@@ -76,19 +78,25 @@ class View:
 
     @cached_property
     def stored_picture(self):
-        return draw_timelines(self.timelines)
+        return draw_timelines(self.timelines, longest_path=self.longest_path)
 
     @property
     def picture(self):
         if self.refusal:
             return problem(self.refusal)
-        return draw_timelines(self.timelines, reading=True).svg
+        return draw_timelines(self.timelines, reading=True, longest_path=self.longest_path).svg
 
     @property
     def table(self):
         if self.refusal:
             return problem(self.refusal)
         return "".join(action_table(timeline) for timeline in self.timelines.values())
+
+    @property
+    def reasons(self):
+        """The longest path and why each bubble is there, of each timeline."""
+        shown = self.timelines.values() if self.longest_path else []
+        return "".join(map(reasons, shown))
 
     @property
     def figures(self):
@@ -205,6 +213,33 @@ def _numbers(values):
 
 def _with_heads(rows):
     return [[head, *cells] for head, cells in rows.items()]
+
+
+def reasons(timeline, unit="ms"):
+    """HTML: the longest path in a sentence, and a table with a row for every bubble."""
+    return f"<p>{escape(tell_path(longest_path(timeline), unit))}</p>{bubble_table(timeline, unit)}"
+
+
+def bubble_table(timeline, unit="ms"):
+    """An HTML table with a row for every time in which a rank is idle, and why it is."""
+    rows = [
+        [
+            f"rank {bubble.rank}",
+            short(bubble.start - timeline.start),
+            short(bubble.end - timeline.start),
+            short(bubble.length),
+            tell_bubble(bubble, timeline, unit),
+        ]
+        for bubble in bubbles_of(timeline)
+    ]
+    if not rows:
+        return "<p>No rank is ever idle.</p>"
+    name = f"Why each bubble of {timeline.name} is there"
+    heads = ["", f"from, {unit}", f"to, {unit}", "long", "why"]
+    return (
+        f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
+        f"{table_of(name, heads, rows)}</div>"
+    )
 
 
 def action_table(timeline, unit="ms"):

@@ -1,0 +1,123 @@
+"""The explorer of the website: what it offers, and what it answers when something was moved."""
+
+from dataclasses import fields
+from functools import lru_cache
+
+from course.views.explorer_view import Settings, View, can_choose_chunks, is_split, reasons
+from lab.drawing import LEFT, ROW, arrange, draw_cursor
+from lab.figures import draw_timelines
+from lab.story import short, tell
+from pipeline.schedule import ScheduleError, from_csv
+from pipeline.schedules import SCHEDULES
+from pipeline.schedules.legal import check_legal
+
+OWN = "your own rows"  # the choice of a schedule that is written in the page
+NOTHING = "nothing"
+CHOICES = {"schedule": [*SCHEDULES, OWN], "compare": [NOTHING, *SCHEDULES]}
+# (label, least, most, step) of each slider, by the name of the setting
+SLIDERS = {
+    "ranks": ("ranks", 1, 8, 1),
+    "microbatches": ("micro-batches", 1, 64, 1),
+    "chunks": ("stages per rank", 2, 4, 1),
+    "forward": ("forward of a rank, ms", 0.5, 50, 0.5),
+    "backward": ("backward of a rank, ms", 1, 100, 0.5),
+    "weight": ("of it for weights, ms", 0.5, 99, 0.5),
+    "transfer": ("transfer, ms", 0, 20, 0.5),
+    "occupancy": ("occupancy of a link, ms", 0, 20, 0.5),
+}
+START = {
+    "schedule": "gpipe",
+    "compare": "1f1b",
+    "ranks": 4,
+    "microbatches": 8,
+    "chunks": 2,
+    "forward": 10,
+    "backward": 20,
+    "weight": 10,
+    "transfer": 0,
+    "occupancy": 0,
+    "rows": "",
+}
+
+
+def explore(settings, longest_path=False, table=False):
+    """Everything that a page shows for some settings, as a dictionary for JSON.
+
+    `settings` has the keys of START, with names of CHOICES and numbers; `rows` is the text form of
+    a schedule, for the choice OWN. What cannot be drawn has a `refusal`, one sentence.
+    """
+    try:
+        view = view_of(settings)
+    except ScheduleError as error:
+        return {"refusal": str(error), "disabled": []}
+    if view.refusal:
+        return {"refusal": view.refusal, "disabled": without_effect(view)}
+    picture = draw_timelines(view.timelines, stories=False, longest_path=longest_path)
+    return {
+        "refusal": "",
+        "disabled": without_effect(view),
+        "svg": picture.svg,
+        "alt": picture.alt,
+        "figures": view.figures,
+        "times": view.times,
+        "table": view.table if table else "",
+        "reasons": "".join(map(reasons, view.timelines.values())) if longest_path else "",
+    }
+
+
+def moment(settings, time):
+    """What holds at one time: a drawing of the cursor to lay over the picture, and words."""
+    view = view_of(settings)
+    return {
+        "svg": draw_cursor(view.timelines, time),
+        "html": view.moment(time),
+        "now": f"at {short(time)} ms",
+    }
+
+
+def point(settings, x, y):
+    """The time at a place of the picture, in the drawing's own units, and what the block there tells.
+
+    Where no block is, the story is empty; beside the timelines the time is None.
+    """
+    view = view_of(settings)
+    for place, waits in zip(arrange(view.timelines)[0], view.waits):
+        timeline = place.timeline
+        for event in timeline.events:
+            top = place.y(event.rank)
+            if top <= y < top + ROW and place.x(event.start) <= x < place.x(event.end):
+                return {"story": tell(waits[event], timeline), "time": event.start}
+        time = timeline.start + (x - LEFT) / place.scale
+        if place.top <= y <= place.bottom and 0 <= time - timeline.start <= timeline.makespan:
+            return {"story": [], "time": time}
+    return {"story": [], "time": None}
+
+
+def view_of(settings):
+    """The View of a page's settings. Raises ScheduleError for rows that are no legal schedule."""
+    return _view(tuple(sorted(settings.items())))
+
+
+@lru_cache(maxsize=2)
+def _view(items):
+    settings = dict(items)
+    chosen = {field.name: settings[field.name] for field in fields(Settings)}
+    if chosen["compare"] == NOTHING:
+        chosen["compare"] = None
+    if chosen["schedule"] == OWN:
+        chosen["schedule"] = check_legal(from_csv(settings["rows"], "yours"))
+    return View(Settings(**chosen))
+
+
+def without_effect(view):
+    """The names of the sliders that change nothing at these settings."""
+    chosen = (view.settings.schedule, view.settings.compare)
+    names = []
+    if not any(isinstance(choice, str) for choice in chosen):
+        names += ["ranks", "microbatches"]
+    if not any(map(can_choose_chunks, chosen)):
+        names += ["chunks"]
+    # Where a refusal may be about the weights' part, it must be possible to move it.
+    if not view.refusal and not any(is_split(each.schedule) for each in view.predictions):
+        names += ["weight"]
+    return names

@@ -1,0 +1,18 @@
+"""What a page of the website asks of the course's Python: JSON in, JSON out.
+
+The worker of a page (tools/browser/worker.js) calls `answer`. Nothing here needs a browser, so the
+tests compare what a page shows with what the same call returns here.
+"""
+
+import json
+
+from course.browser.exercise_page import check, solve
+from course.browser.explorer_page import explore, moment, point
+
+ASKED = {"explore": explore, "moment": moment, "point": point, "check": check, "solve": solve}
+
+
+def answer(request):
+    """The answer to `{"do": NAME, ...}`, a name of ASKED with its arguments. Both are JSON text."""
+    arguments = json.loads(request)
+    return json.dumps(ASKED[arguments.pop("do")](**arguments))
