@@ -102,16 +102,18 @@ class Laboratory:
             # The first step of several pays for what is done once; leave it out.
             self.profile = Profile(job, self.clock, int(steps > 1))
             further.append(self.profile)
-        has_loss = job.rank == self.schedule.rank_of(self.schedule.num_stages - 1, 0)
-        self.report = Report(
-            job, self.schedule, self.clock, self.memory, self.network, what, steps * has_loss
-        )
+        bar = steps if steps and self.has_loss() else 0
+        self.report = Report(job, self.schedule, self.clock, self.memory, self.network, what, bar)
         self.observer = Observer(job, [self.watch, *further, self.report])
         self.watch.start()
         if self.profile:
             self.profile.begin()
         self.files = arguments.timeline, arguments.profile
         self.leave_job, job.leave = job.leave, self.leave
+
+    def has_loss(self):
+        """Whether this rank has the last stage, whose losses a terminal sees."""
+        return self.job.rank == self.schedule.rank_of(self.schedule.num_stages - 1, 0)
 
     def leave(self):
         """Write what was asked for, print the summary, leave the job."""

@@ -1,0 +1,139 @@
+"""Which tokens go through the pipeline together: a plan as data, like a schedule of a training.
+
+A pass takes some tokens of one group of requests through all stages. The tokens that it chooses go
+from the last stage back to the first, and only then can the next pass of the group begin. So a
+group keeps one stage busy at a time, and as many groups as stages keep all of them busy.
+
+A prompt is read in chunks (Agrawal et al. 2023, 2308.16369, section 4), each beside the one token
+of every request that is already being continued. A request takes a place of the cache as soon as
+one is free and gives it back with its last token, while the others go on: continuous batching
+(Yu et al. 2022, "Orca", section 3.1).
+
+The plan knows how many tokens each request is given. A server that stops at a token of the model's
+choice decides pass by pass, on the first rank, and sends the decision along with the activation.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeline.schedule import Action, Schedule
+
+
+class Row(NamedTuple):
+    """Tokens `start` to `end` - 1 of a request, whose keys and values lie in `slot`.
+
+    `chooses` says whether the token after them is chosen: not after a part of a prompt.
+    """
+
+    request: int
+    slot: int
+    start: int
+    end: int
+    chooses: bool
+
+
+class Pass(NamedTuple):
+    """The rows of one group that go through all stages together.
+
+    `chain` numbers the passes that follow from each other: each but the first of a chain, at
+    `depth` 0, needs the tokens that the one before has chosen.
+    """
+
+    group: int
+    chain: int
+    depth: int
+    rows: tuple
+
+    @property
+    def num_tokens(self):
+        return sum(row.end - row.start for row in self.rows)
+
+    @property
+    def choosing(self):
+        """The rows after which a token is chosen."""
+        return [row for row in self.rows if row.chooses]
+
+
+@dataclass
+class Active:
+    """A request in a slot: how many of its tokens the cache has, and how many are still to come."""
+
+    request: int
+    prompt: int  # its length
+    left: int
+    cached: int = 0
+
+
+def plan_passes(requests, groups, slots, most_tokens):
+    """All passes that answer `requests`, in order.
+
+    `groups` take turns; each has `slots` places in the cache. A pass has at most `most_tokens`
+    tokens, which is at least `slots`: first one of each request that is being continued, then as
+    much of the prompts as there is room for.
+    """
+    order = sorted(range(len(requests)), key=lambda number: requests[number].arrives)
+    waiting, passes = deque(order), []
+    active = [{} for _ in range(groups)]  # slot -> Active
+    last = [None] * groups  # the newest Pass of each group
+    turn = chains = 0
+    while waiting or any(active):
+        admit(requests, waiting, active, slots, turn)
+        group = turn % groups
+        rows = rows_of(active[group], most_tokens)
+        if rows:
+            before = last[group]
+            if before and before.choosing:
+                place = before.chain, before.depth + 1
+            else:
+                place, chains = (chains, 0), chains + 1
+            last[group] = Pass(group, *place, tuple(rows))
+            passes.append(last[group])
+        turn += 1
+    return passes
+
+
+def admit(requests, waiting, active, slots, turn):
+    """Give waiting requests a free slot, in the group that has the fewest; the next turn first."""
+    while waiting and requests[waiting[0]].arrives <= turn:
+        groups = sorted(
+            range(len(active)), key=lambda g: (len(active[g]), (g - turn) % len(active))
+        )
+        taken = active[groups[0]]
+        if len(taken) == slots:
+            return
+        number = waiting.popleft()
+        slot = min(set(range(slots)) - set(taken))
+        taken[slot] = Active(number, len(requests[number].prompt), requests[number].count)
+
+
+def rows_of(active, most_tokens):
+    """The rows of a group's next pass. Notes in `active` what they will have done."""
+    rows, room = [], most_tokens
+    continued = [item for item in active.items() if item[1].cached >= item[1].prompt]
+    reading = [item for item in active.items() if item[1].cached < item[1].prompt]
+    for slot, one in continued + reading:
+        start = one.cached
+        end = start + 1 if start >= one.prompt else min(one.prompt, start + room)
+        if end == start:
+            continue
+        room -= end - start
+        one.cached, chooses = end, end >= one.prompt
+        one.left -= chooses
+        rows.append(Row(one.request, slot, start, end, chooses))
+        if not one.left:
+            del active[slot]
+    return rows
+
+
+def schedule_of(passes, num_ranks):
+    """The passes as a Schedule of forwards, to predict, to draw and to compare with.
+
+    A chain of passes is one micro-batch that goes round all ranks once for each token: its n-th
+    pass takes the stages n x num_ranks to (n + 1) x num_ranks - 1.
+    """
+    orders = [
+        tuple(Action(one.depth * num_ranks + rank, "F", one.chain) for one in passes)
+        for rank in range(num_ranks)
+    ]
+    return Schedule("inference", tuple(orders))

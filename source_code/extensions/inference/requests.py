@@ -1,0 +1,64 @@
+"""What is asked of a model: prompts to be continued, each by a number of tokens."""
+
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.command_line import reject
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, as tokens, that is to be continued by `count` tokens.
+
+    It is not there before pass number `arrives` through the pipeline.
+    """
+
+    prompt: tuple
+    count: int
+    arrives: int = 0
+
+    @property
+    def positions(self):
+        """The positions of the cache that it needs: the token that is chosen last needs none."""
+        return len(self.prompt) + self.count - 1
+
+
+def read_requests(arguments):
+    """The requests of a run: those of --prompt, else beginnings of the held-out text.
+
+    `arguments.text` is a Corpus. A request that the cache has no room for is rejected.
+    """
+    a = arguments
+    if a.prompt:
+        prompts = [tuple(a.text.encode(text)) for text in a.prompt]
+    else:  # of different lengths, so that they do not all come to an end together
+        held_out = a.text.held_out.tolist()
+        starts = [number * len(held_out) // a.requests for number in range(a.requests)]
+        prompts = [tuple(held_out[s : s + 5 + 3 * (k % 4)]) for k, s in enumerate(starts)]
+    requests = [Request(p, a.tokens, k * a.arrive_every) for k, p in enumerate(prompts)]
+    for number, request in enumerate(requests):
+        if not request.prompt:
+            reject(f"--prompt: request {number} is empty; give it at least one character")
+        if request.positions > a.seq_len:
+            reject(
+                f"request {number} needs {request.positions} positions for its prompt and --tokens "
+                f"{a.tokens}, and the cache has --seq-len {a.seq_len}; use fewer tokens or a "
+                "larger --seq-len"
+            )
+    return requests
+
+
+def choose_token(scores, seed, request, position, temperature):
+    """Draw the token at `position` of a request. `scores` (vocabulary) are those of the token before.
+
+    The choice depends on nothing but these: not on the requests that share a pass. At temperature
+    0 it is the token with the highest score.
+    """
+    scores = scores.double().cpu()
+    if temperature == 0:
+        return int(scores.argmax())
+    number = (seed * 2654435769 + request * 40503 + position) % 2**32
+    generator = torch.Generator().manual_seed(number)
+    likely = (scores / temperature).softmax(-1)
+    return int(torch.multinomial(likely, 1, generator=generator))

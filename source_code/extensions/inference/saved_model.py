@@ -1,0 +1,44 @@
+"""A model that a training has saved: its sizes, and the weights of the layers that a rank has."""
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
+from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
+from pipeline.command_line import reject
+
+SIZES = "layers", "dim", "heads", "kv_heads", "vocabulary"
+
+
+def take_sizes(arguments):
+    """Take the sizes of the newest model in --checkpoints; it stays as `arguments.saved`, or None."""
+    arguments.saved = None
+    if arguments.checkpoints is None:
+        return
+    try:
+        arguments.saved = find_checkpoint(arguments.checkpoints)
+    except CheckpointError as error:
+        reject(str(error))
+    if arguments.saved is None:
+        reject(f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first")
+    flags = arguments.saved.description["configuration"]
+    for name in SIZES:
+        setattr(arguments, name, flags.get(f"--{name.replace('_', '-')}", getattr(arguments, name)))
+
+
+def load_weights(arguments, part):
+    """Fill `part` with the saved weights of its layers; no others are read. All ranks call it."""
+    if arguments.saved is None:
+        return
+    weights = {name: parameter.detach() for name, parameter in part.named_parameters()}
+    try:
+        dcp.load(
+            {"model": weights},
+            storage_reader=PlainReader(arguments.saved),
+            planner=PlainPlanner(),
+            no_dist=True,
+        )
+    except CheckpointException as error:
+        reject(f"{arguments.saved.path}: {reason_of(error)}")
+    except CheckpointError as error:
+        reject(str(error))

@@ -1,0 +1,191 @@
+"""Inference: several texts continued by a pipeline at once, each token computed once.
+
+    torchrun --standalone --nproc-per-node 4 source_code/inference.py --groups 4 --verify
+
+Each rank keeps the keys and values of its own layers. Requests are in --groups, which are in
+flight at the same time; a group has --slots places, which a finished request leaves to the next.
+A pass has at most --tokens-per-pass tokens, so a long prompt is read in chunks. --checkpoints
+FOLDER takes the newest model that pretrain_llama.py or distributed_checkpointing.py has saved
+there; without it the weights are those with which a training starts.
+"""
+
+import sys
+import time
+from collections import deque
+
+import torch
+
+from extensions.inference.cached_stage import CachedStage
+from extensions.inference.passes import plan_passes, schedule_of
+from extensions.inference.requests import choose_token, read_requests
+from extensions.inference.saved_model import load_weights, take_sizes
+from extensions.pretraining.tokens import load_corpus, read_content
+from lab import attach
+from pipeline.command_line import positive_integer, ranks_from_environment, reject
+from pipeline.job import join_job
+from pipeline.message import Message
+from pipeline.model import build_part
+from pipeline.training import complete_model, cut_layers, model_parser
+
+
+def main():
+    arguments = read_flags()
+    requests = read_requests(arguments)
+    cut = cut_layers(arguments, arguments.num_ranks)
+    passes = plan_passes(requests, arguments.groups, arguments.slots, arguments.tokens_per_pass)
+    job = join_job(arguments.device, arguments.timeout, pairs_of(arguments.num_ranks))
+    stage = build_stage(arguments, job, cut)
+    attach.observe(arguments, job, [stage], schedule_of(passes, job.num_ranks), "whole run")
+
+    start = time.perf_counter()
+    texts = serve(arguments, job, stage, passes, requests)
+    seconds = time.perf_counter() - start
+    if job.rank == 0:
+        show(arguments, requests, texts, seconds)
+    job.leave()
+    return verify(arguments, requests, texts) if arguments.verify and job.rank == 0 else 0
+
+
+def pairs_of(num_ranks):
+    """Activations go from rank to rank; the chosen tokens go from the last rank to the first."""
+    pairs = [(rank, rank + 1) for rank in range(num_ranks - 1)]
+    return pairs + [(num_ranks - 1, 0)] if num_ranks > 1 else []
+
+
+def serve(arguments, job, stage, passes, requests):
+    """Take all passes through this rank. Returns the tokens of every request on the first rank."""
+    previous, following, last = job.rank - 1, job.rank + 1, job.num_ranks - 1
+    texts = [list(request.prompt) for request in requests]
+    chosen = deque()  # passes whose new tokens have not come back yet, and the tokens if here
+
+    def take_chosen():
+        before, tokens = chosen.popleft()
+        if tokens is None:
+            name = Message("tokens", last, before.chain)
+            tokens = job.receive(last, name, (len(before.choosing),), torch.int64).wait()
+        for row, token in zip(before.choosing, tokens.tolist()):
+            texts[row.request].append(token)
+
+    for one in passes:
+        # What goes in: on the first rank tokens, of which the newest come from the last rank.
+        if stage.is_first:
+            while one.group in [before.group for before, _ in chosen]:
+                take_chosen()
+            tokens = [t for row in one.rows for t in texts[row.request][row.start : row.end]]
+            inputs = torch.tensor(tokens, device=job.device)
+        else:
+            shape = one.num_tokens, arguments.dim
+            name = Message("activation", previous, one.chain)
+            inputs = job.receive(previous, name, shape, arguments.torch_dtype).wait()
+        output = stage.take_turn(one).forward(one.chain, inputs, one)
+
+        # What comes out: on the last rank the next token of each text that has been read so far.
+        tokens = None
+        if not stage.is_last:
+            job.send(output, following, Message("activation", job.rank, one.chain))
+        elif one.choosing:
+            tokens = choose_tokens(arguments, one, output)
+            if job.num_ranks > 1:
+                job.send(tokens, 0, Message("tokens", job.rank, one.chain))
+        if stage.is_first and one.choosing:
+            chosen.append((one, tokens))
+        # No more passes are under way than there are groups, so older messages have been taken.
+        if len(job.sent) > arguments.groups:
+            job.sent.pop(0).wait()
+
+    while chosen:
+        take_chosen()
+    job.complete_sends()
+    return texts
+
+
+def choose_tokens(arguments, one, scores):
+    """The next token of each row that chooses one, (rows), int64."""
+    a = arguments
+    tokens = [
+        choose_token(row_scores, a.seed, row.request, row.end, a.temperature)
+        for row, row_scores in zip(one.choosing, scores)
+    ]
+    return torch.tensor(tokens)
+
+
+def build_stage(arguments, job, cut):
+    """This rank's layers with their weights, and room for the keys and values of all requests."""
+    a, (first, last) = arguments, cut[job.rank]
+    part = build_part(a.config, first, last, a.seed, a.torch_dtype, job.device)
+    load_weights(a, part)
+    return CachedStage(part, job.rank, job.num_ranks, a.groups, a.slots, a.seq_len)
+
+
+def show(arguments, requests, texts, seconds):
+    """Print every text, and how many tokens were chosen per second."""
+    for number, (request, tokens) in enumerate(zip(requests, texts)):
+        length = len(request.prompt)
+        prompt, answer = map(arguments.text.decode, (tokens[:length], tokens[length:]))
+        print(f"request {number}  {prompt!r} -> {answer!r}")
+    count = sum(request.count for request in requests)
+    print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} per second", flush=True)
+
+
+def verify(arguments, requests, texts):
+    """Continue each request by itself in one process, without a cache. Returns the exit status."""
+    a = arguments
+    model = build_part(a.config, 0, a.layers, a.seed, a.torch_dtype)
+    load_weights(a, model)
+    for number, (request, ours) in enumerate(zip(requests, texts)):
+        tokens = list(request.prompt)
+        for _ in range(request.count):
+            with torch.no_grad():
+                scores = model(torch.tensor([tokens]))[0, -1]
+            tokens.append(choose_token(scores, a.seed, number, len(tokens), a.temperature))
+        if tokens != ours:
+            theirs = a.text.decode(tokens[len(request.prompt) :])
+            print(f"request {number}: one process writes {theirs!r}, THE PIPELINE SOMETHING ELSE")
+            return 1
+    print(f"all {len(requests)} texts are those of one process without a cache", flush=True)
+    return 0
+
+
+def read_flags():
+    parser = model_parser(__doc__)
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
+    add("--requests", default=8, help="beginnings of the held-out text to be continued", **count)
+    add("--prompt", action="append", metavar="TEXT", help="continue this instead; may be repeated")
+    add("--tokens", default=16, help="tokens to write for each request", **count)
+    add("--arrive-every", type=int, default=0, metavar="N", help="passes from request to request")
+    add("--groups", help="groups of requests in flight, else as many as ranks", **count)
+    add(
+        "--slots", default=2, help="requests of a group that are answered at the same time", **count
+    )
+    add("--tokens-per-pass", default=16, help="most tokens of a pass, prompts included", **count)
+    add("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
+    add("--checkpoints", metavar="FOLDER", help="of a training whose newest model is taken")
+    add("--tokenizer", metavar="FILE", help="the tokenizer.json with which it was trained")
+    parser.set_defaults(seq_len=64, vocabulary=256)
+    attach.add_flags(parser)
+    arguments = parser.parse_args()
+    arguments.groups = arguments.groups or ranks_from_environment()[1]
+    # What the lab counts against the machine's memory: the requests at a time, and of a group.
+    arguments.batch_size = arguments.groups * arguments.slots
+    arguments.microbatch_size = arguments.slots
+    take_sizes(arguments)
+    complete_model(parser, arguments, read_corpus)
+    if arguments.tokens_per_pass < arguments.slots:
+        reject(
+            f"--tokens-per-pass {arguments.tokens_per_pass} has no room for one token of each of "
+            f"the --slots {arguments.slots}; use at least {arguments.slots}"
+        )
+    if not 0 <= arguments.temperature < 1000:
+        reject(f"--temperature {arguments.temperature:g} must be from 0 to 1000; use 0.8")
+    if not 0 <= arguments.arrive_every < 1_000_000:
+        reject(f"--arrive-every {arguments.arrive_every} must be from 0 to 999999; leave it out")
+    return arguments
+
+
+def read_corpus(arguments):
+    content = read_content(arguments.data, arguments.seq_len)
+    return load_corpus(content, arguments.vocabulary, arguments.tokenizer, False, arguments.seq_len)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
