@@ -58,6 +58,14 @@ def test_the_page_and_the_script_have_the_same_traps_and_at_least_20():
         assert "**Cause.**" in entry and "**Cure.**" in entry, entry
 
 
+def test_each_entry_says_in_which_versions_of_torch_it_was_seen():
+    for trap, entry in BY_TRAP.items():
+        versions = re.search(rf"Trap: `{trap}`\. In torch (2\.13|2\.13 and 2\.15)\.", entry)
+        assert versions, entry
+    cured = {trap for trap, entry in BY_TRAP.items() if "In torch 2.13." in entry}
+    assert cured == {"wrong-placement", "traced-in-a-v"}
+
+
 def test_what_needs_a_gpu_stands_apart_and_is_marked():
     last = PAGE.read_text().split("## Only with GPUs")[1]
     assert len(re.findall(r"^### ", last, re.M)) == len(NOT_REPRODUCED) == 5

@@ -1,8 +1,12 @@
 """Traps of lesson 08: the library rejects the schedule (section "It refuses the schedule")."""
 
+import torch
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from broken.torch_pipelining import small_pipeline as small
+from extensions.torch_pipelining.library import stages_of_rank
+from pipeline.model import ModelConfig, build_part, token_loss
 
 
 def few_microbatches(job, cured):
@@ -59,3 +63,53 @@ def listed_order_of_1f1b(job, cured):
     rows = get_schedule_ops("GPipe" if cured else "1F1B", 2, 4)
     _validate_schedule(dict(enumerate(rows)), 2, 2, 4)
     small.say(job, "the list is complete")
+
+
+def compiled_stage(job, cured):
+    """A schedule that splits the backward rejects stages from torch.compile.
+
+    Broken: ZB-V over compiled stages. Cured: interleaved 1F1B over stages compiled in place.
+    """
+    small.allow_slow_start(job)
+    name = "Interleaved1F1B" if cured else "ZBVZeroBubble"
+    parts = small.build_own_stages(job, name)
+    if cured:
+        for part in parts.values():
+            compile_in_place(part, torch.zeros(2, small.WIDTH, dtype=torch.float64))
+    else:
+        parts = {index: torch.compile(part) for index, part in parts.items()}
+    small.meet(job, "compiled")
+    small.run_and_compare(job, name, parts=parts)
+
+
+def compiled_in_place(job, cured):
+    """A compiled layer frees tensors that the second half of a backward needs.
+
+    Broken: ZB-V over decoder layers, one compiled in place. Cured: the same without donated buffers.
+    """
+    from torch._functorch import config as compiler
+
+    small.allow_slow_start(job)
+    compiler.donated_buffer = not cured
+    config = ModelConfig(layers=4, dim=16, heads=2, kv_heads=2, seq_len=8)
+    tokens = torch.arange(64).view(8, 8)
+    activation = torch.zeros(2, 8, 16, dtype=torch.float64)
+    parts = {}
+    for index in stages_of_rank("ZBVZeroBubble", job.rank, job.num_ranks, 2):
+        parts[index] = build_part(config, index, index + 1)
+        if index == 1:  # a single compiled stage is enough
+            compile_in_place(parts[index], activation)
+    small.meet(job, "compiled")
+    stages = [PipelineStage(part, index, 4, job.device) for index, part in parts.items()]
+    schedule = get_schedule_class("ZBVZeroBubble")(stages, 4, loss_fn=token_loss)
+    small.run_step(schedule, stages, tokens, tokens)
+    whole = build_part(config, 0, 4)
+    token_loss(whole(tokens), tokens).backward()
+    small.compare_gradients(job, parts, [parameter.grad for parameter in whole.parameters()])
+
+
+def compile_in_place(part, example):
+    """Compile the module `part` for micro-batches like `example`."""
+    part.compile(backend="aot_eager")
+    part(example.requires_grad_()).sum().backward()
+    part.zero_grad()

@@ -110,3 +110,41 @@ def loss_per_row(job, cured):
         return rows.mean() if cured else rows
 
     small.run_and_compare(job, loss_fn=each_row)
+
+
+def longer_rows(job, cured):
+    """The buffers for messages have the size of the first step.
+
+    Broken: rows of 16 positions, then of 24. Cured: a schedule for each length.
+    """
+    train_on_lengths(job, 16, 24, cured)
+
+
+def shorter_rows(job, cured):
+    """A shorter message leaves the end of its buffer as it was.
+
+    Broken: rows of 16 positions, then of 12. Cured: a schedule for each length.
+    """
+    train_on_lengths(job, 16, 12, cured)
+
+
+def train_on_lengths(job, first, second, new_schedule):
+    """One step with rows of `first` positions and one with `second`; the loss is of their means."""
+
+    def loss_of_means(outputs, targets):
+        return mse_loss(outputs.mean(1), targets)
+
+    parts = small.build_own_stages(job)
+    schedule = None
+    for length in (first, second):
+        if schedule is None or new_schedule:
+            schedule, stages = small.build_schedule(job, parts, shapes=False, loss_fn=loss_of_means)
+        parts[job.rank].zero_grad()
+        inputs, targets = small.draw_batch()
+        inputs = (
+            inputs[:, None] * torch.arange(1, length + 1, dtype=torch.float64)[:, None] / length
+        )
+        small.run_step(schedule, stages, inputs, targets)
+    whole = small.build_model()
+    loss_of_means(whole(inputs), targets).backward()
+    small.compare_gradients(job, parts, [parameter.grad for parameter in whole.parameters()])

@@ -6,9 +6,9 @@ that works: every function with these two parameters is one.
 """
 
 import warnings
+from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, build_stage, pipeline
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -98,7 +98,12 @@ def compare_gradients(job, parts, wanted=None):
     own = {
         index: [parameter.grad for parameter in part.parameters()] for index, part in parts.items()
     }
-    ranks = gather(job, own)
+    compare_gathered(job, own, wanted)
+
+
+def compare_gathered(job, gradients, wanted=None):
+    """As compare_gradients, from {stage: the gradients of its parameters} of each rank."""
+    ranks = gather(job, gradients)
     if ranks is not None:
         stages = {index: grads for some in ranks for index, grads in some.items()}
         ours = [gradient for index in sorted(stages) for gradient in stages[index]]
@@ -157,10 +162,16 @@ def trace_model(job, model, *cuts, example=None):
     example = torch.zeros(2, WIDTH, dtype=torch.float64) if example is None else example
     cuts = {name: SplitPoint.BEGINNING for name in cuts} or None
     pipe = pipeline(model, mb_args=(example,), split_spec=cuts)
-    dist.barrier()  # ranks trace for unequally long, and a neighbour waits for --timeout only
+    meet(job, "traced")  # for unequally long
     return pipe
 
 
 def allow_slow_start(job):
     """Turn off the time limit before the first message: tracing and imports exceed it."""
     job.watch.wait = None
+
+
+def meet(job, what):
+    """Wait until all ranks have done `what`, which takes longer than a message may take."""
+    job.store.set(f"{what}/{job.rank}", "")
+    job.store.wait([f"{what}/{rank}" for rank in range(job.num_ranks)], timedelta(seconds=50))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from broken.torch_pipelining import small_pipeline as small
 from extensions.torch_pipelining.library import forwards_only
@@ -144,3 +145,66 @@ def batch_norm(job, cured):
     part = nn.Sequential(with_norm(2 * job.rank), with_norm(2 * job.rank + 1))
     whole = nn.Sequential(*(with_norm(index) for index in range(4)))
     small.run_and_compare(job, parts={job.rank: part}, model=whole)
+
+
+class Counted(nn.Module):
+    """A stage that counts its forwards; `checkpointed`, it runs them again in the backward."""
+
+    def __init__(self, part, checkpointed=False):
+        super().__init__()
+        self.part, self.checkpointed, self.forwards = part, checkpointed, 0
+
+    def run(self, x):
+        self.forwards += 1
+        return self.part(x)
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpointed else self.run(x)
+
+
+def checkpointed_in_halves(job, cured):
+    """A split backward recomputes in either half.
+
+    Broken: ZB-V. Cured: interleaved 1F1B. Both are right; one runs each forward three times.
+    """
+    name = "Interleaved1F1B" if cured else "ZBVZeroBubble"
+    parts = small.build_own_stages(job, name)
+    parts = {index: Counted(part, checkpointed=True) for index, part in parts.items()}
+    small.run_and_compare(job, name, parts=parts)
+    if 1 in parts:
+        print(f"forwards of stage 1 for 4 micro-batches: {parts[1].forwards}", flush=True)
+
+
+def one_forward_more(job, cured):
+    """Without example tensors the library runs one micro-batch more, to find the shapes out.
+
+    Broken: no example tensors. Cured: input_args and output_args.
+    """
+    parts = {index: Counted(part) for index, part in small.build_own_stages(job).items()}
+    small.run_and_compare(job, parts=parts, shapes=cured)
+    if 0 in parts:
+        print(f"forwards of stage 0 for 4 micro-batches: {parts[0].forwards}", flush=True)
+
+
+def eval_between_passes(job, cured):
+    """A change between step() and eval() drops the gradients of an FSDP module.
+
+    Broken: two passes for one update, with eval() between them. Cured: eval() before both.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    replicas = init_device_mesh("cpu", (job.num_ranks, 1), mesh_dim_names=("stage", "replica"))
+    parts = small.build_own_stages(job)
+    fully_shard(parts[job.rank], mesh=replicas["replica"], reshard_after_forward=False)
+    schedule, stages = small.build_schedule(job, parts, scale_grads=False)
+    for seed in (None, 0, 1) if cured else (0, None, 1):
+        if seed is None:
+            small.evaluate(schedule, stages)
+        else:
+            small.run_step(schedule, stages, *small.draw_batch(seed=seed))
+    gradients = {
+        index: [parameter.grad.to_local() / 4 for parameter in part.parameters()]
+        for index, part in parts.items()
+    }
+    small.compare_gathered(job, gradients, small.compute_reference_gradients(batches=2))
