@@ -90,6 +90,10 @@ start() {
     wait_until_idle
     echo "$(node_names | wc -w) nodes are up: $(node_names | xargs). This shell uses them after:"
     echo "  eval \"\$(slurm/local_cluster.sh env$(folder_flag))\""
+    [ "$(id -u)" != 0 ] || cat <<TEXT
+Other users of this machine reach it from a copy of their own with:
+  eval "\$(slurm/local_cluster.sh env --folder $folder)"
+TEXT
 }
 
 check_machine() {
@@ -315,7 +319,7 @@ status() {
 }
 
 print_environment() {
-    any_running || reject "no cluster is running in $folder; first: slurm/local_cluster.sh start$(folder_flag)"
+    any_running || reject "no cluster is running in $folder; first: slurm/local_cluster.sh start$(folder_flag), or name the folder of somebody else's with --folder"
     echo "export SLURM_CONF=$SLURM_CONF"
     [ ! -e "$folder/plain" ] || echo "export MASTER_ADDR=127.0.0.1  # the nodes' names do not resolve here"
 }

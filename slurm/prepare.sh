@@ -4,6 +4,7 @@
 #   RANKS_PER_NODE     for torchrun
 #   HEAD, PORT         where the ranks of this job meet
 #   LOGS               a folder of this job for what each rank prints
+# and seconds_left, until the job's time limit.
 # shellcheck shell=bash disable=SC2034  # what is set here the job scripts use
 set -euo pipefail
 
@@ -20,9 +21,21 @@ wrong_value() {
     exit 2
 }
 
+# Until this job's time limit; a year without one. SLURM says it as [DAYS-][HOURS:]MINUTES:SECONDS.
+seconds_left() {
+    local left part
+    left=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%L 2>/dev/null || true)
+    [[ $left =~ ^(([0-9]+)-)?(([0-9]+):)?([0-9]+):([0-9]+)$ ]] || { echo 31536000; return; }
+    part=("${BASH_REMATCH[@]}")
+    echo $((((10#0${part[2]} * 24 + 10#0${part[4]}) * 60 + 10#${part[5]}) * 60 + 10#${part[6]}))
+}
+
 for name in COURSE_GPUS_PER_NODE COURSE_RANKS_PER_NODE; do
     [[ ${!name} =~ ^[0-9]*$ ]] || wrong_value $name "it must be a whole number"
 done
+[[ $COURSE_GPU_TYPE != *[[:space:]:=]* ]] ||
+    wrong_value COURSE_GPU_TYPE "it is one word, the a100 of gpu:a100:4, without the number"
+[[ $COURSE_EXCLUSIVE =~ ^(yes)?$ ]] || wrong_value COURSE_EXCLUSIVE "it is yes or empty"
 [ "$COURSE_RANKS_PER_NODE" != 0 ] || wrong_value COURSE_RANKS_PER_NODE "a node needs a rank"
 
 if [ -n "$COURSE_MODULES" ]; then

@@ -136,6 +136,20 @@ class Cluster:
         return self.output(job)
 
 
+def assert_gone(cluster, limit=5):
+    end = time.monotonic() + limit
+    while left := [process for process in cluster.processes() if runs(process)]:
+        assert time.monotonic() < end, f"still there: {[process.cmdline() for process in left]}"
+        time.sleep(0.05)
+
+
+def runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def losses_of(output):
     """The printed losses of a job, {step: text}, whatever srun or torchrun put before the lines."""
     return dict(re.findall(r"\bstep (\d+)  loss (\S+)$", output, re.MULTILINE))

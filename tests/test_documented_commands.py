@@ -14,7 +14,7 @@ from course.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (
-    r"(\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|cd|chmod|done|eval|export|for \w+ in|git|make|mkdir"
+    r"(\.|\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|cd|chmod|done|eval|export|for \w+ in|git|make|mkdir"
     r"|patch|pip|python|sacctmgr|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source"
     r"|squeue|srun|ssh|sudo|tail|torchrun)"
 )
@@ -39,8 +39,8 @@ KINDS = [
     (r"make (lab|check|test|notebooks|images|benchmark|\.venv)\b", ASKED),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
-    (r"(source slurm/site\.env && )?sbatch\b", ON_SLURM),
-    (r"(srun|sinfo|source slurm/site\.env|slurm/local_cluster\.sh|eval)\b", ON_SLURM),
+    (r"(\. slurm/site\.env && )?([A-Z_]+=\S+ )?sbatch\b", ON_SLURM),
+    (r"(\. slurm/site\.env|(srun|sinfo|source|slurm/local_cluster\.sh|eval)\b)", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
     (r"patch( -p0)?$", "tests/test_own_model.py applies the changes"),
     (r"(sudo|scontrol|scancel|squeue|sacctmgr|ssh|git|pip|chmod|sed|export|cd|mkdir)\b", ELSEWHERE),

@@ -5,13 +5,10 @@ Their names are pp9 and pp10, whose order as text is not their order in the clus
 
 import json
 import os
-import pwd
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,10 +16,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import LOCAL_CLUSTER, MISSING, ROOT, SMALL, Cluster, free_ports, losses_of
+from cluster import (
+    LOCAL_CLUSTER,
+    MISSING,
+    ROOT,
+    SMALL,
+    Cluster,
+    assert_gone,
+    free_ports,
+    losses_of,
+    runs,
+)
 from kernels import Kernel
 
 from course.launch import run
+from lab.timeline import from_chrome_trace
 
 JOB_SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 needs_slurm = pytest.mark.skipif(
@@ -51,20 +59,6 @@ def cluster(tmp_path_factory):
 def one_machine():
     """What the jobs must print: the losses of four ranks on this machine."""
     return losses_of(run(f"gpipe.py --steps 3 {' '.join(SMALL)}", warm=True, show=False).output)
-
-
-def assert_gone(cluster, limit=5):
-    end = time.monotonic() + limit
-    while left := [process for process in cluster.processes() if runs(process)]:
-        assert time.monotonic() < end, f"still there: {[process.cmdline() for process in left]}"
-        time.sleep(0.05)
-
-
-def runs(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # The cluster.
@@ -244,7 +238,7 @@ def test_slurm_parses_every_line_of_a_job_script(cluster, script):
     options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]
     first_command = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
     assert options and options[-1] < first_command, "SLURM reads no option after a command"
-    assert not [line for line in lines if re.match(r"#\s+SBATCH|#SBATCH\S", line)], "a comment"
+    assert not [line for line in lines if re.match(r"#\s+SBATCH\s|#SBATCH\S", line)], "a comment"
     ended = cluster.run("sbatch", "--test-only", str(script))
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"Job \d+ to start at", ended.stderr)
@@ -313,13 +307,72 @@ def test_a_request_beyond_the_cluster_is_refused_at_once(cluster, request_, word
 def test_sourced_in_a_shell_site_env_sets_what_slurm_s_own_commands_read(cluster):
     cluster.use_site(COURSE_ACCOUNT="physics", COURSE_PARTITION="nope", COURSE_GPUS_PER_NODE=3)
     try:
-        command = 'source "$COURSE_SITE"; env; sbatch slurm/train.sbatch gpipe.py'
-        ended = cluster.run("bash", "-c", command)
+        command = '. "$COURSE_SITE"; env; sbatch slurm/train.sbatch gpipe.py'
+        ended = cluster.run("sh", "-c", command)
     finally:
         cluster.use_site()
     assert "invalid partition specified: nope" in ended.stderr
     for line in ("SBATCH_ACCOUNT=physics", "SLURM_PARTITION=nope", "SBATCH_GRES=gpu:3"):
         assert line in ended.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"COURSE_GPUS_PER_NODE": ""}, "Job \\d+ to start"),  # not needed, says the file
+        ({"COURSE_MEMORY": "2G"}, "Job \\d+ to start"),
+        ({"COURSE_EXCLUSIVE": "yes"}, "Job \\d+ to start .*using 4 processors"),
+        ({"COURSE_CONSTRAINT": "infiniband"}, "Invalid feature specification"),
+        ({"COURSE_GPU_TYPE": "a100"}, "configuration is not available|generic resource"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_slurm_reads_every_value_that_the_site_sets(cluster, values, words):
+    cluster.use_site(**values)
+    try:
+        command = '. "$COURSE_SITE"; sbatch --test-only --nodes=1 slurm/jupyter.sbatch'
+        ended = cluster.run("sh", "-c", command)
+    finally:
+        cluster.use_site()
+    assert re.search(words, ended.stderr), ended.stderr
+
+
+def environment_after(site, shell="sh"):
+    """What slurm/site.env, with some values, sets in a shell; and what it says there."""
+    text = (ROOT / "slurm" / "site.env").read_text()
+    for name, value in site.items():
+        text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.MULTILINE)
+    words = [shell, "-euc", f"{text}\nenv"]
+    ended = subprocess.run(
+        words, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=10
+    )
+    assert ended.returncode == 0, ended.stderr
+    return dict(line.split("=", 1) for line in ended.stdout.splitlines()), ended.stderr
+
+
+@pytest.mark.parametrize("shell", [name for name in ("dash", "bash") if shutil.which(name)])
+def test_every_value_of_the_site_reaches_slurm_and_an_empty_one_is_not_needed(shell, tmp_path):
+    names = "ACCOUNT PARTITION QOS RESERVATION CONSTRAINT MEMORY EXCLUSIVE GPUS_PER_NODE GPU_TYPE"
+    empty, said = environment_after({f"COURSE_{name}": "" for name in names.split()}, shell)
+    of_slurm = {key: value for key, value in empty.items() if re.match("S(BATCH|ALLOC|LURM)_", key)}
+    assert of_slurm == {"SBATCH_GRES": "none"} and said == ""
+    values = {"QOS": "course", "CONSTRAINT": '"a100&ib"', "MEMORY": "16G", "EXCLUSIVE": "yes"}
+    values |= {"GPUS_PER_NODE": "2", "GPU_TYPE": "1g.10gb", "PYTHON": tmp_path / "python"}
+    found, _ = environment_after({f"COURSE_{name}": v for name, v in values.items()}, shell)
+    for command in ("SBATCH", "SALLOC", "SLURM"):
+        assert found[f"{command}_QOS"] == "course"
+        assert found[f"{command}_CONSTRAINT"] == "a100&ib"
+        assert found[f"{command}_MEM_PER_NODE"] == "16G"
+    assert found["SBATCH_EXCLUSIVE"] == "exclusive" and "SLURM_EXCLUSIVE" not in found
+    assert found["SBATCH_GRES"] == "gpu:1g.10gb:2"
+    assert found["PATH"].split(":")[0] == str(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["a100:2", "two"])
+def test_a_number_of_gpus_that_is_none_is_named_before_a_job_is_submitted(value):
+    found, said = environment_after({"COURSE_GPUS_PER_NODE": value})
+    assert f"COURSE_GPUS_PER_NODE={value} is wrong" in said and "COURSE_GPU_TYPE" in said
+    assert found["SBATCH_GRES"] == "none"
 
 
 def test_a_job_with_a_wrong_site_value_says_which(cluster):
@@ -341,6 +394,8 @@ def test_a_job_with_a_wrong_site_value_says_which(cluster):
         ("COURSE_CONTAINER", '"apptainer-nope exec x.sif"', "there is no program apptainer-nope"),
         ("COURSE_GPUS_PER_NODE", "two", "it must be a whole number"),
         ("COURSE_RANKS_PER_NODE", "0", "a node needs a rank"),
+        ("COURSE_GPU_TYPE", "gpu:a100", "it is one word"),
+        ("COURSE_EXCLUSIVE", "no", "it is yes or empty"),
         ("COURSE_INTERFACE", "ib7", "has .*lo"),
     ],
 )
@@ -387,7 +442,7 @@ def test_a_checkpointed_job_stops_saves_queues_again_and_resumes_digit_for_digit
 
 
 def test_a_sweep_leaves_a_table_and_a_figure(cluster):
-    flags = ["1", "4", "--", "gpipe.py", "--pace", 10, 20, "--steps", 3, *SMALL]
+    flags = ["1", "4", "--", "gpipe.py", "--pace", 80, 160, "--steps", 2, *SMALL]
     job = cluster.submit("--array=0-1", "slurm/sweep.sbatch", *flags)
     output = cluster.wait_for_end(job)
     folder = ROOT / "build" / f"sweep-{job}"
@@ -395,6 +450,10 @@ def test_a_sweep_leaves_a_table_and_a_figure(cluster):
     assert re.match(r"\| 1 \| \d+ \| \d+\.\d% \| 50\.0% \|", rows[2]), output
     assert re.match(r"\| 4 \| \d+ \| \d+\.\d% \| 20\.0% \|", rows[3]), output
     assert 'role="img" aria-label="Idle share' in (folder / "sweep.svg").read_text()
+    timelines = {m: from_chrome_trace((folder / f"{m}.json").read_text()) for m in (1, 4)}
+    work = {m: sum(one.busy_per_rank) for m, one in timelines.items()}
+    assert work[1] > 470 and work[4] / work[1] == pytest.approx(1, abs=0.2), "the same work"
+    assert timelines[4].makespan < timelines[1].makespan, "more micro-batches, a shorter step"
 
 
 def test_preflight_checks_every_node_and_every_pair_of_neighbours(cluster):
@@ -402,169 +461,10 @@ def test_preflight_checks_every_node_and_every_pair_of_neighbours(cluster):
     assert "text on pp10" in output
     assert re.search(r"rank 0 to 1 .* GB/s", output) and re.search(r"rank 1 to 0 ", output)
     assert "FAIL\n" not in output.split("\n", 2)[2], output
-
-
-# Two users at once, on one cluster that root has started.
-
-
-class User(Cluster):
-    """An account of this machine in a cluster that runs, with a folder of its own."""
-
-    def __init__(self, cluster, name, python):
-        self.cluster, self.account = cluster, pwd.getpwnam(name)
-        self.folder = self.jobs = self.place = cluster.folder / name
-        self.folder.mkdir()
-        ids = [f"--reuid={self.account.pw_uid}", f"--regid={self.account.pw_gid}"]
-        self.identity = ["setpriv", *ids, "--clear-groups"]
-        self.environment = {**cluster.environment, "HOME": str(self.folder), "USER": name}
-        self.environment["COURSE_SITE"] = str(cluster.folder / "site.env")
-        cluster.use_site(COURSE_PYTHON=python)
-
-    def owns(self, *paths):
-        for path in paths:
-            os.chown(path, self.account.pw_uid, self.account.pw_gid, follow_symlinks=False)
-
-
-def for_everybody(folder, path):
-    """`path`, or a copy of it in `folder` where others may not reach it, as in root's home."""
-    identity = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    if not subprocess.run([*identity, "ls", path], capture_output=True).returncode:
-        return path
-    copy = folder / Path(path).name
-    for links in ("-al", "-a"):  # the same file twice, if it is the same disk
-        if not subprocess.run(["cp", links, path, copy], capture_output=True).returncode:
-            break
-        shutil.rmtree(copy, ignore_errors=True)
-    return copy
-
-
-@pytest.fixture(scope="module")
-def two_users():
-    """One with links to a checkout that only root may write, one with a copy of their own."""
-    if MISSING:
-        pytest.skip(f"no SLURM on this machine ({', '.join(MISSING)} missing); .ci/run installs it")
-    if os.getuid() != 0:
-        pytest.skip("only root may become somebody else")
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    checkout = folder / "shared"
-    for name in ("slurm", "source_code"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "requirements.txt", checkout)
-    home = for_everybody(folder, sys.base_prefix)
-    packages = for_everybody(folder, sysconfig.get_path("purelib"))
-    python = folder / "python"
-    python.write_text(
-        f"#!/bin/sh\nexport PYTHONHOME={home} LD_LIBRARY_PATH={home}/lib PYTHONPATH={packages}\n"
-        f'exec {home}/bin/python{sys.version_info[0]}.{sys.version_info[1]} "$@"\n'
-    )
-    python.chmod(0o755)
-    cluster = Cluster(folder, "--port", str(free_ports(3)))
-    try:
-        cluster.start()
-        reader, owner = (User(cluster, name, python) for name in ("nobody", "daemon"))
-        for name in ("slurm", "source_code"):
-            (reader.folder / name).symlink_to(checkout / name)
-            shutil.copytree(checkout / name, owner.folder / name)
-        reader.owns(reader.folder)
-        owner.owns(owner.folder, *owner.folder.rglob("*"))
-        before = {path: path.stat().st_mtime_ns for path in checkout.rglob("*")}
-        yield reader, owner
-        assert {path: path.stat().st_mtime_ns for path in checkout.rglob("*")} == before
-        left = reader.submit("--wrap=echo started; sleep 600")  # for stop to end
-        reader.wait_for(left, "started")
-    finally:
-        cluster.stop()
-        assert_gone(cluster)
-        shutil.rmtree(folder)
-
-
-def test_two_clusters_of_one_machine_give_their_jobs_other_ports(cluster, two_users):
-    first = [
-        int(re.search(r"FirstJobId=(\d+)", Path(one.environment["SLURM_CONF"]).read_text())[1])
-        for one in (cluster, two_users[0].cluster)
-    ]
-    assert abs(first[0] % 20000 - first[1] % 20000) >= 20, "prepare.sh: 10000 + number % 20000"
-
-
-def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine):
-    words = ["--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", "--steps", 3, *SMALL]
-    jobs = [user.submit(*words) for user in two_users]
-    for user, job in zip(two_users, jobs, strict=True):
-        output = user.wait_for_end(job)
-        assert losses_of(output) == one_machine, output
-        logs = list((user.folder / "build" / "jobs" / job).glob("node*/*/attempt_0/*/stdout.log"))
-        assert len(logs) == 2
-        assert {path.stat().st_uid for path in logs} == {user.account.pw_uid}
-    assert [p.name for p in two_users[0].folder.glob("build/jobs/*")] == jobs[:1]
-
-
-def test_the_signal_and_the_sweep_of_one_user_leave_the_other_s_job_alone(two_users):
-    reader, owner = two_users
-    flags = ["--save-every", 12, "--pace", 10, 20, *SMALL]
-    words = ["--nodes=1", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags, "--steps"]
-    long = [reader.submit(*words, 9999), owner.submit(*words, 24)]
-    sweep = reader.submit(
-        "--array=0-0", "slurm/sweep.sbatch", "4", "--", "gpipe.py", "--steps", 2, *SMALL
-    )
-    for user, job in zip(two_users, long, strict=True):
-        user.wait_for(job, "step 2  loss")
-    refused = owner.run("scancel", "--signal=USR1", f"{long[0]}.0")
-    assert refused.returncode != 0 or "denied" in refused.stderr
-    reader.run("scancel", "--signal=USR1", f"{long[0]}.0")
-    owner.wait_for_end(long[1])
-    reader.wait_for_end(sweep)
-    assert "stopped by SIGUSR1" in reader.output(long[0])
-    assert "stopped" not in owner.output(long[1]) and "attempt 2" not in owner.output(long[1])
-    assert len(losses_of(owner.output(long[1]))) == 24
-    assert "| 4 | " in (reader.folder / "build" / f"sweep-{sweep}" / "sweep.md").read_text()
-    reader.run("scancel", long[0])
-
-
-def test_the_line_in_the_mail_gives_a_copy_and_signs_in(two_users):
-    reader, _ = two_users
-    shared = reader.cluster.folder
-    git = ["git", f"--git-dir={shared}/course.git", f"--work-tree={shared}/shared"]
-    identity = ["-c", "user.name=course", "-c", "user.email=course@localhost"]
-    bundle = ["bundle", "create", "-q", shared / "course.bundle", "--all"]
-    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "course"], bundle):
-        subprocess.run([*git, *words], check=True, cwd=shared / "shared", timeout=30)
-    (shared / "signed-in").mkdir()
-    (shared / "signed-in").chmod(0o1777)
-    (line,) = re.findall(
-        r"^> 2\. .*`(git clone [^`]*)`", (ROOT / "docs" / "instructors.md").read_text(), re.M
-    )
-    line = line.replace("/shared/", f"{shared}/")
-    ended = reader.run("bash", "-c", line)
-    assert ended.returncode == 0, ended.stderr
-    reader.wait_for_end(ended.stdout.split()[-1])
-    signed_in = (shared / "signed-in" / "nobody.out").read_text()
-    assert signed_in.splitlines()[-1].endswith("exit status 0"), signed_in
+    assert re.search(r"GPUs +\| 0 of 2 seen by torch +\| warn\n", output), "pretended GPUs"
 
 
 # Interactive.
-
-
-def with_this_python_first(cluster):
-    path = Path(sys.executable).parent
-    return {**cluster.environment, "PATH": f"{path}{os.pathsep}{cluster.environment['PATH']}"}
-
-
-def test_the_interactive_command_of_the_readme_works_as_printed(cluster):
-    (command,) = set(re.findall(r"^srun .*$", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert command == (
-        "srun -p gpu -N 1 --gres=gpu:4 torchrun --nproc-per-node 4 source_code/gpipe.py"
-    )
-    ended = subprocess.run(
-        f"{command} --steps 1",
-        shell=True,
-        cwd=ROOT,
-        env=with_this_python_first(cluster),
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert losses_of(ended.stdout) == {"0": "5.929890"}, ended.stderr
 
 
 INSIDE = """
@@ -615,6 +515,7 @@ def test_jupyter_listens_on_its_node_wants_a_token_and_says_how_to_get_there(clu
     job = cluster.submit("slurm/jupyter.sbatch")
     try:
         output = cluster.wait_for(job, "scancel")
+        assert "2 cores and 2 GPUs" in output and "on its own machine leave this step out" in output
         node = re.search(r"^job \d+ on (pp9|pp10),", output)[1]  # pp9 may not be free yet
         port = int(re.search(rf"ssh -N -L (\d+):{node}:\1 LOGIN$", output, re.MULTILINE)[1])
         cluster.wait_for_server(job, port)  # JupyterLab says that it runs before it listens

@@ -1,8 +1,9 @@
 """Lesson 11's access to a SLURM cluster: a real one, one on this machine, or a transcript.
 
-Inside a cluster, that cluster is used. On a machine with SLURM's programs, slurm/local_cluster.sh
-starts one, which ends with the notebook. Elsewhere nothing is run: the transcripts of such a
-cluster in slurm/transcripts are shown, and a line of output says so.
+Inside a cluster, that cluster is used, also from a notebook that is itself a job there: what the
+lesson starts gets allocations of its own. On a machine with SLURM's programs,
+slurm/local_cluster.sh starts one, which ends with the notebook. Elsewhere nothing is run: the
+transcripts of such a cluster in slurm/transcripts are shown, and a line of output says so.
 """
 
 import json
@@ -10,13 +11,16 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from course.job_queue import QueueWatch
 from lab.timeline import from_chrome_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +30,8 @@ RECORD_VARIABLE = "PIPELINE_RECORD"  # 1: write the transcripts anew
 REPLAY_VARIABLE = "PIPELINE_REPLAY"  # 1: show the transcripts, even if there is a cluster
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
+# What SLURM tells the processes of a job. With it, srun would start a step of the notebook's job.
+OF_A_JOB = ("SLURM", "SRUN_", "SBATCH_", "SALLOC_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
@@ -48,7 +54,7 @@ class Answer:
 
 def open_cluster():
     """The Cluster there is, started if need be; one line says which."""
-    environment = dict(os.environ)
+    environment = without_job(os.environ)
     if os.environ.get(REPLAY_VARIABLE) == "1":
         print("You see what a cluster of two pretended nodes has said elsewhere.")
         return Cluster(None)
@@ -64,7 +70,20 @@ def open_cluster():
         print('In a terminal:  eval "$(slurm/local_cluster.sh env)"')
     else:
         print("The cluster around this notebook.")
+        if "SLURM_JOB_ID" in os.environ:
+            print("This notebook is a job; what it submits gets nodes of its own, beside it.")
     return Cluster(environment)
+
+
+def without_job(environment):
+    """`environment` as outside of the job that it belongs to; the cluster stays the same."""
+    if "SLURM_JOB_ID" not in environment:
+        return dict(environment)
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(OF_A_JOB) or name.startswith("SLURM_CONF")
+    }
 
 
 def _answers(environment):
@@ -102,10 +121,7 @@ class Cluster:
     """A cluster. `environment` is that of its commands, or None where transcripts are shown."""
 
     def __init__(self, environment):
-        self.environment = environment
-        if environment is not None:
-            site = _site_with_this_python()
-            self.environment = {**environment, "COURSE_SITE": str(site)}
+        self.environment = environment and _with_site(environment)
 
     @property
     def is_real(self):
@@ -114,32 +130,46 @@ class Cluster:
     def ask(self, name, command, may_fail=False, show=True, limit=60):
         """Run a line of shell in the course's folder and return the Answer.
 
-        `name` is that of the transcript. Raises ClusterFailed unless `may_fail`.
+        `name` is that of the transcript. Raises ClusterFailed unless `may_fail`. `limit` is in
+        seconds; for srun they count from the moment at which it has its nodes.
         """
         if show:
             print("$ " + command)
-        if not self.is_real:
-            answer = self._recorded(name)
+        if self.is_real:
+            answer = self._run(name, command, may_fail, limit)
         else:
-            try:
-                ended = subprocess.run(
-                    ["bash", "-c", command],
-                    cwd=ROOT,
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=limit,
-                )
-            except subprocess.TimeoutExpired:
-                raise ClusterFailed(f"no answer within {limit} s: {command}") from None
-            if ended.returncode and not may_fail:
-                raise ClusterFailed(ended.stdout)
-            answer = Answer(ended.stdout)
-            self._record(name, answer)
+            answer = self._recorded(name)
         if show:
             print(answer.output, end="")
+        return answer
+
+    def _run(self, name, command, may_fail, limit):
+        environment, watch = dict(self.environment), None
+        if "srun" in command.split():
+            environment["SLURM_JOB_NAME"] = f"lesson-{os.getpid()}-{time.monotonic_ns()}"
+            own = ["--me", f"--name={environment['SLURM_JOB_NAME']}"]
+            watch = QueueWatch(partial(self._queued, own), limit, "of srun", quiet=5.0)
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output = _output_of(process, watch, limit, command)
+        except BaseException as problem:  # an interrupt, too
+            _end_session(process)
+            if isinstance(problem, KeyboardInterrupt) and watch and watch.is_waiting:
+                return self._instead_of_waiting(name)
+            raise
+        if process.returncode and not may_fail:
+            raise ClusterFailed(output)
+        answer = Answer(output)
+        self._record(name, answer)
         return answer
 
     def submit(self, name, words, files=(), meanwhile=None, may_fail=False, show=True, limit=120):
@@ -147,7 +177,9 @@ class Cluster:
 
         `words` are what follows sbatch. `files` are what the job writes, for the transcript.
         `meanwhile` is (what the job prints, a line of shell): once the job has printed the one,
-        the other is run, with $JOB for its number.
+        the other is run, with $JOB for its number. `limit` is in seconds from the moment at which
+        the job runs: the queue is as long as it is. An interrupt ends the job; if it has not yet
+        begun, the transcript takes its place.
         """
         print("$ sbatch " + words)
         if not self.is_real:
@@ -157,44 +189,58 @@ class Cluster:
             for file in files:
                 (ROOT / file).parent.mkdir(exist_ok=True)
                 (ROOT / file).unlink(missing_ok=True)
-            answer = self._follow(words, meanwhile, limit)
+            answer = self._follow(name, words, files, meanwhile, limit)
             if answer.state != "COMPLETED" and not may_fail:
                 raise ClusterFailed(answer.output)
-            self._record(name, answer, files)
         if show:
             print(answer.output, end="")
         return answer
 
-    def _follow(self, words, meanwhile, limit):
+    def _follow(self, name, words, files, meanwhile, limit):
         """Submit and watch: a line for each change of state."""
         log = ROOT / "build" / "11_job.out"
         log.parent.mkdir(exist_ok=True)
         log.unlink(missing_ok=True)
         command = f"sbatch --parsable --output={shlex.quote(str(log))} {words}"
-        job = self.ask("", command, show=False).output.strip()
-        begun, before = time.monotonic(), ""
+        job = self.ask("", command, show=False).output.strip().split(";")[0]
+        watch = QueueWatch(partial(self._queued, [f"--job={job}"]), limit, job)
         try:
-            while True:
-                shown = self.ask("", f"squeue --noheader --job={job} --format='%T %R'", True, False)
-                now = shown.output.strip() if "nvalid job" not in shown.output else ""
-                if now != before:
-                    print(f"{time.monotonic() - begun:5.1f} s  job {job}  {now or 'has ended'}")
-                    before = now
-                if not now:
-                    break
-                if time.monotonic() - begun > limit:
-                    raise ClusterFailed(f"job {job} has not ended within {limit} s")
+            while watch.look():
                 if meanwhile and log.exists() and meanwhile[0] in log.read_text():
                     print("$ " + meanwhile[1])
                     self.ask("", f"JOB={job}; {meanwhile[1]}", show=False)
                     meanwhile = None
                 time.sleep(0.2)
-        except BaseException:  # an interrupt, too
+        except BaseException as problem:  # an interrupt, too
             self.ask("", f"scancel {job}", may_fail=True, show=False)
+            if isinstance(problem, KeyboardInterrupt) and watch.is_waiting:
+                return self._instead_of_waiting(name, files)
+            if isinstance(problem, TimeoutError):
+                raise ClusterFailed(str(problem)) from None
             raise
         state = self.ask("", f"scontrol show job {job}", show=False).output
         output = log.read_text() if log.exists() else ""
-        return Answer(_without_paths(output), re.search(r"JobState=(\w+)", state)[1])
+        answer = Answer(_without_paths(output), re.search(r"JobState=(\w+)", state)[1])
+        self._record(name, answer, files)
+        return answer
+
+    def _queued(self, words):
+        """What SLURM says of a job: its state, and where it runs or why it waits; "" at its end."""
+        shown = subprocess.run(
+            ["squeue", "--noheader", "--format=%T %R", *words],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if shown.returncode and "nvalid job" not in shown.stderr:
+            raise ClusterFailed(shown.stderr)
+        return shown.stdout.strip()
+
+    def _instead_of_waiting(self, name, files=()):
+        print("You did not wait; this is what a cluster of two pretended nodes has said elsewhere.")
+        return self._recorded(name, files)
 
     def timeline(self, file):
         """The timeline that a job has written to `file`, or that of the transcript."""
@@ -217,16 +263,58 @@ class Cluster:
                 shutil.copy(ROOT / file, TRANSCRIPTS / Path(file).name)
 
 
-def _site_with_this_python():
-    """A copy of the site's values in which jobs run with the notebook's own Python if none is named."""
+def _output_of(process, watch, limit, command):
+    """What a process prints until it ends. Raises ClusterFailed when that takes too long."""
+    begun = time.monotonic()
+    while True:
+        try:
+            return process.communicate(timeout=1)[0]
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            if watch:
+                watch.look()
+            if not (watch and watch.last) and time.monotonic() - begun > limit:
+                raise TimeoutError(f"no answer within {limit} s")
+        except TimeoutError as problem:
+            raise ClusterFailed(f"{problem}: {command}") from None
+
+
+def _end_session(process):
+    """End a shell with all that it has started; srun then gives back what it has or waits for."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=5)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def _with_site(environment):
+    """`environment` with the values of slurm/site.env, as `source` gives them to a shell.
+
+    Jobs run with the notebook's own Python if the site names neither one nor a container.
+    """
     site = Path(os.environ.get("COURSE_SITE", ROOT / "slurm" / "site.env"))
-    text = re.sub(
-        r"^COURSE_PYTHON=$", f"COURSE_PYTHON={sys.executable}", site.read_text(), flags=re.M
-    )
+    text = site.read_text()
+    if re.search(r"^COURSE_CONTAINER=(\"\")?$", text, re.M):
+        text = re.sub(r"^COURSE_PYTHON=$", f"COURSE_PYTHON={sys.executable}", text, flags=re.M)
     copy = ROOT / "build" / "11_site.env"
     copy.parent.mkdir(exist_ok=True)
     copy.write_text(text)
-    return copy
+    read = '. "$COURSE_SITE" && env -0'
+    shown = subprocess.run(
+        ["bash", "-c", read],
+        cwd=ROOT,
+        env={**environment, "COURSE_SITE": str(copy)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    return dict(pair.split("=", 1) for pair in shown.stdout.split("\0") if pair)
 
 
 def _without_paths(text):
