@@ -104,7 +104,9 @@ class Panel(Stepper):
             "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
             "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),
             "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
-            "occupancy": _time("occupancy, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)),
+            "occupancy": _time(
+                "occupancy of a link, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)
+            ),
         }
         self.figures = widgets.HTML()
 
