@@ -5,13 +5,14 @@ import pytest
 from course.checks import lesson_10
 from course.checks.answer import NOT_ATTEMPTED
 
+SLOW = "four nodes, one slow card each"
 RIGHT = {
     ("1.3 billion", "one node"): "data parallel",
-    ("1.3 billion", "four nodes"): "16 x 2",
-    ("1.3 billion", "four nodes, slow network"): "8 x 4",
+    ("1.3 billion", "four nodes"): "hybrid",
+    ("1.3 billion", SLOW): "4 x 8",
     ("6.6 billion", "one node"): "sharded",
-    ("6.6 billion", "four nodes"): "4 x 8",
-    ("6.6 billion", "four nodes, slow network"): "4 x 8",
+    ("6.6 billion", "four nodes"): "sharded",
+    ("6.6 billion", SLOW): "4 x 8",
 }
 
 
@@ -93,9 +94,10 @@ def test_share_of_loss_explains(share, sentence, capsys):
 @pytest.mark.parametrize(
     ("model", "machine", "pick", "sentence"),
     [
-        ("6.6 billion", "one node", "data parallel", "cannot be done, 106 GB do not fit"),
-        ("6.6 billion", "four nodes, slow network", "sharded", "look at its messages"),
-        ("6.6 billion", "one node", "pipeline of 8", "look at its bubble"),
+        ("6.6 billion", "one node", "data parallel", "cannot be done, 120 GB do not fit"),
+        ("6.6 billion", SLOW, "sharded", "GB that leave each node"),
+        ("6.6 billion", "four nodes", "4 x 8", "how long its ranks wait"),
+        ("6.6 billion", "one node", "tensor 8", "GB that each GPU sends within the layers"),
         ("6.6 billion", "one node", "pipeline", "there is no way called 'pipeline'"),
         ("6.6 billion", "one node", ["sharded"], "there is no way called ['sharded']"),
         ("1.3 billion", "one node", ..., "is still open"),
@@ -104,6 +106,14 @@ def test_share_of_loss_explains(share, sentence, capsys):
 def test_choices_explains(model, machine, pick, sentence, capsys):
     answer = answer_to(lesson_10.choices, capsys, {**RIGHT, (model, machine): pick})
     assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize("pick", ["sharded", "hybrid"])
+@pytest.mark.parametrize("model", ["1.3 billion", "6.6 billion"])
+def test_choices_accepts_every_way_within_the_error_of_a_forecast(model, pick, capsys):
+    """An engineer's "sharded" was once rejected on a fast network, for 8 % of a wrong model."""
+    answer = answer_to(lesson_10.choices, capsys, {**RIGHT, (model, "four nodes"): pick})
+    assert answer.startswith("Right: ")
 
 
 def test_choices_wants_every_pair_in_a_dictionary(capsys):

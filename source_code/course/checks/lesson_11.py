@@ -3,7 +3,7 @@
 import math
 
 from course.checks.answer import WrongAnswer, call, call_for_number, checked
-from extensions.planning.forecast import SECONDS_PER_DAY, training_days
+from extensions.planning.closed_forms import SECONDS_PER_DAY, training_days
 
 GPUS_PER_NODE = 8
 

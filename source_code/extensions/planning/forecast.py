@@ -1,166 +1,239 @@
-"""Planning on paper: how long a large model trains on so many GPUs, and with which schedule.
+"""A forecast of one update on a large machine: what it takes, why, and how much memory it needs.
 
-The closed forms are those of Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, "Megatron"
-below). What they leave out, the latency of messages and how chunks and memory play together, the
-course's simulator adds. Times are in seconds, sizes in bytes.
+Each stage gets its own forward and backward time: matrix products at the machine's rate, everything
+else at the speed of its memory, sums within the layers where GPUs share them, head and loss on the
+last stage. The simulator then plays the schedule with the real time of each message. After that
+come the sums of gradients, as far as no backward hides them, and the optimizer.
 
-The model of costs is coarse on purpose, and says so: every GPU computes at one constant rate, all
-layers cost the same, activations are recomputed in the backward, gradients are averaged between
-the replicas after the last backward, and nothing overlaps with a transfer but other micro-batches.
+Seconds and bytes. Sources of the counts are in transformer.py and traffic.py.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
+from extensions.planning.closed_forms import SECONDS_PER_DAY
+from extensions.planning.traffic import all_reduce_time, gather_time, message_costs
+from extensions.planning.training_plan import Plan
+from extensions.planning.transformer import (
+    BYTES_PER_VALUE,
+    kept_bytes,
+    logit_bytes,
+    passing_bytes,
+    score_bytes,
+)
 from lab.simulator import Costs, simulate
-from pipeline.schedule import ScheduleError
-from pipeline.schedules import SCHEDULES, build_schedule
+from pipeline.schedules import build_schedule
 
-BYTES_PER_PARAMETER = 16  # 16-bit weight and gradient, 32-bit weight, mean and mean of squares
-BYTES_PER_VALUE = 2  # of an activation or a gradient that travels
-SECONDS_PER_DAY = 86_400
-
-
-@dataclass(frozen=True)
-class Model:
-    """A GPT as Megatron counts it; `batch` is in sequences an update."""
-
-    layers: int
-    hidden: int
-    length: int = 2048
-    vocabulary: int = 51_200
-    batch: int = 1536
-
-    @property
-    def parameters(self):
-        """Megatron equation 2."""
-        l, h, v, s = self.layers, self.hidden, self.vocabulary, self.length  # noqa: E741
-        return 12 * l * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * l * h))
-
-    @property
-    def flops_per_update(self):
-        """Megatron equation 3; a second forward, for recomputed activations, is in it."""
-        l, h, v, s = self.layers, self.hidden, self.vocabulary, self.length  # noqa: E741
-        return 96 * self.batch * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
-
-
-@dataclass(frozen=True)
-class Machine:
-    """GPUs in nodes. `flops` is what one GPU reaches, not what its data sheet says."""
-
-    gpus: int
-    flops: float = 140e12
-    memory: float = 80e9
-    bandwidth: float = 25e9  # bytes a second of one GPU to another node
-    latency: float = 10e-6  # of a message
-    gpus_per_node: int = 8
-    bandwidth_in_node: float = 300e9  # bytes a second of one GPU to another one of its node
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How GPUs are used: `tensor` x `ranks` x `replicas` of them, and the schedule."""
-
-    schedule: str
-    ranks: int  # stages are ranks x chunks
-    chunks: int
-    replicas: int
-    tensor: int  # GPUs that share every layer (tensor parallelism), within a node
-    microbatch: int = 1  # sequences
-
-    def microbatches(self, model):
-        return model.batch // (self.replicas * self.microbatch)
+OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
+STATE_BYTES = 12  # per weight: 32-bit weight, mean, mean of squares
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan costs: seconds an update, bytes on the fullest GPU, and where the time goes."""
+    """What a plan costs: seconds per update, where they go, bytes on the fullest GPU."""
 
     plan: Plan
     update: float
     memory: float
     bubble_over_ideal: float
-    averaging: float  # seconds of `update` in which replicas average their gradients
+    reduction: float  # seconds of `update` in which gradients are summed and nothing else happens
+    optimizer: float
 
     def days(self, model, tokens):
         """To train on so many tokens."""
         return tokens / (model.batch * model.length) * self.update / SECONDS_PER_DAY
 
+    def rate(self, model, recomputed=False):
+        """Operations per second and GPU, from end to end: the number that papers publish.
 
-def training_days(parameters, tokens, gpus, flops):
-    """Megatron equation 4: 8 T P / (n X), for large models; `flops` is X, reached by one GPU."""
-    return 8 * tokens * parameters / (gpus * flops) / SECONDS_PER_DAY
+        With `recomputed` a second forward counts as work, as in the tables of Megatron-LM 2021.
+        """
+        flops = model.flops_per_update if recomputed else model.model_flops
+        return flops / self.plan.gpus / self.update
 
+    def tokens_per_second(self, model):
+        return model.batch * model.length / self.update
 
-def bubble_over_ideal(ranks, microbatches, chunks=1):
-    """Megatron sections 2.2.1 and 2.2.2: (p - 1)/(v m)."""
-    return (ranks - 1) / (chunks * microbatches)
-
-
-def bubble_of_replicas(gpus, replicas, batch, microbatch=1):
-    """Megatron section 3.3.1, without tensor parallelism: (n - d)/(B/b)."""
-    return (gpus - replicas) / (batch / microbatch)
-
-
-def batch_time(batch, replicas, microbatch, ranks, forward, backward):
-    """Megatron equation 1: (B/(d b) + p - 1)(t_f + t_b)."""
-    return (batch / (replicas * microbatch) + ranks - 1) * (forward + backward)
+    def utilisation(self, model, machine):
+        """MFU: model operations over the data sheet's peak."""
+        return self.rate(model) / machine.peak
 
 
 def forecast(model, machine, plan):
-    """A Forecast from the simulator. Raises ScheduleError where the schedule does not exist."""
-    m = plan.microbatches(model)
-    schedule = build_schedule(plan.schedule, plan.ranks, m, plan.chunks)
-    stages = schedule.num_stages
-    compute = model.flops_per_update / (plan.tensor * plan.replicas * machine.flops) / m / stages
-    values = plan.microbatch * model.length * model.hidden  # of one layer's input
-    transfer = 0.0
-    if plan.ranks > 1:
-        # The GPUs that share a layer share the message, too (Megatron section 4.1).
-        transfer = machine.latency + BYTES_PER_VALUE * values / plan.tensor / machine.bandwidth
-    # A forward is a quarter of the work: the backward recomputes one and costs two more.
-    timeline = simulate(schedule, Costs(compute / 4, 3 * compute / 4, transfer=transfer))
-    share = model.parameters / (plan.tensor * plan.ranks)
-    averaging = 0.0
-    if plan.replicas > 1:  # around a ring: each sends and receives all but its own part, twice
-        rounds = 2 * (plan.replicas - 1) / plan.replicas
-        averaging = rounds * BYTES_PER_VALUE * share / machine.bandwidth
-    held = max(timeline.peak_held_per_rank) * math.ceil(model.layers / stages)
+    """The Forecast of a plan. Raises ScheduleError where its schedule does not exist."""
+    schedule = known_schedule(plan.schedule, plan.ranks, plan.microbatches(model), plan.chunks)
+    timeline = simulate(schedule, stage_costs(model, machine, plan))
+    end = timeline.makespan
+    for rank, events in enumerate(timeline.by_rank):
+        last = next(event for event in reversed(events) if event.action.kind in "BW")
+        exposed = exposed_reduction(model, machine, plan, rank, last.end - last.start)
+        end = max(end, last.end + exposed)
+    updating = optimizer_time(model, machine, plan)
     return Forecast(
         plan,
-        timeline.makespan + averaging,
-        share * BYTES_PER_PARAMETER + held * BYTES_PER_VALUE * values,
+        end + updating,
+        max(memory_per_rank(model, machine, plan, timeline.peak_held_until_weight_per_rank)),
         timeline.bubble_over_ideal,
-        averaging,
+        end - timeline.makespan,
+        updating,
     )
 
 
-def candidates(model, machine, schedules, chunk_counts=(2, 3, 4)):
-    """The plans that use all GPUs and cut layers and batch evenly, tensor parallel in a node."""
-    tensor = min(machine.gpus, machine.gpus_per_node)
-    groups = machine.gpus // tensor
-    for ranks in range(1, groups + 1):
-        if groups % ranks or model.layers % ranks or model.batch % (groups // ranks):
-            continue
-        plan = Plan("1f1b", ranks, 1, groups // ranks, tensor)
-        for name in schedules:
-            for chunks in chunk_counts if SCHEDULES[name].chunks else (1,):
-                if model.layers % (ranks * chunks) == 0 and (chunks == 1 or ranks > 1):
-                    yield replace(plan, schedule=name, chunks=chunks)
+known_schedule = lru_cache(maxsize=64)(build_schedule)  # plans that are compared share schedules
 
 
-def forecasts(model, machine, schedules=("gpipe", "1f1b", "interleaved-1f1b")):
-    """The forecasts of all candidates whose weights fit, the fastest first.
+def stage_costs(model, machine, plan):
+    """Costs for the simulator: each stage with its own layers and its part of the ends."""
+    forward, given, weight, again = layer_times(model, machine, plan)
+    layers = plan.layers_of(model)
+    forwards = [count * forward for count in layers]
+    backwards = [count * (given + weight) for count in layers]
+    weights = [count * weight for count in layers]
+    recomputed = [count * again for count in layers]
+    head = model.head_flops(plan.microbatch) / plan.tensor / machine.flops
+    loss = logit_bytes(model, plan.microbatch, plan.tensor) / machine.memory_speed
+    forwards[-1] += head + loss / 2
+    backwards[-1] += 2 * head + loss / 2
+    weights[-1] += head
+    if plan.sharding in ("hybrid", "full"):
+        for stage, (gathering, scattering) in enumerate(shard_times(model, machine, plan)):
+            forwards[stage] = beside(forwards[stage], gathering, layers[stage])
+            work = backwards[stage] + recomputed[stage]
+            longer = beside(work, gathering + scattering, layers[stage]) - work
+            backwards[stage] += longer
+    messages = {
+        pair: hop_costs(model, machine, plan, *pair)
+        for stage in range(plan.stages - 1)
+        for pair in both_ways(plan.rank_of(stage), plan.rank_of(stage + 1))
+    }
+    latency = {pair: costs[0] for pair, costs in messages.items()}
+    occupancy = {pair: costs[1] for pair, costs in messages.items()}
+    return Costs(forwards, backwards, weights, latency, recomputed, occupancy)
 
-    With what they hold for backwards some may still need more memory than a GPU has.
+
+def both_ways(one, other):
+    return [(one, other), (other, one)] if one != other else []
+
+
+def beside(work, messages, layers):
+    """Seconds of work whose messages run beside it, but for those of one layer."""
+    return max(work, messages) + min(work, messages) / max(layers, 1)
+
+
+def layer_times(model, machine, plan):
+    """(forward, backward for the input, backward for the weights, forward run again) of a layer.
+
+    For one micro-batch. A backward has two products for each one of the forward, and attention in
+    one kernel works its scores out again (FlashAttention). Two sums over the tensor group each way.
     """
+    b, t, fused = plan.microbatch, plan.tensor, plan.fused_attention
+    parallel = plan.sequence_parallel
+    products = 2 * b * model.length * model.layer_matrices / t / machine.flops
+    scores = model.score_flops(b) / t / machine.flops * (0.5 if fused else 1)
+    softmax = score_bytes(model, b, t, fused) / machine.memory_speed
+    passing = passing_bytes(model, b, t, parallel) / machine.memory_speed
+    activation = BYTES_PER_VALUE * b * model.length * model.hidden
+    sums = 2 * all_reduce_time(machine, activation, t, min(t, machine.gpus_per_node))
+    forward = products + scores + softmax + passing + sums
+    given = products + scores * (2.5 if fused else 2) + 2 * (softmax + passing) + sums
+    again = {"none": 0.0, "selective": 0 if fused else scores + softmax, "full": forward}
+    return forward, given, products, again[plan.recompute]
+
+
+def hop_costs(model, machine, plan, source, destination):
+    """(latency, occupancy) of an activation, or its gradient, from one rank to another."""
+    size = BYTES_PER_VALUE * plan.microbatch * model.length * model.hidden
+    far = plan.is_far(machine, source, destination)
+    return message_costs(machine, size, far, plan.tensor, plan.senders(machine))
+
+
+def weights_of(model, plan, stages):
+    """How many weights a GPU computes with that has these stages, by index."""
+    layers = plan.layers_of(model)
+    count = sum(layers[stage] for stage in stages) * model.layer_weights
+    if 0 in stages:
+        count += model.embedding_weights
+    if len(layers) - 1 in stages and not (model.tied and 0 in stages):
+        count += model.head_weights
+    return count / plan.tensor
+
+
+def shard_group(machine, plan):
+    """Over how many replicas weights are sharded."""
+    sharing = {"full": plan.replicas, "hybrid": plan.replicas_in_node(machine)}
+    return sharing.get(plan.sharding, 1)
+
+
+def shard_times(model, machine, plan):
+    """For each stage: seconds to gather its weights, and to scatter its gradients, layer by layer."""
+    group = shard_group(machine, plan)
+    inside = min(plan.replicas_in_node(machine), group)
+    times = []
+    for stage, layers in enumerate(plan.layers_of(model)):
+        pieces = max(layers, 1)
+        weights = weights_of(model, plan, [stage]) / pieces
+        sizes = (BYTES_PER_VALUE * weights, plan.gradient_bytes * weights)
+        times.append([pieces * gather_time(machine, size, group, inside) for size in sizes])
+    return times
+
+
+def exposed_reduction(model, machine, plan, rank, last_backward):
+    """Seconds of a rank's sums of gradients that its last backward does not hide.
+
+    Gradients are ready layer by layer, so all but the sum of the last layer can run beside it.
+    """
+    sums = reduction_time(model, machine, plan, plan.stages_of(rank))
+    hidden = last_backward * (1 - 1 / model.layers) if plan.overlap else 0.0
+    return max(sums - hidden, 0.0)
+
+
+def reduction_time(model, machine, plan, stages):
+    """Seconds that the sums of a rank's gradients over the replicas take, once per update."""
+    inside, copies = plan.replicas_in_node(machine), plan.replicas
+    weights = weights_of(model, plan, stages)
+    if plan.sharding == "full" or copies == 1:
+        return 0.0  # already scattered, or nothing to sum
+    if plan.sharding == "hybrid":
+        size = plan.gradient_bytes * weights / inside
+        return all_reduce_time(machine, size, copies // inside, 1)
+    if plan.sharding == "optimizer":  # gradients are scattered, updated weights gathered
+        sizes = (plan.gradient_bytes * weights, BYTES_PER_VALUE * weights)
+        return sum(gather_time(machine, size, copies, inside) for size in sizes)
+    return all_reduce_time(machine, plan.gradient_bytes * weights, copies, inside)
+
+
+def optimizer_time(model, machine, plan):
+    """Seconds of the update on the rank with the most weights."""
+    group = plan.replicas if plan.sharding == "optimizer" else shard_group(machine, plan)
+    most = max(weights_of(model, plan, plan.stages_of(rank)) for rank in range(plan.ranks))
+    return OPTIMIZER_PASS * most / group / machine.memory_speed
+
+
+def memory_per_rank(model, machine, plan, held):
+    """Bytes of each rank of a pipeline: weights, gradients, optimizer, activations, one loss.
+
+    `held` has the most (stage, micro-batch) pairs that wait for a backward, for each rank.
+    """
+    layers = plan.layers_of(model)
+    group = shard_group(machine, plan)
+    state_group = plan.replicas if plan.sharding == "optimizer" else group
+    kernels = plan.fused_attention, plan.sequence_parallel
+    kept = kept_bytes(model, plan.microbatch, plan.tensor, plan.recompute, *kernels)
+    at_work = kept_bytes(model, plan.microbatch, plan.tensor, "none", *kernels)
     found = []
-    for plan in candidates(model, machine, schedules):
-        weights = BYTES_PER_PARAMETER * model.parameters / (plan.tensor * plan.ranks)
-        if weights > machine.memory:
-            continue
-        try:
-            found.append(forecast(model, machine, plan))
-        except ScheduleError:  # such as interleaving with m not a multiple of p
-            continue
-    return sorted(found, key=lambda one: one.update)
+    for rank in range(plan.ranks):
+        stages = plan.stages_of(rank)
+        weights = weights_of(model, plan, stages)
+        states = weights * (BYTES_PER_VALUE + plan.gradient_bytes) / group
+        states += weights * STATE_BYTES / state_group
+        if group > 1:  # two layers whole: one at work, one on its way
+            states += (
+                2 * (BYTES_PER_VALUE + plan.gradient_bytes) * model.layer_weights / plan.tensor
+            )
+        activations = held[rank] * max(layers[stage] for stage in stages) * kept
+        if plan.recompute == "full":
+            activations += at_work
+        if len(layers) - 1 in stages:  # scores of the vocabulary, in 16 and 32 bits
+            activations += 6 * plan.microbatch * model.length * model.vocabulary / plan.tensor
+        found.append(states + activations)
+    return found

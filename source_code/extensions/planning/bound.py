@@ -1,0 +1,79 @@
+"""What a plan takes at least, and what it needs, without playing its schedule.
+
+A search looks at thousands of plans. The bound is exact where messages are free and the schedule
+has no other gap than filling and draining; it is never more than the forecast. Memory is the
+forecast's own, by the formulas for how many micro-batches a schedule holds.
+"""
+
+from functools import lru_cache
+
+from extensions.planning.forecast import (
+    exposed_reduction,
+    memory_per_rank,
+    optimizer_time,
+    stage_costs,
+)
+from extensions.planning.training_plan import V_SHAPED
+from pipeline.schedules import build_schedule
+
+SPLIT = ("zb-h1", "zb-h2", *V_SHAPED)  # their last action is the weights' half of a backward
+
+
+@lru_cache(maxsize=200_000)
+def lower_bound(model, machine, plan):
+    """Seconds of an update that no order of a plan's actions falls below.
+
+    A rank can start when its first stage's first input is there. It then has all its actions to do,
+    and after its last backward the stages before it still have theirs.
+    """
+    costs = stage_costs(model, machine, plan)
+    m, longest = plan.microbatches(model), 0.0
+    pairs = [(plan.rank_of(stage), plan.rank_of(stage + 1)) for stage in range(plan.stages - 1)]
+    hop = [costs.between(*pair) + costs.occupied_by(*pair) for pair in pairs]
+    backwards = [one + again for one, again in zip(costs.backward, costs.recompute)]
+    for rank in range(plan.ranks):
+        stages = plan.stages_of(rank)
+        first = stages[0]
+        ahead = sum(costs.forward[:first]) + sum(hop[:first])
+        after = sum(backwards[:first]) + sum(hop[:first])
+        work = m * sum(costs.forward[stage] + backwards[stage] for stage in stages)
+        last = backwards[first]
+        if plan.schedule in SPLIT:
+            after = 0.0
+        exposed = exposed_reduction(model, machine, plan, rank, last)
+        longest = max(longest, ahead + work + max(after, exposed))
+    return longest + optimizer_time(model, machine, plan)
+
+
+def memory_bound(model, machine, plan):
+    """Bytes on the fullest GPU."""
+    m = plan.microbatches(model)
+    held = tuple(held_by(plan.schedule, plan.ranks, plan.chunks, m))
+    return max(memory_per_rank(model, machine, plan, held))
+
+
+def held_by(schedule, ranks, chunks, m):
+    """How many (stage, micro-batch) pairs each rank of a schedule holds at most."""
+    p, v = ranks, chunks
+    formulas = {
+        "gpipe": lambda r: m,
+        "looped-bfs": lambda r: m * v,
+        "1f1b": lambda r: min(m, p - r),
+        "interleaved-1f1b": lambda r: min(m * v, (v - 1) * p + 2 * (p - 1 - r) + 1),
+    }
+    if schedule in formulas:
+        return [formulas[schedule](rank) for rank in range(p)]
+    return _counted(schedule, ranks, chunks, min(m, 4 * p))
+
+
+@lru_cache(maxsize=1000)
+def _counted(schedule, ranks, chunks, m):
+    """The same from the order of each rank's actions: from F until B or W."""
+    most = []
+    for order in build_schedule(schedule, ranks, m, chunks).orders:
+        held = peak = 0
+        for action in order:
+            held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            peak = max(peak, held)
+        most.append(peak)
+    return most

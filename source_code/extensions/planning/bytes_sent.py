@@ -1,0 +1,75 @@
+"""How many bytes a plan sends in one update: by each GPU, and out of each node.
+
+The first says which way of training sends least. The second decides on a cluster, because the links
+inside a node are ten times as fast. Formulas: Megatron-LM 2021 (arXiv 2104.04473) section 3.2 for
+tensor and pipeline parallelism, the ZeRO paper (arXiv 1910.02054) section 7 for sharding, and for
+rings over nodes traffic.py.
+"""
+
+from extensions.planning.forecast import shard_group, weights_of
+from extensions.planning.transformer import BYTES_PER_VALUE
+
+
+def bytes_per_gpu(model, machine, plan):
+    """What the GPU sends that sends most: one in the middle of a pipeline, on its first stages."""
+    m = plan.microbatches(model)
+    pipeline = 0.0
+    if plan.ranks > 1:
+        neighbours = 2 if plan.ranks > 2 or plan.chunks > 1 else 1
+        pipeline = neighbours * m * plan.chunks * activation(model, plan) / plan.tensor
+    per_layer = {"none": 4, "selective": 4, "full": 6}[plan.recompute]  # sums, both ways
+    cut = plan.layers_of(model)
+    layers = max(sum(cut[stage] for stage in plan.stages_of(rank)) for rank in range(plan.ranks))
+    missing = (plan.tensor - 1) / plan.tensor
+    tensor = 2 * missing * per_layer * m * layers * activation(model, plan)
+    return pipeline + tensor + sum(size for size, _, _ in data_rings(model, machine, plan))
+
+
+def bytes_per_node(model, machine, plan):
+    """What leaves the node that sends most to others."""
+    m = plan.microbatches(model)
+    far = 0
+    for rank in range(plan.ranks):
+        for other in (rank - 1, rank + 1):
+            last = other in (-1, plan.ranks)
+            if last and plan.chunks == 1 or plan.ranks == 1:
+                continue
+            far += plan.is_far(machine, rank, other % plan.ranks)
+    pipelines = machine.gpus_per_node / (plan.tensor * plan.ranks)
+    if pipelines < 1:  # a pipeline over several nodes: both ends of a node's part hand on
+        far, pipelines = min(far, 2), 1
+    if plan.neighbours == "replicas" and far:  # each rank of a node has its neighbours elsewhere
+        far = min(far, 2)
+        pipelines = min(machine.gpus_per_node // plan.tensor, plan.replicas)
+    sent = far * pipelines * m * plan.chunks * activation(model, plan)
+    for size, members, inside in data_rings(model, machine, plan):
+        if members > inside:
+            sent += size * machine.gpus_per_node / inside
+    return sent
+
+
+def activation(model, plan):
+    """Bytes of one micro-batch between two stages."""
+    return BYTES_PER_VALUE * plan.microbatch * model.length * model.hidden
+
+
+def data_rings(model, machine, plan):
+    """(bytes that each member passes on, members, members per node) of a rank's collectives."""
+    copies, inside = plan.replicas, plan.replicas_in_node(machine)
+    weights = max(weights_of(model, plan, plan.stages_of(rank)) for rank in range(plan.ranks))
+    group, gradient = shard_group(machine, plan), plan.gradient_bytes * weights
+    passes = plan.microbatches(model)
+    rings = []
+    if group > 1:
+        missing = (group - 1) / group
+        each = passes * (2 * BYTES_PER_VALUE * weights + gradient)
+        rings.append((missing * each, group, min(inside, group)))
+    if plan.sharding == "hybrid" and copies > group:
+        nodes = copies // group
+        rings.append((2 * (nodes - 1) / nodes * gradient / group, nodes, 1))
+    if plan.sharding == "optimizer":
+        missing = (copies - 1) / copies
+        rings.append((missing * (gradient + BYTES_PER_VALUE * weights), copies, inside))
+    if plan.sharding == "none":
+        rings.append((2 * (copies - 1) / copies * gradient, copies, inside))
+    return rings

@@ -1,0 +1,110 @@
+"""The machine that a forecast is made for: GPUs in nodes, and what joins them.
+
+Rates and bandwidths are those that programs reach, not those of data sheets. A machine is a JSON
+file with its sources; those in the folder machines/ have names. The defaults here are those of
+machines/dgx-a100-80gb.json. Sizes are in bytes, times in seconds, rates per second.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+MACHINES = Path(__file__).parent / "machines"
+
+
+class MachineError(ValueError):
+    """A machine file that cannot be used; the text says why, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """`bandwidth` is one way and of one card or one GPU; `number` is how many cards a node has."""
+
+    bandwidth: float
+    latency: float = 14e-6
+    number: int = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`gpus` GPUs in nodes of `gpus_per_node`.
+
+    `flops` is what one GPU reaches within the matrix products of a training. It is more than a
+    whole training reaches end to end: bubble, messages and everything that is no matrix product
+    are counted apart. `peak` is the data sheet's number, which only MFU needs. `memory_speed` is
+    what operations reach that only read and write. `error` is the relative error that forecasts
+    for this machine had on published runs.
+    """
+
+    gpus: int
+    flops: float = 213e12
+    memory: float = 80e9
+    gpus_per_node: int = 8
+    inside: Link = Link(235e9, 3.4e-6)
+    between: Link = Link(22e9, 14e-6, 8)
+    memory_speed: float = 1.8e12
+    peak: float = 312e12
+    error: float = 0.05
+
+    @property
+    def card_share(self):
+        """Bytes per second of each GPU to other nodes while all GPUs of its node send."""
+        return self.between.bandwidth * self.between.number / self.gpus_per_node
+
+
+FIELDS = {
+    "gpus_per_node": 1,
+    "memory_gigabytes": 1e9,
+    "teraflops": 1e12,
+    "peak_teraflops": 1e12,
+    "memory_gigabytes_per_second": 1e9,
+    "error": 1,
+}
+LINK_FIELDS = {"gigabytes_per_second": 1e9, "microseconds": 1e-6}
+
+
+def machine_names():
+    return sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+def read_machine(name, gpus):
+    """The Machine of a JSON file, or of one in machines/ by its name. Raises MachineError."""
+    path = MACHINES / f"{name}.json" if name in machine_names() else Path(name)
+    try:
+        text = json.loads(path.read_text())
+    except OSError:
+        known = ", ".join(machine_names())
+        raise MachineError(f"{name} is neither a file nor one of {known}") from None
+    except ValueError as error:
+        raise MachineError(f"{name} is not JSON: {error}") from None
+    if not isinstance(text, dict):
+        raise MachineError(f"{name} holds no JSON object")
+    values = {key: _number(text, key, unit, name) for key, unit in FIELDS.items()}
+    return Machine(
+        gpus,
+        values["teraflops"],
+        values["memory_gigabytes"],
+        int(values["gpus_per_node"]),
+        _link(text, "inside", name),
+        _link(text, "between", name),
+        values["memory_gigabytes_per_second"],
+        values["peak_teraflops"],
+        values["error"],
+    )
+
+
+def _link(text, key, name):
+    link = text.get(key)
+    if not isinstance(link, dict):
+        raise MachineError(f"{name} has no '{key}', an object with gigabytes_per_second")
+    numbers = [
+        _number(link, field, unit, f"{key} of {name}") for field, unit in LINK_FIELDS.items()
+    ]
+    return Link(*numbers, int(link.get("cards", 8)))
+
+
+def _number(text, key, unit, name):
+    value = text.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise MachineError(f"{name} has no '{key}' above 0")
+    return value * unit if unit >= 1 else value / round(1 / unit)

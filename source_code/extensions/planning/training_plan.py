@@ -1,0 +1,101 @@
+"""How the GPUs of a machine are used, and where that puts each rank."""
+
+from dataclasses import dataclass
+
+from pipeline.model import cut_evenly
+
+V_SHAPED = ("zb-v", "dualpipe-v")
+SHARDINGS = ("none", "optimizer", "hybrid", "full")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`tensor` x `ranks` x `replicas` GPUs, each pipeline with `schedule`.
+
+    `tensor` GPUs share every layer and are neighbours in a node. `neighbours` says what fills the
+    rest of a node: the "stages" of one pipeline, or the "replicas" of one stage, as Megatron-LM
+    orders them. `recompute` is "none", "selective" (attention's scores) or "full".
+
+    `sharding` over the replicas: "none", "optimizer" (ZeRO-1: its state), "full" (FSDP2: weights,
+    gradients and state; weights are gathered for each forward and each backward, gradients
+    scattered after each backward), or "hybrid": full within a node, copies of that between nodes.
+
+    `cut` has the layers of each stage; without it they are cut evenly.
+    """
+
+    schedule: str = "1f1b"
+    ranks: int = 1
+    chunks: int = 1
+    replicas: int = 1
+    tensor: int = 1
+    microbatch: int = 1
+    recompute: str = "none"
+    sharding: str = "none"
+    neighbours: str = "stages"
+    cut: tuple = ()
+    fused_attention: bool = True
+    sequence_parallel: bool = True  # where tensor > 1
+    overlap: bool = True  # sums of gradients run beside the last backward
+    gradient_bytes: int = 4  # of a summed gradient
+
+    @property
+    def gpus(self):
+        return self.tensor * self.ranks * self.replicas
+
+    @property
+    def stages(self):
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage):
+        """The rank of a stage: around the ranks in loops, or there and back in a V."""
+        turn = stage // self.ranks % 2 == 1 and self.schedule in V_SHAPED
+        return self.ranks - 1 - stage % self.ranks if turn else stage % self.ranks
+
+    def stages_of(self, rank):
+        """The stages of a rank, by index."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def microbatches(self, model):
+        """Of one replica."""
+        return model.batch // (self.replicas * self.microbatch)
+
+    def layers_of(self, model):
+        """How many layers each stage has, by index."""
+        if self.cut:
+            return list(self.cut)
+        return [last - first for first, last in cut_evenly(model.layers, self.stages)]
+
+    def replicas_in_node(self, machine):
+        """How many replicas of one stage share a node."""
+        groups = max(machine.gpus_per_node // self.tensor, 1)
+        if self.neighbours == "stages":
+            groups //= self.ranks
+        return min(max(groups, 1), self.replicas)
+
+    def is_far(self, machine, source, destination):
+        """Whether two ranks of a pipeline are in different nodes; asked of the first replica."""
+        step = self.tensor * (1 if self.neighbours == "stages" else self.replicas)
+        nodes = [rank * step // machine.gpus_per_node for rank in (source, destination)]
+        return nodes[0] != nodes[1]
+
+    def senders(self, machine):
+        """How many GPUs of a node send to another node when stages hand on an activation."""
+        if self.neighbours == "stages":
+            return self.tensor
+        return min(machine.gpus_per_node, self.tensor * self.replicas)
+
+
+def balanced_cut(model, stages):
+    """Layers of each stage so that the slowest takes least, where the last one also has the head.
+
+    The head counts as the layers whose products it equals. Layers go one by one to the stage with
+    the least work, the earlier one of equals.
+    """
+    work = [0.0] * stages
+    work[-1] = model.head_flops(1) / model.layer_flops(1)
+    cut = [0] * stages
+    for _ in range(model.layers):
+        least = min(range(stages), key=lambda stage: (work[stage] + 1, stage))
+        work[least] += 1
+        cut[least] += 1
+    return tuple(cut)

@@ -1,0 +1,262 @@
+"""The forecast of large trainings: what it counts, by the papers' formulas."""
+
+from dataclasses import replace
+
+import pytest
+
+from extensions.planning.bound import held_by, lower_bound, memory_bound
+from extensions.planning.bytes_sent import bytes_per_gpu, bytes_per_node
+from extensions.planning.closed_forms import bubble_over_ideal
+from extensions.planning.forecast import forecast, layer_times, stage_costs, weights_of
+from extensions.planning.machine import Link, Machine, MachineError, machine_names, read_machine
+from extensions.planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
+from extensions.planning.training_plan import Plan, balanced_cut
+from extensions.planning.transformer import Model, kept_bytes
+from lab.simulator import simulate
+from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
+
+GPT3 = Model(layers=96, hidden=12288, batch=1536)
+LLAMA_3_8B = Model(
+    32, 4096, 8192, 128_256, 16, heads=32, kv_heads=8, inner=14336, gated=True, tied=False
+)
+FREE = Link(1e30, 0.0)
+NO_NETWORK = {"inside": FREE, "between": FREE, "memory_speed": 1e30, "memory": 1e15}
+
+
+def test_parameters_are_those_of_megatron_equation_2_and_of_llama_3_8b():
+    l, h, v, s = 96, 12288, 51_200, 2048  # noqa: E741
+    formula = 12 * l * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * l * h))
+    assert GPT3.parameters == pytest.approx(formula, rel=1e-12)
+    assert LLAMA_3_8B.parameters == pytest.approx(8_030_261_248, rel=1e-6)
+
+
+def test_operations_of_an_update_are_those_of_megatron_equation_3():
+    l, h, v, s = 96, 12288, 51_200, 2048  # noqa: E741
+    formula = 96 * 1536 * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+    assert GPT3.flops_per_update == pytest.approx(formula, rel=1e-12)
+    without = 72 * 1536 * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
+    assert GPT3.model_flops == pytest.approx(without, rel=1e-12)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_a_layer_keeps_s_b_h_times_34_and_5_a_s_over_h_korthikanti_equations_1_to_4(tensor):
+    h, a, s, t = 12288, 96, 2048, tensor
+    unit = 2 * s * h
+    scores = 5 * a * s / h
+    assert kept_bytes(GPT3, 2, t, "none", False, False) == pytest.approx(
+        unit * (10 + 24 / t + scores / t)
+    )
+    assert kept_bytes(GPT3, 2, t, "none", False, True) == pytest.approx(unit * (34 + scores) / t)
+    assert kept_bytes(GPT3, 2, t, "none", True, True) == pytest.approx(unit * 34 / t)
+    assert kept_bytes(GPT3, 2, t, "full", True, True) == 2 * unit
+
+
+# Collectives.
+
+
+def test_a_ring_enters_and_leaves_each_node_once_so_all_cards_of_a_node_serve_it():
+    machine = Machine(32)  # 8 cards of 22 GB/s per node
+    assert bus_bandwidth(machine, 32, 8) == 8 * 22e9
+    assert bus_bandwidth(machine, 8, 8) == 235e9
+    assert bus_bandwidth(machine, 4, 1) == 22e9
+    one_card = Machine(32, between=Link(22e9, 0.0, 1))
+    assert bus_bandwidth(one_card, 32, 8) == 22e9
+    assert bus_bandwidth(replace(machine, between=Link(100e9, 0.0, 8)), 32, 8) == 235e9
+
+
+def test_an_all_reduce_moves_2_n_minus_1_over_n_of_its_bytes_nccl_tests():
+    machine = Machine(16, inside=Link(100e9, 0.0), between=Link(5e9, 0.0, 8))
+    assert all_reduce_time(machine, 8e9, 8, 8) == pytest.approx(2 * 7 / 8 * 8e9 / 100e9)
+    assert all_reduce_time(machine, 8e9, 16, 8) == pytest.approx(2 * 15 / 16 * 8e9 / 40e9)
+    assert gather_time(machine, 8e9, 16, 8) == pytest.approx(15 / 16 * 8e9 / 40e9)
+    assert all_reduce_time(machine, 8e9, 1, 1) == 0
+
+
+def test_more_cards_per_node_shorten_a_flat_ring_nccl_569():
+    """Measured there with 1, 2 and 4 GPUs and cards per node: 363, 173, 132 ms."""
+    times = [
+        all_reduce_time(
+            Machine(2 * k, 1e12, 1e12, k, Link(100e9), Link(10e9, 0.0, k)), 1e9, 2 * k, k
+        )
+        for k in (1, 2, 4)
+    ]
+    assert times[0] > 1.3 * times[1] > 1.3 * times[2]
+
+
+def test_a_message_pays_for_the_link_that_it_crosses():
+    machine = Machine(16)
+    near, far = message_costs(machine, 1e8, False), message_costs(machine, 1e8, True)
+    assert near == (3.4e-6, 1e8 / 235e9) and far == (14e-6, 1e8 / 22e9)
+    # Eight GPUs that share a layer send an eighth each (Megatron-LM section 4.1), if there are cards.
+    assert message_costs(machine, 1e8, True, tensor=8)[1] == pytest.approx(1e8 / 8 / 22e9)
+    one = replace(machine, between=Link(22e9, 14e-6, 1))
+    assert message_costs(one, 1e8, True, tensor=8)[1] == pytest.approx(1e8 / 22e9)
+    assert message_costs(one, 1e8, True, senders=8)[1] == pytest.approx(8e8 / 22e9)
+
+
+def test_what_fills_a_node_decides_which_messages_leave_it():
+    machine = Machine(32)
+    stages, replicas = Plan(ranks=8, replicas=4), Plan(ranks=8, replicas=4, neighbours="replicas")
+    assert not any(stages.is_far(machine, r, r + 1) for r in range(7))
+    assert stages.replicas_in_node(machine) == 1
+    assert [replicas.is_far(machine, r, r + 1) for r in range(4)] == [False, True, False, True]
+    assert replicas.replicas_in_node(machine) == 4
+
+
+# What is sent.
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "pipeline", "data", "sharded"),
+    [
+        (Model(24, 2048, 2048, 32_000, 512), 8, 8.6, 4.5, 6.7),
+        (Model(32, 4096, 4096, 32_000, 1024), 32, 68.7, 25.5, 38.3),
+    ],
+)
+def test_a_pipeline_sends_the_least_only_where_tokens_times_width_are_fewer_than_weights(
+    model, gpus, pipeline, data, sharded
+):
+    """16-bit gradients, one micro-batch per replica: A8 of what was found wrong once."""
+    machine = Machine(gpus)
+    share = {"replicas": gpus, "microbatch": model.batch // gpus, "gradient_bytes": 2}
+    found = [
+        bytes_per_gpu(model, machine, plan) / 1e9
+        for plan in (Plan(ranks=gpus), Plan(**share), Plan(**share, sharding="full"))
+    ]
+    assert found == pytest.approx([pipeline, data, sharded], rel=0.01)
+    assert found[0] > found[2] > found[1]
+
+
+def test_hybrid_sharding_sends_its_weights_inside_a_node_only():
+    model, machine = Model(32, 4096, batch=256), Machine(32)
+    plans = [Plan(replicas=32, microbatch=8, sharding=s) for s in ("full", "hybrid")]
+    full, hybrid = (bytes_per_node(model, machine, plan) for plan in plans)
+    # Of eight rings, each with an eighth of the gradient over four nodes, in 32 bits.
+    assert hybrid == pytest.approx(2 * 3 / 4 * 4 * model.parameters, rel=0.03)
+    assert full == pytest.approx(31 / 32 * (2 * 2 + 4) * model.parameters, rel=0.03)
+
+
+# Stages, schedule, update.
+
+
+def test_the_last_stage_has_the_head_and_a_cut_by_work_gives_it_fewer_layers():
+    model = replace(LLAMA_3_8B, length=4096, batch=64)
+    even = stage_costs(model, Machine(8), Plan(ranks=8))
+    assert even.forward[7] > 1.4 * even.forward[0]
+    cut = balanced_cut(model, 8)
+    assert sum(cut) == 32 and cut[7] == 2 and max(cut) == 5
+    assert sum(weights_of(model, Plan(ranks=8), [s]) for s in range(8)) == model.parameters
+
+
+def test_an_even_cut_of_a_model_with_a_heavy_head_is_forecast_slower():
+    model, machine = replace(LLAMA_3_8B, length=4096, batch=64), Machine(8, memory=1e12)
+    even = forecast(model, machine, Plan(ranks=4))
+    cut = forecast(model, machine, Plan(ranks=4, cut=balanced_cut(model, 4)))
+    assert cut.update < 0.97 * even.update
+    # With all layers alike and the head spread over the stages, the two would be the same.
+    assert even.update > model.model_flops / machine.flops / 4 * 1.1
+
+
+def test_without_network_and_bubble_a_forecast_is_operations_over_rate():
+    machine = Machine(8, **NO_NETWORK)
+    plan = Plan(tensor=8, recompute="full", fused_attention=False)
+    one = forecast(GPT3, machine, plan)
+    assert one.update == pytest.approx(GPT3.flops_per_update / 8 / machine.flops, rel=1e-9)
+    assert one.rate(GPT3, recomputed=True) == pytest.approx(machine.flops, rel=1e-9)
+
+
+def test_a_forecast_has_the_bubble_of_its_schedule():
+    model = replace(GPT3, vocabulary=1)
+    plan = Plan(ranks=8, replicas=16, tensor=8)
+    found = forecast(model, Machine(1024, **NO_NETWORK), plan)
+    assert found.bubble_over_ideal == pytest.approx(bubble_over_ideal(8, 96), rel=1e-3)
+
+
+def test_sums_of_gradients_hide_behind_the_last_backward_but_for_one_layer():
+    plan = Plan(ranks=8, replicas=16, tensor=8, overlap=False)
+    machine = Machine(1024, memory=1e15)
+    open_, hidden = (forecast(GPT3, machine, replace(plan, overlap=o)) for o in (False, True))
+    _, given, weights, _ = layer_times(GPT3, machine, plan)
+    last_backward = 12 * (given + weights) * (1 - 1 / 96)
+    assert open_.reduction - hidden.reduction == pytest.approx(last_backward, rel=1e-6)
+    slow = replace(machine, between=Link(1e9))
+    assert forecast(GPT3, slow, plan).update > open_.update + 10
+
+
+def test_full_recomputation_of_a_layer_runs_its_forward_again_with_its_sums():
+    machine = Machine(8)
+    forward, _, _, again = layer_times(GPT3, machine, Plan(tensor=8, recompute="full"))
+    assert again == forward
+    assert layer_times(GPT3, machine, Plan(tensor=8))[3] == 0
+
+
+@pytest.mark.parametrize("name", synchronous_schedules())
+def test_a_bound_is_never_above_the_forecast_and_its_memory_is_the_forecast_s(name):
+    chunks = SCHEDULES[name].chunks or 1
+    model = Model(32, 1024, batch=64)
+    if name == "naive":
+        model = replace(model, batch=8)
+    machine = Machine(16, between=Link(1e9, 1e-4))
+    plan = Plan(name, 4, chunks, replicas=4 if name != "naive" else 8, microbatch=1)
+    if name == "naive":
+        plan = replace(plan, ranks=2)
+    found = forecast(model, machine, plan)
+    assert lower_bound(model, machine, plan) <= found.update * (1 + 1e-12)
+    assert memory_bound(model, machine, plan) >= found.memory * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 12)])
+def test_what_a_schedule_holds_is_what_the_simulator_counts(name, p, m):
+    chunks = 3 if SCHEDULES[name].chunks else 1
+    schedule = build_schedule(name, p, m, chunks if chunks > 1 else None)
+    plan = Plan(name, p, chunks)
+    assert all(schedule.rank_of(s, 0) == plan.rank_of(s) for s in range(plan.stages))
+    timeline = simulate(schedule, stage_costs(Model(48, 64, batch=m), Machine(p), plan))
+    assert held_by(name, p, chunks, m) == list(timeline.peak_held_until_weight_per_rank)
+
+
+def test_the_bound_of_1f1b_and_interleaved_1f1b_is_exact_where_messages_are_free():
+    machine = Machine(8, inside=FREE, between=FREE)
+    for plan in (Plan(ranks=8), Plan("interleaved-1f1b", 8, 2)):
+        model = Model(32, 1024, batch=32)
+        found = forecast(model, machine, replace(plan, cut=balanced_cut(model, plan.stages)))
+        bound = lower_bound(model, machine, found.plan)
+        assert bound == pytest.approx(found.update, rel=0.03)
+
+
+# Machine files.
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_machine_file_says_where_its_numbers_come_from(name):
+    machine = read_machine(name, 16)
+    assert machine.gpus == 16 and machine.flops < machine.peak
+    import json
+
+    from extensions.planning.machine import MACHINES
+
+    sources = json.loads((MACHINES / f"{name}.json").read_text())["sources"]
+    assert {"teraflops", "between", "error"} <= set(sources)
+
+
+def test_the_default_machine_is_the_dgx_a100_80gb():
+    assert read_machine("dgx-a100-80gb", 8) == Machine(8)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"gpus_per_node": 0}', "has no 'gpus_per_node' above 0"),
+        ('{"gpus_per_node": "8"}', "has no 'gpus_per_node' above 0"),
+    ],
+)
+def test_a_wrong_machine_file_is_rejected_in_one_sentence(text, sentence, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(MachineError, match=sentence):
+        read_machine(str(path), 8)
+    with pytest.raises(MachineError, match="neither a file nor one of"):
+        read_machine("nowhere", 8)
