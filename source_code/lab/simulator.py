@@ -11,7 +11,8 @@ slow in two ways:
 A message arrives `transfer` after its link has served it. Every ordered pair of ranks has a link of
 its own, as it has a channel. So the two directions do not disturb each other, and neither do the
 messages to two different ranks. Where several ranks share a network card, or one rank sends to both
-neighbours through the same card, real messages wait longer than here.
+neighbours through the same card, real messages wait longer than here. (In the LogP model, Culler et
+al. 1993, the two are the latency L and the gap g, and there the gap is one for all that a rank sends.)
 """
 
 from dataclasses import dataclass
