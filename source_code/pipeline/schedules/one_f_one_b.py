@@ -5,7 +5,7 @@ from pipeline.schedules.order import require_positive
 
 
 def one_f_one_b(num_ranks, num_microbatches, depth=None):
-    """One forward, one backward (PipeDream-Flush: Narayanan et al. 2021, 2006.09503, section 2.2).
+    """One forward, one backward (PipeDream-Flush: Narayanan et al. 2021, 2006.09503, section 3.2).
 
     The same bubble as GPipe, but a rank holds at most as many micro-batches as there are stages
     from it to the end, itself included. With `depth` a rank's warm-up is at most as many forwards:
