@@ -335,6 +335,26 @@ def test_over_a_far_hop_of_30_gpipe_takes_390_and_1f1b_570_over_a_narrow_one_600
     assert simulate(make(4, m), Costs(10, 20, **NARROW)).makespan == narrow
 
 
+@pytest.mark.parametrize("m", [8, 16, 32])
+@pytest.mark.parametrize("kind", ["transfer", "occupancy"])
+def test_1f1b_pays_for_a_hop_in_the_middle_of_4_ranks_m_times_and_gpipe_twice_if_it_is_far(kind, m):
+    for time in (1, 5, 10, 20, 30):
+        costs = Costs(10, 20, **{kind: {(1, 2): time, (2, 1): time}})
+        assert simulate(one_f_one_b(4, m), costs).makespan == (m + 3) * 30 + m * time
+        if kind == "transfer" or time <= 10:  # a link that is as fast as a forward holds nothing up
+            assert simulate(gpipe(4, m), costs).makespan == (m + 3) * 30 + 2 * time
+
+
+def test_1f1b_is_the_shorter_one_over_a_narrow_hop_of_nearly_a_forward_and_a_backward():
+    for m, time in ((8, 27), (16, 29), (32, 30)):
+        for longer in (time - 1, time):
+            costs = Costs(10, 20, occupancy={(1, 2): longer, (2, 1): longer})
+            shorter = (
+                simulate(one_f_one_b(4, m), costs).makespan < simulate(gpipe(4, m), costs).makespan
+            )
+            assert shorter == (longer == time)
+
+
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 @pytest.mark.parametrize("occupancy", [0.25, 2, 8])
 def test_a_narrow_link_is_one_more_station_in_gpipes_line(costs, occupancy):
