@@ -3,6 +3,7 @@
 python slurm/collect_sweep.py build/sweep-17
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,22 +12,30 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from lab.figures import new_plot, picture_of  # noqa: E402
-from lab.timeline import from_chrome_trace  # noqa: E402
+from lab.timeline import TimelineError, read_timeline  # noqa: E402
 from pipeline.files import write_whole  # noqa: E402
 
 
 def main():
+    if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
+        sys.exit("name the folder that sweep.sbatch has filled")
     folder = Path(sys.argv[1])
-    timelines = {
-        int(path.stem): from_chrome_trace(path.read_text())
-        for path in folder.glob("*.json")
-        if re.fullmatch(r"\d+", path.stem)
-    }
+    try:
+        timelines = {
+            int(path.stem): read_timeline(path)
+            for path in folder.glob("*.json")
+            if re.fullmatch("[1-9][0-9]{0,8}", path.stem)
+        }
+    except TimelineError as error:
+        sys.exit(f"{error}; remove the file, or run that element again")
     if not timelines:
         sys.exit(f"{folder} holds no timeline; did an element of the array end well?")
     table = table_of(timelines)
-    write_whole(folder / "sweep.md", table)
-    write_whole(folder / "sweep.svg", figure_of(timelines).svg)
+    try:
+        write_whole(folder / "sweep.md", table)
+        write_whole(folder / "sweep.svg", figure_of(timelines).svg)
+    except OSError as error:
+        sys.exit(f"{folder} cannot be written to ({error.strerror})")
     print(table, end="")
     return 0
 

@@ -63,7 +63,7 @@ def main():
 
 
 def parse_arguments():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--trap", required=True, metavar="NAME", help="LIST prints all names")
     parser.add_argument("--cured", action="store_true", help="run the form that works")
     parser.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait")

@@ -19,7 +19,8 @@ an end until the training is started again. A job script goes on with
 (torchrun itself would die of SIGUSR1, hence the trap, which it inherits; the ranks listen anew.)
 
 A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
-from then on, so the checkpoints before it stay.
+from then on, so the checkpoints before it stay. With --on-nan skip the update of that step is left
+out, and the training goes on.
 
     python source_code/distributed_checkpointing.py --checkpoints build/run --export build/model.pt
 
@@ -41,7 +42,7 @@ from extensions.checkpointing.checkpoint_arguments import (
 )
 from extensions.checkpointing.stop_request import StopRequest
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.finite import find_not_finite
+from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.update import (
     add_update_flags,
@@ -82,18 +83,20 @@ def main():
     log = LossLog(arguments, any(s.is_last for s in stages.values()), training.step)
 
     stopped = diverged = None
+    update_check = UpdateCheck(job, arguments.on_nan == "skip")
     nothing_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of(arguments, job.device, training.batches)
         training.optimizer.zero_grad()
         loss = worker.run_step(inputs, targets)
         norm = None
-        if arguments.clip:
+        if arguments.clip or arguments.on_nan == "skip":
             norm = clip_gradients(job, training.parameters.items(), arguments.clip)
-        training.optimizer.step()
+        if update_check.allows(step, loss, norm):
+            training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        diverged = find_not_finite(job, step, loss, norm)
+        diverged = update_check.diverged
         if checkpoints and not diverged:
             stopped = stop_request.agreed(job)
             due = training.step % arguments.save_every == 0 or training.step == arguments.steps
@@ -105,13 +108,15 @@ def main():
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
     reference = partial(train_one_process, before_update=clip_and_set_rate(arguments))
-    return log.finish(job.device, reference, verify=not (stopped or diverged)) or status
+    judged = not (stopped or diverged or update_check.skipped)
+    return log.finish(job.device, reference, judged) or status
 
 
 def read_flags():
     parser = training_parser(__doc__)
     add_schedule_flags(parser, default="1f1b")
     add_update_flags(parser, warm_up_steps=2)
+    add_not_finite_flag(parser)
     add_checkpoint_arguments(parser)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)

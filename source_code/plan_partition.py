@@ -7,7 +7,6 @@
 Without --profile, the layers of the course's own model are measured on this machine.
 """
 
-import json
 import sys
 
 from extensions.planning.partition import (
@@ -18,7 +17,9 @@ from extensions.planning.partition import (
     read_profile,
 )
 from lab.checks import check_memory
+from lab.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.files import not_written, to_json
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
 from pipeline.training import DTYPES, complete_arguments
@@ -27,6 +28,7 @@ STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 
 
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     try:
         profile = read_profile(arguments.profile) if arguments.profile else measure(arguments)
@@ -41,14 +43,14 @@ def main():
     except PartitionError as error:
         reject(str(error))
     if arguments.json:
-        print(json.dumps(figures(plan)))
+        print(to_json(figures(plan)))
     else:
         print(in_words(arguments, profile, plan))
-    return 0
+    return int(bool(not_written))
 
 
 def parse_arguments():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--profile", metavar="FILE", help="what each layer costs, as JSON")
     add("--workers", type=positive_integer, required=True, metavar="N", help="to use, all of them")

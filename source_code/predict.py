@@ -5,22 +5,29 @@ python source_code/predict.py gpipe --ranks 4 --microbatches 8
 
 import argparse
 import gc
-import json
 import math
+import os
 import sys
 
 from lab.figures import draw_timelines
+from lab.printing import keep_running_unheard
 from lab.simulator import Costs, simulate
-from lab.timeline import from_chrome_trace
+from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
-from pipeline.files import write_whole
+from pipeline.files import not_written, to_json, write_whole
+from pipeline.inputs import InputError
+from pipeline.paths import can_be_written, check_paths_apart
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option
 from pipeline.schedules.legal import check_legal
 
+LONGEST = 1e15  # of a cost: sums of them stay numbers
+MOST_BLOCKS = 100_000  # in a picture, of a kilobyte each
+
 
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     schedule = schedule_of(arguments)
     costs = Costs(
@@ -37,14 +44,14 @@ def main():
     if arguments.csv == "-":
         sys.stdout.write(to_csv(schedule))
     elif arguments.json:
-        print(json.dumps(figures))
+        print(to_json(figures))
     else:
         print(in_words(schedule, figures))
-    return 0
+    return int(bool(not_written))
 
 
 def parse_arguments():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("schedule", help=f"{', '.join(SCHEDULES)}, or a CSV file")
     add("--ranks", type=positive_integer, default=4, metavar="P")
@@ -55,12 +62,14 @@ def parse_arguments():
         f"{name}: {', '.join(row.options)}" for name, row in SCHEDULES.items() if row.options
     )
     add("--option", type=schedule_option, action="append", metavar="NAME=VALUE", help=has)
-    add("--forward", type=positive_number, default=1.0, metavar="T", help="of one stage")
-    add("--backward", type=positive_number, default=2.0, metavar="T", help="full, of one stage")
-    add("--backward-weight", type=positive_number, metavar="T", help="its part for the weights")
-    add("--transfer", type=not_negative, default=0.0, metavar="T", help="latency of a message")
-    add("--occupancy", type=not_negative, default=0.0, metavar="T", help="of a link by a message")
-    add("--recompute", type=not_negative, default=0.0, metavar="T", help="on top of a backward")
+    add("--forward", type=cost, default=1.0, metavar="T", help="of one stage")
+    add("--backward", type=cost, default=2.0, metavar="T", help="full, of one stage")
+    add("--backward-weight", type=cost, metavar="T", help="its part for the weights")
+    add("--transfer", type=cost_or_nothing, default=0.0, metavar="T", help="latency of a message")
+    add(
+        "--occupancy", type=cost_or_nothing, default=0.0, metavar="T", help="of a link by a message"
+    )
+    add("--recompute", type=cost_or_nothing, default=0.0, metavar="T", help="on top of a backward")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--performed", metavar="FILE", help="a run's --timeline, to draw below the prediction")
@@ -74,17 +83,36 @@ def parse_arguments():
         reject("--csv - and --json both want standard output; name a file for the CSV")
     if arguments.performed and not arguments.svg:
         reject("--performed only adds to a drawing; name one with --svg")
+    check_files(arguments)
     return arguments
 
 
-def not_negative(text):
+def cost(text):
+    """A flag's value as a time, which has a size with which one can reckon."""
+    if not 1 / LONGEST <= positive_number(text) <= LONGEST:
+        raise argparse.ArgumentTypeError(f"must be {1 / LONGEST} to {LONGEST}, not '{text}'")
+    return float(text)
+
+
+def cost_or_nothing(text):
+    """The same, or 0."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, not '{text}'")
-    return value
+    return value and cost(text)
+
+
+def check_files(arguments):
+    """Reject a picture or a file that could not be written, or that would replace another one."""
+    outputs = {"--svg": "svg", **({} if arguments.csv == "-" else {"--csv": "csv"})}
+    check_paths_apart(arguments, outputs, {"the schedule": "schedule", "--performed": "performed"})
+    for flag, name in outputs.items():
+        path = getattr(arguments, name)
+        if path is not None and not can_be_written(path):
+            reject(f"{flag} {path} cannot be written; name a file in a folder of yours")
 
 
 def schedule_of(arguments):
@@ -107,10 +135,10 @@ def schedule_of(arguments):
         return check_legal(read_csv(name))
     except ScheduleError as error:
         reject(f"{name}{sizes if name in SCHEDULES else ''}: {error}")
-    except (OSError, UnicodeDecodeError):
-        reject(
-            f"'{name}' is neither a schedule ({', '.join(SCHEDULES)}) nor a CSV file that can be read"
-        )
+    except InputError as error:
+        names = ", ".join(SCHEDULES)
+        why = f": {error}" if os.path.lexists(name) else ""
+        reject(f"'{name}' is neither a schedule ({names}) nor a CSV file that can be read{why}")
 
 
 def measure(schedule, timeline):
@@ -146,23 +174,27 @@ def in_words(schedule, figures):
 
 
 def write_files(arguments, schedule, timeline):
-    """Write what --csv and --svg ask for; refuses a file that cannot be read or written."""
-    flag, path = "", ""
+    """Write what --csv and --svg ask for; rejects a file that cannot be read or written."""
+    if arguments.csv and arguments.csv != "-":
+        write_or_reject("--csv", arguments.csv, to_csv(schedule))
+    if arguments.svg:
+        timelines = {"predicted": timeline}
+        if arguments.performed:
+            try:
+                timelines["performed"] = read_timeline(arguments.performed)
+            except TimelineError as error:
+                reject(f"--performed {error}; name another file")
+        blocks = sum(len(each.events) for each in timelines.values())
+        if blocks > MOST_BLOCKS:
+            reject(f"--svg: a picture has at most {MOST_BLOCKS:,} blocks, not {blocks:,}")
+        write_or_reject("--svg", arguments.svg, draw_timelines(timelines).svg)
+
+
+def write_or_reject(flag, path, text):
     try:
-        if arguments.csv and arguments.csv != "-":
-            flag, path = "--csv", arguments.csv
-            write_whole(path, to_csv(schedule))
-        if arguments.svg:
-            timelines = {"predicted": timeline}
-            if arguments.performed:
-                flag, path = "--performed", arguments.performed
-                with open(path) as file:
-                    timelines["performed"] = from_chrome_trace(file.read())
-            flag, path = "--svg", arguments.svg
-            write_whole(path, draw_timelines(timelines).svg)
-    except (OSError, ValueError, KeyError) as error:
-        reason = getattr(error, "strerror", None) or "it is no timeline of this course"
-        reject(f"{flag} {path}: {reason}; name another file")
+        write_whole(path, text)
+    except OSError as error:
+        reject(f"{flag} {path} was not written ({error.strerror}); name another file")
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def main():
 
 
 def parse_arguments():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--timeout", type=positive_number, default=30.0, metavar="S", help="longest wait")
     add("--messages-only", action="store_true", help="only measure messages between ranks")

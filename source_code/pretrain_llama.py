@@ -39,7 +39,7 @@ from extensions.data_parallel.replicas import (
     own_microbatches,
 )
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.finite import find_not_finite
+from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.mixed_precision import (
     computing_copy,
@@ -136,6 +136,7 @@ def main():
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
     stopped = diverged = None
+    update_check = UpdateCheck(job, arguments.on_nan == "skip")
     nothing = nothing_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         metrics.start_step()
@@ -145,14 +146,15 @@ def main():
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(run_passes(passes_of(arguments, replicas, batch), worker))
         norm = clip_gradients(job, training.parameters.items(), arguments.clip)
-        training.optimizer.step()
-        update_copies(stages, masters)
+        if update_check.allows(step, loss, norm):
+            training.optimizer.step()
+            update_copies(stages, masters)
         metrics.end_step(
             step, loss, training.optimizer.param_groups[0]["lr"], norm, share_of_loss.real_tokens
         )
         training.advance()
         log.add(step, loss)
-        diverged = find_not_finite(job, step, loss, norm)
+        diverged = update_check.diverged
         if diverged:
             break
         last = training.step == arguments.steps
@@ -170,7 +172,8 @@ def main():
         print(metrics.summary(), flush=True)
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
-    return log.finish(job.device, one_process, verify=not (stopped or diverged)) or status
+    judged = not (stopped or diverged or update_check.skipped)
+    return log.finish(job.device, one_process, judged) or status
 
 
 def read_flags():
@@ -188,6 +191,7 @@ def read_flags():
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
     add("--accumulate", default=1, help="passes per update", **count)
     add_update_flags(parser, warm_up_steps=10)
+    add_not_finite_flag(parser)
     add("--evaluate-every", default=50, help="steps", **count)
     add("--evaluate-windows", default=256, help="most rows", **count)
     add("--sample", help="write N tokens, before and after", **count)

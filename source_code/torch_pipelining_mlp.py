@@ -51,7 +51,7 @@ def main():
 
 
 def read_flags():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--steps", type=positive_integer, default=5, metavar="N", help="updates to train")
     add("--batch-size", type=positive_integer, default=24, metavar="N", help="rows per step")

@@ -12,6 +12,7 @@ from lab.activation_memory import ActivationMemory
 from lab.clock import Clock, shared_origin
 from lab.flight_log import FlightLog
 from lab.observer import Observer
+from lab.printing import keep_running_unheard
 from lab.profile import Profile
 from lab.report import Report
 from lab.slow_network import attach_network
@@ -24,6 +25,7 @@ from pipeline.training import cut_layers
 
 def add_flags(parser):
     """Add the lab's flags to a training script's parser."""
+    keep_running_unheard()
     add = parser.add_argument
     add(
         "--pace",
@@ -44,6 +46,7 @@ def add_flags(parser):
         checks.check_pace_per_layer,
         checks.check_outputs,
         checks.check_memory,
+        checks.check_duration,
     ]
 
 

@@ -3,10 +3,15 @@
 import os
 from dataclasses import replace
 
+import torch
+
 from lab.simulator import Costs
 from pipeline.command_line import reject
 from pipeline.paths import WRITTEN, can_be_written, check_paths_apart
 
+OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
+LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward, were the layer ever so narrow
+FASTEST_CPU, FASTEST_GPU = 2e11, 2.5e15  # operations per second of a thread, of a device
 OUTPUTS = {"--timeline": "timeline", "--profile": "profile", "--record": "record"}
 
 
@@ -30,7 +35,7 @@ def check_outputs(arguments):
         folder = os.path.dirname(os.path.abspath(path))
         if not os.path.isdir(folder):
             reject(f"{flag} {path}: the folder {folder} does not exist; make it first")
-        if not can_be_written(path, folder):
+        if not can_be_written(path):
             reject(f"{flag} {path} cannot be written; name a file in a folder of yours")
     check_recording(arguments.record)
 
@@ -40,14 +45,16 @@ def check_recording(folder):
     if folder is None:
         return
     parent, whole = os.path.dirname(os.path.abspath(folder)), os.path.abspath(folder)
-    if not folder or not os.path.isdir(parent):
+    if not os.path.isdir(parent):
         reject(f"--record {folder}: the folder {parent} does not exist; make it first")
     if not os.path.isdir(whole):
-        possible = not os.path.lexists(whole) and can_be_written(whole, parent)
+        possible = not os.path.lexists(whole) and can_be_written(whole)
+    elif not os.access(whole, os.R_OK | os.X_OK):
+        possible = False
     elif os.listdir(whole):
         reject(f"--record {folder}: there is something in it; name a new folder, or empty this one")
     else:
-        possible = can_be_written(os.path.join(whole, "recording"), whole)
+        possible = can_be_written(os.path.join(whole, "recording"))
     if not possible:
         reject(f"--record {folder} cannot be written; name a folder of yours")
 
@@ -56,7 +63,7 @@ def check_memory(arguments):
     """Refuse sizes that cannot start: this is far less than training takes.
 
     Counted are the weights of the largest stage, the tokens of a batch and the activations of one
-    layer, 8 bytes each.
+    layer, 8 bytes each, and Python's objects around layers and rows.
     """
     if getattr(arguments, "plan", None):
         return
@@ -71,11 +78,35 @@ def check_memory(arguments):
     weights += config.vocabulary * config.dim
     tokens = arguments.batch_size * config.seq_len
     activations = arguments.microbatch_size * config.seq_len * config.dim
-    needed = 8 * (weights + tokens + activations)
+    objects = OBJECTS_OF_A_LAYER * layers + OBJECTS_OF_A_ROW * arguments.batch_size
+    needed = 8 * (weights + tokens + activations) + objects
     if needed > memory:
         reject(
             f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB a rank, and "
             f"this machine has {memory / 2**30:.0f} GiB; use smaller ones, or more ranks"
+        )
+
+
+def check_duration(arguments):
+    """Refuse sizes of which one step would take more than an hour on any machine.
+
+    Every layer takes some time for every micro-batch however narrow it is, and 6 operations per
+    weight and token, by this rank's share of the layers.
+    """
+    if getattr(arguments, "plan", None):
+        return
+    config, batch = arguments.config, arguments.batch_size
+    layers = -(-config.layers // arguments.num_ranks)
+    operations = 6 * layers * 12 * config.dim**2 * batch * config.seq_len
+    fastest = (
+        FASTEST_CPU if arguments.device == "cpu" or not torch.cuda.is_available() else FASTEST_GPU
+    )
+    microbatches = batch // arguments.microbatch_size
+    seconds = layers * microbatches * LEAST_PER_LAYER + operations / fastest
+    if seconds > 3600:
+        reject(
+            f"--layers {config.layers} with {microbatches:,} micro-batches of {batch:,} sequences: a "
+            f"step takes more than {seconds / 3600:,.0f} hours; use smaller ones, or more ranks"
         )
 
 

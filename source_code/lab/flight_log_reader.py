@@ -23,6 +23,7 @@ from pipeline.inputs import (
     read_text,
 )
 from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, message_of
+from pipeline.schedules.legal import check_legal
 
 RUN_FILE = "run.json"
 RANK_FILE = "rank{}.jsonl"
@@ -203,12 +204,9 @@ def _read_run(folder):
     if not isinstance(rows, list) or not {type(text) for text in [run.get("name"), *rows]} == {str}:
         raise RecordingError(f"{folder / RUN_FILE} has no name and rows of a schedule; record anew")
     try:
-        schedule = from_csv("\n".join(rows), run["name"])
+        return check_legal(from_csv("\n".join(rows), run["name"]))
     except ScheduleError as error:
-        raise RecordingError(f"{folder / RUN_FILE}: {error}") from None
-    if not all(schedule.orders) or not schedule.orders:
-        raise RecordingError(f"{folder / RUN_FILE}: the schedule has a rank without actions")
-    return schedule
+        raise RecordingError(f"{folder / RUN_FILE}: {error}; record anew") from None
 
 
 def _lines_of(folder, schedule, rank):

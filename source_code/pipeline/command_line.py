@@ -8,12 +8,27 @@ import time
 
 
 class Parser(argparse.ArgumentParser):
-    """Rejects bad flags in one sentence. `checks` are called with the parsed arguments."""
+    """Rejects bad flags in one sentence. `checks` are called with the parsed arguments.
 
-    def __init__(self, **options):
+    Of `description`, a script's docstring, the first line is shown; python -OO has none.
+    """
+
+    def __init__(self, description=None, **options):
+        title = (description or "").partition("\n")[0]
         formatter = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+        super().__init__(
+            description=title, allow_abbrev=False, formatter_class=formatter, **options
+        )
         self.checks = []
+
+    def parse_args(self, *words):
+        """Parse; an empty text, as of a shell's variable that is not set, is never "not given"."""
+        arguments = super().parse_args(*words)
+        for action in self._actions:
+            if getattr(arguments, action.dest, None) == "":
+                name = (*action.option_strings, action.metavar, action.dest)[0]
+                reject(f"{name} is empty text; give it a value, or leave it out")
+        return arguments
 
     def error(self, message):
         reject(message.removeprefix("argument ") + "; --help lists the flags")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from pipeline.inputs import InputError, read_bytes
+
 DEFAULT_TEXT = Path(__file__).with_name("field_guide.txt")
 DEFAULT_SHA256 = "cc916d82a80c1af5682c9e436e9ca1cf3d7c3e012e3f088d737b99cd18600dc0"
 
@@ -39,13 +41,10 @@ class Text:
 def load_text(path=None, seq_len=32):
     """Read a text file, or the course's own text when `path` is None. Raises DataError."""
     source = DEFAULT_TEXT if path is None else Path(path)
-    if source.exists() and not (source.is_file() or source.is_dir()):
-        raise DataError(f"--data: {source} is not a regular file, so not every rank can read it")
     try:
-        content = source.read_bytes()
-    except OSError as error:
-        message = f"--data: cannot read {source} ({error.strerror}); name a text file"
-        raise DataError(message) from None
+        content = read_bytes(source)
+    except InputError as error:
+        raise DataError(f"--data: {error}; name a text file") from None
     if path is None and hashlib.sha256(content).hexdigest() != DEFAULT_SHA256:
         raise DataError(
             f"{source.name} has been changed, so no expected loss holds; restore it "

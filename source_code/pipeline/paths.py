@@ -19,15 +19,16 @@ READ = {
 WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export"}
 
 
-def check_paths_apart(arguments, written=WRITTEN):
+def check_paths_apart(arguments, written=WRITTEN, read=READ):
     """Refuse an output on or in another path of the run, or around it; links are resolved.
 
-    `written` are the flags of all outputs, with the attributes that have their paths.
+    `written` are the flags of all outputs, `read` those of all inputs, with the attributes that
+    have their paths.
     """
     taken = {}  # flag -> path, of those that may be followed by an output
-    for flag, name in {**READ, **written}.items():
+    for flag, name in {**read, **written}.items():
         path = getattr(arguments, name, None)
-        if not path:  # not given, or '', which is refused elsewhere
+        if path is None:
             continue
         for other in taken if flag in written else []:
             check_apart(flag, path, other, taken[other])
@@ -37,7 +38,7 @@ def check_paths_apart(arguments, written=WRITTEN):
 def check_apart(flag, path, other, other_path):
     """Refuse two paths of which one is the other or lies in it."""
     real, other_real = Path(os.path.realpath(path)), Path(os.path.realpath(other_path))
-    if real == other_real:
+    if real == other_real or same_file(real, other_real):
         reject(f"{flag} and {other} name the same file {path}; give each its own")
     if real.is_relative_to(other_real):
         reject(f"{flag} {path} lies in {other} {other_path}; name a place outside of it")
@@ -45,14 +46,24 @@ def check_apart(flag, path, other, other_path):
         reject(f"{other} {other_path} lies in {flag} {path}; name a place outside of it")
 
 
-def can_be_written(path, folder):
-    """Whether a file can be made in `folder` and take the place of `path`."""
-    if not os.path.basename(path):
+def same_file(path, other):
+    """Whether two paths that exist lead to one file, as two names of it (hard links) do."""
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
         return False
-    if os.path.exists(path) and not (os.path.isfile(path) and os.access(path, os.W_OK)):
+
+
+def can_be_written(path):
+    """Whether a file can be made at `path`, links resolved, or take the place of the one there."""
+    real = os.path.realpath(path)
+    folder, name = os.path.split(real)
+    if not os.path.basename(path) or os.path.islink(real):  # links that lead back to themselves
+        return False
+    if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
         return False
     # Permissions do not tell the whole truth (root, read-only mounts, /proc): try it.
-    attempt = os.path.join(folder, f".{os.path.basename(path)}.{os.getpid()}")
+    attempt = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
         os.close(os.open(attempt, os.O_CREAT | os.O_WRONLY))
         os.remove(attempt)

@@ -15,8 +15,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.inputs import MEBIBYTE, read_text
 from pipeline.message import Message
 
+LARGEST_CSV = 64 * MEBIBYTE
 KINDS = {
     "F": "forward",
     "B": "backward",
@@ -263,10 +265,10 @@ def from_csv(text, name="custom"):
         cells = [cell.strip() for cell in row.split(",")]
         order = []
         for step, cell in enumerate(cell for cell in cells if cell):
-            match = re.fullmatch(r"(\d+)([A-Z])(\d+)", cell)
+            match = re.fullmatch(r"([0-9]{1,9})([A-Z])([0-9]{1,9})", cell)
             if match is None or match[2] not in KINDS:
                 raise ScheduleError(
-                    f"rank {len(orders)}, step {step}: '{cell}' is no action; "
+                    f"rank {len(orders)}, step {step}: {cell[:40]!r} is no action; "
                     "write stage, kind (F, B, I, W or U) and micro-batch, as in 0F3"
                 )
             order.append(Action(int(match[1]), match[2], int(match[3])))
@@ -275,5 +277,5 @@ def from_csv(text, name="custom"):
 
 
 def read_csv(path):
-    """Read the text form from a file. Raises what `from_csv` does, or OSError."""
-    return from_csv(Path(path).read_text(), name=Path(path).stem)
+    """Read the text form from a file. Raises what `from_csv` does, or InputError."""
+    return from_csv(read_text(path, LARGEST_CSV), name=Path(path).stem)

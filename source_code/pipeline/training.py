@@ -1,7 +1,6 @@
 """What all training scripts share: flags, batches, the loop, and one process to compare with."""
 
 import argparse
-import json
 import math
 import sys
 
@@ -15,6 +14,7 @@ from pipeline.command_line import (
     reject,
 )
 from pipeline.data import DataError, load_text
+from pipeline.files import json_line, not_written, write_output
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_as, cut_evenly, token_loss
 from pipeline.stage import Stage
@@ -42,7 +42,7 @@ def training_parser(description):
 
 def model_parser(description):
     """The parser with the flags of whatever runs the model: its sizes, its text, its ranks."""
-    parser = Parser(description=description.splitlines()[0])
+    parser = Parser(description)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--layers", default=8, help="decoder layers", **count)
     add("--dim", default=32, help="width of the model", **count)
@@ -184,21 +184,21 @@ class LossLog:
     def finish(self, device, reference=None, verify=True):
         """Write --losses, and compare with one process if asked to. Returns the exit status.
 
-        Without `verify` it judges nothing: the caller has said why the run has ended early.
+        Without `verify` it judges no loss: the caller has said why the run has ended early.
         """
         a, losses = self.arguments, dict(enumerate(self.losses, self.first_step))
-        diverged = [step for step, loss in losses.items() if not math.isfinite(loss)]
         if a.losses and self.has_loss:
-            rows = [{"step": k, "loss": None if k in diverged else x} for k, x in losses.items()]
-            with open(a.losses, "w") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
-        for step in diverged[:1] if verify else []:
+            rows = [json_line({"step": step, "loss": loss}) for step, loss in losses.items()]
+            write_output("--losses", a.losses, "".join(rows))
+        diverged = [step for step, loss in losses.items() if verify and not math.isfinite(loss)]
+        for step in diverged[:1]:
             sentence = "the training diverged; use a smaller --learning-rate"
             print(f"the loss of step {step} is {losses[step]}: {sentence}", file=sys.stderr)
         if diverged or not (a.verify and verify and self.has_loss):
-            return int(bool(diverged))
+            return int(bool(diverged or not_written))
         expected = (reference or train_one_process)(a, device)
-        return int(not losses_agree(a.dtype, self.losses, expected, self.first_step))
+        agree = losses_agree(a.dtype, self.losses, expected, self.first_step)
+        return int(not agree or bool(not_written))
 
 
 def losses_agree(dtype, losses, expected, first_step=0):

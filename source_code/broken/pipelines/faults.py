@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import torch
 
 from pipeline.command_line import reject
+from pipeline.inputs import InputError, read_text
+from pipeline.job import end_process
 
 PIECES = {  # the function in which each case has its fault
     1: "next_to_send",
@@ -117,10 +119,31 @@ def choose_pieces(arguments):
     pieces = {name: getattr(Cured, name) for name in PIECES.values()}
     name = PIECES[arguments.case]
     if arguments.repair:
-        defined = runpy.run_path(arguments.repair, {"math": math, "torch": torch})
-        if name not in defined:
-            reject(f"--repair {arguments.repair} defines no function {name}; give it that name")
-        pieces[name] = defined[name]
+        pieces[name] = piece_in(arguments.repair, name)
     elif not arguments.cured:
         pieces[name] = getattr(Broken, name)
     return SimpleNamespace(**pieces)
+
+
+def piece_in(file, name):
+    """The function of that name that the reader's file defines, with a sentence for each mistake."""
+    try:
+        text = read_text(file)
+        defined = runpy.run_path(file, {"math": math, "torch": torch}) if text else {}
+    except InputError as error:
+        reject(f"--repair {error}; name a file of yours")
+    except (Exception, SystemExit) as error:  # whatever the reader's code raises
+        reject(f"--repair {file} cannot be run ({type(error).__name__}: {error}); mend it")
+    if not callable(defined.get(name)):
+        reject(f"--repair {file} defines no function {name}; give it that name")
+
+    def piece(*arguments):
+        try:
+            result = defined[name](*arguments)
+        except Exception as error:
+            end_process(f"--repair {file}: {name} raised {type(error).__name__}: {error}")
+        if result is None and name != "before_update":
+            end_process(f"--repair {file}: {name} returned nothing; let it return what it makes")
+        return result
+
+    return piece

@@ -73,20 +73,13 @@ def check_combinations(arguments):
     for flag in ("save-every", "keep", "asynchronous", "fresh", "from-step", "export"):
         if getattr(arguments, flag.replace("-", "_")) and not arguments.checkpoints:
             reject(f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out")
-    if arguments.checkpoints == "":
-        reject("--checkpoints needs the name of a folder, not ''; name one, or leave it out")
     beginnings = {"--fresh": arguments.fresh, "--from-step": arguments.from_step}
     if all(beginnings.values()):
         reject("--fresh begins anew and --from-step from a checkpoint; use one of them")
     if arguments.import_file and arguments.from_step:
         reject("--import and --from-step both say where to begin; use one of them")
-    for flag in ("--export", "--import"):
-        value = arguments.export if flag == "--export" else arguments.import_file
-        if value == "":
-            reject(f"{flag} needs the name of a file, not ''; name one, or leave it out")
     if arguments.export:
-        folder = os.path.dirname(os.path.abspath(arguments.export))
-        if not can_be_written(arguments.export, folder):
+        if not can_be_written(arguments.export):
             reject(
                 f"--export {arguments.export} cannot be written; name a file in a folder of yours"
             )
@@ -113,7 +106,7 @@ def look_into_folder(arguments):
         return
     # A folder that is not there yet is made by rank 0: then its parent must take it.
     inside = folder if os.path.isdir(folder) else parent
-    if not can_be_written(os.path.join(inside, "checkpoint"), inside):
+    if not can_be_written(os.path.join(inside, "checkpoint")):
         reject(f"--checkpoints {folder} cannot be written to; name a folder of yours")
 
 

@@ -30,9 +30,9 @@ from extensions.checkpointing.checkpoint_folder import CheckpointError
 from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_bytes
 from pipeline.unpickling import UNPICKLING_ERRORS, allow, unpickle
 
-DESCRIPTION = ".metadata"
-LARGEST_DESCRIPTION = 256 * MEBIBYTE
-DTYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8".split()
+METADATA = ".metadata"
+LARGEST_METADATA = 256 * MEBIBYTE
+NUMBER_TYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8".split()
 ARCHIVE_ERRORS = (OSError, zipfile.BadZipFile, *UNPICKLING_ERRORS)
 
 # What is in a description, and what ranks tell each other when they save and load.
@@ -47,7 +47,7 @@ allow(
     *(getattr(planner, name) for name in ("SavePlan", "LoadPlan", "WriteItem", "ReadItem")),
     *(getattr(planner, name) for name in ("WriteItemType", "LoadItemType", "TensorWriteData")),
     planner.BytesIOWriteData,
-    *(("torch", name, getattr(torch, name)) for name in DTYPES),
+    *(("torch", name, getattr(torch, name)) for name in NUMBER_TYPES),
     *(("pathlib", name, Path) for name in ("PosixPath", "WindowsPath")),
     *(CheckpointError, CheckpointException, traceback.FrameSummary, traceback.StackSummary),
 )
@@ -61,9 +61,9 @@ class PlainReader(FileSystemReader):
         self.sizes = {name: size for name, (size, _) in checkpoint.description["files"].items()}
 
     def read_metadata(self, *arguments, **options):
-        path = Path(self.path, DESCRIPTION)
+        path = Path(self.path, METADATA)
         try:
-            description = unpickle(read_bytes(path, LARGEST_DESCRIPTION))
+            description = unpickle(read_bytes(path, LARGEST_METADATA))
             check_description(description, self.sizes)
         except (InputError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path} cannot be trusted: {error}") from None

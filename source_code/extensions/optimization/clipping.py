@@ -32,7 +32,7 @@ def clip_gradients(job, named_parameters, largest_norm):
     """Scale the gradients of all ranks so that their common norm is at most `largest_norm`.
 
     `named_parameters` are this rank's, with names of the whole model. Every rank must call it.
-    Returns the norm before clipping, the same number on every rank.
+    Returns the norm before clipping, the same number on every rank; None clips nothing.
     """
     squares = [squares_of(named_parameters)]
     if job.num_ranks > 1:
@@ -40,7 +40,8 @@ def clip_gradients(job, named_parameters, largest_norm):
         with job.waiting_for_all("its share of the gradient's norm"):
             dist.all_gather_object(squares, squares[job.rank])
     norm = norm_of({name: value for part in squares for name, value in part.items()})
-    scale_gradients(named_parameters, norm, largest_norm)
+    if largest_norm is not None:
+        scale_gradients(named_parameters, norm, largest_norm)
     return norm
 
 

@@ -1,19 +1,57 @@
-"""Finds out on all ranks, after each step, whether the training has diverged.
+"""Finds out on all ranks, before each update, whether the loss and the gradient are finite.
 
-Only the rank of the last stage has the loss, and all ranks must end after the same step: they agree
-in one all-reduce of two numbers.
+Only the rank of the last stage has the loss, and all ranks must leave out the same update, or end
+after the same step: they agree in one all-reduce of two numbers.
 """
 
 import math
+import sys
 
 import torch
 import torch.distributed as dist
 
 NOT_FINITE = ("-inf", "inf", "nan")
+MOST_SKIPPED = 10  # updates in a row: the weights themselves are not finite by then
+
+
+def add_not_finite_flag(parser):
+    """Add --on-nan."""
+    what = "end at a loss or norm that is not finite, or leave out that update"
+    parser.add_argument("--on-nan", choices=["stop", "skip"], default="stop", help=what)
+
+
+class UpdateCheck:
+    """Says before each update whether it may be made. All ranks make one.
+
+    `skip` leaves out the update of a loss or a gradient norm that is not finite, MOST_SKIPPED times
+    in a row at most; without it the training ends at the first. `skipped` counts the updates that
+    were left out, `diverged` says why the training has to end, or is None; both are the same on all
+    ranks.
+    """
+
+    def __init__(self, job, skip=False):
+        self.job, self.skip = job, skip
+        self.skipped = self.in_a_row = 0
+        self.diverged = None
+
+    def allows(self, step, loss, norm):
+        """Whether the update of `step` may be made; arguments as those of `find_not_finite`."""
+        found = find_not_finite(self.job, step, loss, norm)
+        if found is None:
+            self.in_a_row = 0
+            return True
+        self.in_a_row += 1
+        if not self.skip or self.in_a_row > MOST_SKIPPED:
+            self.diverged = found
+            return False
+        self.skipped += 1
+        if self.job.rank == 0:
+            print(f"{found}: its update is left out", file=sys.stderr, flush=True)
+        return False
 
 
 def find_not_finite(job, step, loss, norm):
-    """What is not finite after step `step`, e.g. "the loss of step 3 is nan", or None.
+    """What is not finite in step `step`, e.g. "the loss of step 3 is nan", or None.
 
     `loss` is None on ranks without it, `norm` is that of the whole gradient, or None if nobody
     computes it. Every rank must call it after each step; the answer is the same on all of them.

@@ -10,7 +10,7 @@ import statistics
 import time
 
 from extensions.pretraining.throughput import flops_per_token, peak_flops
-from pipeline.files import json_line
+from pipeline.files import json_line, say_not_written
 
 
 class Metrics:
@@ -26,8 +26,8 @@ class Metrics:
         self.peak, self.source = (peak, "--peak-flops") if peak else peak_flops(job, dtype)
         self.rates = []  # tokens a second of each step
         self.started = None
-        if self.file and not continues:
-            open(self.file, "w").close()
+        if not continues:
+            self.append("w", "")
 
     def start_step(self):
         self.started = time.perf_counter()
@@ -62,11 +62,18 @@ class Metrics:
         )
 
     def write(self, **row):
+        self.append("a", json_line(row))
+
+    def append(self, mode, text):
+        """Opened for each line, so that it is there whatever happens next."""
         if not self.file:
             return
-        # Opened for each line: what is written is there, whatever happens next.
-        with open(self.file, "a") as file:
-            file.write(json_line(row))
+        try:
+            with open(self.file, mode, encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:  # the disk is full: the training goes on without its log
+            say_not_written("--metrics", self.file, error)
+            self.file = None
 
     def utilisation(self, tokens_per_second):
         """MFU, a share of one."""

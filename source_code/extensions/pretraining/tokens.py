@@ -4,16 +4,19 @@ All of them are a `Corpus`, which is drawn from like a Text (data.py): by (seed,
 that every rank can make every batch, also after a restart. The last tenth is held out.
 """
 
+import os
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from extensions.pretraining.padding import PADDING
 from pipeline.data import DataError, Text, load_text, split_text
+from pipeline.inputs import LARGEST, MEBIBYTE, InputError, read_bytes, read_text
 
 BYTES = 256  # a vocabulary of this size needs no tokenizer
+LARGEST_TOKENIZER = 64 * MEBIBYTE
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,13 @@ def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False,
         tokenizer = read_tokenizer(tokenizer_file)
     elif vocabulary > BYTES:
         tokenizer = train_tokenizer(texts[0], vocabulary)
-    num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
+    # Not the number of tokens: a tokenizer may leave numbers out.
+    num_tokens = 1 + max(tokenizer.get_vocab().values()) if tokenizer else BYTES
     if num_tokens > vocabulary:
         raise DataError(
             f"--vocabulary {vocabulary} is less than the {num_tokens} tokens of the tokenizer; "
             f"use at least {num_tokens}"
         )
-
     tokens = [as_tokens(tokenizer, text) for text in texts] if tokenizer else plain
     if min(map(len, tokens)) < seq_len + 1:
         raise DataError(
@@ -120,9 +123,18 @@ def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False,
 
 
 def as_tokens(tokenizer, text):
-    """`text` as a tensor of tokens, int64; of bytes where `tokenizer` is None."""
-    tokens = tokenizer.encode(text).ids if tokenizer else list(text.encode())
+    """`text` as a tensor of tokens, int64; of bytes where `tokenizer` is None. Raises DataError."""
+    tokens = encode(tokenizer, text) if tokenizer else list(text.encode())
     return torch.tensor(tokens, dtype=torch.int64)
+
+
+def encode(tokenizer, text):
+    """The tokens of `text`, all of them in the tokenizer's vocabulary. Raises DataError."""
+    with complaints_of_library("--tokenizer: it cannot encode the text"):
+        tokens = tokenizer.encode(text).ids
+    if tokens and max(tokens) > max(tokenizer.get_vocab().values()):
+        raise DataError(f"--tokenizer: it encodes the text as {max(tokens)}, which is no token")
+    return tokens
 
 
 def documents_of(text):
@@ -133,16 +145,22 @@ def documents_of(text):
 
 def read_content(path, seq_len):
     """A Text in bytes: the course's own (None), a file, or all .txt files of a folder by name."""
-    if path is None or not Path(path).is_dir():
+    if path is None or not os.path.isdir(path):
         return load_text(path, seq_len)
-    files = sorted(Path(path).glob("*.txt"))
-    if not files:
-        raise DataError(f"--data: {path} has no .txt files; name a folder that does, or a file")
     try:
-        content = b"\n\n".join(file.read_bytes() for file in files)
+        names = sorted(name for name in os.listdir(path) if name.endswith(".txt"))
     except OSError as error:
-        raise DataError(f"--data: cannot read {error.filename} ({error.strerror})") from None
-    return split_text(content, seq_len, path)
+        raise DataError(f"--data: {path} cannot be read ({error.strerror})") from None
+    if not names:
+        raise DataError(f"--data: {path} has no .txt files; name a folder that does, or a file")
+    parts, left = [], LARGEST
+    try:
+        for name in names:
+            parts.append(read_bytes(os.path.join(path, name), left))
+            left -= len(parts[-1])
+    except InputError as error:
+        raise DataError(f"--data: {error}") from None
+    return split_text(b"\n\n".join(parts), seq_len, path)
 
 
 def stream_content(name, characters, seq_len):
@@ -159,17 +177,20 @@ def stream_content(name, characters, seq_len):
             "or name text files with --data"
         ) from None
     path, _, configuration = name.partition(":")
+    library_error = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
     texts, length = [], 0
     try:
         rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
         for row in rows:
+            if not isinstance(row.get("text"), str):
+                raise DataError(f"--dataset {name} has no column named text; use one that has")
             texts.append(row["text"])
             length += len(row["text"]) + 2
             if length >= characters:
                 break
-    except KeyError:
-        raise DataError(f"--dataset {name} has no column named text; use one that has") from None
-    except Exception as error:  # whatever a network, a hub and a file format may raise
+    except DataError:
+        raise
+    except (OSError, RuntimeError, ValueError, library_error) as error:  # a network, a hub, a file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"--dataset {name} cannot be read ({reason}); check the name and the network, or name "
@@ -186,7 +207,7 @@ def train_tokenizer(text, vocabulary):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=min(vocabulary, BYTES + len(text)),  # it makes room for as many at once
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -195,11 +216,32 @@ def train_tokenizer(text, vocabulary):
 
 
 def read_tokenizer(file):
-    """A tokenizer from a file of the tokenizers library, such as a model's tokenizer.json."""
+    """A tokenizer from a file of the tokenizers library, such as a model's tokenizer.json.
+
+    The whole text is encoded: what the file says of cutting and filling up is left out.
+    """
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises its bare Exception
-        reason = str(error).splitlines()[0]
-        raise DataError(f"--tokenizer: cannot read {file} ({reason})") from None
+        text = read_text(file, LARGEST_TOKENIZER)
+    except InputError as error:
+        raise DataError(f"--tokenizer: {error}; name a tokenizer.json") from None
+    with complaints_of_library(f"--tokenizer: {file} cannot be read"):
+        tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if not tokenizer.get_vocab():
+        raise DataError(f"--tokenizer: {file} has no tokens; name another")
+    return tokenizer
+
+
+@contextmanager
+def complaints_of_library(what):
+    """The tokenizers library raises Exception itself, no class of its own: make it a DataError."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "it says no more"
+        raise DataError(f"{what} ({reason})") from None

@@ -45,6 +45,8 @@ __all__ = [
     "zb_v",
 ]
 
+MOST_ACTIONS = 4_000_000  # a gigabyte or two, and half a minute
+
 
 @dataclass(frozen=True)
 class Generator:
@@ -99,6 +101,12 @@ def build_schedule(name, num_ranks, num_microbatches, chunks=None, **options):
         if option not in generator.options:
             has = f"it has {', '.join(generator.options)}" if generator.options else "it has none"
             raise ScheduleError(f"{name} has no option '{option}'; {has}")
+    actions = 2 * num_ranks * num_microbatches * (chunks or generator.chunks or 1)
+    if actions > MOST_ACTIONS:
+        raise ScheduleError(
+            f"it would have {actions:,} actions, and {MOST_ACTIONS:,} are the most; use fewer ranks, "
+            "micro-batches or chunks"
+        )
     sizes = [num_ranks, num_microbatches]
     if generator.chunks and chunks is not None:
         sizes.append(chunks)

@@ -3,6 +3,7 @@
 import argparse
 
 from pipeline.command_line import positive_integer, ranks_from_environment, reject
+from pipeline.inputs import InputError
 from pipeline.schedule import ScheduleError, read_csv
 from pipeline.schedules import (
     SCHEDULES,
@@ -54,8 +55,8 @@ def read_schedule(path, num_ranks):
         schedule = check_legal(read_csv(path))
     except ScheduleError as error:
         reject(f"{path}: {error}; mend that row")
-    except (OSError, UnicodeDecodeError):
-        reject(f"{path} is no CSV file that can be read; name one that predict.py --csv wrote")
+    except InputError as error:
+        reject(f"{error}; name a CSV file that predict.py --csv wrote")
     if any(action.kind == "U" for order in schedule.orders for action in order):
         reject(
             f"{path} has updates (U) in the middle of the step; only pipedream.py performs those"

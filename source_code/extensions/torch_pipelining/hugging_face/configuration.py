@@ -6,15 +6,20 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
+from contextlib import contextmanager  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
 from pipeline.command_line import reject  # noqa: E402
 from pipeline.data import Text, load_text  # noqa: E402
+from pipeline.inputs import MEBIBYTE, InputError, read_json  # noqa: E402
+from pipeline.unpickling import UNPICKLING_ERRORS  # noqa: E402
 
 MODELS = ("gpt2", "gpt2-classifier", "llama")
 PADDING = 0  # a byte that no text holds
+LARGEST_CONFIGURATION = 16 * MEBIBYTE
+LARGEST_SIZE = 2**31
 
 
 def model_config(arguments):
@@ -72,11 +77,14 @@ def take_pretrained(arguments):
     from transformers import AutoConfig, AutoTokenizer
 
     folder = Path(arguments.pretrained)
-    if not (folder / "config.json").is_file():
-        reject(f"--pretrained {folder}: there is no config.json; name a folder with a saved model")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_saved_configuration(arguments, folder)
+    with complaints_about(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_sizes(arguments, folder, config)
-    loaded = model_class(arguments).from_pretrained(folder, local_files_only=True)
+    with complaints_about(folder):
+        loaded = model_class(arguments).from_pretrained(
+            folder, config=config, local_files_only=True, weights_only=True
+        )
     arguments.weights = loaded.state_dict()
     arguments.model_config = config
     config.use_cache = False
@@ -84,18 +92,43 @@ def take_pretrained(arguments):
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if any(os.path.lexists(folder / name) for name in ("tokenizer.json", "vocab.json")):
+        with complaints_about(folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         arguments.text = tokenized(arguments, tokenizer)
     elif config.vocab_size < arguments.config.vocabulary:
         reject(f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes")
 
 
-def check_sizes(arguments, folder, config):
-    """Reject a saved model that is not the one of the flags."""
+@contextmanager
+def complaints_about(folder):
+    """Reject a folder of which the library says that something in it is wrong."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (*UNPICKLING_ERRORS, OSError, SafetensorError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reject(f"--pretrained {folder} cannot be read ({reason}); name another folder")
+
+
+def check_saved_configuration(arguments, folder):
+    """Reject what is no configuration of the model of the flags, before any library reads it."""
+    try:
+        config = read_json(folder / "config.json", LARGEST_CONFIGURATION)
+    except InputError as error:
+        reject(f"--pretrained {folder}: {error}; name a folder with a saved model")
+    found = config.get("model_type") if isinstance(config, dict) else None
     wanted = {"gpt2-classifier": "gpt2"}.get(arguments.model, arguments.model)
-    if config.model_type != wanted:
-        reject(f"--pretrained {folder} holds a {config.model_type}; it fits no --model {wanted}")
+    if found != wanted:
+        reject(f"--pretrained {folder} holds a {str(found)[:40]}; it fits no --model {wanted}")
+    sizes = [value for value in config.values() if isinstance(value, int)]
+    if not all(abs(size) < LARGEST_SIZE for size in sizes):
+        reject(f"--pretrained {folder}: config.json has a size of {max(sizes, key=abs)}")
+
+
+def check_sizes(arguments, folder, config):
+    """Reject a saved model that has not the sizes of the flags."""
     sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     if sizes != (arguments.layers, arguments.dim, arguments.heads):
         reject(
