@@ -79,6 +79,15 @@ def test_in_1f1b_only_the_first_ranks_are_late_with_their_sums():
     assert sums_done(simulate(one_f_one_b(4, 8), Costs(10, 20)), 30) == [30, 10, -10, -30]
 
 
+def test_a_sum_in_buckets_hides_in_the_last_backward_too_but_for_about_one_bucket():
+    """ "Nothing of the first stage's sum is hidden" holds for one sum per stage, not for DDP."""
+    played = simulate(one_f_one_b(4, 8), Costs(20, 40))
+    assert sums_done(played, 30) == [30, -10, -50, -90]
+    assert sums_done(played, 30, buckets=4)[0] == pytest.approx(30 / 4)
+    # A sum that takes longer than the backward cannot be hidden whole.
+    assert sums_done(played, 60, buckets=4)[0] == pytest.approx(30)
+
+
 def test_two_chunks_hide_one_of_two_sums():
     # A chunk's sum takes half as long; in one piece it would be 20 on rank 0.
     assert sums_done(simulate(interleaved_1f1b(4, 8, 2), Costs(5, 10)), 10)[0] == 10

@@ -107,18 +107,25 @@ def last_backwards(schedule, rank):
     return {action: stage for stage, action in last.items()}
 
 
-def sums_done(timeline, cost):
+def sums_done(timeline, cost, buckets=1):
     """For each rank: when it has its sums, counted from the last action of all ranks.
 
     A sum takes `cost` on its way and starts when its stage is done; a rank's sums travel one after
-    the other. Below zero: hidden behind what other ranks still compute. Times as in the timeline.
+    the other. In `buckets` equal parts, as DDP cuts it, a sum starts while the stage's last backward
+    still runs: a part is ready when its share of that backward is done. Below zero: hidden behind
+    what other ranks still compute. Times as in the timeline.
     """
     done = []
     for events in timeline.by_rank:
-        ready = {e.action.stage: e.end for e in events if e.action.kind in "BW"}
+        last = {e.action.stage: e for e in events if e.action.kind in "BW"}
+        ready = [
+            event.end - (event.end - event.start) * (1 - part / buckets)
+            for event in last.values()
+            for part in range(1, buckets + 1)
+        ]
         free = 0.0
-        for moment in sorted(ready.values()):
-            free = max(free, moment) + cost
+        for moment in sorted(ready):
+            free = max(free, moment) + cost / buckets
         done.append(free - timeline.start - timeline.makespan)
     return done
 

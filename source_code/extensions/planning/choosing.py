@@ -30,13 +30,14 @@ class Way(NamedTuple):
 
 
 def ways(model, machine):
-    """All ways as a list of Way: replicas of the whole model, then pipelines, longest first."""
+    """All ways as a list of Way: the whole model on each GPU or node, then pipelines, longest first."""
     n, node = machine.gpus, min(machine.gpus, machine.gpus_per_node)
     whole = {"data parallel": Plan(replicas=n), "sharded": Plan(replicas=n, sharding="full")}
     if n > node:
         whole["hybrid"] = Plan(replicas=n, sharding="hybrid")
         tensor = Plan(tensor=node, replicas=n // node, sharding="full")
         whole[f"tensor {node}, sharded"] = tensor
+        whole[f"tensor {node}, {n // node} stages"] = Plan(tensor=node, ranks=n // node)
     else:
         whole[f"tensor {node}"] = Plan(tensor=node)
     found = [best(model, machine, name, plan) for name, plan in whole.items()]
