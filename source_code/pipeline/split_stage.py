@@ -2,7 +2,7 @@
 
 The backward of a linear layer y = x Wᵀ is two matrix products that do not need each other: g W, the
 gradient of the input, which the stage before is waiting for, and gᵀ x, the gradient of the weights,
-which is not needed before the update (Qi et al. 2024, 2401.10241, section 2.1). The layers here can
+which is not needed before the update (Qi et al. 2023, 2401.10241, section 2). The layers here can
 defer the second one: they leave x and g behind, and everything else that the forward had kept is
 freed. Norms and the embedding, whose gradients cost no matrix product, compute theirs at once.
 """

@@ -9,7 +9,7 @@ from pipeline.schedules.order import Order, require_two_chunks
 
 
 def dualpipe_v(num_ranks, num_microbatches, num_chunks=2):
-    """DualPipe cut in half (DeepSeek-AI 2024, arXiv 2412.19437, and its repository's DualPipeV).
+    """DualPipe (DeepSeek-AI 2024, arXiv 2412.19437) cut in half by Sea AI Lab, 2025.
 
     Forward and backward come in pairs, which DeepSeek runs at once, so that the messages of one
     hide behind the computing of the other. Here a pair is two actions, one after the other.

@@ -13,7 +13,7 @@ from pipeline.schedules.order import Order, require_positive
 
 
 def zb_h1(num_ranks, num_microbatches):
-    """The memory of 1F1B and a third of its bubble (section 2.3, ZB-H1).
+    """The memory of 1F1B and a third of its bubble (section 2.1, ZB-H1).
 
     The warm-up is that of 1F1B. Rank i keeps i weights' parts back, to fill its cool-down.
     """
@@ -21,7 +21,7 @@ def zb_h1(num_ranks, num_microbatches):
 
 
 def zb_h2(num_ranks, num_microbatches):
-    """No bubble on any rank between its first action and its last, for more memory (ZB-H2).
+    """No bubble on any rank between its first action and its last, for more memory (section 2.2, ZB-H2).
 
     The warm-up is twice as long, so that the first backward arrives when it ends, and rank i keeps
     2i weights' parts back. The bubble is gone with at least 2 * num_ranks - 1 micro-batches; with
