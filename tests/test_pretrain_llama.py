@@ -323,6 +323,10 @@ def test_model_flops_are_those_that_torch_counts_in_a_forward_and_a_backward():
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),  # not the L4's, nor the SXM part's for the next two
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA RTX A1000", None),
         ("Some other GPU", None),
     ],
 )

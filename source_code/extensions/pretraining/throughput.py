@@ -6,6 +6,7 @@ Chowdhery et al. 2022, 2204.02311, appendix B). What is recomputed is not in it,
 on padding: model FLOPs utilisation (MFU) is useful work over possible work.
 """
 
+import re
 import socket
 import time
 
@@ -14,14 +15,17 @@ import torch.distributed as dist
 
 from extensions.planning.footprint import count_weights
 
-# Dense bfloat16 FLOP/s from NVIDIA's data sheets, by a part of the name that torch gives. The more
-# special name stands first.
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets, by whole words of the name that torch gives. The
+# more special name stands first: cards of one chip differ in power and clock.
 PEAKS = {
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
 }
 
@@ -61,7 +65,9 @@ def known_peak(device, dtype):
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    # "NVIDIA A100-SXM4-80GB": a hyphen ends a word, another letter or digit does not.
+    words = (rf"(?<!\w){part}(?!\w)" for part in PEAKS)
+    return next((PEAKS[part] for part, word in zip(PEAKS, words) if re.search(word, name)), None)
 
 
 def measured_peak(device, dtype, seconds=0.1):
