@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.schedules import SCHEDULES
+
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = (ROOT / "docs" / "glossary.md").read_text().partition("|---|---|---|\n")[2]
+PAGE = (ROOT / "docs" / "glossary.md").read_text()
+TABLE = PAGE.partition("|---|---|---|\n")[2].partition("\n\n")[0]
+NAMES = PAGE.partition("## One schedule, seven names")[2]
 ROWS = re.findall(r"^\| (.+?) \| (.+?) \| \[(\w+)\]\((.+?)\) \|$", TABLE, re.MULTILINE)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -59,6 +63,12 @@ def test_each_term_links_the_lesson_that_introduces_it_and_every_lesson_introduc
     paths = {path.stem.split("_")[0]: f"../notebooks/{path.name}" for path in NOTEBOOKS}
     assert [link for *_, link in ROWS] == [paths[lesson] for _, _, lesson, _ in ROWS]
     assert {lesson for _, _, lesson, _ in ROWS} == set(paths)
+
+
+def test_every_schedule_has_a_row_of_names_and_interleaved_1f1b_has_seven():
+    rows = dict(re.findall(r"^\| `(.+?)` \| (.+?) \|", NAMES, re.MULTILINE))
+    assert list(rows) == list(SCHEDULES)
+    assert len(re.split(r", | or ", rows["interleaved-1f1b"])) == 6 + 1
 
 
 @pytest.mark.parametrize("number", range(len(NOTEBOOKS)), ids=list(LESSONS))
