@@ -61,9 +61,15 @@ class Training:
     def state(self, job):
         """What a checkpoint holds of this rank; tensors are the live ones, not copies."""
         return {
-            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "model": {
+                name: self.in_file(name, parameter.detach())
+                for name, parameter in self.parameters.items()
+            },
             "optimizer": {
-                name: dict(self.optimizer.state[parameter])
+                name: {
+                    kind: self.in_file(name, tensor)
+                    for kind, tensor in self.optimizer.state[parameter].items()
+                }
                 for name, parameter in self.parameters.items()
                 if parameter in self.optimizer.state
             },
@@ -73,10 +79,19 @@ class Training:
             "configuration": dict(self.configuration),
         }
 
+    def in_file(self, name, tensor):
+        """How a checkpoint has the parameter `name`, or what its optimizer keeps for it."""
+        return tensor
+
+    def from_file(self, tensor):
+        """The other way round."""
+        return tensor
+
     def take(self, job, state):
         """Continue from `state`, whose tensors for the model are this rank's own."""
         for name, kinds in state["optimizer"].items():
-            self.optimizer.state[self.parameters[name]] = kinds
+            own = {kind: self.from_file(tensor) for kind, tensor in kinds.items()}
+            self.optimizer.state[self.parameters[name]] = own
         self.rate.load_state_dict(state["rate"])
         self.step, self.batches = state["progress"]["step"], state["progress"]["batches"]
         own = state["random"].get(random_name(job))
@@ -119,7 +134,9 @@ def read_state(job, training, checkpoint, group=None):
     saved = reader.read_metadata().state_dict_metadata
     state = training.state(job)
     state["optimizer"] = {
-        name: room_for(saved, f"optimizer.{name}.", parameter.detach())
+        name: room_for(
+            saved, f"optimizer.{name}.", training.in_file(name, parameter.detach())
+        )
         for name, parameter in training.parameters.items()
     }
     state["random"] = {}
