@@ -7,20 +7,22 @@ import sys
 from urllib.parse import unquote
 
 import flowchart
+import living_site
 import make_site
 import pytest
+import search_index
 
 from course.launch import ROOT
 
-SITE = ROOT / "build" / "site"
+SITE = ROOT / "build" / "tests" / "site"
 PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one
 
 
 @pytest.fixture(scope="module")
 def pages():
-    """Every page of the site, by its address, made anew."""
+    """Every page of the site without Python in its pages, by its address, made anew."""
     subprocess.run(
-        [sys.executable, ROOT / "tools" / "make_site.py"],
+        [sys.executable, ROOT / "tools" / "make_site.py", "--static", "--into", SITE],
         check=True,
         capture_output=True,
         timeout=180,
@@ -124,6 +126,47 @@ def test_a_stored_loss_a_figure_and_a_formula_are_in_the_page_of_lesson_02(pages
     assert re.search(r"loss \d\.\d{6}", page)
     assert "<svg" in page and 'role="img"' in page
     assert "<mfrac>" in page and "$$" not in page
+
+
+def test_the_index_of_the_search_has_every_page_and_its_headings(pages):
+    text = (SITE / make_site.SCRIPTS / "search_index.js").read_text()
+    sections = json.loads(text.removeprefix("globalThis.searchIndex = ").removesuffix(";\n"))
+    assert {address.partition("#")[0] for address, *_ in sections} == pages.keys()
+    for address, title, heading, words in sections:
+        path, _, anchor = address.partition("#")
+        assert title and (words or heading)
+        assert not anchor or f'id="{anchor}"' in pages[path], address
+    assert any("Deadlock" in heading or "deadlock" in words for *_, heading, words in sections)
+
+
+def test_a_section_of_the_index_ends_where_the_next_heading_begins():
+    body = '<p>a &amp; b</p><h1 id="one">One<a class="anchor-link" href="#one">¶</a></h1>text <svg>no</svg>'
+    assert search_index.sections_of("x.html", "X", body) == [
+        ["x.html", "X", "", "a & b"],
+        ["x.html#one", "X", "One", "text"],
+    ]
+
+
+def test_without_npm_the_site_is_static_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(living_site, "DOWNLOADED", tmp_path / "npm")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(make_site, "read_course", lambda lives: make_site.Course([], {}, {}, lives))
+    monkeypatch.setattr(make_site, "write_pages", lambda site, course: None)
+    monkeypatch.setattr(sys, "argv", ["make_site.py", "--into", str(tmp_path / "site")])
+    assert make_site.main() == 0
+    assert "This is the static site, because npm is not installed." in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--live"])
+    assert make_site.main() == 1
+    assert "npm is not installed" in capsys.readouterr().err
+
+
+def test_another_file_than_the_expected_one_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(living_site, "DOWNLOADED", tmp_path)
+    archive = tmp_path / f"pyodide-{living_site.VERSION}.tgz"
+    archive.write_bytes(b"something else")
+    with pytest.raises(living_site.NoRuntime, match="another hash"):
+        living_site.pyodide()
+    assert not archive.exists()
 
 
 def test_no_page_asks_for_a_file_of_the_network_or_complains_or_is_wider_than_a_phone(

@@ -3,9 +3,11 @@
     make site
 
 The pages are the notebooks with their stored outputs, the solutions, the pages in Markdown and the
-code that they link to. Nothing is computed anew, and no page loads anything from elsewhere.
+code that they link to. Where npm can fetch Pyodide, explorers, puzzles and exercises run in the pages
+(living_pages.py); elsewhere the pages show what is stored. No page loads anything from elsewhere.
 """
 
+import argparse
 import html
 import os
 import re
@@ -16,7 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
+import living_pages
+import living_site
 import nbformat
+import search_index
 from flowchart import as_picture
 from formulas import with_formulas
 from nbconvert import HTMLExporter
@@ -37,28 +42,80 @@ class Course(NamedTuple):
     files: list
     folders: set
     titles: dict  # of the pages, by path
+    lives: bool  # whether pages run Python
 
 
 def main():
-    shutil.rmtree(SITE, ignore_errors=True)
+    arguments = parse_arguments()
+    site = arguments.into.resolve()
+    shutil.rmtree(site, ignore_errors=True)
+    (site / SCRIPTS).mkdir(parents=True)
+    missing = "" if arguments.static else try_to_live(site / SCRIPTS)
+    if missing and arguments.live:
+        print(f"make_site.py --live: {missing}", file=sys.stderr)
+        return 1
+    course = read_course(lives=not missing and not arguments.static)
+    write_pages(site, course)
+    kind = "run in the pages" if course.lives else "are pictures and text"
+    print(
+        f"{os.path.relpath(site)}/index.html: {len(lessons_of(course))} lessons, "
+        f"{len(course.files)} pages and files; explorers, puzzles and exercises {kind}"
+    )
+    if missing:
+        print(f"This is the static site, because {missing}.")
+    return 0
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--into", type=Path, default=SITE, help="the folder, which is made anew")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--static", action="store_true", help="no Python in the pages")
+    kind.add_argument("--live", action="store_true", help="fail where Pyodide cannot be had")
+    return parser.parse_args()
+
+
+def try_to_live(folder):
+    """Write what lets pages run Python into `folder`; return why that is not possible, or ""."""
+    try:
+        living_site.write_runtime(folder)
+    except living_site.NoRuntime as error:
+        return str(error)
+    return ""
+
+
+def read_course(lives):
     files = files_of_the_course()
     folders = {parent for file in files for parent in file.parents}
     titles = {file: title_of(file) for file in files if file.suffix in PAGES}
-    course = Course(files, folders, titles)
+    return Course(files, folders, titles | ({EXPLORER: "The explorer"} if lives else {}), lives)
+
+
+def write_pages(site, course):
     exporter = HTMLExporter(template_name="basic")
-    for file in files:
-        where = SITE / address_of(file, folders)
-        where.parent.mkdir(parents=True, exist_ok=True)
+    sections = []
+
+    def write(path, body):
+        address = address_of(path, course.folders)
+        (site / address).parent.mkdir(parents=True, exist_ok=True)
+        (site / address).write_text(page_of(path, body, course))
+        title = course.titles.get(path, str(path))
+        sections.extend(search_index.sections_of(address.as_posix(), title, body))
+
+    for file in course.files:
         if file.suffix in PICTURES:
+            where = site / address_of(file, course.folders)
+            where.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, where)
         else:
-            body = with_links(body_of(file, exporter), file, course)
-            where.write_text(page_of(file, body, course))
-    for folder in folders - {Path(".")}:
-        where = SITE / address_of(folder, folders)
-        where.write_text(page_of(folder, list_of(folder, course), course))
-    print(f"build/site/index.html: {len(lessons_of(course))} lessons, {len(files)} pages and files")
-    return 0
+            write(file, with_links(body_of(file, exporter, course), file, course))
+    if course.lives:
+        write(EXPLORER, EXPLORER_PAGE + living_pages.whole_explorer())
+    for folder in course.folders - {Path(".")}:
+        write(folder, list_of(folder, course))
+    for name in ("elements.js", "search.js", "live.css"):
+        shutil.copy(living_site.BROWSER / name, site / SCRIPTS)
+    (site / SCRIPTS / "search_index.js").write_text(search_index.as_script(sections))
 
 
 def lessons_of(course):
@@ -68,7 +125,7 @@ def lessons_of(course):
 def further_pages_of(course):
     """The pages beside the lessons that the way on every page names, by title."""
     pages = [page for page in course.titles if page.suffix == ".md" and len(page.parts) <= 2]
-    return sorted(set(pages) - {README}, key=lambda page: course.titles[page].lower())
+    return sorted(set(pages) - {README, EXPLORER}, key=lambda page: course.titles[page].lower())
 
 
 def files_of_the_course():
@@ -100,7 +157,7 @@ def address_of(path, folders):
     return path if path.suffix in PICTURES else path.with_name(f"{path.name}.html")
 
 
-def body_of(file, exporter):
+def body_of(file, exporter, course):
     """The HTML of a page, from a notebook, from Markdown or from code."""
     if file.suffix not in PAGES:
         return code_of(file)
@@ -113,20 +170,29 @@ def body_of(file, exporter):
         if cell.cell_type == "markdown":
             cell.source = with_formulas(cell.source)
         else:
-            cell.source = cell.source.removeprefix("# NBVAL_CHECK_OUTPUT\n")
-            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-            for output in cell.outputs:
-                picture = output.get("data", {}).pop("image/svg+xml", None)
-                if picture:
-                    # As a part of the page: it takes the page's colours and keeps its words.
-                    panel = (
-                        PANEL if re.search(r"^(explore|time_machine)\(", cell.source, re.M) else ""
-                    )
-                    output.data["text/html"] = picture[picture.index("<svg") :] + panel
+            prepare_code(cell)
+    living = []
+    if course.lives and file in lessons_of(course):
+        explorer = Path(os.path.relpath(address_of(EXPLORER, course.folders), file.parent))
+        living = living_pages.bring_to_life(notebook.cells, file.stem, explorer.as_posix())
     body, _ = exporter.from_notebook_node(notebook)
+    for number, place in enumerate(living):
+        body = body.replace(f"<p>{living_pages.MARK.format(number)}</p>", place)
     body = re.sub(MERMAID, lambda m: as_picture(html.unescape(m[1])), body, flags=re.DOTALL)
     body = re.sub(r"<table\b.*?</table>", wide_if_many, body, flags=re.DOTALL)
     return re.sub(r'<(h\d) id="([^"]*)">', lambda m: f'<{m[1]} id="{anchor_of(m[2])}">', body)
+
+
+def prepare_code(cell):
+    """A cell of code as a page shows it: without what is for tests, its pictures parts of the page."""
+    cell.source = cell.source.removeprefix("# NBVAL_CHECK_OUTPUT\n")
+    cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    for output in cell.outputs:
+        picture = output.get("data", {}).pop("image/svg+xml", None)
+        if picture:
+            # As a part of the page it takes the page's colours and keeps its words.
+            panel = PANEL if re.search(r"^(explore|time_machine)\(", cell.source, re.M) else ""
+            output.data["text/html"] = picture[picture.index("<svg") :] + panel
 
 
 def wide_if_many(table):
@@ -196,11 +262,11 @@ def list_of(folder, course):
 
 
 def title_of(page):
-    """The heading that a page starts with."""
+    """The heading that a page starts with, else its name."""
     text = (ROOT / page).read_text()
     if page.suffix == ".ipynb":
-        text = nbformat.reads(text, as_version=4).cells[0].source
-    return text.splitlines()[0].lstrip("# ")
+        text = "".join(cell.source for cell in nbformat.reads(text, as_version=4).cells[:1])
+    return text.splitlines()[0].lstrip("# ") if text.startswith("# ") else page.name
 
 
 def page_of(path, body, course):
@@ -208,8 +274,19 @@ def page_of(path, body, course):
     start = path / "x" if path in course.folders else path
     lessons = lessons_of(course)
     ways = {"Lessons": lessons, "Beside the lessons": further_pages_of(course)}
+    if course.lives:
+        ways = {"To play with": [EXPLORER]} | ways
     title = course.titles.get(path, str(path)) if path != README else COURSE
+    above = "../" * (len(address_of(path, course.folders).parts) - 1)
+    scripts = ["elements.js", "search.js"]
+    scripts += ["python.js", "explorer.js"] if '<div class="live-explorer"' in body else []
+    scripts += ["python.js", "exercises.js"] if '<div class="live-exercise"' in body else []
     return PAGE.format(
+        above=f"{above}{SCRIPTS}",
+        scripts="".join(
+            f'<script defer src="{above}{SCRIPTS}/{name}"></script>'
+            for name in dict.fromkeys(scripts)
+        ),
         title=html.escape(title),
         style=style(),
         home=link(README, start, course, COURSE),
@@ -236,7 +313,8 @@ def place_of(path, start, course):
     if path == README:
         return ""
     above = [link(folder, start, course, folder.name) for folder in path.parents][-2::-1]
-    return " / ".join([link(README, start, course, "course"), *above, html.escape(path.name)])
+    name = course.titles[path] if path == EXPLORER else path.name
+    return " / ".join([link(README, start, course, "course"), *above, html.escape(name)])
 
 
 def turn_of(path, lessons, course):
@@ -266,12 +344,23 @@ MERMAID = r'<div class="jp-Mermaid"><pre class="mermaid">(.*?)</pre></div>'
 PANEL = """<p class="panel">This is the panel's picture. In JupyterLab (<code>make lab</code>) it has
 sliders, a cursor and a table.</p>"""
 
+SCRIPTS = "live"  # the folder of the site for scripts
+EXPLORER = Path("explorer.md")  # as if it were a page of the repository
+EXPLORER_PAGE = """<h1>The explorer</h1>
+<p>Choose a schedule and what it costs. The course's simulator, in Python, runs in this page: it
+predicts what every rank does, and says why. Costs are those of all layers of one rank, so that the
+model stays the same when a rank has several stages. The address of the page always leads back to what
+you see.</p>"""
+
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; connect-src 'none';
+ img-src 'self' file: data:; style-src 'self' file: 'unsafe-inline';
+ script-src 'self' file: blob: data: 'wasm-unsafe-eval'; worker-src blob: data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
-<style>{style}</style></head><body>
-<header><b>{home}</b> <a class="ways" href="#ways">all pages</a></header>
+<style>{style}</style><link rel="stylesheet" href="{above}/live.css">{scripts}</head><body>
+<header><b>{home}</b> <a class="ways" href="#ways">all pages</a><div class="search"></div></header>
 <main><p class="place">{here}</p>{body}<p class="turn">{turn}</p></main>
 <nav id="ways" aria-label="all pages">{ways}</nav>
 </body></html>

@@ -75,14 +75,16 @@ def explained(schedule, costs, unit="ms"):
     }
 
 
-def solve(number, rows=(), code=""):
+def solve(number, rows=(), code="", setup=""):
     """What the check of lesson 12 says of an answer to a puzzle, as a dictionary for JSON.
 
-    `rows` has a row per rank; or else `code` is Python that defines `rows`, a list or a function. An
-    answer that is not legal yet is drawn as far as its actions can run.
+    `rows` has a row per rank; or else `code` is Python that defines `rows`, a list or a function, and
+    `setup` are the imports of the notebook. An answer that is not legal yet is drawn as far as its
+    actions can run.
     """
     if code:
         namespace = {"rows": ...}
+        exec(setup, namespace)
         try:
             exec(compile(code, CODE, "exec"), namespace)
         except Exception as error:

@@ -1,0 +1,101 @@
+// The search over all pages: every word must occur in a section. The index is loaded when the field
+// is first used.
+
+(() => {
+  const folder = new URL(".", document.currentScript.src);
+  const MOST = 20;
+  const place = document.querySelector(".search");
+  const field = make("input", { type: "search", placeholder: "search all pages",
+    "aria-label": "search all pages", "aria-controls": "found" });
+  const count = make("p", { role: "status" });
+  const found = make("ol", { id: "found" });
+  const box = make("div", { class: "found", hidden: true }, count, found);
+  place.append(field, box);
+
+  let index;
+  field.addEventListener("focus", load);
+  field.addEventListener("input", search);
+  document.addEventListener("keydown", (event) => {
+    const writing = event.target.closest("input, textarea, select");
+    if (event.key === "/" && !writing) {
+      event.preventDefault();
+      field.focus();
+    }
+  });
+  place.addEventListener("keydown", (event) => {
+    const stops = [field, ...found.querySelectorAll("a")];
+    const at = stops.indexOf(document.activeElement);
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1 }[event.key];
+    if (stops[to]) {
+      event.preventDefault();
+      stops[to].focus();
+    }
+    if (event.key === "Escape") {
+      box.hidden = true;
+      field.focus();
+    }
+  });
+  place.addEventListener("focusout", (event) => {
+    if (event.relatedTarget && !place.contains(event.relatedTarget)) box.hidden = true;
+  });
+
+  function load() {
+    index ??= new Promise((resolve, reject) => {
+      const script = make("script", { src: new URL("search_index.js", folder) });
+      script.onload = () => resolve(globalThis.searchIndex);
+      script.onerror = () => reject(new Error("search_index.js is missing beside the pages"));
+      document.head.append(script);
+    });
+    return index;
+  }
+
+  async function search() {
+    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    box.hidden = !words.length;
+    if (!words.length) return;
+    let sections;
+    try {
+      sections = await load();
+    } catch (error) {
+      count.textContent = error.message;
+      return;
+    }
+    const hits = sections
+      .map((section) => ({ section, rank: rankOf(section, words) }))
+      .filter((hit) => hit.rank > 0)
+      .sort((a, b) => b.rank - a.rank);
+    const more = hits.length > MOST ? `, the first ${MOST} of them` : "";
+    count.textContent = hits.length === 1 ? "1 section" : `${hits.length} sections${more}`;
+    found.replaceChildren(...hits.slice(0, MOST).map((hit) => entry(hit.section, words)));
+  }
+
+  // [address, page, heading, text]: a word counts most in a heading, and a lesson before its code.
+  function rankOf([address, page, heading, text], words) {
+    const [heads, body] = [`${page} ${heading}`.toLowerCase(), text.toLowerCase()];
+    let rank = /\.(py|sh|sbatch|env|txt|json)\.html/.test(address) ? 0 : 30;
+    if (address.includes("/solutions/")) rank = 10;
+    for (const word of words) {
+      const times = body.split(word).length - 1;
+      const inHeads = heads.includes(word);
+      if (!times && !inHeads) return 0;
+      rank += (inHeads ? 100 : 0) + Math.min(times, 20);
+    }
+    return rank;
+  }
+
+  function entry([address, page, heading, text], words) {
+    const at = Math.max(0, text.toLowerCase().indexOf(words[0]));
+    const start = at < 60 ? 0 : text.indexOf(" ", at - 60) + 1;
+    const part = make("small", {}, start ? "… " : "");
+    for (const piece of text.slice(start, start + 160).split(pattern(words))) {
+      part.append(words.includes(piece.toLowerCase()) ? make("mark", {}, piece) : piece);
+    }
+    const name = heading && heading !== page ? `${page} › ${heading}` : page;
+    return make("li", {}, make("a", { href: new URL(`../${address}`, folder) }, name), part);
+  }
+
+  function pattern(words) {
+    const escaped = words.map((word) => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
+    return new RegExp(`(${escaped.join("|")})`, "gi");
+  }
+})();

@@ -1,0 +1,192 @@
+"""What of a notebook's cells lives in a page: which explorers and exercises, and with what they start.
+
+The pages hold it as JSON in attributes; the scripts in tools/browser make controls of it. An exercise
+lives if its check needs nothing but what a browser has.
+"""
+
+import ast
+import html
+import json
+import re
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+import architecture  # noqa: E402
+import living_site  # noqa: E402
+from nbformat.v4 import new_markdown_cell, new_output  # noqa: E402
+
+from course.browser import explorer_page  # noqa: E402
+from course.checks.puzzles import PUZZLES  # noqa: E402
+from course.views.explorer import explore  # noqa: E402
+from course.views.explorer_view import Settings, View  # noqa: E402
+from lab.figures import draw_timelines  # noqa: E402
+from pipeline.schedule import Schedule, to_csv  # noqa: E402
+
+EXPLORE = r"^explore\(.*\)$"
+CHECK = r"^check\.(\w+)\((?:(\d+), )?(\w+)(?:, \w+)*\)$"
+MARK = "a-place-that-lives-{}"
+PERFORM = '<p class="panel">Real ranks perform it in JupyterLab: <code>make lab</code>.</p>'
+
+
+def bring_to_life(cells, name, page):
+    """Change the cells of a notebook into what lives in a page; return the HTML of its places.
+
+    A cell that becomes a place holds MARK with the place's number. `name` is the notebook's, such as
+    "02_gpipe"; `page` is the address of the large explorer.
+    """
+    lesson = f"lesson_{name.partition('_')[0]}"
+    originals = [cell.copy() for cell in cells]
+    places = []
+    for index, cell in enumerate(originals):
+        if cell.cell_type != "code":
+            continue
+        if shown := explorer(originals, index, page):
+            cells[index].outputs = [new_output("display_data", {"text/html": shown})]
+        elif asked := index and exercise(originals, index, lesson):
+            cells[index - 1] = new_markdown_cell(MARK.format(len(places)))
+            cells[index] = new_markdown_cell("")
+            places.append(asked)
+        elif cell.source.startswith("check.perform("):
+            cells[index].outputs = [new_output("display_data", {"text/html": PERFORM})]
+    return places
+
+
+def explorer(cells, index, page):
+    """The explorer that the cell shows, as HTML, or None. `page` is the address of the large one."""
+    call = re.search(EXPLORE, cells[index].source, re.MULTILINE)
+    if call is None:
+        return None
+    names = {"explore": explore}
+    for cell in cells[:index]:
+        if cell.cell_type == "code":
+            exec(imports_for_a_page(cell.source) + functions_of(cell.source), names)
+    before = cells[index].source[: call.start()]
+    exec(before, names)
+    return explorer_place(eval(call[0], names).settings, page)
+
+
+def explorer_place(settings, page, whole=False):
+    """An explorer with these Settings as HTML; `whole` if it is the page's own and starts at once."""
+    start = dict(explorer_page.START)
+    start |= {field.name: getattr(settings, field.name) for field in fields(Settings)}
+    start["compare"] = settings.compare or explorer_page.NOTHING
+    if isinstance(settings.schedule, Schedule):
+        start |= {"schedule": explorer_page.OWN, "rows": to_csv(settings.schedule)}
+    offer = {
+        "start": start,
+        "choices": explorer_page.CHOICES,
+        "sliders": explorer_page.SLIDERS,
+        "own": explorer_page.OWN,
+        "page": page,
+        "whole": whole,
+    }
+    picture = draw_timelines(View(settings).timelines, stories=False)
+    return place_of("live-explorer", "offer", offer, picture.svg)
+
+
+def whole_explorer():
+    """The explorer of a page of its own."""
+    chosen = {field.name: explorer_page.START[field.name] for field in fields(Settings)}
+    return explorer_place(Settings(**chosen), "", whole=True)
+
+
+def exercise(cells, index, lesson):
+    """The exercise that the cell checks and the one before it begins, as HTML, or None.
+
+    `lesson` is the check's module, such as "lesson_02".
+    """
+    stub, cell = cells[index - 1], cells[index]
+    call = re.search(CHECK, cell.source, re.MULTILINE)
+    if call is None or cell.cell_type != "code" or stub.cell_type != "code":
+        return None
+    function, number, _ = call.groups()
+    setup = "".join(imports_for_a_page(c.source) for c in cells[:index] if c.cell_type == "code")
+    if function == "puzzle":
+        return puzzle(int(number), stub.source, setup)
+    if not check_runs_in_a_browser(lesson, function):
+        return None
+    given = {
+        "id": f"{lesson} {function}",
+        "lesson": lesson,
+        "call": call[0],
+        "stub": stub.source,
+        "setup": setup,
+    }
+    return place_of("live-exercise", "exercise", given, f"<pre>{html.escape(stub.source)}</pre>")
+
+
+def puzzle(number, stub, setup):
+    """A puzzle of lesson 12 as HTML: its ranks and actions, and the rows that it starts from."""
+    puzzle = PUZZLES[number]
+    stages = [
+        [stage for stage, owner in enumerate(puzzle.rank_of_stage) if owner == rank]
+        for rank in range(puzzle.num_ranks)
+    ]
+    names = {}
+    exec(stub, names)
+    given = {
+        "id": f"puzzle {number}",
+        "number": number,
+        "stages": stages,
+        "kinds": "FBIW" if puzzle.split else "FB",
+        "microbatches": puzzle.num_microbatches,
+        "start": names.get(f"start_{number}", [""] * puzzle.num_ranks),
+        "asCode": f"def rows_{number}(" in stub,
+        "setup": setup,
+        "code": "def rows(num_ranks, num_microbatches):\n    return ...\n",
+    }
+    return place_of("live-exercise", "exercise", given, f"<pre>{html.escape(stub)}</pre>")
+
+
+def place_of(kind, name, data, content):
+    attribute = html.escape(json.dumps(data))
+    return f'<div class="{kind}" data-{name}="{attribute}">{content}</div>'
+
+
+@cache
+def check_runs_in_a_browser(lesson, function):
+    """Whether a check of that lesson imports, at its start or when it runs, what a page has."""
+    modules = living_site.modules_for_a_page()
+    if f"course.checks.{lesson}" not in modules:
+        return False
+    tree = ast.parse(modules[f"course.checks.{lesson}"].read_text())
+    found = [node for node in tree.body if getattr(node, "name", None) == function]
+    within = [each for node in found for each in ast.walk(node)]
+    return bool(found) and all(is_for_a_page(node) for node in within if is_import(node))
+
+
+def imports_for_a_page(source):
+    """The import statements of a cell that a browser can run, as lines of Python."""
+    nodes = [node for node in body_of(source) if is_import(node) and is_for_a_page(node)]
+    return "".join(f"{ast.unparse(node)}\n" for node in nodes)
+
+
+def functions_of(source):
+    nodes = [node for node in body_of(source) if isinstance(node, ast.FunctionDef)]
+    return "".join(f"{ast.unparse(node)}\n" for node in nodes)
+
+
+def body_of(source):
+    """The statements of a cell, [] for one that is no Python, such as a command of the shell."""
+    try:
+        return ast.parse(source).body
+    except SyntaxError:
+        return []
+
+
+def is_import(node):
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def is_for_a_page(node):
+    """Whether an import statement works in a page."""
+    names = architecture.imported_names(ast.unparse(node))
+    modules = {name for name in names if living_site.path_of(name).is_file()}
+    if modules:
+        return modules <= living_site.modules_for_a_page().keys()
+    return {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
