@@ -50,7 +50,7 @@ images: $(INSTALLED) ## draw the figures in images/ anew
 slides: $(INSTALLED) ## make slides of all lessons in build/slides, which any browser shows
 	$(BIN)/python tools/make_slides.py
 
-site: $(INSTALLED) ## make the course a website in build/site, which opens from disk
+site: $(INSTALLED) ## make the course a website in build/site, which opens from disk; its pages run Python if npm is there
 	$(BIN)/python tools/make_site.py
 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
