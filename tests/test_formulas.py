@@ -1,0 +1,192 @@
+"""A formula in the README, the glossary, a lesson or a sheet is the one that the simulator gives.
+
+Each case takes a formula as it is printed on a page, works it out for many sizes, and compares it
+with a schedule that is played, or with the course's own count. p ranks, m micro-batches, v chunks,
+r the rank; F and B are the costs of a forward and a backward.
+"""
+
+import json
+import re
+from fractions import Fraction
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from extensions.planning.footprint import count_weights, predict_memory
+from extensions.pretraining.throughput import flops_per_token
+from lab.longest_path import longest_path
+from lab.simulator import Costs, simulate
+from pipeline.model import ModelConfig, cut_evenly
+from pipeline.schedules import (
+    build_schedule,
+    gpipe,
+    interleaved_1f1b,
+    naive,
+    noam,
+    one_f_one_b,
+    pipedream_round_robin,
+    zb_h1,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = [(p, m) for p, m in product((2, 3, 4, 7), (8, 12, 32)) if m >= p]
+PAGES = {
+    "README": "README.md",
+    "glossary": "docs/glossary.md",
+    "sheets": "docs/instructors.md",
+    "errors": "docs/torch-distributed-pipelining-errors.md",
+}
+
+
+def prose_of(page):
+    """The text of a page, or of the lesson whose number it is."""
+    if page in PAGES:
+        return (ROOT / PAGES[page]).read_text()
+    (path,) = (ROOT / "notebooks").glob(f"{page}_*.ipynb")
+    cells = json.loads(path.read_text())["cells"]
+    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def value_of(formula, **letters):
+    """What a printed formula gives: minus signs and dots as they are printed, products implied."""
+    code = re.sub(r"\\frac\{(.*?)\}\{(.*?)\}", r"(\1)/(\2)", formula)
+    code = code.replace("−", "-").replace("·", "*").replace(" ", "")
+    code = re.sub(r"(?<=[\w)])(?=\()|(?<=[\d)])(?=[a-zA-Z])", "*", code)
+    return eval(code, {"__builtins__": {}}, {k: Fraction(v) for k, v in letters.items()})
+
+
+def bubble_over_total(make):
+    return lambda p, m, v, r: 1 - Fraction(m * 3, round(simulate(make(p, m), Costs(1, 2)).makespan))
+
+
+def bubble_over_ideal(make):
+    return lambda p, m, v, r: Fraction(round(simulate(make(p, m), Costs(1, 2)).makespan), m * 3) - 1
+
+
+def held(p, m, v, r):
+    return simulate(one_f_one_b(p, m), Costs()).peak_held_per_rank[r]
+
+
+def step_of_1f1b(p, m, v, r):
+    return simulate(one_f_one_b(p, m), Costs(1, 2)).makespan
+
+
+def naive_idle(p, m, v, r):
+    return Fraction(round(simulate(naive(p), Costs(1, 2)).idle_per_rank[r]), 3 * p)
+
+
+def interleaved_bubble(p, m, v, r):
+    makespan = simulate(interleaved_1f1b(p, m, v), Costs(1, 2)).makespan
+    return Fraction(round(makespan), 3 * v * m) - 1
+
+
+def warm_up(p, m, v, r):
+    return [action.kind for action in one_f_one_b(p, m).orders[r]].index("B") - 1
+
+
+CASES = [
+    ("README", r"the bubble is (\(p − 1\)/\(m \+ p − 1\)); the update", bubble_over_total(gpipe)),
+    ("README", r"the same share of a step, (.*?)\. What", bubble_over_total(one_f_one_b)),
+    ("README", r"rank r holds ([^|,]{1,12}) micro-batches instead of all", held),
+    ("glossary", r"\| 1F1B \|.*rank r holds at most (.{1,12}?) micro-batches", held),
+    ("sheets", r"One rank works, p − 1 wait: idle (.*?)\. What", naive_idle),
+    ("sheets", r"Bubble over total (.*?), over", bubble_over_total(gpipe)),
+    ("sheets", r"over ideal (.*?): name", bubble_over_ideal(gpipe)),
+    ("sheets", r"\*\*03 1F1B\.\*\* Warm-up (.*?), then", warm_up),
+    ("sheets", r"so rank r holds (.*?)\. The step", held),
+    ("sheets", r"The step takes (.*?), as GPipe's", step_of_1f1b),
+    ("errors", r"each rank is idle for (.*?) of the time", bubble_over_total(one_f_one_b)),
+    ("01", r"so the idle share is\s+\$\$(.*?)\.?\$\$", naive_idle),
+    ("02", r"\{total\}\} = (.*?), \\qquad", bubble_over_total(gpipe)),
+    ("02", r"\{busy\}\} = (.*?)\.\$\$", bubble_over_ideal(gpipe)),
+    ("02", r"Together the step takes (.*?), which is", step_of_1f1b),
+    ("03", r"exactly as large, (.*?)\. ", bubble_over_total(one_f_one_b)),
+    ("03", r"rank r holds at most (.{1,12}?) micro-batches", held),
+    ("03", r"Together that is .* = (\(m \+ p − 1\)\(F \+ B\)), in", step_of_1f1b),
+    ("05", r"bubble over ideal is (.*?)\.$", interleaved_bubble),
+    ("05", r"Messages rise from (2m\(p − 1\)) to", lambda p, m, v, r: len(gpipe(p, m).messages)),
+    (
+        "05",
+        r"Messages rise from .*? to (2m\(p·v − 1\))",
+        lambda p, m, v, r: len(interleaved_1f1b(p, m, v).messages),
+    ),
+]
+
+
+@pytest.mark.parametrize("page, pattern, played", CASES, ids=[case[1] for case in CASES])
+def test_the_printed_formula_is_what_the_simulator_plays(page, pattern, played):
+    printed = set(re.findall(pattern, prose_of(page), re.MULTILINE))
+    assert len(printed) == 1, f"on {page}, {pattern}: {printed}"
+    (formula,) = printed
+    for p, m in SIZES:
+        for v, r in product((2, 3) if "v" in formula else (2,), range(p)):
+            if "v" in formula and m % p:
+                continue  # groups of p micro-batches
+            letters = {"p": p, "m": m, "v": v, "r": r, "F": 1, "B": 2}
+            assert value_of(formula, **letters) == played(p, m, v, r), (p, m, v, r)
+
+
+def test_the_reader_of_formulas_knows_minus_dots_and_products():
+    assert value_of(r"\frac{p-1}{m+p-1}", p=4, m=8) == Fraction(3, 11)
+    assert value_of("2m(p·v − 1)", p=4, m=8, v=2) == 112
+    assert value_of("(p − 1)F + m(F + B)", p=4, m=8, F=1, B=2) == 27
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_the_last_rank_of_both_works_without_a_gap_so_their_steps_are_equally_long(make):
+    for p, m in SIZES:
+        timeline = simulate(make(p, m), Costs(1, 2))
+        last = timeline.by_rank[-1]
+        assert last[0].start == p - 1
+        assert last[-1].end - last[0].start == 3 * m
+        assert timeline.makespan - last[-1].end == 2 * (p - 1)
+
+
+def test_of_the_messages_of_gpipe_2_p_minus_1_lie_on_the_longest_path_whatever_m_is():
+    for p, m in SIZES:
+        path = longest_path(simulate(gpipe(p, m), Costs(1, 2, transfer=0.01)))
+        assert sum(step.by_message for step in path) == 2 * (p - 1)
+
+
+def test_recomputing_takes_4_thirds_of_the_time_and_leaves_3_quarters_of_the_throughput():
+    assert "Time × 4/3" in prose_of("sheets") and "throughput × 3/4" in prose_of("sheets")
+    kept, again = (simulate(gpipe(4, 8), Costs(1, 2, recompute=x)).makespan for x in (0, 1))
+    assert Fraction(int(again), int(kept)) == Fraction(4, 3)
+
+
+def test_zb_h1_has_a_third_of_the_idle_time_if_the_three_are_equal():
+    assert "ZB-H1: a third of 1F1B's idle time" in prose_of("sheets")
+    idle = [simulate(make(4, 8), Costs(1, 2)).makespan - 24 for make in (zb_h1, one_f_one_b)]
+    assert 3 * idle[0] == idle[1]
+
+
+def test_noam_counts_for_each_replica_of_the_input_stage():
+    assert "each replica of the input stage" in prose_of("glossary")
+    for replicas in ([2, 1, 1], [3, 1], [1, 1, 1], [4, 2, 1]):
+        orders = pipedream_round_robin(replicas, 24).orders[: replicas[0]]
+        admitted = [[action.kind for action in order].index("B") for order in orders]
+        assert admitted == [noam(replicas)] * replicas[0]
+
+
+def test_four_passes_of_gradient_accumulation_take_840_ms_where_one_takes_570():
+    (four, one) = re.search(r"(\d+) ms for four passes, (\d+) for one", prose_of("sheets")).groups()
+    passes = {n: simulate(build_schedule("1f1b", 4, 16 // n), Costs(10, 20)) for n in (1, 4)}
+    assert [n * timeline.makespan for n, timeline in passes.items()] == [int(one), int(four)]
+    assert passes[1].peak_held_per_rank == passes[4].peak_held_per_rank
+
+
+def test_a_weight_costs_18_bytes_in_bfloat16_with_adamw_and_16_in_float32():
+    printed = re.search(r"\((\d+) bytes per weight in bfloat16 .*?, (\d+) in", prose_of("sheets"))
+    config = ModelConfig(layers=4)
+    for width, count in zip((2, 4), printed.groups()):
+        ranks = predict_memory(config, gpipe(2, 4), cut_evenly(4, 2), 1, width=width)
+        each = sum(m.total - m.activations for m in ranks) / count_weights(config)[0]
+        assert each == pytest.approx(int(count), abs=0.01)  # AdamW also counts its steps
+
+
+def test_a_token_takes_6_n_plus_12_l_d_t_operations():
+    assert "(6 N + 12 L d T)" in prose_of("sheets")
+    config = ModelConfig(layers=3, dim=16, heads=2, kv_heads=2, seq_len=8)
+    more = ModelConfig(layers=3, dim=16, heads=2, kv_heads=2, seq_len=16)
+    assert flops_per_token(more) - flops_per_token(config) == 12 * 3 * 16 * 8
