@@ -13,6 +13,7 @@ from unittest import mock
 
 import pipedream
 import pytest
+import torch
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
@@ -180,6 +181,42 @@ def test_the_four_modes_are_four_different_rules():
         + [("double-buffered", "--microbatches 4")]
     }
     assert len({round(loss, 6) for loss in losses.values()}) == 4
+
+
+@functools.cache
+def deep_losses(num_ranks, mode, seed, shift=0.0):
+    """The losses by the rule, from starting weights that are moved by `shift` times a draw."""
+    flags = "--steps 40 --batch-size 8 --dim 16 --layers 8 --learning-rate 0.4 --device cpu"
+    arguments = arguments_of(f"{flags} --weights {mode} --seed {seed}", num_ranks)
+    build = asynchronous_reference.build_model
+
+    def moved(*rest):
+        model, draw = build(*rest), torch.Generator().manual_seed(1)
+        for weight in model.parameters():
+            weight.data *= 1 + shift * torch.randn(weight.shape, generator=draw, dtype=weight.dtype)
+        return model
+
+    with mock.patch.object(asynchronous_reference, "build_model", moved):
+        return asynchronous_reference.train_by_rule(arguments)
+
+
+def last_five(num_ranks, mode, seed):
+    return sum(deep_losses(num_ranks, mode, seed)[-5:]) / 5
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_without_a_stash_eight_ranks_end_far_above_those_with_one_and_four_ranks_do_not(seed):
+    assert last_five(8, "latest", seed) - last_five(8, "stashed", seed) > 0.3
+    assert abs(last_five(4, "latest", seed) - last_five(4, "stashed", seed)) < 0.1
+
+
+def test_only_without_a_stash_does_the_13th_digit_of_the_weights_decide_the_losses():
+    apart = {}
+    for mode in ("stashed", "latest"):
+        pairs = zip(deep_losses(8, mode, 1), deep_losses(8, mode, 1, shift=1e-13))
+        apart[mode] = max(abs(ours - moved) for ours, moved in pairs)
+    assert apart["stashed"] < 1e-12
+    assert apart["latest"] > 1
 
 
 def test_one_stage_without_delay_is_plain_gradient_descent():
