@@ -65,3 +65,12 @@ def test_what_to_pass_explains(passed, sentence, capsys):
 def test_clip_factor_explains(factor, sentence, capsys):
     answer = answer_to(lesson_08.clip_factor, capsys, factor)
     assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def test_clip_factor_takes_torchs_own_formula_too(capsys):
+    answer = answer_to(
+        lesson_08.clip_factor,
+        capsys,
+        lambda norms, most: min(1.0, most / (sum(norm**2 for norm in norms) ** 0.5 + 1e-6)),
+    )
+    assert answer.startswith("Right: ")

@@ -32,6 +32,7 @@ def waiting(schedule, rank, p, m):
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * a, "needs the inside of its own"),
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * i, "the bill without recomputation"),
         (lambda s, r, p, m, a, i: (m - 1) * a + i, "in 1F1B fewer micro-batches wait"),
+        (lambda s, r, p, m, a, i: (waiting(s, r, p, m) - 1) * a + i / m, "of one micro-batch"),
         (lambda s, r, p, m, a, i: i, "the rank has 8 micro-batches between forward and backward"),
     ],
 )

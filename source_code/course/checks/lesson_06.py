@@ -31,6 +31,10 @@ def held_with_recompute(held):
                     return f"{case}, the inputs alone; a backward needs the inside of its own"
                 if close(answer, waiting * inside):
                     return f"{case}, which is the bill without recomputation"
+                if close(answer, (waiting - 1) * inp + inside / m):
+                    return (
+                        f"{case}; the inside is already that of one micro-batch, not of the batch"
+                    )
                 if name == "1f1b" and close(answer, (m - 1) * inp + inside):
                     return f"{case}, as in GPipe; in 1F1B fewer micro-batches wait on this rank"
                 return (
