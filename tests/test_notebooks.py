@@ -19,6 +19,7 @@ LESSONS = sorted(NOTEBOOKS.glob("*.ipynb"))
 SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
 ALL = LESSONS + SOLUTIONS
 MARK = "# NBVAL_CHECK_OUTPUT"
+CALL = r"^(?:check|build)\..*$"  # of an exercise's check
 
 
 def name_of(path):
@@ -121,11 +122,11 @@ def test_every_lesson_has_the_shape_of_a_lesson(path):
 
 @every_lesson
 def test_every_exercise_says_not_attempted_yet_and_its_solution_is_right(path):
-    lesson = [c for c in checked_cells(path) if re.search(r"^check\.", c.source, re.MULTILINE)]
+    lesson = [c for c in checked_cells(path) if re.search(CALL, c.source, re.MULTILINE)]
     solution = NOTEBOOKS / "solutions" / path.name
-    solved = [c for c in checked_cells(solution) if re.search(r"^check\.", c.source, re.MULTILINE)]
-    calls = [re.search(r"^check\..*$", c.source, re.MULTILINE)[0] for c in lesson]
-    assert calls == [re.search(r"^check\..*$", c.source, re.MULTILINE)[0] for c in solved]
+    solved = [c for c in checked_cells(solution) if re.search(CALL, c.source, re.MULTILINE)]
+    calls = [re.search(CALL, c.source, re.MULTILINE)[0] for c in lesson]
+    assert calls == [re.search(CALL, c.source, re.MULTILINE)[0] for c in solved]
     assert len(calls) >= 2
     for cell in lesson:
         assert text_of(cell.outputs).startswith("Not attempted yet")

@@ -95,29 +95,39 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     words = launch_words(script, flags, ranks)
     if show:
         print("$ " + shlex.join(words), flush=True)
+    with started_ranks(script, flags, ranks, warm) as started:
+        output = _follow(started, show, limit, send)
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
+    timeline = from_chrome_trace((ROOT / timeline_file).read_text()) if timeline_file else None
+    return Run(output, losses, timeline)
+
+
+@contextmanager
+def started_ranks(script, flags, ranks, warm=True):
+    """Ranks of a script, see `run`. Whatever happens in the block, all have ended after it."""
     warm = warm and can_fork() and not _is_away()
     if warm:
         _wait_for_fork_server()
     started = None
     try:
         with _interrupts_held():
-            started = WarmRanks(SCRIPTS / script, flags, ranks) if warm else LaunchedRanks(words)
-        output = _follow(started, show, limit, send)
+            words = launch_words(script, flags, ranks)
+            folder = ROOT if script.startswith("build/") else SCRIPTS
+            started = WarmRanks(folder / script, flags, ranks) if warm else LaunchedRanks(words)
+        yield started
     finally:
         if started:
             with _interrupts_held():
                 started.end()
-    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
-    timeline = from_chrome_trace((ROOT / timeline_file).read_text()) if timeline_file else None
-    return Run(output, losses, timeline)
 
 
 def launch_words(script, flags, ranks):
     """The command that does the same in a terminal, from the repository's root."""
+    # A lesson may have written the script to build.
+    words = [script if script.startswith("build/") else f"source_code/{script}", *flags]
     if ranks is None:
-        return ["python", f"source_code/{script}"] + flags
-    words = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), f"source_code/{script}"]
-    return srun_words() + words + flags
+        return ["python", *words]
+    return srun_words() + ["torchrun", "--standalone", "--nproc-per-node", str(ranks), *words]
 
 
 def srun_words():
@@ -143,7 +153,7 @@ def _follow(started, show, limit, send=None):
     """Show what the ranks print until they end; return their standard output."""
     lines = queue.Queue()
     for name, stream in started.streams.items():
-        threading.Thread(target=_read, args=(name, stream, lines), daemon=True).start()
+        threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
     output, errors = [], []
     open_streams = len(started.streams)
     deadline = time.monotonic() + limit
@@ -181,7 +191,8 @@ def _follow(started, show, limit, send=None):
     return "".join(output)
 
 
-def _read(name, stream, lines):
+def read_stream(name, stream, lines):
+    """Put (name, line) into a queue for each line, and ("end", "") at the end."""
     try:
         for line in stream:
             lines.put((name, line))

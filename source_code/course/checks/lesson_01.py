@@ -1,29 +1,6 @@
-"""Checks of lesson 01: the idle fraction of a naive pipeline, and a backward in two pieces."""
+"""Checks of lesson 01: a backward in two pieces. build_steps.py has the others."""
 
-from course.checks.answer import WrongAnswer, call, call_for_number, checked, close, many
-from lab.simulator import Costs, simulate
-from pipeline.schedules import naive
-
-
-@checked("one rank works at a time, so of p ranks p - 1 wait, however the batch is cut.")
-def naive_idle(idle_fraction):
-    """`idle_fraction(num_ranks, num_microbatches)` of naive model parallelism, as the simulator."""
-    for num_ranks, num_microbatches in [(4, 1), (2, 1), (8, 1), (4, 8), (1, 3)]:
-        answer = call_for_number(idle_fraction, num_ranks, num_microbatches)
-        timeline = simulate(naive(num_ranks, num_microbatches), Costs(10, 20))
-        right = timeline.idle_fraction
-        if close(answer, right):
-            continue
-        case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}: you say {answer:.4g}"
-        if close(answer, 1 - right):
-            return f"{case}, which is the share of the time that a rank works, not that it waits"
-        if num_microbatches > 1 and close(
-            answer, (num_ranks - 1) / (num_microbatches + num_ranks - 1)
-        ):
-            return f"{case}; that would need two micro-batches under way at once, here it is one"
-        if close(answer, num_ranks - 1):
-            return f"{case}: idle over busy; the question is idle over all the time"
-        return f"{case}, and the simulator says {right:.4g}"
+from course.checks.answer import WrongAnswer, call, checked
 
 
 @checked("both stages have the gradients of the whole model, and only one tensor crossed the cut.")

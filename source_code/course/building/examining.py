@@ -1,0 +1,126 @@
+"""Runs a reader's function on warm ranks under a limit, and notes what each rank did.
+
+It always ends, and no process outlives it: when nobody can go on, the ranks are ended at once.
+"""
+
+import json
+import queue
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from course.building import MARK
+from course.launch import read_stream, started_ranks
+
+LIMIT = 20  # seconds
+SCRIPT = "course/building/on_ranks.py"
+
+
+@dataclass
+class Rank:
+    """What one rank has done so far. `steps` has its actions, one list for each step."""
+
+    number: int
+    steps: list = field(default_factory=list)
+    results: list = field(default_factory=list)
+    waits: dict | None = None  # the event of the wait that it is in
+    unwaited: dict = field(default_factory=dict)  # message -> the event that began it
+    raised: dict | None = None
+    busy: dict | None = None
+    ended: bool = False  # the step that it is in
+    done: bool = False  # all steps
+
+
+@dataclass
+class Observed:
+    """What all ranks did. `begun` has the events of (sender, receiver, tag), by who began them."""
+
+    ranks: list
+    begun: dict = field(default_factory=lambda: defaultdict(list))
+    stuck: bool = False
+    crash: str | None = None
+
+    def waits_in_vain(self, rank):
+        """Whether what `rank` waits for needs something that nobody has begun."""
+        what, peer, tag, number = rank.waits["message"]
+        if what == "join":
+            return any(other.ended for other in self.ranks)
+        pair = (rank.number, peer) if what == "send" else (peer, rank.number)
+        other = "receive" if what == "send" else "send"
+        return len(self.begun[(*pair, tag, other)]) < number
+
+    def nobody_can_go_on(self):
+        left = [rank for rank in self.ranks if not rank.ended]
+        return bool(left) and all(rank.waits and self.waits_in_vain(rank) for rank in left)
+
+    def note(self, event):
+        """Add what a rank has just told."""
+        rank = self.ranks[event["rank"]]
+        kind, name = event["event"], tuple(event.get("message", ()))
+        if kind == "begins":
+            what, peer, tag, _ = name
+            pair = (rank.number, peer) if what == "send" else (peer, rank.number)
+            self.begun[(*pair, tag, what)].append(event)
+            rank.unwaited[name] = event
+        elif kind == "waits":
+            rank.waits = event
+            rank.unwaited.pop(name, None)
+        elif kind == "goes on":
+            rank.waits = None
+        elif kind == "begins step":
+            rank.steps.append([])
+        elif kind in ("forward", "backward"):
+            rank.steps[-1].append(event)
+        elif kind == "ends step":
+            rank.results.append(event)
+            rank.ended = True
+            if all(other.ended for other in self.ranks):  # and all go on to the next step
+                for other in self.ranks:
+                    other.ended = False
+        elif kind == "raised":
+            rank.raised = event
+        elif kind == "busy":
+            rank.busy = event
+        elif kind == "done":
+            rank.done = True
+
+
+def examine(request, num_ranks, limit=LIMIT):
+    """Run `request` (see on_ranks.py) on `num_ranks` ranks and return what was Observed."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(request, file)
+        file.flush()
+        with started_ranks(SCRIPT, [file.name], num_ranks) as ranks:
+            return _follow(ranks, Observed([Rank(number) for number in range(num_ranks)]), limit)
+
+
+def _follow(started, observed, limit):
+    lines, errors = queue.Queue(), []
+    for name, stream in started.streams.items():
+        threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        try:
+            name, line = lines.get(timeout=0.1)
+        except queue.Empty:
+            if started.failure():
+                observed.crash = "".join(errors) or started.failure()
+                return observed
+            continue
+        if name == "stdout" and line.startswith(MARK):
+            observed.note(json.loads(line[1:]))
+        elif name == "stdout":
+            print(line, end="")  # what the reader's code prints
+        elif name == "stderr":
+            errors.append(line)
+        if any(rank.raised or rank.busy for rank in observed.ranks):
+            return observed
+        if all(rank.done for rank in observed.ranks):
+            return observed
+        if observed.nobody_can_go_on():
+            observed.stuck = True
+            return observed
+    observed.crash = f"nothing more happened, and the limit of {limit} s was reached"
+    return observed

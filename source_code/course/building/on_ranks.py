@@ -1,0 +1,279 @@
+"""One rank of an examination: runs the reader's function and tells what it did, as it happens.
+
+`examining.py` starts it on each rank with the path of a request. Every event is one line of JSON
+behind MARK on standard output; other lines are what the reader's code prints.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from course.building import MARK, my_pipeline
+
+YOURS = "<your "  # how the file names of the reader's functions begin
+BUSY = 5  # seconds after which a rank that does not wait says where it is
+CLOSE = 1e-9
+
+
+class Teller:
+    """Sends events to the process that examines, with the reader's line at which they happen."""
+
+    def __init__(self, rank):
+        self.rank, self.quiet = rank, False
+
+    def tell(self, event, **more):
+        line = {"rank": self.rank, "event": event, "at": place(sys._getframe(1)), **more}
+        os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
+
+
+def place(frame):
+    """[function, line] of the innermost line of the reader's own code, or None."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(YOURS):
+            return frame.f_code.co_filename[len(YOURS) : -1], frame.f_lineno
+        frame = frame.f_back
+
+
+class Watched:
+    """torch's work of one message; says when its rank begins and ends to wait for it."""
+
+    def __init__(self, teller, work, name):
+        self.teller, self.work, self.name = teller, work, name
+
+    def wait(self, *arguments):
+        self.teller.tell("waits", message=self.name)
+        self.work.wait(*arguments)
+        self.teller.tell("goes on", message=self.name)
+        return True
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+
+def watch_messages(teller):
+    """Put functions that tell what they do in the place of torch.distributed's own."""
+    counts, works, begin = {}, [], {"send": c10d.isend, "receive": c10d.irecv}
+
+    def start(what, tensor, peer, tag, **more):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
+        if not isinstance(peer, int) or not 0 <= peer < dist.get_world_size():
+            raise ValueError(f"there is no rank {peer!r} to {what} {'to' * (what == 'send')}")
+        key = what, peer, tag
+        counts[key] = counts.get(key, 0) + 1
+        name = [*key, counts[key]]
+        work = begin[what](tensor.detach(), peer, tag=tag, **more)
+        works.append(work)  # one that is forgotten would end with its message still under way
+        teller.tell("begins", message=name, shape=[*tensor.shape], dtype=str(tensor.dtype)[6:])
+        return Watched(teller, work, name)
+
+    def isend(tensor, dst=None, group=None, tag=0):
+        return start("send", tensor, dst, tag, group=group)
+
+    def irecv(tensor, src=None, group=None, tag=0):
+        return start("receive", tensor, src, tag, group=group)
+
+    def join(*arguments, **more):
+        teller.tell("waits", message=["join", -1, 0, 0])
+        torch_join(*arguments, **more)
+        teller.tell("goes on", message=["join", -1, 0, 0])
+
+    torch_join = c10d.init_process_group
+    instead = {
+        "isend": isend,
+        "irecv": irecv,
+        "send": lambda *arguments, **more: isend(*arguments, **more).wait(),
+        "recv": lambda *arguments, **more: irecv(*arguments, **more).wait(),
+        "init_process_group": join,
+    }
+    for module in (dist, c10d):
+        for name, function in instead.items():
+            setattr(module, name, function)
+
+
+class Reference:
+    """What one process computes for each stage and micro-batch, of its own copy of the model.
+
+    `inputs[s][k]` goes into stage s, `gradients[s][k]` is that of what comes out of it, and
+    `weights[s]` has one column per micro-batch: the gradient of all weights of the stage.
+    """
+
+    def __init__(self, num_stages, inputs, targets):
+        stages = [my_pipeline.build_stage(index, num_stages) for index in range(num_stages)]
+        self.inputs, self.gradients = [[] for _ in stages], [[] for _ in stages]
+        columns, self.loss = [[] for _ in stages], 0.0
+        for tokens, wanted in zip(inputs, targets):
+            made = []
+            for number, stage in enumerate(stages):
+                stage.zero_grad()
+                self.inputs[number].append(tokens.detach())
+                tokens = stage(tokens)
+                tokens.retain_grad()
+                made.append(tokens)
+            loss = my_pipeline.loss_of(tokens, wanted) / len(inputs)
+            loss.backward()
+            self.loss += loss.item()
+            for number, stage in enumerate(stages):
+                self.gradients[number].append(made[number].grad)
+                columns[number].append(flat_gradient(stage))
+        self.weights = [torch.stack(column, 1) for column in columns]
+
+
+def flat_gradient(stage):
+    """The gradients of all weights in one vector; zeros where there is none."""
+    weights = stage.parameters()
+    return torch.cat(
+        [(w.grad if w.grad is not None else 0 * w.detach()).flatten() for w in weights]
+    )
+
+
+class Linear(torch.autograd.Function):
+    """x Wᵀ, whose backward computes the gradient of x and defers that of W (lesson 09)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, deferred):
+        ctx.save_for_backward(x, weight)
+        ctx.deferred = deferred
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.deferred.append((weight, x.flatten(0, -2), gradient.flatten(0, -2)))
+        return gradient @ weight, None, None
+
+
+def observe(teller, stage, index, reference):
+    """Tell of every forward and backward of `stage` which micro-batch it is."""
+
+    def before(_, arguments):
+        k, factor = which(arguments[0].detach(), reference.inputs[index])
+        stage.current = k
+        asks = index == 0 or arguments[0].requires_grad
+        teller.tell("forward", stage=index, k=k if factor == 1 else None, asks=asks)
+
+    def after(_, arguments, output):
+        k = stage.current
+
+        def on_gradient(gradient):
+            j, factor = which(gradient, reference.gradients[index])
+            teller.tell("backward", stage=index, k=k, of=j, factor=factor)
+
+        output.register_hook(on_gradient)
+
+    stage.register_forward_pre_hook(before)
+    stage.register_forward_hook(after)
+
+
+def which(tensor, candidates):
+    """(k, factor) with `tensor` = factor x `candidates[k]`, or (None, None)."""
+    for k, candidate in enumerate(candidates):
+        if tensor.shape != candidate.shape:
+            continue
+        if torch.equal(tensor, candidate):
+            return k, 1
+        if not candidate.is_floating_point():
+            continue
+        factor = ((tensor * candidate).sum() / (candidate * candidate).sum()).item()
+        if (tensor - factor * candidate).abs().max() <= CLOSE * candidate.abs().max():
+            return k, rounded(factor)
+    return None, None
+
+
+def rounded(number):
+    return round(number, 9) + 0.0 if number == number else None
+
+
+def run_steps(request, function, teller):
+    """Run the reader's step once for each number of micro-batches, on fresh gradients."""
+    rank, p, chunks = dist.get_rank(), dist.get_world_size(), request["chunks"]
+    for number, m in enumerate(request["microbatches"]):
+        tokens, targets = my_pipeline.batch(number, 2 * m)
+        parts = tokens.chunk(m), targets.chunk(m)
+        reference = Reference(p * chunks, *parts)
+        stages = [my_pipeline.build_stage(rank + c * p, p * chunks) for c in range(chunks)]
+        for c, stage in enumerate(stages):
+            observe(teller, stage, rank + c * p, reference)
+        given = stages if chunks > 1 else stages[0]
+        teller.tell("begins step", m=m)
+        returned = function(given, *((tokens, targets) if request["whole_batch"] else parts))
+        teller.tell("ends step", **result_of(returned, stages, rank, p, reference))
+        dist.barrier()
+
+
+def result_of(returned, stages, rank, p, reference):
+    """What is compared with one process: the loss and, stage by stage, the gradients."""
+    gradients = []
+    for c, stage in enumerate(stages):
+        wanted = reference.weights[rank + c * p]
+        found = flat_gradient(stage)
+        parts = torch.linalg.lstsq(wanted, found[:, None]).solution
+        rest = (wanted @ parts - found[:, None]).abs().max() / wanted.abs().max()
+        gradients.append(
+            {
+                "stage": rank + c * p,
+                "difference": (found - wanted.sum(1)).abs().max().item(),
+                "parts": [rounded(part) for part in parts[:, 0].tolist()],
+                "rest": rest.item(),
+                "none": all(weight.grad is None for weight in stage.parameters()),
+            }
+        )
+    loss, kind = returned, type(returned).__name__
+    if isinstance(returned, torch.Tensor) and returned.numel() == 1:
+        loss, kind = returned.item(), "graph" if returned.requires_grad else "float"
+    elif not isinstance(returned, (int, float)) or isinstance(returned, bool):
+        loss = None
+    return {"loss": loss, "kind": kind, "wanted": reference.loss, "gradients": gradients}
+
+
+def run_words(request, function, teller):
+    """Run the reader's function, which joins and exchanges messages by itself (lesson 01)."""
+    returned = function()
+    value = returned.tolist() if isinstance(returned, torch.Tensor) else repr(returned)
+    teller.tell("ends step", value=value, left=not dist.is_initialized())
+
+
+def define(request):
+    """The reader's function, among the names of my_pipeline.py."""
+    names = dict(vars(my_pipeline), __name__="yours")
+    exec("\n".join(request["imports"]), names)
+    for name, text in request["sources"]:
+        exec(compile(text, f"{YOURS}{name}>", "exec"), names)
+    return names[request["function"]]
+
+
+def main():
+    """Run the request as one rank, and stay until ended: others may still need its messages."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    teller = Teller(int(os.environ["RANK"]))
+    signal.signal(signal.SIGALRM, lambda _, frame: teller.tell("busy", where=place(frame)))
+    torch.set_num_threads(1)
+    try:
+        if request["joined"]:
+            dist.init_process_group("gloo")
+        watch_messages(teller)
+        function = define(request)
+        signal.setitimer(signal.ITIMER_REAL, BUSY)
+        (run_steps if request["joined"] else run_words)(request, function, teller)
+        teller.tell("done")
+    except Exception as error:
+        own = [
+            (frame.f_code.co_filename[len(YOURS) : -1], line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename.startswith(YOURS)
+        ]
+        said = str(error).splitlines()[0][:300] if str(error) else ""
+        teller.tell("raised", kind=type(error).__name__, said=said, where=own[-1] if own else None)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Checks of what a reader builds: steps of a pipeline, run on real ranks (lessons 01 to 05)."""
+
+from course.building.examining import examine
+from course.building.own_file import accept
+from course.checks.answer import checked
+from course.checks.build_text import request_of
+from course.checks.build_words import Words
+from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b
+
+
+def perform(function, places, make, cases, chunks=1, whole_batch=False):
+    """What is wrong with the reader's step on four ranks, for each number of micro-batches."""
+    request = request_of(
+        function, places, joined=True, chunks=chunks, whole_batch=whole_batch, microbatches=cases
+    )
+    schedules = [make(4, m) for m in cases]
+    rows = [[[str(action) for action in order] for order in each.orders] for each in schedules]
+    words = Words(examine(request, 4), request, rows)
+    steps = map(words.step, range(len(cases)))
+    complaint = words.transport() or next(filter(None, steps), None)
+    if not complaint:
+        accept(request)
+    return complaint
+
+
+@checked("two processes have met, and a tensor went there and back.")
+def there_and_back(function):
+    """`there_and_back()` on two ranks: (1, 2, 3) goes to rank 1, which sends it back doubled."""
+    request = request_of(function, joined=False)
+    observed = examine(request, 2)
+    complaint = Words(observed, request).transport()
+    if complaint:
+        return complaint
+    for rank, wanted in enumerate([[2.0, 4.0, 6.0], [1.0, 2.0, 3.0]]):
+        (result,) = observed.ranks[rank].results
+        if result["value"] != wanted:
+            return f"rank {rank} returns {result['value']}, and it should be {wanted}"
+    if len(observed.begun) < 4:
+        return "the numbers are right, but they did not travel: each rank sends and receives once"
+    if any(rank.results[0]["left"] is False for rank in observed.ranks):
+        return "everything has arrived; at the end each rank leaves: dist.destroy_process_group()"
+
+
+@checked("four ranks, and loss and gradients are those of one process, to the last digit.")
+def naive_step(function):
+    """`naive_step(stage, tokens, targets)` on four ranks."""
+    return perform(function, 3, naive, [1], whole_batch=True)
+
+
+@checked("GPipe's order on four ranks, with the loss and the gradients of one process.")
+def gpipe_step(function):
+    """`gpipe_step(stage, inputs, targets)` on four ranks, with five and with two micro-batches."""
+    return perform(function, 1, gpipe, [5, 2])
+
+
+@checked("1F1B's three phases on four ranks, with the loss and the gradients of one process.")
+def one_f_one_b_step(function):
+    """`one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer micro-batches."""
+    return perform(function, 1, one_f_one_b, [6, 2])
+
+
+@checked("eight stages on four ranks, in Megatron's order, with the gradients of one process.")
+def interleaved_step(function):
+    """`interleaved_step(stages, inputs, targets)` on four ranks with two chunks each."""
+    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=2)

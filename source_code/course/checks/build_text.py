@@ -1,0 +1,70 @@
+"""The text of a reader's function, with all that it uses of the reader's own."""
+
+import ast
+import inspect
+import textwrap
+import types
+
+from course.checks.answer import NotAttempted, WrongAnswer
+
+PLAIN = (int, float, str, bytes, tuple, list, dict, type(None))
+
+
+def request_of(function, places=1, **more):
+    """What `on_ranks.py` needs to define `function`, and in addition what `more` says.
+
+    Raises NotAttempted for an untouched stub, which has `...` at so many places, and WrongAnswer
+    for what is no function of a cell.
+    """
+    if not inspect.isfunction(function) or function.__name__ == "<lambda>":
+        raise WrongAnswer("this exercise asks for a function, written with def in a cell")
+    sources, imports = collect(function)
+    if len(holes(sources[0][1])) >= places:
+        raise NotAttempted
+    for name, text in sources:
+        if holes(text):
+            raise WrongAnswer(f"line {holes(text)[0]} of {name} still has its ...")
+    return {"function": function.__name__, "sources": sources, "imports": imports, **more}
+
+
+def collect(function):
+    """([(name, text)], [import lines]): the function first, then what it uses of its own module."""
+    from course.building import my_pipeline  # torch comes with it
+
+    known = vars(my_pipeline)
+    sources, imports, waiting, seen = [], [], [function], set()
+    while waiting:
+        thing = waiting.pop(0)
+        try:
+            text = textwrap.dedent(inspect.getsource(thing))
+        except (OSError, TypeError):
+            raise WrongAnswer(
+                f"the text of {thing.__name__} cannot be found; run its cell"
+            ) from None
+        sources.append((thing.__name__, text))
+        for name in sorted(names_in(text) - seen):
+            seen.add(name)
+            value = function.__globals__.get(name, seen)
+            if name in known and (known[name] is value or known[name] == value):
+                continue
+            if isinstance(value, types.ModuleType):
+                imports.append(f"import {value.__name__} as {name}")
+            elif inspect.isfunction(value) or inspect.isclass(value):
+                if value.__module__ == function.__module__:
+                    waiting += [value] if value is not function else []
+                else:
+                    imports.append(f"from {value.__module__} import {value.__name__} as {name}")
+            elif isinstance(value, PLAIN):
+                imports.append(f"{name} = {value!r}")
+    return sources, imports
+
+
+def names_in(text):
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+def holes(text):
+    """The lines on which a stub's `...` still stands."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if not isinstance(node, ast.Subscript)]
+    values = [value for node in nodes for value in ast.iter_child_nodes(node)]
+    return sorted(v.lineno for v in values if isinstance(v, ast.Constant) and v.value is ...)

@@ -1,0 +1,249 @@
+"""What is wrong with what a reader's function did on its ranks, in one sentence."""
+
+from collections import Counter
+
+EXACT = 1e-12  # of losses and gradients in float64
+
+
+class Words:
+    """Sentences about one examination.
+
+    `rows[step][rank]` are the actions that the schedule has, as "1F0".
+    """
+
+    def __init__(self, observed, request, rows=()):
+        self.observed, self.ranks, self.rows = observed, observed.ranks, rows
+        self.sources = {name: text.splitlines() for name, text in request["sources"]}
+
+    def at(self, place):
+        """As in "line 7 of gpipe_step (`output.backward(gradient)`)"."""
+        if place is None:
+            return "a line that is not yours"
+        name, line = place
+        text = self.sources[name][line - 1].split("  #")[0].strip()
+        return f"line {line} of {name} (`{text}`)"
+
+    def transport(self):
+        """What kept the ranks from coming to the end, or what they did with messages; or None."""
+        return (
+            self._raised()
+            or self._shapes()
+            or (self._stuck() if self.observed.stuck else None)
+            or self._busy()
+            or (f"the ranks came to no end: {self.observed.crash}" if self.observed.crash else None)
+            or self._unwaited()
+        )
+
+    def _raised(self):
+        for rank in self.ranks:
+            if rank.raised is None:
+                continue
+            kind, said = rank.raised["kind"], rank.raised["said"]
+            deaf = self._first(lambda event: event.get("asks") is False, [rank])
+            if deaf and ("grad" in said or "None" in said):
+                return (
+                    f"rank {rank.number} has no gradient to send back: what it received went into "
+                    f"its stage at {self.at(deaf['at'])} without asking for one; call "
+                    "requires_grad_() on what arrived"
+                )
+            if "process group has not been initialized" in said:
+                return (
+                    f"rank {rank.number} belongs to no group at {self.at(rank.raised['where'])}: "
+                    'dist.init_process_group("gloo") comes before everything else'
+                )
+            if kind == "KeyError" and said.isdigit():
+                said = f"{said}; has the forward of micro-batch {said} been run on this rank?"
+            where = rank.raised["where"]
+            at = f" at {self.at(where)}" if where else ""
+            return f"rank {rank.number} raised {kind}{at}: {said}"
+
+    def _first(self, wanted, ranks=None):
+        """The first action of a rank for which `wanted(event)` holds, or None."""
+        events = (e for rank in ranks or self.ranks for step in rank.steps for e in step)
+        return next((event for event in events if wanted(event)), None)
+
+    def _shapes(self):
+        begun = self.observed.begun
+        for (source, destination, tag, what), sends in list(begun.items()):
+            if what != "send":
+                continue
+            receives = begun.get((source, destination, tag, "receive"), [])
+            for send, receive in zip(sends, receives):
+                made, room = ((e["shape"], e["dtype"]) for e in (send, receive))
+                if made != room:
+                    return (
+                        f"rank {source} sends {self._tensor(made)} at {self.at(send['at'])}, and "
+                        f"rank {destination} has made room for {self._tensor(room)} at "
+                        f"{self.at(receive['at'])}"
+                    )
+
+    def _tensor(self, shape_and_dtype):
+        shape, dtype = shape_and_dtype
+        return f"{tuple(shape)} in {dtype}"
+
+    def _stuck(self):
+        """Follow the waits until they lead to a rank that has returned, or come back."""
+        rank = next(rank for rank in self.ranks if not rank.ended)
+        chain = []
+        while rank not in chain:
+            chain.append(rank)
+            what, peer, *_ = rank.waits["message"]
+            if what == "join":
+                peer = next(other.number for other in self.ranks if other.ended)
+            if self.ranks[peer].ended:
+                return self._left_alone(rank, self.ranks[peer], what)
+            rank = self.ranks[peer]
+        cycle = sorted(chain[chain.index(rank) :], key=lambda rank: rank.number)
+        waits = ", ".join(f"rank {rank.number} waits {self._wait(rank)}" for rank in cycle)
+        others = next(filter(None, map(self._otherwise, cycle)), "")
+        return f"deadlock: {waits}; each of these ranks waits for another of them{others}"
+
+    def _wait(self, rank):
+        what, peer, *_ = rank.waits["message"]
+        until = f"for a message from rank {peer}"
+        if what == "send":
+            until = f"until rank {peer} receives"
+        return f"at {self.at(rank.waits['at'])} {until}"
+
+    def _left_alone(self, rank, other, what):
+        if what == "join":
+            return (
+                f"rank {rank.number} waits at {self.at(rank.waits['at'])} for all ranks to join, "
+                f"and rank {other.number} has returned without joining: every rank runs that line"
+            )
+        missing = "a receive" if what == "send" else "a send"
+        said = (
+            f"rank {rank.number} waits {self._wait(rank)}, and rank {other.number} has already "
+            f"returned: {missing} is missing there, or this is one too many"
+        )
+        return said + self._otherwise(other)
+
+    def _otherwise(self, rank):
+        """Where a rank that came to no end had left the schedule, as the end of a sentence."""
+        if not self.rows or not rank.steps:
+            return ""
+        names = [name_of(event) for event in rank.steps[-1]]
+        row = self.rows[len(rank.steps) - 1][rank.number]
+        for name, wanted in zip(names, row):
+            if name != wanted:
+                return f"; rank {rank.number} took {name} where the schedule has {wanted}"
+        if rank.ended and len(names) < len(row):
+            return f"; it never took {row[len(names)]}"
+        return ""
+
+    def _busy(self):
+        for rank in self.ranks:
+            if rank.busy:
+                where = self.at(rank.busy["where"])
+                return f"rank {rank.number} was still at {where} after 5 s: does that loop end?"
+
+    def _unwaited(self):
+        for rank in self.ranks:
+            for (what, *_), event in rank.unwaited.items():
+                if what == "receive":
+                    return (
+                        f"rank {rank.number} never waits for what it receives at "
+                        f"{self.at(event['at'])}: before wait() returns, nothing has arrived"
+                    )
+                return (
+                    f"rank {rank.number} never waits for what it sends at {self.at(event['at'])}: "
+                    "keep what isend returns, and wait for it before the step ends, or the "
+                    "tensor may be gone before it is sent"
+                )
+
+    def step(self, number):
+        """What is wrong with the step of that number, None if nothing is."""
+        rows = self.rows[number]
+        events = [rank.steps[number] for rank in self.ranks]
+        results = [rank.results[number] for rank in self.ranks]
+        return (
+            self._pairing(events)
+            or self._gradients(results)
+            or self._order(events, rows)
+            or self._loss(results[-1])
+        )
+
+    def _pairing(self, events):
+        """A forward or a backward with numbers that belong to another micro-batch."""
+        for rank, done in enumerate(events):
+            for event in done:
+                kind = event["event"]
+                if kind == "forward" and event["k"] is None:
+                    return (
+                        f"rank {rank} runs its stage at {self.at(event['at'])} on numbers that no "
+                        "micro-batch has there: has the receive been waited for, and is it the "
+                        "right tensor?"
+                    )
+                if kind == "backward" and event["of"] not in (None, event["k"]):
+                    return (
+                        f"rank {rank} runs the backward of micro-batch {event['k']} at "
+                        f"{self.at(event['at'])} with the gradient of micro-batch {event['of']}"
+                    )
+
+    def _gradients(self, results):
+        for rank in reversed(range(len(results))):
+            for found in results[rank]["gradients"]:
+                if found["difference"] <= EXACT:
+                    continue
+                on = f"on rank {rank}"
+                if len(results[rank]["gradients"]) > 1:
+                    on = f"on rank {rank}, stage {found['stage']},"
+                if found["none"]:
+                    return f"no backward ran {on}: its weights have no gradient"
+                if found["rest"] > 1e-6:
+                    return f"the gradient {on} points another way than that of one process"
+                return self._factor(on, found["parts"])
+
+    def _factor(self, on, parts):
+        m, factors = len(parts), {part for part in parts}
+        if len(factors) == 1 and m == 1:
+            return f"the gradient {on} is {short(parts[0])} times that of one process"
+        if len(factors) == 1:
+            case = (
+                f"with {m} micro-batches every gradient {on} is {short(parts[0])} times too large"
+            )
+            if abs(parts[0] - m) < 1e-6:
+                return f"{case}: each micro-batch counts as a whole batch; divide its loss by {m}"
+            if abs(parts[0] * m - 1) < 1e-6:
+                return f"{case.replace('too large', 'the right one')}: it is divided by {m} twice"
+            return case.replace("too large", "the right one")
+        usual = Counter(parts).most_common(1)[0][0]
+        k = next(k for k, part in enumerate(parts) if part != (1 if usual == 1 else usual))
+        k = next((k for k, part in enumerate(parts) if part == 0), k)
+        if parts[k] == 0:
+            return f"the gradient of micro-batch {k} is missing {on}"
+        if parts[k] == 2:
+            return f"the gradient of micro-batch {k} is counted twice {on}"
+        return f"the gradient of micro-batch {k} counts {short(parts[k])} times {on}"
+
+    def _order(self, events, rows):
+        for rank, (done, row) in enumerate(zip(events, rows)):
+            names = [name_of(event) for event in done]
+            for step, (name, wanted) in enumerate(zip(names, row)):
+                if name != wanted:
+                    return (
+                        f"the losses agree, but rank {rank} takes {name} as its action {step} at "
+                        f"{self.at(done[step]['at'])}, where the schedule has {wanted}"
+                    )
+            if len(names) != len(row):
+                return f"rank {rank} takes {len(names)} actions, the schedule has {len(row)}"
+
+    def _loss(self, result):
+        last, wanted, loss = len(self.ranks) - 1, result["wanted"], result["loss"]
+        if loss is None:
+            said = "nothing" if result["kind"] == "NoneType" else f"a {result['kind']}"
+            return f"the gradients are right, but rank {last} returns {said}; it has the loss"
+        case = f"the gradients are right, but the loss that rank {last} returns"
+        if not abs(loss - wanted) <= EXACT * 10:
+            return f"{case} is {loss:.6f}, {short(loss / wanted)} times that of the batch, {wanted:.6f}"
+        if result["kind"] == "graph":
+            return f"{case} still has its whole graph behind it: detach() it, or take its item()"
+
+
+def name_of(event):
+    """An action in its text form, as "1F0"."""
+    return f"{event['stage']}{event['event'][0].upper()}{event['k']}"
+
+
+def short(number):
+    return f"{number:.4g}" if number is not None else "not a number"

@@ -1,0 +1,311 @@
+"""What a reader builds is run on real ranks, answered in a sentence, and never hangs.
+
+Right answers are the functions of my_pipeline.py; wrong ones are these with one thing changed.
+"""
+
+import ast
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from course.building import own_file
+from course.checks import build_steps as build
+from course.checks.answer import NOT_ATTEMPTED
+from course.checks.build_text import request_of
+from course.launch import ROOT, run
+
+pytestmark = pytest.mark.processes
+
+MODEL = own_file.MODEL.read_text()
+MUTATIONS = int(os.environ.get("COURSE_MUTATIONS", 5))  # of each solution
+numbers = itertools.count()
+
+THERE_AND_BACK = """
+def there_and_back():
+    dist.init_process_group("gloo")
+    received = torch.empty(3)
+    if dist.get_rank() == 0:
+        dist.isend(torch.tensor([1.0, 2.0, 3.0]), 1).wait()
+        dist.irecv(received, 1).wait()
+    else:
+        dist.irecv(received, 0).wait()
+        dist.isend(2 * received, 0).wait()
+    dist.destroy_process_group()
+    return received
+"""
+
+
+def definition(name):
+    body = ast.parse(MODEL).body
+    return ast.get_source_segment(MODEL, next(n for n in body if getattr(n, "name", "") == name))
+
+
+SOLUTIONS = {
+    "there_and_back": THERE_AND_BACK,
+    "naive_step": definition("naive_step"),
+    "gpipe_step": "\n\n".join(map(definition, ["forward", "backward", "gpipe_step"])),
+    "one_f_one_b_step": definition("one_f_one_b_step"),
+    "interleaved_step": definition("interleaved_step"),
+}
+
+
+def written(tmp_path, text, name):
+    """The function `name` of a file with `text`, as a reader's cell defines it."""
+    path = tmp_path / f"cell_{next(numbers)}.py"
+    head = "import torch\nimport torch.distributed as dist\n"
+    head += "from course.building.my_pipeline import DIM, backward, forward, loss_of\n\n\n"
+    path.write_text(head + text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def answer_to(tmp_path, capsys, name, *edits):
+    text = SOLUTIONS[name]
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    getattr(build, name)(written(tmp_path, text, name))
+    assert multiprocessing.active_children() == []
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_a_solution_is_right(name, tmp_path, capsys):
+    assert answer_to(tmp_path, capsys, name).startswith("Right: ")
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted(name, tmp_path, capsys):
+    check = getattr(build, name)
+    for nonsense in ("0F0", 3, lambda: 1, print, int):
+        check(nonsense)
+        assert capsys.readouterr().out.startswith("Not yet: this exercise asks for a function")
+    places = "    ...\n" * 3
+    check(written(tmp_path, f"def {name}(stage, tokens, targets):\n{places}", name))
+    assert capsys.readouterr().out.strip() == NOT_ATTEMPTED
+
+
+def test_a_place_that_is_still_open_is_named_by_its_line(tmp_path, capsys):
+    text = "dist.isend(inputs.grad, rank - 1).wait()"
+    said = answer_to(tmp_path, capsys, "naive_step", (text, "..."))
+    assert said == "Not yet: line 19 of naive_step still has its ..."
+
+
+WRONG = {
+    "there_and_back": [
+        (
+            [("dist.irecv(received, 0).wait()\n", "dist.isend(2 * received, 0).wait()\n"),
+             ("        dist.isend(2 * received, 0).wait()\n    dist.destroy",
+              "        dist.irecv(received, 0).wait()\n    dist.destroy")],
+            "deadlock: rank 0 waits at line 5 of there_and_back",
+        ),
+        ([("dist.irecv(received, 1).wait()", "dist.irecv(received, 1)")], "before wait() returns"),
+        ([("2 * received", "received")], "rank 0 returns [1.0, 2.0, 3.0]"),
+        ([('    dist.init_process_group("gloo")\n', "")], "belongs to no group at line 3"),
+        ([("    dist.destroy_process_group()\n", "")], "at the end each rank leaves"),
+        ([("torch.empty(3)", "torch.empty(4)")], "rank 1 has made room for (4,) in float32"),
+        (
+            [("    dist.init", "    if torch.distributed.is_torchelastic_launched() or 'RANK' in "
+              "__import__('os').environ and __import__('os').environ['RANK'] == '1':\n"
+              "        return None\n    dist.init")],
+            "rank 1 has returned without joining",
+        ),
+    ],
+    "naive_step": [
+        ([("        inputs.requires_grad_()\n", "")], "call requires_grad_() on what arrived"),
+        (
+            [("        dist.irecv(gradient, rank + 1).wait()\n", "")],
+            "until rank 0 receives, and rank 0 has already returned: a receive is missing",
+        ),
+        (
+            [("        dist.isend(output.detach(), rank + 1).wait()\n        gradient",
+              "        gradient"),
+             ("        dist.irecv(gradient, rank + 1).wait()\n",
+              "        dist.irecv(gradient, rank + 1).wait()\n"
+              "        dist.isend(output.detach(), rank + 1).wait()\n")],
+            "deadlock: rank 0 waits at line 15 of naive_step",
+        ),
+        (
+            [("output.backward(gradient)", "output.backward(2 * gradient)")],
+            "the gradient on rank 2 is 2 times that of one process",
+        ),
+        ([("dist.isend(inputs.grad, rank - 1).wait()", "pass")], "a send is missing there"),
+        ([("loss.item()", "loss")], "still has its whole graph behind it: detach() it"),
+    ],
+    "gpipe_step": [
+        ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
+        ([(" / len(inputs)", " / len(inputs) ** 2")], "it is divided by 5 twice"),
+        (
+            [("range(len(inputs)):\n        backward", "range(1, len(inputs)):\n        backward")],
+            "the gradient of micro-batch 0 is missing on rank 3",
+        ),
+        (
+            [("    output.backward(gradient)", "    output.backward(gradient, retain_graph=k == 1)\n"
+              "    if k == 1:\n        output.backward(gradient)")],
+            "the gradient of micro-batch 1 is counted twice on rank 3",
+        ),
+        (
+            [("for k in range(len(inputs)):\n        backward",
+              "for k in reversed(range(len(inputs))):\n        backward")],
+            "rank 0 takes 0B4 as its action 5 at line 8 of backward",
+        ),
+        (
+            [("    for send in sends:\n        send.wait()\n", "")],
+            "never waits for what it sends at line 13 of forward",
+        ),
+        (
+            [("dist.irecv(activation, stage.previous).wait()",
+              "dist.isend(activation, stage.previous).wait()")],
+            "deadlock: rank",
+        ),
+    ],
+    "one_f_one_b_step": [
+        ([(" - 1 - dist.get_rank())", " - 2 - dist.get_rank())")], "has the forward of micro-batch 0"),
+        (
+            [("min(len(inputs), dist.get_world_size() - 1 - dist.get_rank())",
+              "min(len(inputs), dist.get_rank())")],
+            "deadlock: rank 0 waits at line 9 of one_f_one_b_step",
+        ),
+        ([("- warm_up, len(inputs)):", "- warm_up, len(inputs) - 1):")], "it never took 2B5"),
+        (
+            [(" - 1 - dist.get_rank())", " - dist.get_rank())")],
+            "rank 0 takes 0F4 as its action 4",
+        ),
+        (
+            [("return sum(shares)", "return 2 * sum(shares)")],
+            "2 times that of the batch",
+        ),
+    ],
+    "interleaved_step": [
+        ([("(v - 1) * p + 2", "(v - 1) * p + 1")], "rank 0 takes 4B0 as its action 8"),
+        (
+            [("backward(stages[v - 1 - c], k, held[v - 1 - c], sends)",
+              "backward(stages[c], k, held[c], sends)")],
+            "deadlock: rank 0 waits at line 16 of interleaved_step",
+        ),
+        ([("- warm_up, v * m):", "- warm_up, v * m - 1):")], "it never took"),
+        (
+            [("backward(stages[v - 1 - c], k, held[v - 1 - c], sends)",
+              "if (c, k) != (0, 2) or dist.get_rank():\n"
+              "            backward(stages[v - 1 - c], k, held[v - 1 - c], sends)")],
+            "rank 0 took 4F5 where the schedule has 4B2",
+        ),
+        (
+            [("return sum(filter(None, shares))", "return sum(filter(None, shares)) / 2")],
+            "0.5 times that of the batch",
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "sentence"),
+    [(name, *case) for name, cases in WRONG.items() for case in cases],
+    ids=[f"{name}-{number}" for name, cases in WRONG.items() for number in range(len(cases))],
+)
+def test_a_typical_wrong_program_gets_its_own_sentence(name, edits, sentence, tmp_path, capsys):
+    said = answer_to(tmp_path, capsys, name, *edits)
+    assert said.startswith("Not yet: ") and sentence in said
+
+
+def test_a_loop_without_an_end_is_ended_and_named(tmp_path, capsys, monkeypatch):
+    edit = ("    for send in sends:\n", "    while True:\n        pass\n    for send in sends:\n")
+    said = answer_to(tmp_path, capsys, "one_f_one_b_step", edit)
+    assert re.search(r"was still at line 1[23] of one_f_one_b_step", said)
+
+
+def mutated(text, seed):
+    """`text` with one thing changed: a statement gone or moved, a number, or a sign."""
+    tree, choose = ast.parse(text), random.Random(seed)
+    blocks = [
+        getattr(node, field)
+        for node in ast.walk(tree)
+        for field in ("body", "orelse")
+        if isinstance(getattr(node, field, None), list) and not isinstance(node, ast.Module)
+    ]
+    numbers = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and type(n.value) is int]
+    signs = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp)]
+    way = choose.choice(["drop", "swap", "number", "sign"])
+    block = choose.choice([block for block in blocks if len(block) > 1])
+    at = choose.randrange(len(block) - 1)
+    if way == "drop":
+        del block[choose.randrange(len(block))]
+    elif way == "swap":
+        block[at], block[at + 1] = block[at + 1], block[at]
+    elif way == "number":
+        choose.choice(numbers).value += choose.choice([-1, 1])
+    else:
+        choose.choice(signs).op = choose.choice([ast.Add(), ast.Sub(), ast.Mult()])
+    return ast.unparse(tree)
+
+
+STEPS = {"naive_step": "naive", "gpipe_step": "gpipe", "one_f_one_b_step": "1f1b",
+         "interleaved_step": "interleaved"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_no_mutation_hangs_and_none_is_accepted_that_changes_a_loss(name, tmp_path, capsys):
+    for seed in range(MUTATIONS):
+        text = mutated(SOLUTIONS[name], f"{name} {seed}")
+        function = written(tmp_path, text, name)
+        getattr(build, name)(function)
+        said = capsys.readouterr().out.strip().splitlines()[-1]
+        assert said.startswith(("Right: ", "Not yet: ")), said
+        assert "came to no end" not in said, f"{said}\n{text}"
+        if said.startswith("Right: ") and name in STEPS:
+            own = own_file.assemble([request_of(function)])
+            assert losses_of(tmp_path, own, STEPS[name], 4) == losses_of(
+                tmp_path, MODEL, "naive"
+            ), text
+
+
+def losses_of(tmp_path, text, name, ranks=None):
+    path = ROOT / "build" / f"{tmp_path.name}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    try:
+        return run(f"build/{path.name} {name}", ranks=ranks, warm=True, show=False, limit=60).losses
+    finally:
+        path.unlink()
+
+
+def test_the_readers_file_needs_no_course_and_has_the_losses_of_one_process(tmp_path):
+    path = tmp_path / "my_pipeline.py"
+    path.write_text(own_file.assemble([]))
+    command = [sys.executable, "-I", str(path), "naive"]
+    alone = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    expected = re.findall(r"loss (\S+)", alone.stdout)
+    assert len(expected) == 4
+    for name in STEPS.values():
+        losses = losses_of(tmp_path, path.read_text(), name, 4)
+        assert [f"{loss:.6f}" for loss in losses] == expected
+
+
+def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace("held.pop(k)", "taken(held, k)")
+    text += "\n\n\ndef taken(held, k):\n    return held.pop(k)\n"
+    own = own_file.assemble([request_of(written(tmp_path, text, "gpipe_step"))])
+    assert (
+        own.count("def gpipe_step(")
+        == own.count("def taken(")
+        == own.count("taken(held, k)\n")
+        == 1
+    )
+    assert losses_of(tmp_path, own, "gpipe", 4) == losses_of(tmp_path, MODEL, "naive")
+
+
+def test_lessons_and_solutions_show_the_functions_of_the_file():
+    for notebook, name in [("01_naive_model_parallelism", "naive_step")]:
+        cells = (ROOT / "notebooks" / "solutions" / f"{notebook}.ipynb").read_text()
+        for line in definition(name).splitlines():
+            assert line.strip().replace('"', '\\"') in cells, line
