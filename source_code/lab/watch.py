@@ -124,7 +124,7 @@ class Watch(threading.Thread):
     def write_flight_recorder(self):
         """If asked for: torch's record of the last messages of this rank, as rankN.json.
 
-        torch keeps one where TORCH_FR_BUFFER_SIZE says how many; NCCL has it, and gloo since 2.13.
+        torch keeps 2,000, or as many as TORCH_FR_BUFFER_SIZE says, of NCCL and since 2.13 of gloo.
         """
         folder = os.environ.get(FLIGHT_VARIABLE)
         if folder:
