@@ -12,6 +12,9 @@ from functools import partial
 from lab import attach
 from pipeline.command_line import positive_integer, reject
 from pipeline.message import Message
+from pipeline.receives import OrderedReceives
+from pipeline.schedule import Action
+from pipeline.schedules import interleaved_1f1b
 from pipeline.training import (
     build_stage,
     cut_layers,
@@ -37,7 +40,8 @@ def main():
     job = start_job(arguments, pairs)
     stages = [build_stage(arguments, job.rank + c * p, cut, job.device) for c in range(v)]
     attach.observe(arguments, job, stages, "interleaved-1f1b")
-    return train(arguments, job, stages, partial(run_step, job, stages, group))
+    schedule = interleaved_1f1b(p, arguments.microbatches, v)
+    return train(arguments, job, stages, partial(run_step, job, stages, group, schedule))
 
 
 def group_size(num_microbatches, num_ranks, num_chunks):
@@ -53,12 +57,17 @@ def group_size(num_microbatches, num_ranks, num_chunks):
     return num_microbatches // groups
 
 
-def run_step(job, stages, group, inputs, targets):
-    """One step of this rank. Returns the loss on the last rank, None elsewhere."""
+def run_step(job, stages, group, schedule, inputs, targets):
+    """One step of this rank. Returns the loss on the last rank, None elsewhere.
+
+    The loop itself says what to do. Of `schedule` it takes only which receive must be posted before
+    which send: in a ring all ranks could otherwise send first, and all wait.
+    """
     p, v, m = job.num_ranks, len(stages), len(inputs)
     previous, following = (job.rank - 1) % p, (job.rank + 1) % p
     passages = v * m  # of a micro-batch through a chunk
     warm_up = min(passages, (v - 1) * group + 2 * (p - 1 - job.rank))
+    receives = OrderedReceives(job, schedule)
     results = {}  # what one stage of this rank hands to the next one here, when p is 1
     losses = []
 
@@ -67,11 +76,9 @@ def run_step(job, stages, group, inputs, targets):
         chunk, member = divmod(within, group)
         return chunk, number * group + member
 
-    def take(what, stage, source, k):
+    def take(what, stage, k):
         message = Message(what, stage, k)
-        if p == 1:
-            return results.pop(message)
-        return job.receive(source, message).wait()
+        return results.pop(message) if p == 1 else receives.take(message)
 
     def give(tensor, what, stage, destination, k):
         message = Message(what, stage, k)
@@ -83,8 +90,9 @@ def run_step(job, stages, group, inputs, targets):
     def forward(passage):
         chunk, k = chunk_and_microbatch(passage)
         stage, activation = stages[chunk], inputs[k]
+        receives.post_before(Action(stage.index, "F", k))
         if not stage.is_first:
-            activation = take("activation", stage.index - 1, previous, k)
+            activation = take("activation", stage.index - 1, k)
         output = stage.forward(k, activation, targets[k])
         if stage.is_last:
             losses.append(output)
@@ -94,8 +102,9 @@ def run_step(job, stages, group, inputs, targets):
     def backward(passage):
         chunk, k = chunk_and_microbatch(passage)
         stage, gradient = stages[v - 1 - chunk], None
+        receives.post_before(Action(stage.index, "B", k))
         if not stage.is_last:
-            gradient = take("gradient", stage.index + 1, following, k)
+            gradient = take("gradient", stage.index + 1, k)
         gradient = stage.backward(k, gradient)
         if not stage.is_first:
             give(gradient, "gradient", stage.index, previous, k)

@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 4 source_code/one_f_one_b.py --verify
 """
 
 import sys
+from collections import deque
 from functools import partial
 
 from lab import attach
@@ -33,12 +34,15 @@ def run_step(job, stage, inputs, targets):
     """One 1F1B step of this rank. Returns the loss on the last rank, None elsewhere."""
     previous, following = job.rank - 1, job.rank + 1
     warm_up = min(len(inputs), job.num_ranks - 1 - job.rank)
+    expected = deque()  # receives of activations, posted before they are needed
     losses = []
 
+    def expect_activation(k):
+        if not stage.is_first and k < len(inputs):
+            expected.append(job.receive(previous, Message("activation", previous, k)))
+
     def forward(k):
-        activation = inputs[k]
-        if not stage.is_first:
-            activation = job.receive(previous, Message("activation", previous, k)).wait()
+        activation = inputs[k] if stage.is_first else expected.popleft().wait()
         output = stage.forward(k, activation, targets[k])
         if stage.is_last:
             losses.append(output)
@@ -50,14 +54,19 @@ def run_step(job, stage, inputs, targets):
         if not stage.is_last:
             gradient = job.receive(following, Message("gradient", following, k)).wait()
         gradient = stage.backward(k, gradient)
+        # The rank before sends its next activation before it takes this gradient. A send may wait
+        # for its receive, so this rank posts that receive first: else each could wait for the other.
+        expect_activation(warm_up + 1 + k)
         if not stage.is_first:
             job.send(gradient, previous, Message("gradient", job.rank, k))
 
     # Warm-up: one forward for each stage behind this one.
     for k in range(warm_up):
+        expect_activation(k)
         forward(k)
 
     # Steady: one forward, one backward.
+    expect_activation(warm_up)
     for k in range(len(inputs) - warm_up):
         forward(warm_up + k)
         backward(k)

@@ -21,6 +21,8 @@ from lab import attach
 from pipeline.collectives import open_groups
 from pipeline.message import Message
 from pipeline.model import build_part
+from pipeline.receives import OrderedReceives
+from pipeline.schedule import Action
 from pipeline.schedules import pipedream, pipedream_round_robin, round_robin_warm_up
 from pipeline.training import (
     LossLog,
@@ -47,7 +49,7 @@ def main():
     stage = build_stashing_stage(arguments, job, schedule, cut)
     attach.observe(arguments, job, [stage], schedule, what="whole run")
 
-    losses = run_training(arguments, job, stage, schedule.ranks_of_stage)
+    losses = run_training(arguments, job, stage, schedule)
     log = LossLog(arguments, has_loss=job.rank == 0)
     for step, loss in enumerate(losses_of_steps(job, arguments.microbatches, losses)):
         log.add(step, loss)
@@ -74,46 +76,48 @@ def build_stashing_stage(arguments, job, schedule, cut):
     return StashingStage(job, part, index, share_of_loss(a.microbatches), optimizer, *rule)
 
 
-def run_training(arguments, job, stage, ranks_of_stage):
+def run_training(arguments, job, stage, schedule):
     """The whole training of this rank: the pipeline never drains in between.
 
     Replicas of a stage take the micro-batches in turn. Returns {micro-batch: its share of a loss}
-    on the ranks of the last stage.
+    on the ranks of the last stage. Of `schedule` it takes only which rank has which micro-batch, and
+    which receive must be posted before which send: with replicas that is no longer the next one.
     """
     batches = [microbatches_of(arguments, job.device, step) for step in range(arguments.steps)]
     inputs, targets = ([one for batch in half for one in batch] for half in zip(*batches))
     count = len(stage.ranks)
     own = range(stage.ranks.index(job.rank), len(inputs), count)
     warm_up = min(len(own), round_robin_warm_up(arguments.replicas, stage.index))
+    receives = OrderedReceives(job, schedule)
     losses = {}
-
-    def rank_of(index, k):
-        return ranks_of_stage[index][k % len(ranks_of_stage[index])]
 
     def forward(k):
         activation = inputs[k]
+        receives.post_before(Action(stage.index, "F", k))
         if not stage.is_first:
-            source, name = rank_of(stage.index - 1, k), Message("activation", stage.index - 1, k)
-            activation = job.receive(source, name).wait()
+            activation = receives.take(Message("activation", stage.index - 1, k))
         output = stage.forward(k, activation, targets[k])
         if stage.is_last:
             losses[k] = output
         else:
-            job.send(output, rank_of(stage.index + 1, k), Message("activation", stage.index, k))
+            destination = schedule.rank_of(stage.index + 1, k)
+            job.send(output, destination, Message("activation", stage.index, k))
 
     def backward(k):
         gradient = None
+        receives.post_before(Action(stage.index, "B", k))
         if not stage.is_last:
-            source, name = rank_of(stage.index + 1, k), Message("gradient", stage.index + 1, k)
-            gradient = job.receive(source, name).wait()
+            gradient = receives.take(Message("gradient", stage.index + 1, k))
         gradient = stage.backward(k, gradient)
         if not stage.is_first:
-            job.send(gradient, rank_of(stage.index - 1, k), Message("gradient", stage.index, k))
+            destination = schedule.rank_of(stage.index - 1, k)
+            job.send(gradient, destination, Message("gradient", stage.index, k))
         # An update takes the gradients of a whole group: one of each replica, or of all
         # micro-batches of a mini-batch. What the end leaves incomplete gets none.
         group = max(count, arguments.microbatches)
         last = k - k % count + count if count > 1 else k + 1
         if last % group == 0 and last <= len(inputs):
+            receives.post_before(Action(stage.index, "U", k))
             stage.update(k)
 
     # Warm-up: as many as the stages behind this one can have in flight.

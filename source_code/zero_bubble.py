@@ -44,12 +44,15 @@ def run_step(job, stage, per_rank, inputs, targets):
     warm_up = min(len(inputs), per_rank * (job.num_ranks - 1 - job.rank))
     kept_back = per_rank * job.rank  # weight gradients that wait for the cool-down
     deferred = deque()  # micro-batches whose weight gradients are still to be computed
+    expected = deque()  # receives of activations, posted before they are needed
     losses = []
 
+    def expect_activation(k):
+        if not stage.is_first and k < len(inputs):
+            expected.append(job.receive(previous, Message("activation", previous, k)))
+
     def forward(k):
-        activation = inputs[k]
-        if not stage.is_first:
-            activation = job.receive(previous, Message("activation", previous, k)).wait()
+        activation = inputs[k] if stage.is_first else expected.popleft().wait()
         output = stage.forward(k, activation, targets[k])
         if stage.is_last:
             losses.append(output)
@@ -61,15 +64,21 @@ def run_step(job, stage, per_rank, inputs, targets):
         if not stage.is_last:
             gradient = job.receive(following, Message("gradient", following, k)).wait()
         gradient = stage.backward_input(k, gradient)
+        # The rank before sends so many activations before it takes this gradient. A send may wait
+        # for its receive, so this rank posts those first: else each could wait for the other.
+        expect_activation(warm_up + per_rank + k)
         if not stage.is_first:
             job.send(gradient, previous, Message("gradient", job.rank, k))
         deferred.append(k)
 
     # Warm-up: fill the stages behind this one.
     for k in range(warm_up):
+        expect_activation(k)
         forward(k)
 
     # Steady: forward, backward for the input, and one for the weights once enough are kept back.
+    for k in range(warm_up, warm_up + per_rank):
+        expect_activation(k)
     for k in range(len(inputs) - warm_up):
         forward(warm_up + k)
         backward_input(k)

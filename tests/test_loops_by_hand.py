@@ -145,4 +145,4 @@ def test_the_loops_are_written_by_hand_and_ask_no_schedule_what_to_do():
         program = importlib.import_module(script)
         assert not {"Worker", "build_schedule", "SCHEDULES"} & set(vars(program)), script
         assert "orders" not in inspect.getsource(program), script
-        assert "job.receive" in inspect.getsource(program.run_step), script
+        assert "job.send" in inspect.getsource(program.run_step), script

@@ -67,7 +67,7 @@ def train(rank, flags, fault=None, by_hand=True):
         arguments, job, schedule, cut_layers(arguments, schedule.num_stages)
     )
     if by_hand:
-        losses = pipedream.run_training(arguments, job, stage, schedule.ranks_of_stage)
+        losses = pipedream.run_training(arguments, job, stage, schedule)
     else:
         losses = by_the_worker(arguments, job, stage, schedule)
     losses = losses_of_steps(job, arguments.microbatches, losses)

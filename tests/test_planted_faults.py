@@ -19,6 +19,7 @@ from pipeline import schedules
 from pipeline.collectives import gather
 from pipeline.job import Transfer, join_job
 from pipeline.model import token_loss
+from pipeline.receives import OrderedReceives
 from pipeline.worker import Worker
 
 NUM_RANKS, NUM_MICROBATCHES = 3, 8
@@ -152,38 +153,45 @@ class CountedReceiving(Transfer):
         return super().wait()
 
 
-class AllReceivesPostedAtTheStart(Worker):
-    def post_receive(self, source):
-        while self.expected[source]:
-            super().post_receive(source)
+class AllPostedAtTheStart(OrderedReceives):
+    def post_before(self, action):
+        while self.expected:
+            self.post_next()
 
 
-def train_and_count_receives(rank, script, worker_class):
+def train_and_count_receives(rank, script, receives_class):
     """What `train` reports, and by source the most receives that were posted ahead of need."""
-    with mock.patch("pipeline.job.Transfer", CountedReceiving):
-        result = train(rank, script, FLAGS, False, worker_class)
+    with (
+        mock.patch("pipeline.job.Transfer", CountedReceiving),
+        mock.patch("pipeline.worker.OrderedReceives", receives_class),
+    ):
+        result = train(rank, script, FLAGS, False, Worker)
     assert not any(CountedReceiving.ahead.values())  # each was taken in the end
     return result | {"most_ahead": CountedReceiving.most_ahead}
 
 
-def with_neighbours(number):
-    """For each rank the same number from every rank next to it."""
+def from_neighbours(activations, gradients):
+    """For each rank the number from the rank before it, and from the rank behind it."""
     return [
-        {source: number for source in (rank - 1, rank + 1) if 0 <= source < NUM_RANKS}
+        {source: number for source, number in pair if 0 <= source < NUM_RANKS}
         for rank in range(NUM_RANKS)
+        for pair in [((rank - 1, activations), (rank + 1, gradients))]
     ]
 
 
-@pytest.mark.parametrize("script", ["gpipe", NAIVE])
-def test_the_worker_posts_one_receive_of_a_channel_beyond_the_one_it_needs(script):
-    ranks = run_on_ranks(train_and_count_receives, NUM_RANKS, script, Worker)
-    assert [rank["most_ahead"] for rank in ranks] == with_neighbours(1)
+# In GPipe an activation is made while the rank runs the forward of the one before.
+@pytest.mark.parametrize("script, activations", [("gpipe", 2), (NAIVE, 1)])
+def test_the_worker_posts_only_what_is_made_before_its_next_action_ends(script, activations):
+    ranks = run_on_ranks(train_and_count_receives, NUM_RANKS, script, OrderedReceives)
+    assert [rank["most_ahead"] for rank in ranks] == from_neighbours(activations, 1)
 
 
 @pytest.mark.parametrize("script", ["gpipe", NAIVE])
 def test_receives_posted_all_at_the_start_are_counted_and_no_loss_would_tell(script):
-    ranks = run_on_ranks(train_and_count_receives, NUM_RANKS, script, AllReceivesPostedAtTheStart)
-    assert [rank["most_ahead"] for rank in ranks] == with_neighbours(NUM_MICROBATCHES)
+    ranks = run_on_ranks(train_and_count_receives, NUM_RANKS, script, AllPostedAtTheStart)
+    assert [rank["most_ahead"] for rank in ranks] == from_neighbours(
+        NUM_MICROBATCHES, NUM_MICROBATCHES
+    )
     assert differences(ranks, one_process(SGD)) == set()
 
 

@@ -26,6 +26,7 @@ KINDS = {
     "W": "backward for the weights",
     "U": "update",  # in asynchronous schedules only: elsewhere the update follows the whole step
 }
+DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}  # for the order of messages, in no unit
 
 
 class ScheduleError(ValueError):
@@ -184,10 +185,28 @@ class Schedule:
         return Route(message, source, destination, consumer_stage)
 
     @cached_property
+    def places(self):
+        """{action: (when it ends, its rank)}, by DURATIONS and with messages that take no time.
+
+        It is the action's place in the one order of messages: see receives.py.
+        """
+        free, made, places = [0] * self.num_ranks, {}, {}
+        for rank, action, needs in self.playable_order:
+            start = max(free[rank], *(made[need] for need in needs), 0)
+            free[rank] = made[message_of(action)] = start + DURATIONS[action.kind]
+            places[action] = free[rank], rank
+        return places
+
+    @cached_property
+    def placed_messages(self):
+        """(place, Route) of every message, sorted by the places of the actions that make them."""
+        placed = [(place, self.route_after(action)) for action, place in self.places.items()]
+        return sorted(pair for pair in placed if pair[1])
+
+    @property
     def messages(self):
-        """The Route of every message, in the order in which each sender sends."""
-        sent = (self.route_after(action) for order in self.orders for action in order)
-        return [route for route in sent if route is not None]
+        """The Route of every message, in the one order."""
+        return [route for _, route in self.placed_messages]
 
 
 def _play(schedule):

@@ -1,14 +1,12 @@
 """Performs a rank's list of actions, with real tensors and real messages.
 
-Every rank knows the whole schedule, so no rank has to ask. The receives of a channel are posted in
-the order in which the sender sends, and one message further ahead than the one that is needed:
-one, so that a message travels while the rank computes; not more, so that the memory bound of the
-schedule holds. A sent message keeps its buffer until the receiver is known to have used it: the
-proof is a message that came back and was made later than that.
+Receives are posted in the one order of messages that follows from the schedule: see receives.py.
+A sent message keeps its buffer until the receiver is known to have used it: the proof is a
+message that came back and was made later than that.
 """
 
-from collections import deque
-
+from pipeline.message import Message
+from pipeline.receives import OrderedReceives
 from pipeline.schedule import message_of
 
 
@@ -43,14 +41,9 @@ class Worker:
         self.losses = {}  # micro-batch -> its share of the loss, on the rank of the last stage
         self.results = {}  # Message -> tensor, until this rank's next actions take it
         self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Transfer)
-        self.expected = {rank: deque() for rank in ranks}  # Messages, in the order they are sent
-        self.posted = {rank: deque() for rank in ranks}  # (Message, Transfer)
-        for route in self.schedule.messages:
-            if route.destination == self.job.rank:
-                self.expected[route.source].append(route.message)
-        for rank in ranks:
-            self.post_receive(rank)
+        self.receives = OrderedReceives(self.job, self.schedule)
         for action in self.schedule.orders[self.job.rank]:
+            self.receives.post_before(action)
             self.perform(action)
         self.end_step()
         return sum(self.losses.values()) if self.losses else None
@@ -102,19 +95,12 @@ class Worker:
 
     def take(self, what, stage, microbatch):
         """What a neighbouring stage made, waiting for it if it has not arrived."""
-        source = self.schedule.rank_of(stage, microbatch)
-        while (what, stage, microbatch) not in self.results:
-            message, receiving = self.posted[source].popleft()
-            self.results[message] = receiving.wait()
-            self.release_sent(source, message)
-            self.post_receive(source)
-        return self.results.pop((what, stage, microbatch))
-
-    def post_receive(self, source):
-        """Expect the next message from `source`, if there is one."""
-        if self.expected[source]:
-            message = self.expected[source].popleft()
-            self.posted[source].append((message, self.job.receive(source, message)))
+        message = Message(what, stage, microbatch)
+        if message in self.results:
+            return self.results.pop(message)
+        tensor = self.receives.take(message)
+        self.release_sent(self.schedule.rank_of(stage, microbatch), message)
+        return tensor
 
     def release_sent(self, source, message):
         """Let go of what `source` must have used before it made `message`."""

@@ -33,7 +33,7 @@ def train_without_flush(lesson, arguments, pieces, cut):
     if job.rank == 1:
         stage.stash = StashWithPiece(stage.part.named_parameters(), pieces.before_update)
     attach.observe(arguments, job, [stage], schedule, what="whole run")
-    losses = lesson.run_training(arguments, job, stage, schedule.ranks_of_stage)
+    losses = lesson.run_training(arguments, job, stage, schedule)
     log = LossLog(arguments, has_loss=job.rank == 0)
     for step, loss in enumerate(losses_of_steps(job, arguments.microbatches, losses)):
         log.add(step, loss)

@@ -61,7 +61,8 @@ def losses_of_steps(job, microbatches, losses):
 
 def print_versions(job, replicas, stage):
     """Per stage: live versions and their bytes, and which version each mini-batch met."""
-    everything = gather(job, (stage.used, stage.stash.peak, stage.stash.bytes_of_one()))
+    used = [tuple(use) for use in stage.used]  # ranks exchange plain data only
+    everything = gather(job, (used, stage.stash.peak, stage.stash.bytes_of_one()))
     if job.rank != 0:
         return
     names = [
@@ -71,5 +72,5 @@ def print_versions(job, replicas, stage):
     ]
     for name, (used, peak, one) in zip(names, everything):
         print(f"{name}: at most {peak} live versions of {one} bytes each")
-        shown = ", ".join(f"{use.minibatch}:{use.forward}/{use.backward}" for use in used[:16])
+        shown = ", ".join(f"{k}:{forward}/{backward}" for k, forward, backward in used[:16])
         print(f"  mini-batch:forward/backward version  {shown}", flush=True)
