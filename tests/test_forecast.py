@@ -8,11 +8,12 @@ from extensions.planning.bound import held_by, lower_bound, memory_bound
 from extensions.planning.bytes_sent import bytes_per_gpu, bytes_per_node
 from extensions.planning.closed_forms import bubble_over_ideal
 from extensions.planning.forecast import forecast, layer_times, stage_costs, weights_of
-from extensions.planning.machine import Link, Machine, MachineError, machine_names, read_machine
+from extensions.planning.machine import Link, Machine, machine_names, read_machine
 from extensions.planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
 from extensions.planning.training_plan import Plan, balanced_cut
 from extensions.planning.transformer import Model, kept_bytes
 from lab.simulator import simulate
+from pipeline.inputs import InputError
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
 
 GPT3 = Model(layers=96, hidden=12288, batch=1536)
@@ -247,7 +248,7 @@ def test_the_default_machine_is_the_dgx_a100_80gb():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "is not JSON"),
+        ("{", "is no JSON"),
         ("[]", "holds no JSON object"),
         ('{"gpus_per_node": 0}', "has no 'gpus_per_node' above 0"),
         ('{"gpus_per_node": "8"}', "has no 'gpus_per_node' above 0"),
@@ -256,7 +257,7 @@ def test_the_default_machine_is_the_dgx_a100_80gb():
 def test_a_wrong_machine_file_is_rejected_in_one_sentence(text, sentence, tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(text)
-    with pytest.raises(MachineError, match=sentence):
+    with pytest.raises(InputError, match=sentence):
         read_machine(str(path), 8)
-    with pytest.raises(MachineError, match="neither a file nor one of"):
+    with pytest.raises(InputError, match="neither a file nor one of"):
         read_machine("nowhere", 8)

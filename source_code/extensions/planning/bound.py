@@ -9,6 +9,8 @@ from functools import lru_cache
 
 from extensions.planning.forecast import (
     exposed_reduction,
+    head_times,
+    layer_times,
     memory_per_rank,
     optimizer_time,
     stage_costs,
@@ -19,29 +21,49 @@ from pipeline.schedules import build_schedule
 SPLIT = ("zb-h1", "zb-h2", *V_SHAPED)  # their last action is the weights' half of a backward
 
 
+def work_bound(model, machine, plan):
+    """Seconds of computing in an update, spread evenly over the ranks: below every other bound."""
+    layers = model.layers * sum(layer_times(model, machine, plan))
+    head = sum(head_times(model, machine, plan)[:2])
+    return plan.microbatches(model) * (layers + head) / plan.ranks
+
+
 @lru_cache(maxsize=200_000)
 def lower_bound(model, machine, plan):
     """Seconds of an update that no order of a plan's actions falls below.
 
-    A rank can start when its first stage's first input is there. It then has all its actions to do,
-    and after its last backward the stages before it still have theirs.
+    A rank can start when its first stage's first input is there, and after its last backward the
+    stages before it still have theirs. In between
+    - it has all its actions to do;
+    - its link to the next rank has all their messages to serve;
+    - it holds at most so many micro-batches, each for at least its way to the last stage and back:
+      so many of them, times that way, over how many there are at a time.
     """
     costs = stage_costs(model, machine, plan)
     m, longest = plan.microbatches(model), 0.0
     pairs = [(plan.rank_of(stage), plan.rank_of(stage + 1)) for stage in range(plan.stages - 1)]
-    hop = [costs.between(*pair) + costs.occupied_by(*pair) for pair in pairs]
+    occupied = [costs.occupied_by(*pair) for pair in pairs]
+    hop = [costs.between(*pair) + served for pair, served in zip(pairs, occupied)] + [0.0]
+    split = plan.schedule in SPLIT
     backwards = [one + again for one, again in zip(costs.backward, costs.recompute)]
+    needed = [one - weight for one, weight in zip(backwards, costs.backward_weight)]
+    needed = needed if split else backwards  # of a backward, before the stage before can go on
+    return_trip = [0.0] * (plan.stages + 1)
+    for stage in reversed(range(plan.stages)):
+        way = costs.forward[stage] + needed[stage] + (2 * hop[stage])
+        return_trip[stage] = way + return_trip[stage + 1]
+    held = held_by(plan.schedule, plan.ranks, plan.chunks, m)
     for rank in range(plan.ranks):
         stages = plan.stages_of(rank)
         first = stages[0]
         ahead = sum(costs.forward[:first]) + sum(hop[:first])
-        after = sum(backwards[:first]) + sum(hop[:first])
+        after = sum(needed[:first]) + sum(hop[:first])
         work = m * sum(costs.forward[stage] + backwards[stage] for stage in stages)
-        last = backwards[first]
-        if plan.schedule in SPLIT:
-            after = 0.0
-        exposed = exposed_reduction(model, machine, plan, rank, last)
-        longest = max(longest, ahead + work + max(after, exposed))
+        exposed = exposed_reduction(model, machine, plan, rank, backwards[first])
+        longest = max(longest, ahead + work + max(0.0 if split else after, exposed))
+        serving = m * sum(occupied[stage] for stage in stages if stage < plan.stages - 1)
+        waiting = m * sum(return_trip[stage] for stage in stages) / held[rank]
+        longest = max(longest, ahead + max(serving, waiting) + after)
     return longest + optimizer_time(model, machine, plan)
 
 

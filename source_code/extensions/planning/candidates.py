@@ -1,16 +1,117 @@
 """All plans that use every GPU of a machine, and the forecasts of the best.
 
-Candidates are compared by a lower bound, which needs no schedule, and only the most promising are
-played by the simulator. A plan with a bound above the forecast of the tenth best is not the best.
+Candidates are compared by lower bounds, which need no schedule: first by their work alone, then by
+what the slowest rank has to do between filling and draining. Only the most promising that fit are
+played by the simulator.
 """
 
+import heapq
 from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
 
-from extensions.planning.bound import lower_bound, memory_bound
+from extensions.planning.bound import lower_bound, memory_bound, work_bound
 from extensions.planning.forecast import forecast
 from extensions.planning.training_plan import Plan, balanced_cut
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
+
+SIZES = (1, 2, 4, 8, 16, 32)  # of a micro-batch, in sequences
+CHUNKS = (2, 3, 4, 5, 6, 8)
+PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+
+
+class Search(NamedTuple):
+    """The best forecasts, the fastest first, and how many plans were compared to find them."""
+
+    best: list
+    compared: int
+    proven: bool  # whether no plan that was not played can be among the best
+    leanest: Plan | None = None  # where nothing fits: the plan that needs the least memory
+
+
+def search_plans(model, machine, plans, count=8, most=100):
+    """A Search for the `count` fastest of `plans` that fit. At most `most` of them are played.
+
+    Plans are bounded in the order of their work, the least first. When the work of the next plan
+    alone takes longer than the bound of all that are kept, no later plan can be among them.
+    """
+    by_work = [
+        (work_bound(model, machine, plan), number, plan) for number, plan in enumerate(plans)
+    ]
+    kept = []  # a heap of (- bound, number, plan), so that the greatest bound is first
+    for work, number, plan in sorted(by_work):
+        if len(kept) == most and work >= -kept[0][0]:
+            break
+        if memory_bound(model, machine, plan) <= machine.memory:
+            entry = -lower_bound(model, machine, plan), number, plan
+            (heapq.heappush if len(kept) < most else heapq.heappushpop)(kept, entry)
+    if not kept:
+        leanest = min(plans, key=lambda plan: memory_bound(model, machine, plan), default=None)
+        return Search([], len(by_work), True, leanest)
+    best = forecasts(model, machine, [plan for _, _, plan in kept], count)
+    proven = len(kept) < most or (len(best) == count and best[-1].update <= -min(kept)[0])
+    return Search(best, len(by_work), proven)
+
+
+def all_plans(model, machine, schedules=PLANNED):
+    """Replicas x stages x tensor group x schedule x chunks x micro-batch x cut x recomputation
+    x sharding x what fills a node: every Plan that uses all GPUs and can be carried out."""
+    for tensor in divisors(min(machine.gpus, machine.gpus_per_node)):
+        groups = machine.gpus // tensor
+        if model.head_count % tensor or machine.gpus % tensor:
+            continue
+        for ranks in divisors(groups):
+            replicas = groups // ranks
+            if ranks > model.layers or model.batch % replicas:
+                continue
+            base = Plan(ranks=ranks, replicas=replicas, tensor=tensor)
+            for shape in shapes(model, base, schedules):
+                yield from shardings(machine, shape)
+
+
+def divisors(number):
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def shapes(model, plan, schedules):
+    """The plan with each schedule, chunks, cut, micro-batch and recomputation."""
+    orders = [("1f1b", 1)]
+    if plan.ranks > 1:
+        orders = [pair for name in schedules for pair in chunked(model, plan, name)]
+    sizes = [size for size in SIZES if model.batch // plan.replicas % size == 0]
+    for (name, chunks), size, recompute in product(orders, sizes, ("none", "full")):
+        rounds = model.batch // plan.replicas // size
+        if name == "interleaved-1f1b" and rounds % plan.ranks:
+            continue  # its micro-batches go around in rounds of as many as there are ranks
+        shape = {"schedule": name, "chunks": chunks, "microbatch": size, "recompute": recompute}
+        even = replace(plan, **shape)
+        cut = balanced_cut(model, even.stages)
+        yield replace(even, cut=cut)
+        if list(cut) != even.layers_of(model):
+            yield even
+
+
+def chunked(model, plan, name):
+    """(name, chunks) for each number of chunks that this schedule can have here."""
+    generator = SCHEDULES[name]
+    counts = CHUNKS if generator.chunks else (1,)
+    if generator.fixed_chunks:
+        counts = (generator.chunks,)
+    return [(name, count) for count in counts if count * plan.ranks <= model.layers]
+
+
+def shardings(machine, plan):
+    """The plan with each sharding that makes a difference, and each order of ranks."""
+    kinds = ["none"]
+    if plan.replicas > 1:
+        kinds += ["optimizer"]
+        if plan.schedule == "1f1b":  # weights are gathered for each action: with few of them
+            kinds += ["full"] if plan.replicas == plan.replicas_in_node(machine) else []
+            kinds += ["full", "hybrid"] if plan.replicas > machine.gpus_per_node else []
+    orders = ("stages", "replicas") if plan.replicas > 1 < plan.ranks else ("stages",)
+    for sharding, neighbours in product(dict.fromkeys(kinds), orders):
+        yield replace(plan, sharding=sharding, neighbours=neighbours)
 
 
 def pipelines_over_nodes(model, machine, schedules, base=None, chunk_counts=(2, 3, 4)):

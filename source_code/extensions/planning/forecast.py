@@ -90,11 +90,8 @@ def stage_costs(model, machine, plan):
     backwards = [count * (given + weight) for count in layers]
     weights = [count * weight for count in layers]
     recomputed = [count * again for count in layers]
-    head = model.head_flops(plan.microbatch) / plan.tensor / machine.flops
-    loss = logit_bytes(model, plan.microbatch, plan.tensor) / machine.memory_speed
-    forwards[-1] += head + loss / 2
-    backwards[-1] += 2 * head + loss / 2
-    weights[-1] += head
+    for times, more in zip((forwards, backwards, weights), head_times(model, machine, plan)):
+        times[-1] += more
     if plan.sharding in ("hybrid", "full"):
         for stage, (gathering, scattering) in enumerate(shard_times(model, machine, plan)):
             forwards[stage] = beside(forwards[stage], gathering, layers[stage])
@@ -126,8 +123,12 @@ def layer_times(model, machine, plan):
     For one micro-batch. A backward has two products for each one of the forward, and attention in
     one kernel works its scores out again (FlashAttention). Two sums over the tensor group each way.
     """
-    b, t, fused = plan.microbatch, plan.tensor, plan.fused_attention
-    parallel = plan.sequence_parallel
+    kernels = plan.fused_attention, plan.sequence_parallel
+    return _layer_times(model, machine, plan.microbatch, plan.tensor, plan.recompute, *kernels)
+
+
+@lru_cache(maxsize=10_000)
+def _layer_times(model, machine, b, t, recompute, fused, parallel):
     products = 2 * b * model.length * model.layer_matrices / t / machine.flops
     scores = model.score_flops(b) / t / machine.flops * (0.5 if fused else 1)
     softmax = score_bytes(model, b, t, fused) / machine.memory_speed
@@ -137,7 +138,14 @@ def layer_times(model, machine, plan):
     forward = products + scores + softmax + passing + sums
     given = products + scores * (2.5 if fused else 2) + 2 * (softmax + passing) + sums
     again = {"none": 0.0, "selective": 0 if fused else scores + softmax, "full": forward}
-    return forward, given, products, again[plan.recompute]
+    return forward, given, products, again[recompute]
+
+
+def head_times(model, machine, plan):
+    """(forward, backward, the weights' part of it) of head and loss, for one micro-batch."""
+    product = model.head_flops(plan.microbatch) / plan.tensor / machine.flops
+    loss = logit_bytes(model, plan.microbatch, plan.tensor) / machine.memory_speed / 2
+    return product + loss, 2 * product + loss, product
 
 
 def hop_costs(model, machine, plan, source, destination):

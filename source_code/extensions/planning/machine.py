@@ -5,15 +5,12 @@ file with its sources; those in the folder machines/ have names. The defaults he
 machines/dgx-a100-80gb.json. Sizes are in bytes, times in seconds, rates per second.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
+
 MACHINES = Path(__file__).parent / "machines"
-
-
-class MachineError(ValueError):
-    """A machine file that cannot be used; the text says why, in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -68,43 +65,44 @@ def machine_names():
 
 
 def read_machine(name, gpus):
-    """The Machine of a JSON file, or of one in machines/ by its name. Raises MachineError."""
-    path = MACHINES / f"{name}.json" if name in machine_names() else Path(name)
-    try:
-        text = json.loads(path.read_text())
-    except OSError:
-        known = ", ".join(machine_names())
-        raise MachineError(f"{name} is neither a file nor one of {known}") from None
-    except ValueError as error:
-        raise MachineError(f"{name} is not JSON: {error}") from None
+    """The Machine of a JSON file, or of one in machines/ by its name. Raises InputError."""
+    known = machine_names()
+    path = MACHINES / f"{name}.json" if name in known else Path(name)
+    if name not in known and not path.exists():
+        raise InputError(f"{name} is neither a file nor one of {', '.join(known)}")
+    text = read_json(path, MEBIBYTE)
     if not isinstance(text, dict):
-        raise MachineError(f"{name} holds no JSON object")
+        raise InputError(f"{name} holds no JSON object")
     values = {key: _number(text, key, unit, name) for key, unit in FIELDS.items()}
+    if values["gpus_per_node"] % 1:
+        raise InputError(f"{name} has no whole number as 'gpus_per_node'")
     return Machine(
         gpus,
-        values["teraflops"],
-        values["memory_gigabytes"],
-        int(values["gpus_per_node"]),
-        _link(text, "inside", name),
-        _link(text, "between", name),
-        values["memory_gigabytes_per_second"],
-        values["peak_teraflops"],
-        values["error"],
+        flops=values["teraflops"],
+        memory=values["memory_gigabytes"],
+        gpus_per_node=int(values["gpus_per_node"]),
+        inside=_link(text, "inside", name),
+        between=_link(text, "between", name),
+        memory_speed=values["memory_gigabytes_per_second"],
+        peak=values["peak_teraflops"],
+        error=values["error"],
     )
 
 
 def _link(text, key, name):
     link = text.get(key)
     if not isinstance(link, dict):
-        raise MachineError(f"{name} has no '{key}', an object with gigabytes_per_second")
-    numbers = [
-        _number(link, field, unit, f"{key} of {name}") for field, unit in LINK_FIELDS.items()
-    ]
-    return Link(*numbers, int(link.get("cards", 8)))
+        raise InputError(f"{name} has no '{key}', an object with gigabytes_per_second")
+    where = f"'{key}' of {name}"
+    speed, latency = (_number(link, field, unit, where) for field, unit in LINK_FIELDS.items())
+    cards = link.get("cards", 8)
+    if not is_number(cards, 1, 1000) or cards % 1:
+        raise InputError(f"{where} has no whole number from 1 as 'cards'")
+    return Link(speed, latency, int(cards))
 
 
 def _number(text, key, unit, name):
     value = text.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise MachineError(f"{name} has no '{key}' above 0")
+    if not is_number(value, 1e-9, 1e9):
+        raise InputError(f"{name} has no '{key}' above 0")
     return value * unit if unit >= 1 else value / round(1 / unit)

@@ -6,7 +6,6 @@ forecast is compared with, and never into the rate of a machine. That rate, of t
 alone, is what `fit` finds: with it the forecast of a few runs is right on average.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from extensions.planning.forecast import forecast
 from extensions.planning.machine import Machine, read_machine
 from extensions.planning.training_plan import Plan
 from extensions.planning.transformer import Model
+from pipeline.inputs import read_json
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class PublishedRun:
 
 def published_runs(table=None):
     """All PublishedRun of published.json, or those of one table, in its order."""
-    text = json.loads((Path(__file__).parent / "published.json").read_text())
+    text = read_json(Path(__file__).parent / "published.json")
     found = []
     for one in text["tables"]:
         for row in one["rows"] if table in (None, one["name"]) else []:

@@ -55,7 +55,11 @@ class Plan:
 
     def stages_of(self, rank):
         """The stages of a rank, by index."""
-        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+        chunks = range(self.chunks)
+        if self.schedule not in V_SHAPED:
+            return [chunk * self.ranks + rank for chunk in chunks]
+        there = (rank, self.ranks - 1 - rank)
+        return [chunk * self.ranks + there[chunk % 2] for chunk in chunks]
 
     def microbatches(self, model):
         """Of one replica."""

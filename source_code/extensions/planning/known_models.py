@@ -1,0 +1,128 @@
+"""Models by name, by sizes, or from a Hugging Face config.json, as the planner counts them.
+
+Sizes are those of the papers and of the published config files; the course's own are those of
+pretrain_llama.py, whose gated part is 8/3 of the width, rounded up to a multiple of 16.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from extensions.planning.transformer import Model
+from pipeline.inputs import MEBIBYTE, InputError, is_count, read_json
+
+
+def llama(layers, hidden, heads, kv_heads, inner, vocabulary, tied=False):
+    return Model(
+        layers,
+        hidden,
+        vocabulary=vocabulary,
+        heads=heads,
+        kv_heads=kv_heads,
+        inner=inner,
+        gated=True,
+        tied=tied,
+    )
+
+
+def of_the_course(layers, hidden, heads, kv_heads, vocabulary):
+    inner = 16 * math.ceil(8 * hidden / 3 / 16)
+    return llama(layers, hidden, heads, kv_heads, inner, vocabulary)
+
+
+NAMED = {
+    "1m": of_the_course(8, 104, 4, 2, 256),
+    "10m": of_the_course(8, 288, 6, 2, 4096),
+    "60m": of_the_course(8, 512, 8, 4, 32_000),
+    "125m": of_the_course(12, 768, 12, 4, 32_000),
+    "350m": of_the_course(24, 1024, 16, 8, 32_000),
+    "1b": of_the_course(20, 2048, 32, 4, 32_000),
+    "gpt-3": Model(96, 12288, vocabulary=51_200, heads=96),
+    "llama-2-7b": llama(32, 4096, 32, 32, 11_008, 32_000),
+    "llama-3-8b": llama(32, 4096, 32, 8, 14_336, 128_256),
+    "llama-3-70b": llama(80, 8192, 64, 8, 28_672, 128_256),
+    "llama-3.1-405b": llama(126, 16_384, 128, 8, 53_248, 128_256),
+    "qwen2.5-0.5b": llama(24, 896, 14, 2, 4864, 151_936, tied=True),
+    "qwen2.5-7b": llama(28, 3584, 28, 4, 18_944, 152_064),
+    "mistral-7b-v0.1": llama(32, 4096, 32, 8, 14_336, 32_000),
+}
+SIZES = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary")
+OF_CONFIG = {  # our size: the names in a config.json, the first one that is there
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads",),
+    "inner": ("intermediate_size", "n_inner"),
+    "vocabulary": ("vocab_size",),
+}
+NEEDED = {"layers", "hidden", "vocabulary"}
+LARGEST_SIZE = 10_000_000
+
+
+def find_model(text, length, batch):
+    """The Model of a name, of sizes such as layers=32,hidden=4096,vocabulary=32000, or of a file.
+
+    `batch` sequences of `length` tokens per update. Raises InputError with one sentence.
+    """
+    if text in NAMED:
+        model = NAMED[text]
+    elif "=" in text:
+        model = from_sizes(text)
+    elif Path(text).suffix == ".json" or Path(text).is_dir():
+        path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+        model = from_config(read_json(path, MEBIBYTE), path)
+    else:
+        raise InputError(f"{text} is no name of a model, no sizes, no .json; use one of {names()}")
+    return replace(model, length=length, batch=batch)
+
+
+def names():
+    return ", ".join(NAMED)
+
+
+def from_sizes(text):
+    sizes = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        flag = key in ("gated", "tied") and value in ("0", "1")
+        if not flag and (key not in SIZES or not value.isdecimal() or int(value) == 0):
+            raise InputError(f"'{part}' is no size; use {'=N, '.join(SIZES)}=N, gated=1, tied=0")
+        sizes[key] = int(value)
+    return checked(sizes, text)
+
+
+def from_config(config, path):
+    """The Model of a config.json of transformers."""
+    if not isinstance(config, dict):
+        raise InputError(f"{path} holds no JSON object")
+    sizes = {}
+    for size, keys in OF_CONFIG.items():
+        value = next((config[key] for key in keys if config.get(key) is not None), None)
+        if value is not None:
+            sizes[size] = value
+    gated = "hidden_act" in config or config.get("model_type") in ("llama", "mistral", "qwen2")
+    tied = config.get("tie_word_embeddings", not gated)
+    return checked({**sizes, "gated": gated, "tied": tied}, path)
+
+
+def checked(sizes, name):
+    """The Model of these sizes, if it can be built."""
+    missing = NEEDED - set(sizes)
+    if missing:
+        raise InputError(f"{name} does not say {', '.join(sorted(missing))}")
+    for size in SIZES:
+        value = sizes.get(size, 1)
+        if not is_count(value, LARGEST_SIZE) or value == 0:
+            raise InputError(f"{size} of {name} is {value!r}, which is no number from 1")
+    model = Model(
+        **{**sizes, "gated": bool(sizes.get("gated")), "tied": bool(sizes.get("tied", 1))}
+    )
+    if model.hidden % model.head_count:
+        raise InputError(
+            f"{name}: {model.head_count} heads do not divide a width of {model.hidden}"
+        )
+    if model.head_count % (model.kv_heads or model.head_count):
+        raise InputError(
+            f"{name}: {model.kv_heads} heads for keys do not divide {model.head_count} heads"
+        )
+    return model

@@ -1,0 +1,91 @@
+"""What plan.py prints: tables of plans, the reasons of one, its memory, and the command for it."""
+
+from extensions.planning.bound import held_by
+from extensions.planning.forecast import memory_per_rank, stage_costs
+from extensions.planning.published import error_of, published_runs
+from extensions.planning.reasons import changes, limit_of, parts_of, rank_work
+from pipeline.schedules import SCHEDULES
+
+OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
+HEADING = (
+    "    replicas x stages x tensor  schedule           size  recompute  sharding   "
+    "seconds  tokens/s    MFU     GB   idle  limited by"
+)
+
+
+def table_lines(model, machine, found):
+    """A row per Forecast."""
+    lines = [HEADING]
+    for number, one in enumerate(found, 1):
+        plan = one.plan
+        schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
+        shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
+        idle = one.bubble_over_ideal / (1 + one.bubble_over_ideal)
+        lines.append(
+            f"{number:2}  {shape:26}  {schedule if plan.ranks > 1 else '-':18}{plan.microbatch:5}"
+            f"  {plan.recompute:9}  {plan.sharding:9}  {one.update:8.3g}"
+            f"  {one.tokens_per_second(model):8,.0f}  {one.utilisation(model, machine):5.1%}"
+            f"  {one.memory / 1e9:5.1f}  {idle:5.1%}  {limit_of(model, machine, one)}"
+        )
+    return lines
+
+
+def reason_lines(model, machine, found):
+    """Where the time of a plan goes, what its ranks have to do, and what a change would bring."""
+    plan = found.plan
+    lines = [f"  {'seconds':>10}  of an update of {found.update:.4g}"]
+    for what, seconds in parts_of(model, machine, found).items():
+        lines.append(f"  {seconds:10.4g}  {what} ({seconds / found.update:.1%})")
+    if plan.ranks > 1:
+        layers = plan.layers_of(model)
+        work = rank_work(model, plan, stage_costs(model, machine, plan))
+        heaviest = work.index(max(work))
+        own = sum(layers[stage] for stage in plan.stages_of(heaviest))
+        head = " and the head" if plan.stages - 1 in plan.stages_of(heaviest) else ""
+        lines.append(f"  layers of the stages: {','.join(map(str, layers))}")
+        lines.append(f"  the heaviest rank is {heaviest}, with {own} layers{head}")
+    lines.append("  one step away:")
+    for what, other, needed in changes(model, machine, plan):
+        fits = "" if needed <= machine.memory else "  does not fit"
+        change = other.update / found.update - 1
+        lines.append(f"  {change:+10.1%}  {needed / 1e9:6.1f} GB  {what}{fits}")
+    return lines
+
+
+def memory_lines(model, machine, found):
+    """Bytes of each rank of a plan."""
+    plan = found.plan
+    held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
+    needed = memory_per_rank(model, machine, plan, held)
+    lines = ["  rank      GB  holds"]
+    for rank, (size, count) in enumerate(zip(needed, held)):
+        lines.append(f"  {rank:4}  {size / 1e9:6.1f}  {count} (stage, micro-batch) pairs")
+    return lines
+
+
+def command_of(name, model, plan):
+    """The command that starts a plan, or None where no script of the course does."""
+    if name not in OF_THE_COURSE or plan.tensor > 1 or plan.sharding != "none":
+        return None
+    if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute == "selective":
+        return None
+    m = plan.microbatches(model)
+    chunks = SCHEDULES[plan.schedule].chunks and not SCHEDULES[plan.schedule].fixed_chunks
+    return " ".join(
+        [
+            f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py",
+            f"--model {name} --replicas {plan.replicas} --schedule {plan.schedule}",
+            *([f"--chunks {plan.chunks}"] if chunks else []),
+            f"--batch-size {model.batch} --microbatches {m} --seq-len {model.length}",
+            f"--recompute {'layer' if plan.recompute == 'full' else 'none'} --dtype bfloat16",
+            f"--cut {','.join(map(str, plan.layers_of(model)))}",
+        ]
+    )
+
+
+def published_lines():
+    """Published trainings: seconds per update, the forecast's error, and how it was used."""
+    lines = [f"{'training':62}  seconds  forecast"]
+    for run in published_runs():
+        lines.append(f"{run.table + ', ' + run.name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}")
+    return lines

@@ -1,0 +1,88 @@
+"""Why a plan takes as long as it does: its seconds in parts, what limits it, what a change would do."""
+
+from dataclasses import replace
+
+from extensions.planning.bound import memory_bound
+from extensions.planning.forecast import forecast, known_schedule, stage_costs
+from extensions.planning.machine import Link
+from lab.simulator import simulate
+from pipeline.schedule import ScheduleError
+
+NO_LINK = Link(1e30, 0.0)
+
+
+def parts_of(model, machine, found):
+    """{what: seconds} of a Forecast, which add up to its update.
+
+    The work is what an average rank computes. "heaviest rank" is what the rank with the most work
+    has beyond that, "idle" what filling and draining cost when messages are free.
+    """
+    plan = found.plan
+    schedule = known_schedule(plan.schedule, plan.ranks, plan.microbatches(model), plan.chunks)
+    costs = stage_costs(model, machine, plan)
+    alone = replace(machine, inside=NO_LINK, between=NO_LINK)
+    work, quiet = (rank_work(model, plan, one) for one in (costs, stage_costs(model, alone, plan)))
+    average, unsent = sum(work) / plan.ranks, sum(quiet) / plan.ranks
+    free = simulate(schedule, replace(costs, transfer=0.0, occupancy=0.0)).makespan
+    end = found.update - found.reduction - found.optimizer
+    return {
+        "work": unsent,
+        "messages within layers": average - unsent,
+        "heaviest rank": max(work) - average,
+        "idle": free - max(work),
+        "messages between stages": end - free,
+        "sums of gradients": found.reduction,
+        "optimizer": found.optimizer,
+    }
+
+
+def rank_work(model, plan, costs):
+    """Seconds that each rank computes in an update."""
+    each = zip(costs.forward, costs.backward, costs.recompute)
+    of_stage = [plan.microbatches(model) * sum(times) for times in each]
+    return [sum(of_stage[stage] for stage in plan.stages_of(rank)) for rank in range(plan.ranks)]
+
+
+def limit_of(model, machine, found):
+    """What costs most beside the work, in a few words."""
+    parts = parts_of(model, machine, found)
+    del parts["work"]
+    largest = max(parts, key=parts.get)
+    if parts[largest] < 0.01 * found.update:
+        return "work"
+    if largest == "heaviest rank":
+        work = rank_work(model, found.plan, stage_costs(model, machine, found.plan))
+        return f"work of rank {work.index(max(work))}"
+    if largest == "messages between stages":
+        plan = found.plan
+        hops = [(rank, rank + 1) for rank in range(plan.ranks - 1)]
+        far = next((hop for hop in hops if plan.is_far(machine, *hop)), hops[0])
+        return f"link of ranks {far[0]} and {far[1]}"
+    return largest
+
+
+def changes(model, machine, plan):
+    """(what is changed, Forecast or None, bytes on the fullest GPU) of plans that are one step away."""
+    steps = {}
+    for size in (plan.microbatch // 2, plan.microbatch * 2):
+        if size and model.batch // plan.replicas % size == 0:
+            steps[f"micro-batches of {size}"] = replace(plan, microbatch=size)
+    other = "none" if plan.recompute == "full" else "full"
+    steps["layers recomputed" if other == "full" else "nothing recomputed"] = replace(
+        plan, recompute=other
+    )
+    for sharding in ("none", "optimizer", "hybrid", "full"):
+        if plan.replicas > 1 and sharding != plan.sharding:
+            steps[f"sharding {sharding}"] = replace(plan, sharding=sharding)
+    if plan.ranks > 1:
+        for name, chunks in (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1)):
+            if name != plan.schedule and chunks * plan.ranks <= model.layers:
+                shape = {"schedule": name, "chunks": chunks, "cut": ()}
+                steps[f"schedule {name}"] = replace(plan, **shape)
+        if plan.cut:
+            steps["an even cut"] = replace(plan, cut=())
+    for what, changed in steps.items():
+        try:
+            yield what, forecast(model, machine, changed), memory_bound(model, machine, changed)
+        except ScheduleError:
+            continue

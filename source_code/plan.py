@@ -1,0 +1,163 @@
+"""Plan a training: which use of these GPUs is fastest, what limits it, and how sure that is.
+
+    python source_code/plan.py llama-3-8b --machine dgx-a100-80gb --gpus 16 --batch-size 128
+
+Thousands of plans are compared on paper: replicas x stages x tensor parallelism in a node x
+schedule x micro-batch x cut x recomputation x sharding. MODEL is a name, sizes such as
+layers=32,hidden=4096,vocabulary=32000, or a config.json of transformers; --machine is a name or a
+JSON file. Nothing is started.
+"""
+
+import sys
+from dataclasses import asdict, replace
+
+from extensions.planning.bound import memory_bound
+from extensions.planning.candidates import all_plans, search_plans
+from extensions.planning.known_models import find_model, names
+from extensions.planning.machine import machine_names, read_machine
+from extensions.planning.plan_tables import (
+    command_of,
+    memory_lines,
+    published_lines,
+    reason_lines,
+    table_lines,
+)
+from extensions.planning.reasons import limit_of
+from lab.printing import keep_running_unheard
+from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.files import not_written, to_json
+from pipeline.inputs import InputError
+
+USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
+
+
+def main():
+    keep_running_unheard()
+    arguments = parse_arguments()
+    if arguments.published:
+        print("\n".join(published_lines()))
+        return int(bool(not_written))
+    try:
+        model = find_model(arguments.model, arguments.seq_len, arguments.batch_size)
+        machine = read_machine(arguments.machine, arguments.gpus)
+    except InputError as error:
+        reject(str(error))
+    if arguments.gpus > machine.gpus_per_node and arguments.gpus % machine.gpus_per_node:
+        reject(
+            f"--gpus {arguments.gpus} are no whole nodes of {machine.gpus_per_node}; "
+            f"use a multiple of it"
+        )
+    room = arguments.memory * 1e9 if arguments.memory else USABLE * machine.memory
+    machine = replace(machine, memory=room)
+    plans = list(all_plans(model, machine))
+    found = search_plans(model, machine, plans, arguments.count)
+    if not found.best:
+        print(nothing_fits(model, machine, found))
+        return 1
+    started = [plan for plan in plans if command_of(arguments.model, model, plan)]
+    ours = search_plans(model, machine, started, arguments.count) if started else None
+    if arguments.json:
+        print(to_json(figures(arguments.model, model, machine, found, ours)))
+    else:
+        print("\n".join(in_words(arguments, model, machine, found, ours)))
+    return int(bool(not_written))
+
+
+def parse_arguments():
+    parser = Parser(__doc__)
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
+    add("model", nargs="?", metavar="MODEL", help=f"{names()}, sizes, or a config.json")
+    add("--machine", default="dgx-a100-80gb", help=f"{', '.join(machine_names())}, or a file")
+    add("--gpus", default=8, help="to use, all of them", **count)
+    add("--batch-size", default=128, help="sequences per update", **count)
+    add("--seq-len", default=4096, help="tokens per sequence", **count)
+    add("--memory", type=positive_number, metavar="GB", help="of a GPU, else 0.9 of the machine's")
+    add("--count", default=8, help="plans to show", **count)
+    add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
+    add("--bytes", type=positive_integer, metavar="PLAN", help="say what each of its ranks holds")
+    add("--json", action="store_true", help="print the plans as JSON")
+    add(
+        "--published",
+        action="store_true",
+        help="show forecasts beside published trainings, and end",
+    )
+    arguments = parser.parse_args()
+    if arguments.model is None and not arguments.published:
+        reject(f"a model is missing; give {names()}, sizes, or a config.json")
+    for flag in ("why", "bytes"):
+        if (getattr(arguments, flag) or 0) > arguments.count:
+            reject(
+                f"--{flag} {getattr(arguments, flag)} is not among the --count {arguments.count}"
+            )
+    return arguments
+
+
+def in_words(arguments, model, machine, found, ours):
+    """What is printed without --json."""
+    best = found.best[: arguments.count]
+    lines = [
+        f"{model.parameters / 1e9:.2f} billion weights on {machine.gpus} GPUs, "
+        f"{model.batch} sequences of {model.length} tokens per update, "
+        f"{machine.memory / 1e9:.0f} GB usable; {found.compared:,} plans compared",
+        *table_lines(model, machine, best),
+        f"All seconds +-{machine.error:.0%}: what forecasts for this machine were off by at most.",
+        *([] if found.proven else ["Not proven: a plan that was not played could be faster."]),
+    ]
+    if ours and ours.best:
+        lines += ["", "What a script of the course starts, the fastest first:"]
+        lines += table_lines(model, machine, ours.best[:3])
+        lines += [command_of(arguments.model, model, one.plan) for one in ours.best[:1]]
+    else:
+        lines += ["", "Paper only: no script of the course starts one of these plans."]
+    for number, more in ((arguments.why, reason_lines), (arguments.bytes, memory_lines)):
+        if number and number <= len(best):
+            lines += ["", f"Plan {number}:", *more(model, machine, best[number - 1])]
+    return lines
+
+
+def nothing_fits(model, machine, found):
+    """What would have to change."""
+    if found.leanest is None:
+        return (
+            f"no plan can be carried out: a batch of {model.batch} sequences and {model.layers} "
+            f"layers do not divide over {machine.gpus} GPUs; try another --batch-size"
+        )
+    needed = memory_bound(model, machine, found.leanest)
+    lines = [
+        f"nothing fits: the leanest of {found.compared:,} plans needs {needed / 1e9:.1f} GB on a GPU "
+        f"of which {machine.memory / 1e9:.1f} are usable"
+    ]
+    for factor in (2, 4, 8, 16, 32):
+        larger = replace(machine, gpus=machine.gpus * factor)
+        search = search_plans(model, larger, list(all_plans(model, larger)), 1)
+        if search.best:
+            return "\n".join([*lines, f"it fits on {larger.gpus} GPUs"])
+    return "\n".join([*lines, "more GPUs alone do not help: shorten --seq-len, or use larger GPUs"])
+
+
+def figures(name, model, machine, found, ours):
+    """The plans, under the names that --json prints. Seconds and bytes."""
+
+    def figures_of(one):
+        return {
+            **asdict(one.plan),
+            "seconds": one.update,
+            "seconds_range": [one.update * (1 - machine.error), one.update * (1 + machine.error)],
+            "tokens_per_second": one.tokens_per_second(model),
+            "mfu": one.utilisation(model, machine),
+            "bytes": one.memory,
+            "bubble_over_ideal": one.bubble_over_ideal,
+            "limit": limit_of(model, machine, one),
+            "command": command_of(name, model, one.plan),
+        }
+
+    return {
+        "parameters": model.parameters,
+        "compared": found.compared,
+        "plans": [figures_of(one) for one in found.best],
+        "started_by_the_course": [figures_of(one) for one in ours.best] if ours else [],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

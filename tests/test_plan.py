@@ -1,0 +1,242 @@
+"""plan.py as it is called, and what its search and its models must hold."""
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import replace
+from unittest import mock
+
+import plan as plan_script
+import pretrain_llama
+import pytest
+
+from extensions.planning.candidates import all_plans, forecasts, search_plans
+from extensions.planning.footprint import count_weights
+from extensions.planning.forecast import forecast
+from extensions.planning.known_models import NAMED, find_model
+from extensions.planning.machine import Link, Machine
+from extensions.planning.plan_tables import OF_THE_COURSE, command_of
+from extensions.planning.reasons import changes, limit_of, parts_of
+from extensions.planning.training_plan import Plan
+from extensions.planning.transformer import Model
+from pipeline.inputs import InputError
+from pipeline.model import ModelConfig
+from pipeline.schedule import ScheduleError
+
+SMALL = Model(8, 1024, batch=16, vocabulary=32_000)
+
+
+def run(flags, capsys):
+    """(exit status, what is printed) of plan.py."""
+    with mock.patch.object(sys, "argv", ["plan.py", *shlex.split(flags)]):
+        with mock.patch.object(plan_script, "keep_running_unheard"):
+            status = plan_script.main()
+    return status, capsys.readouterr().out
+
+
+def rejected(flags, capsys):
+    with mock.patch.object(sys, "argv", ["plan.py", *shlex.split(flags)]):
+        with pytest.raises(SystemExit) as end:
+            plan_script.main()
+    captured = capsys.readouterr()
+    assert end.value.code not in (0, None)
+    return captured.err or str(end.value.code)
+
+
+# Models.
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-2-7b", 6.738),
+        ("llama-3-8b", 8.030),
+        ("llama-3-70b", 70.55),
+        ("llama-3.1-405b", 405.9),
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-7b", 7.616),
+        ("mistral-7b-v0.1", 7.242),
+        ("gpt-3", 174.6),
+    ],
+)
+def test_named_models_have_the_published_number_of_weights(name, billions):
+    assert NAMED[name].parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", OF_THE_COURSE)
+def test_the_course_s_models_are_those_of_pretrain_llama(name):
+    layers, dim, heads, kv_heads, vocabulary = pretrain_llama.MODELS[name]
+    config = ModelConfig(layers, dim, heads, kv_heads, 128, vocabulary)
+    numbers, _ = count_weights(config)
+    assert NAMED[name].parameters == numbers - dim  # without the last norm
+
+
+def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
+    config = {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = replace(NAMED["llama-3-8b"], length=512, batch=8)
+    assert find_model(str(tmp_path), 512, 8) == expected
+    assert find_model(str(tmp_path / "config.json"), 512, 8) == expected
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    (tmp_path / "gpt2.json").write_text(json.dumps(gpt2))
+    model = find_model(str(tmp_path / "gpt2.json"), 1024, 8)
+    assert model.parameters == 124_439_808 - 2 * 768  # without the last norm
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("nothing", "nothing is no name of a model"),
+        ("layers=4", "does not say hidden, vocabulary"),
+        ("layers=4,hidden=x,vocabulary=9", "'hidden=x' is no size"),
+        ("layers=4,hidden=64,vocabulary=9,heads=5", "5 heads do not divide a width of 64"),
+        ("layers=4,hidden=64,vocabulary=9,heads=4,kv_heads=3", "3 heads for keys do not divide"),
+        ("layers=99999999,hidden=64,vocabulary=9", "layers of .* is 99999999"),
+    ],
+)
+def test_a_model_that_cannot_be_is_rejected_in_one_sentence(text, sentence):
+    with pytest.raises(InputError, match=sentence):
+        find_model(text, 128, 8)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"hidden_size": true}', '{"n_layer": -1}', "{}"])
+def test_a_malformed_config_is_rejected_in_one_sentence(text, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        find_model(str(path), 128, 8)
+    assert "\n" not in str(error.value)
+
+
+# The search.
+
+
+@pytest.mark.parametrize("bandwidth", [2e9, 100e9])
+def test_the_search_finds_what_playing_every_plan_finds(bandwidth):
+    machine = Machine(8, between=Link(bandwidth, 14e-6, 1), gpus_per_node=4, memory=6e9)
+    plans = list(all_plans(SMALL, machine))
+    assert len(plans) > 500
+    everything = forecasts(SMALL, machine, plans)
+    found = search_plans(SMALL, machine, plans, count=5)
+    assert found.proven
+    assert [one.update for one in found.best] == [one.update for one in everything[:5]]
+    assert found.best[0].update < everything[-1].update / 2
+
+
+def test_every_plan_uses_all_gpus_once_and_all_layers():
+    machine = Machine(16)
+    plans = list(all_plans(SMALL, machine))
+    assert len(set(plans)) == len(plans)
+    assert {plan.gpus for plan in plans} == {16}
+    assert all(sum(plan.layers_of(SMALL)) == 8 for plan in plans)
+    assert {plan.sharding for plan in plans} == {"none", "optimizer", "hybrid", "full"}
+    assert {plan.tensor for plan in plans} == {1, 2, 4, 8}
+
+
+def test_the_parts_of_a_forecast_add_up_and_the_largest_is_its_limit():
+    machine = Machine(16)
+    slow = replace(machine, between=Link(1e8, 14e-6, 1))
+    for where, limit in [(machine, None), (slow, "link of ranks 7 and 8")]:
+        found = forecast(SMALL_16, where, Plan(ranks=16))
+        parts = parts_of(SMALL_16, where, found)
+        assert sum(parts.values()) == pytest.approx(found.update)
+        assert min(parts.values()) >= -1e-9
+        assert limit is None or limit_of(SMALL_16, where, found) == limit
+    heavy = replace(SMALL_16, vocabulary=1_000_000)
+    found = forecast(heavy, machine, Plan(ranks=16, microbatch=1))
+    assert limit_of(heavy, machine, found) == "work of rank 15"
+
+
+SMALL_16 = replace(SMALL, layers=16, batch=64)
+
+
+def test_what_is_one_step_away_differs_in_that_step():
+    machine = Machine(8)
+    plan = Plan(ranks=4, replicas=2)
+    found = {what: one.plan for what, one, _ in changes(SMALL_16, machine, plan)}
+    assert found["layers recomputed"] == replace(plan, recompute="full")
+    assert found["schedule zb-h1"] == replace(plan, schedule="zb-h1")
+    assert found["sharding optimizer"] == replace(plan, sharding="optimizer")
+
+
+# The program.
+
+
+def test_plan_prints_a_table_a_reason_and_the_memory_of_each_rank(capsys):
+    flags = "1b --gpus 8 --batch-size 64 --seq-len 2048 --count 4 --why 1 --bytes 1"
+    status, text = run(flags, capsys)
+    assert status == 0
+    assert len(re.findall(r"^ \d  \d+ x \d+ x \d+ ", text, re.M)) == 7  # four, and three to start
+    assert "work (" in text and "one step away" in text and "rank      GB" in text
+    assert "+-5%" in text
+
+
+def test_plan_says_in_json_what_it_says_in_words(capsys):
+    status, text = run("1b --gpus 4 --batch-size 32 --seq-len 1024 --json", capsys)
+    found = json.loads(text)
+    assert status == 0
+    first = found["plans"][0]
+    assert first["seconds_range"][0] < first["seconds"] < first["seconds_range"][1]
+    assert first["tokens_per_second"] == pytest.approx(32 * 1024 / first["seconds"])
+    assert found["started_by_the_course"][0]["command"].startswith("torchrun ")
+    updates = [one["seconds"] for one in found["plans"]]
+    assert updates == sorted(updates)
+
+
+def test_the_command_of_a_plan_is_one_that_pretrain_llama_takes():
+    model = find_model("1m", 128, 32)
+    for plan in (
+        Plan("interleaved-1f1b", 2, 2, 2, microbatch=2),
+        Plan("zb-v", 4, 2, 1, microbatch=4, recompute="full"),
+        Plan(replicas=4, microbatch=8),
+    ):
+        words = shlex.split(command_of("1m", model, plan))
+        at = words.index("source_code/pretrain_llama.py")
+        flags = [*words[at + 1 :], "--plan", str(plan.gpus)]
+        with mock.patch.object(sys, "argv", ["pretrain_llama.py", *flags]):
+            assert pretrain_llama.main() == 0
+    assert command_of("1m", model, Plan(tensor=4)) is None
+    assert command_of("llama-3-8b", model, Plan(ranks=4)) is None
+
+
+def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
+    status, text = run("gpt-3 --gpus 16 --batch-size 64 --seq-len 2048", capsys)
+    assert status == 1
+    assert re.search(
+        r"needs \d+\.\d GB on a GPU of which 72.0 are usable\nit fits on \d+ GPUs", text
+    )
+    status, text = run("1m --gpus 1 --memory 0.000001 --batch-size 1 --seq-len 128", capsys)
+    assert status == 1 and "more GPUs alone do not help" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "a model is missing"),
+        ("gpt-5", "gpt-5 is no name of a model"),
+        ("1b --machine nowhere", "nowhere is neither a file nor one of"),
+        ("1b --gpus 12", "--gpus 12 are no whole nodes of 8"),
+        ("1b --why 9", "--why 9 is not among the --count 8"),
+        ("1b --gpus 0", "--gpus"),
+    ],
+)
+def test_bad_input_is_rejected_in_one_sentence(flags, sentence, capsys):
+    assert sentence in rejected(flags, capsys)
+
+
+def test_plans_that_the_schedule_does_not_allow_are_left_out():
+    plan = Plan("1f1b", 4, 2)  # one stage per rank, not two
+    with pytest.raises(ScheduleError):
+        forecast(SMALL_16, Machine(4), plan)
+    assert forecasts(SMALL_16, Machine(4), [plan]) == []
