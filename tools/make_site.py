@@ -138,12 +138,8 @@ def files_of_the_course():
         check=True,
     ).stdout
     files = [Path(line) for line in listed.splitlines()]
-    hidden = [
-        file
-        for file in files
-        if file.parts[0] == "tests" or any(part.startswith(".") for part in file.parts)
-    ]
-    return [file for file in files if file not in hidden and (ROOT / file).is_file()]
+    shown = [file for file in files if file.parts[0] != "tests" and not file.name.startswith(".")]
+    return [file for file in shown if (ROOT / file).is_file()]
 
 
 def address_of(path, folders):

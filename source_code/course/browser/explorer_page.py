@@ -22,8 +22,8 @@ SLIDERS = {
     "forward": ("forward of a rank, ms", 0.5, 50, 0.5),
     "backward": ("backward of a rank, ms", 1, 100, 0.5),
     "weight": ("of it for weights, ms", 0.5, 99, 0.5),
-    "transfer": ("transfer, ms", 0, 20, 0.5),
-    "occupancy": ("occupancy of a link, ms", 0, 20, 0.5),
+    "transfer": ("transfer, ms", 0, 60, 0.5),
+    "occupancy": ("occupancy of a link, ms", 0, 60, 0.5),
 }
 START = {
     "schedule": "gpipe",
