@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test run notebooks images slides site benchmark
+.PHONY: help lab check test run notebooks images slides site benchmark wheels
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,11 +56,17 @@ site: $(INSTALLED) ## make the course a website in build/site, which opens from 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
 	$(BIN)/python tools/benchmark.py
 
+# make wheels WHEELS="--only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64"
+wheels: ## fetch all packages into wheels/, for machines without a network (docs/machines.md)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pip download --dest wheels $(WHEELS) $(PACKAGES)
+
+PACKAGES = --requirement requirements.txt --constraint tools/constraints.txt
+
 # Jupyter refuses to run as root unless told, and in a container there is often nobody else.
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # An environment that is already there is kept, with what you installed into it.
-$(INSTALLED): requirements.txt
+$(INSTALLED): requirements.txt tools/constraints.txt
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 			echo "The course needs Python 3.10 or newer, and $(PYTHON) is not;" \
@@ -69,5 +75,5 @@ $(INSTALLED): requirements.txt
 			echo "$(PYTHON) cannot make a virtual environment;" \
 				"on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }; \
 	fi
-	$(BIN)/python -m pip install -r requirements.txt
+	$(BIN)/python -m pip install $(PACKAGES)
 	@touch $@

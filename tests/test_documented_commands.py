@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from course.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (
-    r"(\.|\.ci/run|\.venv/bin/\w+|[A-Z_]+=\S+|bash|cd|chmod|done|eval|export|for \w+ in|git|make|mkdir"
+    r"(\.|\.ci/run|\.venv/bin/\w+|apptainer|docker|python3|touch|[A-Z_]+=\S+|bash|cd|chmod|done|eval|export|for \w+ in|git|make|mkdir"
     r"|patch|pip|python|sacctmgr|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source"
     r"|squeue|srun|ssh|sudo|tail|torchrun)"
 )
@@ -36,7 +37,7 @@ KINDS = [
     ),
     (r"python tools/architecture\.py$", RUN),
     (r"\.venv/bin/jupytext ", ON_A_COPY),
-    (r"make (lab|check|test|notebooks|images|benchmark|\.venv)\b", ASKED),
+    (r"make (lab|check|test|notebooks|images|benchmark|wheels|\.venv)\b", ASKED),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
     (r"(\. slurm/site\.env && )?([A-Z_]+=\S+ )?sbatch\b", ON_SLURM),
@@ -45,7 +46,8 @@ KINDS = [
     (r"patch( -p0)?$", "tests/test_own_model.py applies the changes"),
     (r"(sudo|scontrol|scancel|squeue|sacctmgr|ssh|git|pip|chmod|sed|export|cd|mkdir)\b", ELSEWHERE),
     (r"(for name in|tail|done)\b", "test_instructors.py runs the loop over participants"),
-    (r"(\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
+    (r"(bash|python3|\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
+    (r"(apptainer|docker|python3 -m venv|touch|\.venv/bin/pip install)\b|COURSE_\w+=", ELSEWHERE),
     (r"(torchrun( --nproc-per-node 3)?|[A-Z_]+=\S+)$", "is only a part of a command"),
 ]
 
@@ -146,7 +148,7 @@ MAKE = [command for command in COMMANDS if re.match(r"(\w+=1 )?make\b", command)
 
 @pytest.mark.parametrize("command", MAKE)
 def test_make_knows_the_target(command):
-    words = command[command.index("make") :].split()
+    words = shlex.split(command[command.index("make") :])
     assert run(*words, "--dry-run", "--assume-old=.venv/installed", f"BIN={BIN}")
 
 

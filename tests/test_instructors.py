@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import make_slides
 import pytest
 
 from course.launch import ROOT
@@ -13,6 +14,8 @@ from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe, interleaved_1f1b, one_f_one_b
 
 TEXT = (ROOT / "docs" / "instructors.md").read_text()
+MACHINES = (ROOT / "docs" / "machines.md").read_text()
+PLANS = (ROOT / "docs" / "lesson-plans.md").read_text()
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 SLIDES = ROOT / "build" / "slides"
 
@@ -21,27 +24,71 @@ def section(heading):
     return re.search(rf"^#+ {heading}\n(.*?)(?=^#+ |\Z)", TEXT, re.MULTILINE | re.DOTALL)[1]
 
 
-def minutes(part):
-    return [int(n) for n in re.findall(r"^\| (\d+) \|", part, re.MULTILINE)]
+def rows_of(part):
+    """(minute of the day, minutes, what, how) of each row of an agenda."""
+    rows = re.findall(r"^\| (\d+):(\d\d) \| (\d+) \| (.*?) \| ?(.*?) ?\|$", part, re.MULTILINE)
+    return [(60 * int(h) + int(m), int(minutes), *rest) for h, m, minutes, *rest in rows]
 
 
-def test_the_minutes_of_each_agenda_add_up():
-    half, day, second = re.split(r"\*\*One day|\*\*Two days", section("Agendas"))
-    assert sum(minutes(half)) == 4 * 60
-    assert sum(minutes(day)) == 8 * 60
-    assert sum(minutes(second)) == 8 * 60
+AGENDAS = dict(
+    zip(("half", "day", "second"), re.split(r"\*\*One day|\*\*Two days", section("Agendas")))
+)
 
 
-def test_the_plan_of_lesson_02_fills_its_time_and_names_its_parts():
-    plan = section("One lesson, minute by minute")
-    (agenda,) = set(re.findall(r"^\| (\d+) \| 02 GPipe", section("Agendas"), re.MULTILINE))
-    assert sum(minutes(plan)) == int(agenda)
-    cells = json.loads((ROOT / "notebooks" / "02_gpipe.ipynb").read_text())["cells"]
-    prose = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-    headings = re.findall(r"^## (.*)$", prose, re.MULTILINE)
-    slides = ";".join(re.findall(r"^\| \d+ \| (.*?) \|", plan, re.MULTILINE))
-    named = [name for name in re.split(r"; ?|, (?=Compare)", slides) if "Exercise" not in name]
-    assert set(named) <= set(headings), set(named) - set(headings)
+@pytest.mark.parametrize(("name", "hours"), [("half", 4), ("day", 8), ("second", 8)])
+def test_the_minutes_of_each_agenda_add_up_and_have_breaks(name, hours):
+    rows = rows_of(AGENDAS[name])
+    assert sum(minutes for _, minutes, *_ in rows) == hours * 60
+    sitting = 0
+    for (begins, minutes, what, _), (after, *_) in zip(
+        rows, [*rows[1:], (rows[0][0] + hours * 60,)]
+    ):
+        assert begins + minutes == after, f"{what} begins at minute {begins} of the day"
+        sitting = 0 if what in ("break", "lunch") else sitting + minutes
+        assert sitting <= 90, f"no break before the end of {what}"
+
+
+def minutes_of_lesson(path):
+    cells = json.loads(path.read_text())["cells"]
+    first = "".join("".join(cell["source"]) for cell in cells[:2])
+    return int(re.search(r"\*\*Time:\*\* (\d+) min", first)[1])
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_an_agenda_gives_a_lesson_its_minutes_or_says_which_part(path):
+    number = path.stem.split("_")[0]
+    rows = [row for part in AGENDAS.values() for row in rows_of(part) if row[2].startswith(number)]
+    for _, minutes, what, _ in rows:
+        whole = re.fullmatch(rf"{number} [^,]*", what)
+        assert not whole or minutes >= minutes_of_lesson(path), what
+    assert rows or number in section("Agendas").split("**More time")[1]
+
+
+def plan_of(path):
+    """(minutes, titles of slides) of each row of a lesson's minute plan."""
+    text = re.search(
+        rf"^## {path.stem.split('_')[0]} .*?\n(.*?)(?=^## |\Z)", PLANS, re.MULTILINE | re.DOTALL
+    )[1]
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    return [(int(minutes), titles.split("; ")) for minutes, titles, *_ in rows]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_the_plan_of_a_lesson_fills_its_minutes_and_names_its_slides_in_order(path):
+    plan = plan_of(path)
+    assert abs(sum(minutes for minutes, _ in plan) - minutes_of_lesson(path)) <= 5
+    cells = json.loads(path.read_text())["cells"]
+    titles = ["Title", *(slide.title for slide in make_slides.slides_of(cells)[1:])]
+    assert len(titles) == len(set(titles)), "a title names one slide"
+    named = [title for _, several in plan for title in several]
+    told = [titles.index(title) for title in named if not title.startswith("Exercise")]
+    assert told == sorted(told) and named[-1] == "Next"
+    assert set(named) <= set(titles)
+
+
+def test_six_drills_say_what_to_do_what_is_seen_and_what_then():
+    drills = PLANS.split("## Six drills")[1]
+    assert len(re.findall(r"^\| (?!drill|---).+? \| .+? \| .+? \| .+? \|$", drills, re.M)) == 6
 
 
 def exercises_of(path):
@@ -86,9 +133,7 @@ def test_the_readme_gives_the_minutes_of_the_lessons():
     readme = (ROOT / "README.md").read_text()
     rows = dict(re.findall(r"\]\((notebooks/[\w.]+)\) \| (\d+) \|", readme))
     for path in LESSONS:
-        cells = json.loads(path.read_text())["cells"]
-        first = "".join("".join(cell["source"]) for cell in cells[:2])
-        assert rows[f"notebooks/{path.name}"] == re.search(r"\*\*Time:\*\* (\d+) min", first)[1]
+        assert int(rows[f"notebooks/{path.name}"]) == minutes_of_lesson(path)
 
 
 def test_the_routes_of_the_readme_take_the_minutes_that_it_gives():
@@ -108,10 +153,10 @@ def test_the_routes_of_the_readme_take_the_minutes_that_it_gives():
 
 
 def test_what_the_pack_names_is_there():
-    for name in re.findall(r"\b(?:slurm|source_code|notebooks)/[\w./]+\w", TEXT):
+    for name in re.findall(r"\b(?:slurm|source_code|notebooks)/[\w./]+\w", TEXT + PLANS + MACHINES):
         assert (ROOT / name).exists(), name
     site = (ROOT / "slurm" / "site.env").read_text()
-    for name in set(re.findall(r"\bCOURSE_[A-Z_]+\b", TEXT)) - {"COURSE_"}:
+    for name in set(re.findall(r"\bCOURSE_[A-Z_]+\b", TEXT + PLANS + MACHINES)) - {"COURSE_"}:
         assert f"\n{name}=" in site, name
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`make (\w+)", TEXT)):
@@ -130,12 +175,48 @@ def slides():
     return {path.stem: (SLIDES / f"{path.stem}.html").read_text() for path in LESSONS}
 
 
-def test_slides_of_every_lesson_are_whole_and_need_no_network(slides):
+def shown(page):
+    """The slides of a page, without what only the speaker sees."""
+    return [
+        re.sub(r"<aside>.*?</aside>", "", slide, flags=re.S) for slide in page.split("<section")
+    ]
+
+
+def test_slides_of_every_lesson_are_few_and_need_no_network(slides):
     for name, page in slides.items():
-        assert page.count("<section>") >= 12, name
+        assert 12 <= page.count("<section") <= 25, name
         assert not re.search(r"""(?:src|href)=["']?(?!data:|#)\w""", page), name
         assert "Not attempted yet" not in page and "check." not in page, name
         assert all('role="img" aria-label="' in svg for svg in re.findall(r"<svg [^>]*>", page))
+
+
+def test_a_slide_is_a_sentence_and_at_most_one_figure_and_has_something_to_say(slides):
+    for name, page in slides.items():
+        silent = 0
+        for number, slide in enumerate(shown(page)[1:], 1):
+            words = re.sub(r"<[^>]*>", " ", re.search(r"<p>(.*?)</p>", slide, re.S)[1]).split()
+            assert 3 <= len(words) <= (70 if number == 1 else 48), f"{name}, slide {number}"
+            assert slide.count("<figure>") + slide.count("<pre") + slide.count("<table") <= 1
+        for slide in page.split("<section")[1:]:
+            silent += "<aside></aside>" in slide
+        assert silent <= page.count("<section") / 3, name
+
+
+def test_the_sentence_of_a_slide_changes_with_the_notebook():
+    cells = [
+        {"cell_type": "markdown", "source": ["# Lesson 99: X\n\n**After this lesson** you can y."]},
+        {"cell_type": "markdown", "source": ["## A\n\nOne. <!-- slide: T -->Two waits. Three."]},
+        {"cell_type": "code", "source": [], "outputs": [{"name": "stdout", "text": ["330 ms\n"]}]},
+        {"cell_type": "markdown", "source": ["<!-- slide: U -->How long? It is 330."]},
+        {"cell_type": "code", "source": [], "outputs": [{"name": "stdout", "text": ["no\n"]}]},
+    ]
+    first, second, third = make_slides.slides_of(cells)
+    assert (first.title, first.sentence) == ("Lesson 99: X", "**After this lesson** you can y.")
+    assert (second.title, second.sentence, second.note) == ("T", "Two waits.", "Three.")
+    assert "330 ms" in second.figure
+    assert third.figure is None, "what asks shows no answer"
+    cells[1]["source"] = ["## A\n\nOne. <!-- slide: T -->Two stands still. Three."]
+    assert make_slides.slides_of(cells)[1].sentence == "Two stands still."
 
 
 def test_slides_tell_the_exercises_and_not_the_answers(slides):
@@ -150,34 +231,51 @@ def test_what_asks_for_a_prediction_is_on_a_slide_before_the_answer(slides):
     asking = [
         slide
         for page in slides.values()
-        for slide in page.split("<section>")
-        if re.search(r"\b[Gg]uess\b|\b[Ww]rite down\b", slide)
+        for slide in shown(page)
+        if re.search(r"<p>[^<]*(\b[Gg]uess\b|\b[Ww]rite down\b|\?</p>)", slide)
     ]
     assert len(asking) > 10
     for slide in asking:
         assert "<figure>" not in slide and 'class="output"' not in slide, slide
 
 
-def test_every_slide_fits_its_page_and_is_read_from_the_back(slides, chromium):
+# Of each slide: how far it reaches, the smallest text in pixels of 1280 x 720, and what is broken.
+MEASURE = """slides.map(slide => {
+    slide.style.display = 'block';
+    slide.style.zoom = 1;
+    const page = slide.getBoundingClientRect();
+    let bottom = 0, right = 0, least = 99;
+    for (const e of slide.querySelectorAll('*')) {
+        const box = e.getBoundingClientRect();
+        if (e.closest('aside') || !box.width) continue;
+        right = Math.max(right, box.right - page.left);
+        if (!e.closest('.number')) bottom = Math.max(bottom, box.bottom - page.top);
+        if (![...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())) continue;
+        let size = parseFloat(getComputedStyle(e).fontSize);
+        if (e.ownerSVGElement) {
+            const m = e.getScreenCTM();
+            size *= Math.hypot(m.a, m.b);
+        }
+        least = Math.min(least, size);
+    }
+    const broken = [...slide.querySelectorAll('pre')].some(pre => pre.scrollWidth > pre.clientWidth);
+    slide.style.display = '';
+    return [bottom, right, least, broken];
+})"""
+
+
+def test_every_slide_fits_its_page_and_no_text_is_below_18_points(slides, chromium):
     from playwright.sync_api import sync_playwright
 
-    program = """slides.map(slide => {
-        slide.style.display = 'block';
-        const page = slide.getBoundingClientRect(), box = slide.firstElementChild.getBoundingClientRect();
-        const zoom = parseFloat(slide.firstElementChild.style.zoom || '100');
-        const broken = [...slide.querySelectorAll('pre')].some(pre => pre.scrollWidth > pre.clientWidth);
-        slide.style.display = '';
-        return [(box.bottom - page.top) / page.height, (box.right - page.left) / page.width, zoom, broken];
-    })"""
     flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=flags)
         page = browser.new_page(viewport={"width": 1280, "height": 720})
         for name in slides:
             page.goto((SLIDES / f"{name}.html").as_uri())
-            for number, (bottom, right, zoom, broken) in enumerate(page.evaluate(program), 1):
-                assert bottom <= 0.97 and right <= 1.0 and not broken, f"{name}, slide {number}"
-                assert zoom >= 75, f"{name}, slide {number} is too small to read"
+            for number, (bottom, right, least, broken) in enumerate(page.evaluate(MEASURE), 1):
+                assert bottom <= 700 and right <= 1281 and not broken, f"{name}, slide {number}"
+                assert least >= 24, f"{name}, slide {number}: text of {least:.1f} pixels"
         browser.close()
 
 

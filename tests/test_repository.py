@@ -336,7 +336,7 @@ def test_no_file_holds(what):
             assert found is None, f"{name_of(path)} holds {found.group()}"
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "Makefile", ".ci/run"])
+@pytest.mark.parametrize("file", ["requirements.txt", "tools/constraints.txt", "Makefile", ".ci/run"])
 def test_packages_come_from_wherever_pip_is_configured_to_look(file):
     text = (ROOT / file).read_text()
     assert not re.search(r"https?://|--index-url|--extra-index-url|--find-links|--trusted", text)

@@ -3,31 +3,48 @@
 make slides                                 # all lessons
 python tools/make_slides.py 02 03           # some
 
-A slide is a piece of a notebook: the prose before a code cell, the code if it is short, and what
-the cell has stored as its output. Exercises come without their answers. Arrow keys, Page keys,
-space and a click turn the page; printed, every slide is a page.
+A mark in a lesson's prose, <!-- slide: TITLE -->, makes a slide of the sentence behind it, with the
+next thing that the lesson has stored as its figure, or else the one above: a drawing, some lines of
+output or of code. So a slide says what the lesson says. What follows the sentence, up to the next
+mark, is the note of what to say. A sentence that asks for a prediction has no figure. <!-- slide:
+TITLE; above --> takes the last one above, "; drawing" the last drawing above, and "; words" none.
+Exercises and the question at the end need no mark. docs/lesson-plans.md gives the minutes.
 """
 
-import html
 import json
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from formulas import with_formulas
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from slide_figures import figure_of  # noqa: E402
+from slide_page import page_of  # noqa: E402
+
 NOTEBOOKS = ROOT / "notebooks"
 SLIDES = ROOT / "build" / "slides"
-MOST_CODE = 16  # lines; longer code is in the notebook
-MOST_OUTPUT = 18
-MOST_SOURCE = 19
-# Pixels of a slide of 1280 x 720, as the style below has them; a little more is made to fit.
-ROOM = 665
-H1, H2 = 230, 65
-TEXT_LINE, TEXT_WIDTH = 38, 80
-CODE_LINE, CODE_WIDTH = 27, 93
-LEFT_OUT = ("Sources", "Where to go from here")
+PLANS = ROOT / "docs" / "lesson-plans.md"
+PACK = ROOT / "docs" / "instructors.md"
+MARK = r"<!-- slide: (.*?)(?:; (above|drawing|words))? -->"
+PARTS = r"(?=<!-- slide: )|(?=^#)|(?=^\*\*\d+\. )|(?=^\*\*Next\.\*\*)"
+MOST_WORDS = 90  # of a note
+LONG = 30  # words, from which on a sentence alone is written smaller
+
+
+@dataclass
+class Slide:
+    """One slide. `note` is Markdown; `minutes` are those of an exercise."""
+
+    title: str
+    sentence: str
+    figure: str | None = None
+    note: str = ""
+    minutes: str | None = None
+    is_first: bool = False
 
 
 def main():
@@ -40,214 +57,182 @@ def main():
         )
     SLIDES.mkdir(parents=True, exist_ok=True)
     for path in chosen:
-        slides = slides_of(json.loads(path.read_text())["cells"])
+        number = path.stem.split("_")[0]
+        slides = slides_of(json.loads(path.read_text())["cells"], number)
         file = SLIDES / f"{path.stem}.html"
-        file.write_text(page_of(path.stem, slides))
+        file.write_text(page_of(path.stem, texts_of(slides, plan_of(number))))
         print(f"build/slides/{file.name}: {len(slides)} slides")
     return 0
 
 
-def slides_of(cells):
-    """The slides of a notebook, each a text of HTML; its heading stands on each slide again."""
-    slides, heading, prose, subject, shown = [], "", [], "", []
+def slides_of(cells, number=""):
+    """The slides of a notebook, in order."""
+    prose = "".join(cells[0]["source"])
+    after = re.search(r"\*\*After this lesson\*\* .*", prose)
+    slides = [Slide(prose.splitlines()[0].strip("# "), after[0] if after else "", is_first=True)]
+    waiting, shown = None, []  # the slide that still has no figure, and the figures of its section
     for cell in cells:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown":
-            for paragraph in paragraphs_of(source):
-                if paragraph.startswith("#"):
-                    add_slides(slides, heading, prose)
-                    prose, subject = [], paragraph.lstrip("# ")
-                    heading = html_of(paragraph)
-                elif subject not in LEFT_OUT and not is_navigation(paragraph):
-                    starts_exercise = re.match(r"\*\*\d+\. ", paragraph)
-                    if starts_exercise or paragraph.startswith("**Next.**"):
-                        add_slides(slides, heading, prose)
-                        prose = []
-                    prose.append(paragraph)
-        elif subject not in LEFT_OUT and subject != "Exercises":
-            before, shown = shown, printed_by(cell)
-            blocks = blocks_of(source, cell)
-            if blocks and (prose or not shown or not set(shown) <= set(before)):
-                # What asks for a prediction stands alone: the answer is on the next slide.
-                last = [prose.pop()] if prose and not asks(prose[-1]) else []
-                add_slides(slides, heading, prose)
-                add_slides(slides, heading, last, blocks)
-                prose = []
-    add_slides(slides, heading, prose)
+        if cell["cell_type"] == "code":
+            if figure := figure_of(cell):
+                shown.append(figure)
+                if waiting:
+                    waiting.figure, waiting = figure, None
+            continue
+        for part in re.split(PARTS, "".join(cell["source"]), flags=re.M):
+            made = slide_of(part, number) if part.strip() else None
+            if waiting and (made or part.startswith("#")):
+                waiting.figure, waiting = last_of(shown, "drawing") or last_of(shown), None
+            if part.startswith("#"):
+                shown = []
+            if made:
+                slides.append(made)
+                option = re.match(MARK, part)[2] if re.match(MARK, part) else "words"
+                if option in ("above", "drawing"):
+                    made.figure = last_of(shown, option)
+                elif option is None and not made.figure and not asks(made.sentence):
+                    waiting = made
     return slides
 
 
-def paragraphs_of(markdown):
-    """The paragraphs of a cell; a fenced block stays whole."""
-    return [
-        part.strip()
-        for part in re.split(r"\n\n(?=(?:[^`]|`(?!``)|```[\s\S]*?```)*$)", markdown)
-        if part.strip()
-    ]
+def last_of(figures, kind=""):
+    kinds = [figure for figure in figures if kind != "drawing" or "<figure>" in figure]
+    return kinds[-1] if kinds else None
 
 
-def is_navigation(paragraph):
-    return paragraph.startswith(("Solutions are in", "[Previous", "[All lessons", "The first cell"))
+def slide_of(part, number):
+    """The slide that a part of the prose makes, if it makes one."""
+    if mark := re.match(MARK, part):
+        sentence, note = first_sentence(part[mark.end() :])
+        return Slide(mark[1], capital(sentence), table_in(part), shortened(note))
+    if exercise := re.match(r"\*\*(\d+)\. (.*?)\.?\*\*\s*\((?:(\d+) minutes|[^)]*)\)\.?\s*", part):
+        title = f"Exercise {exercise[1]}: {exercise[2]}"
+        task = enough_of(part[exercise.end() :].partition("\n\n")[0])
+        return Slide(title, task, None, wrong_answers(number, exercise[2]), exercise[3])
+    if part.startswith("**Next.**"):
+        sentences = sentences_of(without_links(part.removeprefix("**Next.**").partition("\n\n")[0]))
+        asked = max([i for i, one in enumerate(sentences) if one.endswith("?")], default=0)
+        question = " ".join(sentences[max(0, asked - 1) : asked + 1])
+        return Slide("Next", question if len(question.split()) < 42 else sentences[asked])
+    return None
 
 
-def asks(paragraph):
-    return re.search(r"\?|[Ww]rite .*down|[Bb]efore you|[Gg]uess|[Ss]ay it", paragraph)
+def first_sentence(markdown):
+    """The first sentence of a part of the prose, and what follows it."""
+    text = markdown.strip()
+    paragraph, rest = (re.split(r"\n\n|\n(?=- )", text, maxsplit=1) + [""])[:2]
+    paragraph = " ".join(paragraph.split())
+    label = re.match(r"\*\*[^*]+[.:]\*\*\s+", paragraph)  # as in **Perform.**
+    start = label.end() if label and len(label[0].split()) < 5 else 0
+    end = re.search(r"(?<=[.?!])[)*]*\s+(?=[A-Z0-9*`(\"$])", paragraph[start:])
+    if not end:
+        return paragraph, rest
+    return paragraph[: start + end.end()].rstrip(), paragraph[start + end.end() :] + "\n\n" + rest
 
 
-def add_slides(slides, heading, paragraphs, blocks=()):
-    """Add what belongs together on as few slides as show it without making it small."""
-    page, height = [], 0
-    room = ROOM - (H1 - H2 if heading.startswith("<h1") or "\n<h1" in heading else 0)
-    for more, part in [*((height_of(p), html_of(p)) for p in paragraphs), *blocks]:
-        if page and height + more > room:
-            slides.append(heading + "".join(page))
-            page, height = [], 0
-        page.append(part)
-        height += more
-    if page:
-        slides.append(heading + "".join(page))
+def capital(sentence):
+    """A mark may stand within a sentence; on the slide it begins one."""
+    return re.sub(r"^(\*{0,2})([a-z])", lambda start: start[1] + start[2].upper(), sentence)
 
 
-def height_of(paragraph):
-    """About how many of a slide's pixels a paragraph of Markdown takes."""
-    lines = paragraph.splitlines()
-    if paragraph.startswith("```"):
-        return CODE_LINE * len(lines) + 34
-    if paragraph.startswith("|"):
-        return 46 * len(lines)
-    return sum(TEXT_LINE * -(-len(line) // TEXT_WIDTH) for line in lines or [""]) + 16
+def sentences_of(text):
+    return re.split(r"(?<=[.?!])\s+", " ".join(text.split()))
+
+
+def enough_of(text, most=42):
+    """The first sentences of `text`, at most so many words."""
+    kept = []
+    for sentence in sentences_of(text):
+        if kept and len(" ".join([*kept, sentence]).split()) > most:
+            break
+        kept.append(sentence)
+    return " ".join(kept)
+
+
+def shortened(note):
+    """The first sentences of a note, without code, tables and marks."""
+    text = re.sub(r"```.*?```|^\|.*$|<!--.*?-->|\$\$.*?\$\$", "", note, flags=re.S | re.M)
+    return enough_of(text, MOST_WORDS)
+
+
+def table_in(part):
+    """A table or a formula of the prose, as HTML."""
+    found = re.search(r"(?:^\|.*\n?)+|\$\$.*?\$\$", part, flags=re.S | re.M)
+    return html_of(found[0]) if found else None
+
+
+def asks(sentence):
+    return re.search(r"\?|[Ww]rite .*down|[Bb]efore you|[Gg]uess|[Ss]ay (it|a number)", sentence)
+
+
+def wrong_answers(number, exercise):
+    """What is often answered wrongly in an exercise, and what to say, from the instructors' pack."""
+    lesson = re.search(rf"^### Lesson {number}\n(.*?)(?=^##)", PACK.read_text(), re.M | re.S)
+    notes, name = [], ""
+    for first, wrong, say in re.findall(
+        r"^\| (.*?) ?\| (.*?) \| (.*?) \|$", lesson[1] if lesson else "", re.M
+    ):
+        name = first.strip() or name
+        if name == exercise:
+            notes.append(f"*{wrong}:* {say}")
+    return "\n\n".join(notes)
+
+
+def plan_of(number):
+    """{title of a slide: (minute at which it begins, what the plan says)} for a lesson."""
+    lesson = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", PLANS.read_text(), re.M | re.S)
+    begins, plan = 0, {}
+    for row in re.findall(
+        r"^\| (\d+) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", lesson[1] if lesson else "", re.M
+    ):
+        minutes, titles, do, sees, otherwise = row
+        said = f"**Do:** {do}\n\n**The room sees:** {sees}\n\n**If not:** {otherwise}"
+        plan[titles.split("; ")[0]] = begins, said
+        begins += int(minutes)
+    return plan
+
+
+def texts_of(slides, plan):
+    """Each slide as a <section> of HTML."""
+    texts = []
+    for slide in slides:
+        begins, said = plan.get("Title" if slide.is_first else slide.title, (None, ""))
+        heading = "h1" if slide.is_first else "h2"
+        kinds = [] if slide.figure or slide.is_first else ["words"]
+        kinds += ["long"] if len(slide.sentence.split()) > LONG else []
+        note = html_of("\n\n".join(filter(None, [said, slide.note])))
+        texts.append(
+            f'<section class="{" ".join(kinds)}"'
+            + (f' data-begins="{begins}"' if begins is not None else "")
+            + f"><{heading}>{inline(slide.title)}</{heading}><p>{inline(slide.sentence)}</p>"
+            + with_own_names(slide.figure or "", len(texts))
+            + (minutes_of(slide.minutes) if slide.minutes else "")
+            + f"<aside>{note}</aside></section>"
+        )
+    return texts
+
+
+def with_own_names(figure, number):
+    """The drawing with names that no other slide has: a name in a hidden slide draws nothing."""
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>s{number}-", figure)
+
+
+def minutes_of(minutes):
+    return f'<div class="minutes"><b data-minutes="{minutes}">{minutes}:00</b>c starts the minutes</div>'
+
+
+def inline(markdown):
+    return re.sub(r"^<p>(.*)</p>$", r"\1", html_of(markdown).strip(), flags=re.S)
 
 
 def html_of(markdown):
     from nbconvert.filters import markdown2html
 
-    # A slide is no page of the repository: its links lead nowhere, and their text stays.
-    return re.sub(
-        r'<a [^>]*class="anchor-link"[^>]*>.*?</a>|</?a\b[^>]*>',
-        "",
-        markdown2html(with_formulas(markdown)),
-    )
+    return markdown2html(with_formulas(without_links(markdown))).strip()
 
 
-def blocks_of(source, cell):
-    """What a code cell puts on slides: pairs of a height in pixels and a piece of HTML.
-
-    That is its code if it is the point, then what it has stored; long source in several parts.
-    """
-    blocks = []
-    for output in cell.get("outputs", []):
-        data = output.get("data", {})
-        if "image/svg+xml" in data:
-            svg = "".join(data["image/svg+xml"])
-            blocks.append((height_of_figure(svg), f"<figure>{svg}</figure>"))
-        elif "text/markdown" in data:
-            where, *code = "".join(data["text/markdown"]).replace("```python\n", "").splitlines()
-            for part in parts_of([line for line in code if line != "```"]):
-                text = "\n".join([where, "```python", *part, "```"])
-                blocks.append((54 + CODE_LINE * len(part) + 34, html_of(text)))
-    code = re.sub(r"^# NBVAL_CHECK_OUTPUT\n", "", source).strip()
-    length, lines = len(code.splitlines()), printed_by(cell)
-    if not blocks and length <= MOST_CODE and "sys.path" not in code and lines:
-        text = f'<pre class="code">{html.escape(code)}</pre>'
-        blocks.append((CODE_LINE * length + 34, text))
-    if lines:
-        rows = sum(-(-len(line) // CODE_WIDTH) for line in lines)
-        text = f'<pre class="output">{html.escape(chr(10).join(lines))}</pre>'
-        blocks.append((CODE_LINE * rows + 34, text))
-    return blocks
-
-
-def printed_by(cell):
-    """The lines that a code cell has printed, with ... in place of too many."""
-    stdout = (o["text"] for o in cell.get("outputs", []) if o.get("name") == "stdout")
-    lines = "".join("".join(text) for text in stdout).rstrip().splitlines()
-    return [*lines[: MOST_OUTPUT - 1], "..."] if len(lines) > MOST_OUTPUT else lines
-
-
-def parts_of(code):
-    """The lines of `code` in parts about equally long, cut at empty lines where there are some."""
-    count = -(-len(code) // MOST_SOURCE)
-    parts, start = [], 0
-    for left in range(count, 1, -1):
-        middle = start + -(-(len(code) - start) // left)
-        near = range(max(start + 1, middle - 4), min(middle + 4, start + MOST_SOURCE) + 1)
-        ends = [i for i in near if i < len(code) and not code[i].strip()]
-        end = min(ends, key=lambda i: abs(i - middle)) if ends else middle
-        parts.append(code[start:end])
-        start = end + 1 if ends else end
-    return [*parts, code[start:]]
-
-
-def height_of_figure(svg):
-    width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())
-    return min(480, 1120 * height / width)
-
-
-def page_of(title, slides):
-    """A whole page of HTML that needs no other file."""
-    sections = "\n".join(f"<section><div>{slide}</div></section>" for slide in slides)
-    return PAGE.replace("TITLE", html.escape(title)).replace("SECTIONS", sections)
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
-<style>
-body { margin: 0; background: #fff; color: #1a1a1a; font: 26px/1.45 Helvetica, Arial, sans-serif; }
-section { display: none; box-sizing: border-box; width: 1280px; height: 720px; padding: 36px 64px 44px;
-  overflow: hidden; position: relative; margin: 0 auto; transform-origin: top center; }
-section.on { display: block; }
-h1 { font-size: 56px; line-height: 1.15; margin: 120px 0 40px; color: #0b5c8a; }
-h2 { font-size: 34px; margin: 0 0 18px; color: #0b5c8a; border-bottom: 3px solid #56B4E9; }
-p, ul, ol { margin: 0 0 16px; }
-pre { font: 20px/1.35 Menlo, Consolas, "DejaVu Sans Mono", monospace; margin: 0 0 14px; padding: 10px 16px;
-  white-space: pre-wrap; overflow-wrap: anywhere; border-radius: 6px; }
-pre.code, .highlight pre { background: #f2f4f6; white-space: pre; }
-pre.output { border-left: 5px solid #009E73; background: #fafafa; }
-code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .92em; }
-table { border-collapse: collapse; } td, th { padding: 4px 14px; border-bottom: 1px solid #ccc; }
-figure { margin: 0; text-align: center; }
-figure svg { width: 1120px !important; height: auto !important; max-width: 100%; max-height: 480px; }
-.number { position: absolute; right: 24px; bottom: 12px; font-size: 16px; color: #777; }
-@media print { @page { size: 1280px 720px; margin: 0; } section { display: block; page-break-after: always; } }
-</style></head><body>
-SECTIONS
-<script>
-const slides = [...document.querySelectorAll("section")];
-slides.forEach((slide, i) => {
-  const number = document.createElement("div");
-  number.className = "number";
-  number.textContent = document.title + "  " + (i + 1) + " / " + slides.length;
-  slide.append(number);
-  // What does not fit is made smaller, until it does.
-  slide.style.display = "block";
-  const content = slide.firstElementChild;
-  // A line of code a little too long is made smaller, and one much too long is broken.
-  for (const pre of slide.querySelectorAll("pre.code, .highlight pre")) {
-    for (let size = 20; size > 18 && pre.scrollWidth > pre.clientWidth; size -= 0.5) pre.style.fontSize = size - 0.5 + "px";
-    if (pre.scrollWidth > pre.clientWidth) pre.style.whiteSpace = "pre-wrap";
-  }
-  for (let size = 100; size > 45 && content.getBoundingClientRect().height > 630; size -= 3) content.style.zoom = size + "%";
-  slide.style.display = "";
-});
-let at = Math.max(0, Math.min(slides.length - 1, (parseInt(location.hash.slice(1)) || 1) - 1));
-function show(i) {
-  slides[at].classList.remove("on");
-  at = Math.max(0, Math.min(slides.length - 1, i));
-  slides[at].classList.add("on");
-  slides[at].style.zoom = Math.min(innerWidth / 1280, innerHeight / 720);
-  history.replaceState(null, "", "#" + (at + 1));
-}
-addEventListener("keydown", e => {
-  if (["ArrowRight", "ArrowDown", "PageDown", " "].includes(e.key)) show(at + 1);
-  if (["ArrowLeft", "ArrowUp", "PageUp"].includes(e.key)) show(at - 1);
-  if (e.key === "Home") show(0);
-  if (e.key === "End") show(slides.length - 1);
-});
-addEventListener("click", () => show(at + 1));
-addEventListener("resize", () => show(at));
-show(at);
-</script></body></html>
-"""
+def without_links(markdown):
+    """A slide is no page of the repository: its links lead nowhere, and their text stays."""
+    return re.sub(r"\[([^\]]*)\]\([^)\s]*\)", r"\1", markdown)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""Files that bring the course onto other machines agree with each other and with what is installed."""
+
+import importlib.metadata
+import json
+import re
+import sys
+
+import pytest
+import yaml
+
+from course.launch import ROOT
+
+DEFINITION = (ROOT / "slurm" / "course.def").read_text()
+DOCKERFILE = (ROOT / "tools" / "Dockerfile").read_text()
+
+
+def pinned(file):
+    """{package: version} of a file of pins, for this Python."""
+    lines = (ROOT / file).read_text().splitlines()
+    pins = re.findall(
+        r"^([\w.-]+)==([^\s;#]+)(?:; *(python_version [^#\n]*))?", "\n".join(lines), re.M
+    )
+    here = ">=" if sys.version_info >= (3, 11) else "<"
+    return {plain(name): pin for name, pin, mark in pins if not mark or f"{here} " in mark}
+
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def brought_along(names):
+    """All that the installed packages `names` require, and what that requires."""
+    seen, waiting = set(), list(names)
+    while waiting:
+        name = plain(waiting.pop())
+        if name in seen:
+            continue
+        try:
+            required = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another system or Python
+        seen.add(name)
+        waiting += [re.match(r"[\w.-]+", one)[0] for one in required if "extra ==" not in one]
+    return seen
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons resolve by themselves")
+def test_the_constraints_pin_all_that_the_requirements_bring_along():
+    requirements, constraints = pinned("requirements.txt"), pinned("tools/constraints.txt")
+    assert brought_along(requirements) - set(requirements) - set(constraints) == set()
+    assert not set(requirements) & set(constraints), "a version stands in one file"
+
+
+def test_both_images_hold_the_same():
+    base = re.search(r"^FROM (\S+)", DOCKERFILE, re.M)[1]
+    assert f"From: {base}\n" in DEFINITION
+    for what in (
+        r"apt-get install --yes --no-install-recommends ([\w -]+)",
+        r"(pip install --no-cache-dir --constraint /opt/course/constraints.txt)",
+        r"(--requirement /opt/course/requirements.txt)",
+    ):
+        assert re.search(what, DOCKERFILE)[1].strip() == re.search(what, DEFINITION)[1].strip()
+
+
+def test_the_development_container_is_the_image_and_its_files_are_there():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    built = (ROOT / ".devcontainer" / container["build"]["dockerfile"]).resolve()
+    assert built == ROOT / "tools" / "Dockerfile"
+    assert f"useradd --create-home {container['remoteUser']}\n" in DOCKERFILE
+    for name in re.findall(r"^COPY (?!--chown)(.*) /opt", DOCKERFILE, re.M)[0].split():
+        assert (ROOT / name).exists()
+
+
+def test_public_hosting_runs_what_runs_here_and_publishes_the_site():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+    commands = [step.get("run", "") for step in jobs["tests"]["steps"]]
+    assert any(".ci/run" in command for command in commands)
+    assert any("make site slides" in command for command in commands)
+    assert any(step.get("with", {}).get("path") == "build/site" for step in jobs["tests"]["steps"])
+    assert jobs["publish"]["needs"] == "tests" and jobs["publish"]["if"]
+
+
+def test_what_could_not_be_tried_is_marked_so():
+    page = (ROOT / "docs" / "machines.md").read_text()
+    for file in ("slurm/course.def", "tools/Dockerfile", ".devcontainer", ".github/workflows"):
+        assert re.search(rf"^\|.*{re.escape(file)}.*\| \*\*not tried\*\*", page, re.M), file

@@ -1,0 +1,138 @@
+"""What a notebook has stored, made legible from the last row of a room: at least 18 pt on a slide.
+
+A slide has 1280 x 720 pixels, of which a figure takes WIDTH x HEIGHT. Text of a drawing is enlarged
+until it is LEAST pixels high there; numbers of blocks that are then too narrow are left out, and a
+timeline's legend becomes a line of text below it.
+"""
+
+import html
+import re
+import xml.etree.ElementTree as ElementTree
+
+from lab.drawing import FILL, LEFT, LEGEND, TEXT
+
+WIDTH, HEIGHT = 1168, 420
+LEAST = 24.6  # pixels: 18 pt, and a little for rounding
+LINES, COLUMNS = 12, 79  # of printed output and code
+DARK = "#3a3a3a"  # the drawings' grey is for a page; a projector needs more
+LETTER = 0.58  # width of a letter over its height, on the safe side
+BOLD = 0.68
+SVG = "http://www.w3.org/2000/svg"
+
+
+def figure_of(cell):
+    """The first thing that a code cell has stored and that fits on a slide, as HTML; or None."""
+    for output in cell.get("outputs", []):
+        data = output.get("data", {})
+        if "image/svg+xml" in data:
+            return drawing("".join(data["image/svg+xml"]))
+        if "text/markdown" in data:
+            code = "".join(data["text/markdown"])
+            if lines := fitting(re.sub(r"(?m)^(`.*`|```\w*)$", "", code).strip("\n").splitlines()):
+                return preformatted("code", lines)
+    stdout = (o["text"] for o in cell.get("outputs", []) if o.get("name") == "stdout")
+    lines = "".join("".join(text) for text in stdout).rstrip().splitlines()
+    lines = fitting([line for line in lines if not line.startswith("$ ")])
+    return preformatted("output", lines) if lines else None
+
+
+def fitting(lines):
+    return lines if len(lines) <= LINES and all(len(line) <= COLUMNS for line in lines) else None
+
+
+def preformatted(kind, lines):
+    """Few and short lines are written larger."""
+    columns = max(len(line) for line in lines)
+    size = min(34.0, WIDTH / (0.62 * columns + 0.5), HEIGHT / (1.3 * len(lines)))
+    text = html.escape(chr(10).join(lines))
+    return f'<pre class="{kind}" style="font-size:{max(24.0, size):.1f}px">{text}</pre>'
+
+
+def drawing(svg):
+    """An SVG text in the size of a slide, with its legend below."""
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")  # marks of a curve
+    root = ElementTree.fromstring(svg[svg.index("<svg") :])
+    legend = ""
+    if root.find(f".//{{{SVG}}}g[@class='blocks']") is not None:
+        legend = cut_off_legend(root)
+    for element in root.findall(f"{{{SVG}}}metadata") + root.findall(f"{{{SVG}}}title"):
+        root.remove(element)
+    enlarge(root, HEIGHT - (46 if legend else 0))
+    text = ElementTree.tostring(root, encoding="unicode").replace(TEXT, DARK)
+    return f"<figure>{text}{legend}</figure>"
+
+
+def cut_off_legend(root):
+    """Take the legend of a timeline away; returns it as a line of HTML."""
+    signs = [e for e in root if e.tag == f"{{{SVG}}}rect" and e.get("height") == "18"]
+    if not signs:
+        return ""
+    top = min(float(sign.get("y")) for sign in signs) - 6
+    for element in list(root):
+        heights = [element.get(name) for name in ("y", "y1") if element.get(name)]
+        if heights and float(heights[0]) >= top:
+            root.remove(element)
+    x, y, width, _ = view_box(root)
+    root.set("viewBox", f"{x} {y} {width} {top - y}")
+    stories = " ".join(e.text or "" for e in root.iter(f"{{{SVG}}}title"))
+    kinds = [kind for kind in FILL if f"{LEGEND[kind]} of" in stories]
+    recomputed = root.find(f".//{{{SVG}}}g[@class='recomputed']") is not None
+    entries = [(f"background:{FILL[kind]}", LEGEND[kind]) for kind in kinds]
+    entries += [(f"background:{FILL['F']};outline:2px dashed #555", "run again")] * recomputed
+    entries.append(("background:#e3e3e3", "waiting"))
+    boxes = [f'<i style="{style}"></i>{words}' for style, words in entries]
+    return f"<figcaption>{'&ensp;'.join(boxes)}</figcaption>"
+
+
+def view_box(root):
+    return [float(number) for number in root.get("viewBox").split()]
+
+
+def enlarge(root, height):
+    """Set the size of a drawing, and that of its text so that it is LEAST pixels high."""
+    x, y, width, tall = view_box(root)
+    is_timeline = root.find(f".//{{{SVG}}}g[@class='blocks']") is not None
+    for _ in range(3):  # room on the left makes the rest smaller, and the text wants more room
+        size = LEAST / min(WIDTH / width, height / tall)
+        more = max(0.0, 7 * LETTER * size - LEFT) if is_timeline else 0.9 * max(0.0, size - 10)
+        x, width = -more, view_box(root)[2] + more + 8  # the last label may stick out
+    if not is_timeline:
+        tall += 0.9 * more
+    scale = min(WIDTH / width, height / tall)
+    root.set("viewBox", f"{x:.1f} {y} {width:.1f} {tall:.1f}")
+    root.set("width", f"{width * scale:.0f}")
+    root.set("height", f"{tall * scale:.0f}")
+    root.attrib.pop("style", None)
+    blocks = [
+        [float(block.get(name)) for name in ("x", "y", "width")]
+        for block in root.iter(f"{{{SVG}}}rect")
+        if block.get("x") and block.get("width")
+    ]
+    for group in root.iter(f"{{{SVG}}}g"):
+        if group.get("class") == "numbers":
+            group.set("font-size", f"{size:.1f}")
+            for number in list(group):
+                if not has_room(number, blocks, BOLD * size * len(number.text) + 2):
+                    group.remove(number)
+    for element in root.iter():
+        if (element.get("id") or "").startswith("legend"):
+            widest = max(
+                (len(text.text or "") for text in element.iter(f"{{{SVG}}}text")), default=0
+            )
+            element.set("transform", f"translate({-LETTER * (size - 10) * widest:.1f} 0)")
+        elif element.get("transform", "").startswith("rotate(-90"):  # the name of the y axis
+            element.set("transform", f"translate({-0.8 * more:.1f} 0) {element.get('transform')}")
+    for element in root.iter(f"{{{SVG}}}text"):
+        if element.get("font-size"):
+            element.set("font-size", f"{max(size, float(element.get('font-size'))):.1f}")
+        style = element.get("style", "")
+        element.set("style", re.sub(r"font-size: [\d.]+px", f"font-size: {size:.1f}px", style))
+
+
+def has_room(number, blocks, width):
+    x, y = float(number.get("x")), float(number.get("y"))
+    return any(
+        left <= x <= left + wide and top <= y <= top + 26 and wide >= width
+        for left, top, wide in blocks
+    )

@@ -1,0 +1,99 @@
+"""The page that shows slides: one file of HTML, which needs no other and no network."""
+
+import html
+
+
+def page_of(title, slides):
+    """A whole page; `slides` are texts of HTML, each a <section>."""
+    return PAGE.replace("TITLE", html.escape(title)).replace("SECTIONS", "\n".join(slides))
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
+<style>
+body { margin: 0; background: #fff; color: #1a1a1a; font: 30px/1.35 Helvetica, Arial, sans-serif; }
+section { display: none; box-sizing: border-box; width: 1280px; height: 720px; padding: 34px 56px 56px;
+  overflow: hidden; position: relative; margin: 0 auto; transform-origin: top center; }
+section.on { display: block; }
+h1 { font-size: 64px; line-height: 1.15; margin: 90px 0 36px; color: #0b5c8a; }
+h2 { font-size: 42px; line-height: 1.15; margin: 0 0 20px; color: #0b5c8a; }
+p { margin: 0 0 22px; font-size: 32px; }
+section.words p { font-size: 46px; margin-top: 70px; }
+section.words.long p { font-size: 36px; margin-top: 40px; }
+pre { font: 24px/1.3 Menlo, Consolas, "DejaVu Sans Mono", monospace; margin: 0; padding: 8px 4px; }
+pre.code { background: #f2f4f6; }
+pre.output { border-left: 6px solid #009E73; background: #fafafa; }
+code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .9em; }
+table { border-collapse: collapse; font-size: 25px; } td, th { padding: 4px 14px; border-bottom: 1px solid #999; text-align: left; }
+math { font-size: 36px; }
+figure { margin: 0; text-align: center; }
+figcaption { font-size: 25px; margin-top: 6px; }
+figcaption i { display: inline-block; width: 30px; height: 20px; margin-right: 10px; }
+.number { position: absolute; right: 24px; bottom: 12px; font-size: 24px; color: #555; }
+.minutes { position: absolute; left: 64px; bottom: 30px; font-size: 30px; color: #0b5c8a; }
+.minutes b { font-size: 84px; font-variant-numeric: tabular-nums; margin-right: 18px; }
+aside { display: none; }
+#notes { position: fixed; left: 0; right: 0; bottom: 0; max-height: 45%; overflow: auto; display: none;
+  padding: 16px 64px; background: #fff8dc; font-size: 24px; border-top: 3px solid #E69F00; }
+@media print { @page { size: 1280px 720px; margin: 0; } #notes { display: none !important; }
+  section { display: block; page-break-after: always; } }
+</style></head><body>
+SECTIONS
+<div id="notes"></div>
+<script>
+// Arrow keys, Page keys and space turn the page. n: what to say, below the slide. s: the same in a
+// window of its own, with the next title and a clock. c: start or stop the minutes of an exercise.
+const slides = [...document.querySelectorAll("section")], notes = document.getElementById("notes");
+let at = 0, begun = Date.now(), speaker = null, counting = null;
+const clock = seconds => Math.floor(Math.abs(seconds) / 60) + ":" + String(Math.floor(Math.abs(seconds) % 60)).padStart(2, "0");
+slides.forEach((slide, i) => {
+  const number = document.createElement("div");
+  number.className = "number";
+  number.textContent = (i + 1) + " / " + slides.length;
+  slide.append(number);
+});
+function show(i) {
+  slides[at].classList.remove("on");
+  at = Math.max(0, Math.min(slides.length - 1, i));
+  slides[at].classList.add("on");
+  slides[at].style.zoom = Math.min(innerWidth / 1280, innerHeight / 720);
+  history.replaceState(null, "", "#" + (at + 1));
+  tell();
+}
+function tell() {
+  const aside = slides[at].querySelector("aside"), next = slides[at + 1];
+  notes.innerHTML = aside ? aside.innerHTML : "";
+  if (!speaker || speaker.closed) return;
+  const planned = slides[at].dataset.begins;
+  speaker.document.body.innerHTML = "<h3>" + (at + 1) + " / " + slides.length + "&emsp;since the start " +
+    clock((Date.now() - begun) / 1000) + (planned ? "&emsp;planned " + planned + ":00" : "") + "</h3>" +
+    notes.innerHTML + (next ? "<p><b>Next:</b> " + next.querySelector("h1, h2").innerHTML + "</p>" : "");
+}
+function count() {
+  const big = slides[at].querySelector(".minutes b");
+  if (counting) { clearInterval(counting.timer); counting = null; return; }
+  if (!big) return;
+  counting = { ends: Date.now() + 60000 * big.dataset.minutes };
+  const tick = () => { const left = (counting.ends - Date.now()) / 1000; big.textContent = (left < 0 ? "+" : "") + clock(left); };
+  counting.timer = setInterval(tick, 250);
+  tick();
+}
+addEventListener("keydown", e => {
+  if (["ArrowRight", "ArrowDown", "PageDown", " "].includes(e.key)) show(at + 1);
+  if (["ArrowLeft", "ArrowUp", "PageUp"].includes(e.key)) show(at - 1);
+  if (e.key === "Home") show(0);
+  if (e.key === "End") show(slides.length - 1);
+  if (e.key === "n") notes.style.display = notes.style.display === "block" ? "none" : "block";
+  if (e.key === "c") count();
+  if (e.key === "s") {
+    speaker = open("", "speaker", "width=900,height=700");
+    speaker.document.head.innerHTML = "<style>body { font: 22px/1.4 sans-serif; margin: 24px }</style>";
+    begun = Date.now();
+    tell();
+  }
+});
+setInterval(tell, 1000);
+addEventListener("resize", () => show(at));
+show((parseInt(location.hash.slice(1)) || 1) - 1);
+</script></body></html>
+"""
