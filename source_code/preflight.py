@@ -196,7 +196,10 @@ def check_backend(in_job=False, num_ranks=1):
 
 
 def check_gpus():
-    """GPUs of this node, with their memory in GiB."""
+    """GPUs of this node, with their memory in GiB, and whether torch sees those of this job."""
+    given, seen = gpus_given(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if seen < given:
+        return Check("GPUs", f"{seen} of {given} seen by torch", "warn", unseen_advice(given))
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") and torch.version.cuda is None:
             advice = "there may be a GPU that this CPU-only build of torch cannot use; see README"
@@ -205,6 +208,25 @@ def check_gpus():
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     kinds = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in found)
     return Check("GPUs", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+
+
+def gpus_given():
+    """How many GPUs of this node SLURM has given to this process."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return 0
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return len(re.findall(r"(?:^|,)(?:\d|GPU-|MIG-)", os.environ["CUDA_VISIBLE_DEVICES"]))
+    return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+
+
+def unseen_advice(given):
+    why = "look at nvidia-smi, the driver and the container; of MIG slices a process sees one"
+    if torch.version.cuda is None:
+        why = "this build of torch is for CPUs only; install the one for CUDA (README)"
+    return (
+        f"SLURM gave this process {given} GPUs, and its ranks will not use all of them: {why}. "
+        "The pretended GPUs of slurm/local_cluster.sh are never seen"
+    )
 
 
 def check_cores():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import preflight
 import psutil
@@ -239,6 +240,35 @@ def test_a_gpu_that_torch_cannot_use_warns(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(preflight.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
     assert_fails(preflight.check_gpus(), "GPUs", "CPU-only build", "warn")
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen", "status"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "2"}, 0, "warn"),
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0,1"}, 0, "warn"),
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 1, "warn"),
+        ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "2"}, 1, "ok"),
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0, "ok"),
+        ({"SLURM_JOB_ID": "7"}, 0, "ok"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 0, "ok"),  # no job has asked for them
+    ],
+)
+def test_gpus_that_a_job_was_given_and_torch_does_not_see_warn(
+    monkeypatch, environment, seen, status
+):
+    for name in ("SLURM_JOB_ID", "SLURM_GPUS_ON_NODE", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    gpu = SimpleNamespace(name="GPU", total_memory=2**34)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    check = preflight.check_gpus()
+    assert check.status == status
+    if status == "warn":
+        assert "SLURM gave this process" in check.advice and f"{seen} of 2" in check.result
 
 
 def test_one_core_warns(monkeypatch):
