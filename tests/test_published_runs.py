@@ -1,9 +1,11 @@
 """The forecast against trainings that others have published: fitted on two rows, held against the rest."""
 
+import re
 from functools import lru_cache
 
 import pytest
 
+from course.launch import ROOT
 from extensions.planning.published import (
     constant_error_of,
     error_of,
@@ -80,3 +82,17 @@ def test_what_the_forecast_misses_is_known():
     ]:
         errors = [error_of(run) for run in published_runs(table)]
         assert least <= min(errors) and max(errors) <= most, table
+
+
+def test_the_page_of_measurements_shows_every_row_with_its_error():
+    page = (ROOT / "docs/measurements.md").read_text()
+    quick = ("Megatron-LM table 1", "BLOOM", "MPT on H100", "torchtitan")
+    for run in published_runs():
+        row = re.search(
+            rf"^\| {re.escape(f'{run.table}, {run.name}')} \| (.*) \| (.*) % \|$", page, re.M
+        )
+        assert row, run.name
+        assert float(row[1]) == pytest.approx(run.seconds, abs=0.006)
+        if run.table.startswith(quick):
+            shown = float(row[2].replace("\N{MINUS SIGN}", "-"))
+            assert shown == pytest.approx(100 * error_of(run), abs=0.06)
