@@ -16,6 +16,7 @@ from processes import starts_processes
 
 LIMIT = 3600  # seconds, after which everything ends, also what hangs
 NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
+SOAK = "COURSE_SOAK"  # set to 1, tests that take minutes run, too
 
 # Python's audit events of a new process, beside multiprocessing's own way.
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
@@ -123,7 +124,11 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get(SOAK) != "1":
+        left_out = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if not isinstance(item, pytest.Function) or any(map(starts_processes, code_of(item))):
             item.add_marker("processes")  # a cell of a notebook has a kernel
