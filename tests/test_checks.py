@@ -35,7 +35,6 @@ CHECKS = [
     lesson_01.backward_in_two_pieces,
     lesson_02.own_gpipe,
     lesson_02.enough_microbatches,
-    lesson_02.gradient_scale,
     lesson_03.own_1f1b,
     lesson_03.held_micro_batches,
     lesson_03.most_microbatches,
@@ -266,21 +265,6 @@ def test_own_gpipe_explains(order, sentence, capsys):
 )
 def test_enough_microbatches_explains(needed, sentence, capsys):
     answer = answer_to(lesson_02.enough_microbatches, capsys, needed)
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-@pytest.mark.parametrize(
-    ("share", "sentence"),
-    [
-        (lambda s, t, m: token_loss(s, t), "each micro-batch counts as much as a whole batch"),
-        (lambda s, t, m: token_loss(s, t) / m**2, "divided by the number of micro-batches twice"),
-        (lambda s, t, m: token_loss(s, t) / 3, "what is the mean of means?"),
-        (lambda s, t, m: (s**2).mean(), "points another way"),
-        (lambda s, t, m: token_loss(s, t).item(), "return one number as a tensor"),
-    ],
-)
-def test_gradient_scale_explains(share, sentence, capsys):
-    answer = answer_to(lesson_02.gradient_scale, capsys, share)
     assert answer.startswith("Not yet: ") and sentence in answer
 
 

@@ -1,10 +1,8 @@
-"""Checks of lesson 02: a schedule of one's own, enough micro-batches, the scale of the gradient."""
+"""Checks of lesson 02: a schedule of one's own, enough micro-batches."""
 
 import math
 
 from course.checks.answer import (
-    WrongAnswer,
-    call,
     call_for_number,
     call_for_schedule,
     checked,
@@ -68,45 +66,3 @@ def enough_microbatches(microbatches_needed):
 def _fewest(num_ranks, largest):
     # The tolerance is for bubbles that meet the limit exactly, such as 1/2 for two ranks.
     return max(1, math.ceil((num_ranks - 1) * (1 - largest) / largest - 1e-9))
-
-
-@checked("the gradients of the micro-batches add up to the gradient of the batch.")
-def gradient_scale(share_of_loss):
-    """`share_of_loss(scores, targets, num_microbatches)`: what the last stage runs backward.
-
-    The gradients of all micro-batches must add up to those of the mean loss of the whole batch, in
-    float64 to 1e-12.
-    """
-    import torch
-
-    from pipeline.data import load_text
-    from pipeline.model import ModelConfig, build_part, token_loss
-
-    config = ModelConfig(layers=1)
-    for num_microbatches in (4, 2):
-        model = build_part(config, 0, config.layers)
-        inputs, targets = load_text().batch(0, 8, config.seq_len)
-        token_loss(model(inputs), targets).backward()
-        wanted = torch.cat([p.grad.flatten() for p in model.parameters()])
-        model.zero_grad()
-        for tokens, next_tokens in zip(
-            inputs.chunk(num_microbatches), targets.chunk(num_microbatches)
-        ):
-            share = call(share_of_loss, model(tokens), next_tokens, num_microbatches)
-            if not isinstance(share, torch.Tensor) or share.dim() != 0:
-                raise WrongAnswer("return one number as a tensor, so that it can be run backward")
-            share.backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        if (gradient - wanted).abs().max() <= 1e-12:
-            continue
-        ratio = (gradient @ wanted / (wanted @ wanted)).item()
-        case = (
-            f"with {num_microbatches} micro-batches the gradient is {ratio:.4g} times the right one"
-        )
-        if not (gradient - ratio * wanted).abs().max() <= 1e-9:
-            return "the gradient points another way: start from token_loss(scores, targets)"
-        if abs(ratio - num_microbatches) < 1e-6:
-            return f"{case}: each micro-batch counts as much as a whole batch"
-        if abs(ratio * num_microbatches - 1) < 1e-6:
-            return f"{case}: it is divided by the number of micro-batches twice"
-        return f"{case}: token_loss is a mean already; what is the mean of means?"
