@@ -1,0 +1,100 @@
+"""Calls a reader's decode loop on this rank and prints what came of it; lesson_11b.py reads that.
+
+One argument: a JSON file with the source of the function, its name, the groups and the tokens.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from extensions.inference.cached_stage import CachedStage
+from extensions.inference.passes import Pass, Row
+from extensions.inference.requests import choose_token
+from lab import attach
+from pipeline.job import join_job
+from pipeline.model import ModelConfig, build_part, cut_evenly
+
+CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=1, seq_len=32)
+TIMEOUT = 3.0  # seconds that a rank may wait for another
+ANSWER = "answer "
+
+
+def main():
+    request = json.loads(Path(sys.argv[1]).read_text())
+    namespace = {}
+    exec(compile(request["source"], "your cell", "exec"), namespace)  # the reader's own program
+    first, count = first_tokens(request["groups"]), request["count"]
+    pairs = [(0, 1), (1, 2), (2, 0)]
+    job = join_job("cpu", TIMEOUT, pairs)
+    watch = attach.watch(job)
+    tools = Tools(job, len(first))
+    result = namespace[request["function"]](
+        job.rank, job.num_ranks - 1, first, count, tools.forward, tools.send, tools.receive
+    )
+    job.complete_sends()
+    if job.rank == 0:
+        texts = result if isinstance(result, dict) else None
+        print(ANSWER + json.dumps({"texts": texts, "did": tools.did}, default=repr), flush=True)
+    job.leave()
+    watch.stop()
+    return 0
+
+
+def first_tokens(groups):
+    return {group: 65 + 7 * group for group in range(groups)}
+
+
+class Tools:
+    """What the reader's function calls; `did` lists the calls of this rank."""
+
+    def __init__(self, job, groups):
+        self.job, self.did = job, []
+        self.lengths = dict.fromkeys(range(groups), 0)  # tokens that have passed, by group
+        cut = cut_evenly(CONFIG.layers, job.num_ranks)[job.rank]
+        part = build_part(CONFIG, *cut)
+        self.stage = CachedStage(part, job.rank, job.num_ranks, groups, 1, CONFIG.seq_len)
+
+    def forward(self, group, x):
+        """Take what came in through this rank's layers; the last rank returns the next token."""
+        self.did.append(["forward", group])
+        start = self.lengths[group]
+        self.lengths[group] += 1
+        one = Pass(group, 0, 0, (Row(group, 0, start, start + 1, True),))
+        output = self.stage.forward(0, torch.tensor([x]) if self.job.rank == 0 else x, one)
+        return choose(output[0], group, start + 1) if self.stage.is_last else output
+
+    def send(self, x, destination):
+        self.did.append(["send", destination])
+        tensor = torch.tensor([x]) if self.stage.is_last else x
+        self.job.send(tensor, destination, f"what rank {self.job.rank} made")
+
+    def receive(self, source):
+        """A token from the last rank, an activation from any other."""
+        self.did.append(["receive", source])
+        name = f"what rank {source} made"
+        if self.stage.is_first:
+            return self.job.receive(source, name, (1,), torch.int64).wait().item()
+        return self.job.receive(source, name, (1, CONFIG.dim), torch.float64).wait()
+
+
+def choose(scores, group, position):
+    return choose_token(scores, 0, group, position, 0.8)
+
+
+def texts_of_one_process(groups, count):
+    """What the function should return on rank 0."""
+    model, texts = build_part(CONFIG, 0, CONFIG.layers), {}
+    for group, token in first_tokens(groups).items():
+        tokens = [token]
+        for _ in range(count):
+            with torch.no_grad():
+                scores = model(torch.tensor([tokens]))[0, -1]
+            tokens.append(choose(scores, group, len(tokens)))
+        texts[group] = tokens[1:]
+    return texts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

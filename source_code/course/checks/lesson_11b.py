@@ -1,0 +1,124 @@
+"""Checks of lesson 11b: a decode loop on three real ranks, and the groups of a pipeline for a chat."""
+
+import inspect
+import json
+import re
+import tempfile
+from pathlib import Path
+
+from course.checks.answer import NotAttempted, WrongAnswer, call_for_number, checked
+from course.failed_run import RunFailed
+from course.launch import run
+from extensions.inference.passes import plan_passes, schedule_of
+from extensions.inference.requests import Request
+from lab.simulator import Costs, simulate
+
+RANKS, GROUPS, COUNT = 3, 3, 4
+SCRIPT = "course/building/decode_on_ranks.py"
+
+
+@checked("the texts of one process, and every rank had a group to work on.")
+def decode_loop(decode):
+    """`decode(rank, last, first, count, forward, send, receive)` on three ranks, with three groups."""
+    from course.building.decode_on_ranks import texts_of_one_process
+
+    source = source_of_function(decode)
+    if re.search(r"^\s+\.\.\.\s*$", source, re.MULTILINE):
+        raise NotAttempted
+    found = on_ranks(source, decode.__name__)
+    texts, did = found["texts"], found["did"]
+    if texts is None:
+        return "rank 0 returned no dictionary: return {group: its tokens} there"
+    for group, right in texts_of_one_process(GROUPS, COUNT).items():
+        ours = texts.get(str(group))
+        if ours is None:
+            return f"the texts have no group {group}"
+        if ours != right:
+            return tell_difference(group, ours, right)
+    under_way = most_under_way(did)
+    if under_way < GROUPS:
+        return (
+            f"the texts are right, but rank 0 never had more than {under_way} of {GROUPS} groups "
+            "under way: it waited for a token of one group before it began the next one"
+        )
+
+
+def source_of_function(function):
+    if not inspect.isfunction(function):
+        raise WrongAnswer("this exercise asks for a function")
+    return inspect.cleandoc("\n" + inspect.getsource(function))
+
+
+def on_ranks(source, name):
+    """What rank 0 reports of the reader's function. Raises WrongAnswer with what went wrong."""
+    request = {"source": source, "function": name, "groups": GROUPS, "count": COUNT}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "request.json"
+        file.write_text(json.dumps(request))
+        try:
+            output = run(f"{SCRIPT} {file}", RANKS, warm=True, show=False, limit=30).output
+        except RunFailed as failed:
+            raise WrongAnswer(what_failed(str(failed))) from None
+    line = next(line for line in output.splitlines() if line.startswith("answer "))
+    return json.loads(line.removeprefix("answer "))
+
+
+def what_failed(said):
+    """The sentence about a wait in vain, or the reader's own error with its line."""
+    waits = re.findall(r"rank \d+ waited .*?(?=rank \d+ waited|\(rank|\n|$)", said)
+    line = re.findall(r'File "your cell", line (\d+)', said)
+    error = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", said, re.MULTILINE)
+    if line and error:
+        return f"line {line[-1]} of your function raised {error[-1]}"
+    if waits:
+        return f"the ranks did not come to an end: {max(waits, key=len).strip()}"
+    return " ".join(said.split())[-300:]
+
+
+def tell_difference(group, ours, right):
+    if not isinstance(ours, list) or len(ours) != len(right):
+        count = len(ours) if isinstance(ours, list) else 0
+        return (
+            f"group {group} has {count} tokens instead of {len(right)}; was the last one received?"
+        )
+    first = next(k for k, (a, b) in enumerate(zip(ours, right)) if a != b)
+    return (
+        f"token {first} of group {group} is {ours[first]}, and one process chooses {right[first]}: "
+        "did a token of another group go through, or one twice?"
+    )
+
+
+def most_under_way(did):
+    """The most groups of which rank 0 has run a forward whose token has not come back."""
+    now = most = 0
+    for what, _ in did:
+        now += {"forward": 1, "receive": -1}.get(what, 0)
+        most = max(most, now)
+    return most
+
+
+@checked("a pipeline of more stages has more hops, and at some length no text is fast enough.")
+def groups_for_chat(groups_of):
+    """`groups_of(p)`: the groups, at most p, with most tokens per second at 30 or more per text."""
+    for p in (1, 2, 4, 8, 9, 10, 16):
+        answer = call_for_number(groups_of, p)
+        if not 0 <= answer <= p:
+            return f"for {p} stages you say {answer} groups; it is from 0 to {p}"
+        rates = {groups: rates_of(p, groups) for groups in range(1, p + 1)}
+        fast = {groups: total for groups, (total, per_text) in rates.items() if per_text >= 30}
+        if not fast and answer:
+            return f"for {p} stages a text gets {rates[answer][1]:.1f} tokens per second: answer 0"
+        if fast and answer not in fast:
+            return f"for {p} stages {answer} groups is not an answer; {len(fast)} numbers would do"
+        if fast and fast[answer] < max(fast.values()) - 1e-9:
+            return f"for {p} stages more groups write more, and each text is still fast enough"
+
+
+def rates_of(p, groups, tokens=40):
+    """Tokens per second of all texts and of one, once the pipeline is full."""
+    requests = [Request((0,), tokens) for _ in range(groups)]
+    schedule = schedule_of(plan_passes(requests, groups, 1, 1), p)
+    costs = Costs(forward=24 / p, transfer={(a, (a + 1) % p): 1 for a in range(p)})
+    last = [e.end for e in simulate(schedule, costs).by_rank[-1] if e.action.microbatch == 0]
+    per_token = (last[-1] - last[0]) / (len(last) - 1)
+    return groups * 1000 / per_token, 1000 / per_token

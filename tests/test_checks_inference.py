@@ -1,0 +1,118 @@
+"""Lesson 11b's checks answer wrong decode loops on real ranks, each with what is wrong."""
+
+import pytest
+
+from course.checks import lesson_11b as check
+from course.launch import warm_up
+
+warm_up("torch.distributed.checkpoint", "tokenizers")
+
+
+def right(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for turn in range(count):
+        for group in first:
+            if rank > 0:
+                x = receive(rank - 1)
+            elif turn == 0:
+                x = first[group]
+            else:
+                x = receive(last)
+                texts[group].append(x)
+            send(forward(group, x), rank + 1 if rank < last else 0)
+    if rank == 0:
+        for group in first:
+            texts[group].append(receive(last))
+    return texts
+
+
+def stub(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    ...
+    return texts
+
+
+def one_group_at_a_time(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for turn in range(count):
+        for group in first:
+            if rank > 0:
+                x = receive(rank - 1)
+            else:
+                x = texts[group][-1] if turn else first[group]
+            send(forward(group, x), rank + 1 if rank < last else 0)
+            if rank == 0:
+                texts[group].append(receive(last))
+    return texts
+
+
+def everybody_waits_first(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for _ in range(count):
+        for group in first:
+            x = receive(rank - 1 if rank else last)
+            send(forward(group, x), rank + 1 if rank < last else 0)
+    return texts
+
+
+def always_the_first_token(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for _ in range(count):
+        for group in first:
+            x = receive(rank - 1) if rank > 0 else first[group]
+            send(forward(group, x), rank + 1 if rank < last else 0)
+    if rank == 0:
+        for _ in range(count):
+            for group in first:
+                texts[group].append(receive(last))
+    return texts
+
+
+def last_tokens_left_behind(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for turn in range(count):
+        for group in first:
+            x = receive(rank - 1) if rank else receive(last) if turn else first[group]
+            if rank == 0 and turn:
+                texts[group].append(x)
+            send(forward(group, x), rank + 1 if rank < last else 0)
+    return texts
+
+
+def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, receive):
+    return first[7]
+
+
+@pytest.mark.parametrize(
+    ("decode", "words"),
+    [
+        (right, ["Right"]),
+        (stub, ["Not attempted yet"]),
+        (one_group_at_a_time, ["Not yet", "more than 1 of 3 groups"]),
+        (everybody_waits_first, ["Not yet", "waited", "deadlock"]),
+        (always_the_first_token, ["Not yet", "token", "group 0", "one process chooses"]),
+        (last_tokens_left_behind, ["Not yet", "waited", "receipt"]),
+        (asks_for_a_group_that_is_not_there, ["Not yet", "line 2", "KeyError: 7"]),
+    ],
+)
+def test_a_decode_loop_is_answered_by_what_it_did_on_three_ranks(decode, words, capsys):
+    check.decode_loop(decode)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (lambda p: p if 24 + p <= 1000 / 30 else 0, "Right"),
+        (lambda p: p, "answer 0"),
+        (lambda p: 1 if p < 10 else 0, "more groups"),
+        (lambda p: p + 1, "from 0 to"),
+        (lambda p: ..., "Not attempted"),
+    ],
+)
+def test_the_groups_of_a_chat_are_checked_against_the_simulator(groups, words, capsys):
+    check.groups_for_chat(groups)
+    assert words in capsys.readouterr().out
