@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import _utils as described
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from pipeline.collectives import connect_group
@@ -17,6 +18,18 @@ from pipeline.job import join_job
 from pipeline.schedule import Action, Schedule
 from pipeline.schedules import gpipe, one_f_one_b
 from pipeline.schedules.legal import check_legal
+from pipeline.unpickling import allow
+
+# What the library's ranks exchange to infer shapes, where its version has these descriptions.
+NAMES = ("_StageForwardMeta", "_StageBackwardMeta", "_StageMeta", "_TensorMeta")
+allow(torch.Size, *(getattr(described, name) for name in NAMES if hasattr(described, name)))
+allow(
+    *(
+        ("torch", str(one).split(".")[1], one)
+        for one in vars(torch).values()
+        if isinstance(one, torch.dtype)
+    )
+)
 
 ONE_STAGE = ("GPipe", "1F1B")  # a rank has one stage
 LOOPS = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
