@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test run notebooks images slides site benchmark wheels
+.PHONY: help lab check test soak run notebooks images slides site benchmark wheels
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -20,6 +20,9 @@ check: $(INSTALLED) ## the linter, and every test that starts no process and no 
 test: $(INSTALLED) ## set up .venv and run every test, the notebooks included
 	$(LINT)
 	$(TESTS) $(PYTEST_FLAGS)
+
+soak: $(INSTALLED) ## damage every file that a reader opens 10,000 times: half an hour
+	FUZZ_INPUTS=10000 $(BIN)/python -m pytest tests/test_damaged_files.py $(PYTEST_FLAGS)
 
 define LINT
 $(BIN)/python -m ruff format --check .

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.files import to_json
-from pipeline.inputs import MEBIBYTE, InputError, is_count, read_json, read_text
+from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
 
 DESCRIPTION = "checkpoint.json"
 WRITING, DELETING = ".writing-", ".deleting-"
@@ -193,8 +193,8 @@ def check_files(checkpoint, names):
     for name in names:
         try:
             found = checksum_of(checkpoint.path / name)
-        except OSError as error:
-            raise damage(checkpoint, name, f"cannot be read ({error.strerror})") from None
+        except (InputError, OSError) as error:
+            raise damage(checkpoint, name, f"cannot be read any more ({error})") from None
         if found != checkpoint.description["files"][name][1]:
             raise damage(checkpoint, name, "is no longer what was written (its checksum differs)")
 
@@ -352,7 +352,7 @@ def describe_files(folder, prefix):
 def checksum_of(path):
     """CRC-32 of a file: against accidents, not against malice."""
     checksum = 0
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         while block := file.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
     return checksum

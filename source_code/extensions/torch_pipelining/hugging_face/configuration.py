@@ -74,13 +74,10 @@ def take_pretrained(arguments):
     Every rank reads the whole checkpoint and keeps its part. A tied head is stored once; the
     loaded model has it under both names.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     folder = Path(arguments.pretrained)
-    check_saved_configuration(arguments, folder)
-    with complaints_about(folder):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    check_sizes(arguments, folder, config)
+    config = read_configuration(arguments, folder)
     with complaints_about(folder):
         loaded = model_class(arguments).from_pretrained(
             folder, config=config, local_files_only=True, weights_only=True
@@ -100,14 +97,26 @@ def take_pretrained(arguments):
         reject(f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes")
 
 
+def read_configuration(arguments, folder):
+    """The configuration in a folder, if it is that of the model of the flags."""
+    from transformers import AutoConfig
+
+    check_saved_configuration(arguments, folder)
+    with complaints_about(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_sizes(arguments, folder, config)
+    return config
+
+
 @contextmanager
 def complaints_about(folder):
     """Reject a folder of which the library says that something in it is wrong."""
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
     try:
         yield
-    except (*UNPICKLING_ERRORS, OSError, SafetensorError) as error:
+    except (*UNPICKLING_ERRORS, OSError, SafetensorError, StrictDataclassError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         reject(f"--pretrained {folder} cannot be read ({reason}); name another folder")
 

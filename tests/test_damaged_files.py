@@ -1,0 +1,296 @@
+"""Every reader of a file either returns what can be used or ends in one sentence of its own class.
+
+Seeded damage: 200 inputs per reader here, 10,000 with `make soak`. What has a checksum is returned
+unchanged or not at all.
+"""
+
+import itertools
+import json
+import resource
+import shutil
+import struct
+import time
+import zipfile
+
+import pytest
+import torch
+from damage import INPUTS, damaged, generator, replace
+
+from course import launch
+from course.debugging.comparing import compare
+from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
+from extensions.checkpointing.checkpoint_reader import read_whole
+from extensions.checkpointing.exported import export, read_exported
+from extensions.planning.partition import PartitionError, plan_stages, read_profile
+from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
+from lab.figures import draw_timelines
+from lab.flight_log_reader import RecordingError, describe_unanswered_waits, read_recording
+from lab.simulator import Costs, simulate
+from lab.timeline import TimelineError, read_timeline, to_chrome_trace
+from pipeline.data import DataError, load_text
+from pipeline.inputs import InputError
+from pipeline.schedule import ScheduleError, read_csv, to_csv
+from pipeline.schedules import zb_h1
+from pipeline.schedules.legal import check_legal
+
+SLOWEST = 10.0  # seconds for one input, on a machine that does much else
+MOST_MEMORY = 2**30  # bytes more after all inputs than before
+SIZES = "--layers 2 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 4 --microbatches 2"
+
+pytestmark = pytest.mark.timeout(max(300, INPUTS))
+
+
+def peak_memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def attack(reader, path, read, errors, contents=None):
+    """Damage the file, or one of the files in the folder `path`, again and again, and read it.
+
+    `read(path)` uses what it reads and returns whether that is right. Returns how many inputs were
+    read and how many were rejected.
+    """
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    whole = {file: file.read_bytes() for file in files}
+    assert read(path)
+    before, outcomes = peak_memory(), {True: 0, False: 0}
+    for number in range(INPUTS):
+        rng = generator(reader, number)
+        file = rng.choice(files)
+        replace(file, damaged(whole[file], rng), rng)
+        started = time.perf_counter()
+        try:
+            outcomes[True] += 1
+            assert read(path), f"input {number} of {reader} is read as something else"
+        except errors as error:
+            outcomes[True] -= 1
+            outcomes[False] += 1
+            assert "\n" not in str(error) and 10 < len(str(error)) < 1000, (number, error)
+        except Exception as error:
+            raise AssertionError(f"input {number} of {reader}: {type(error).__name__}") from error
+        assert time.perf_counter() - started < SLOWEST, f"input {number} of {reader}"
+        replace_back(file, whole[file])
+    assert peak_memory() - before < MOST_MEMORY
+    assert read(path)
+    return outcomes[True], outcomes[False]
+
+
+def replace_back(file, content):
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    file.unlink(missing_ok=True)
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the checkpoints, the recording and the timeline of a training on two ranks."""
+    folder = tmp_path_factory.mktemp("trained")
+    command = (
+        f"distributed_checkpointing.py {SIZES} --steps 2 --save-every 1 --optimizer momentum "
+        f"--checkpoints {folder}/saved --record {folder}/run --timeline {folder}/timeline.json"
+    )
+    launch.run(command, 2, warm=True, show=False, limit=60)
+    export(checkpoint_folder.find_checkpoint(folder / "saved"), folder / "model.pt")
+    return folder
+
+
+# Text forms: nothing tells a number from another, so what is read has to be something usable.
+
+
+def test_schedules(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(zb_h1(4, 4)))
+
+    def read(path):
+        schedule = check_legal(read_csv(path))
+        return simulate(schedule, Costs()).makespan > 0 and len(schedule.messages) >= 0
+
+    assert all(attack("schedules", path, read, (InputError, ScheduleError)))
+
+
+def test_timelines(tmp_path):
+    path = tmp_path / "timeline.json"
+    path.write_text(to_chrome_trace(simulate(zb_h1(3, 3), Costs())))
+
+    def read(path):
+        timeline = read_timeline(path)
+        return "<svg" in draw_timelines({"performed": timeline}).svg and timeline.ideal > 0
+
+    assert all(attack("timelines", path, read, TimelineError))
+
+
+def test_recordings(trained):
+    expected = read_recording(trained / "run")
+
+    def read(path):
+        recording = read_recording(path)
+        describe_unanswered_waits(recording)
+        for number, _ in enumerate(recording.steps):
+            assert recording.timeline(number).makespan > 0
+            recording.updates(number)
+        try:
+            compare(expected, recording, 1e-12)
+        except RecordingError:  # of another cut, or without an action
+            pass
+        return True
+
+    assert all(attack("recordings", trained / "run", read, RecordingError))
+
+
+def test_profiles(tmp_path):
+    path = tmp_path / "profile.json"
+    layer = {"forward_ms": 1, "backward_ms": 2.5, "activation_bytes": 3, "parameter_bytes": 4}
+    path.write_text(json.dumps({"model": "small", "layers": [layer] * 4}, indent=1))
+
+    def read(path):
+        return plan_stages(read_profile(path), 2, 1e9).seconds_per_minibatch >= 0
+
+    assert all(attack("profiles", path, read, PartitionError))
+
+
+def test_tokenizers(tmp_path):
+    path, text = tmp_path / "tokenizer.json", load_text()
+    words = text.training[:2000].to(torch.uint8).numpy().tobytes().decode()
+    train_tokenizer(words, 300).save(str(path))
+    text = type(text)(text.training[:2000], text.held_out[:1000])
+
+    def read(path):
+        corpus = load_corpus(text, 100_000, path, seq_len=4)
+        corpus.decode(corpus.held_out[:20].tolist())
+        inputs, targets = corpus.batch(0, 4, 4)
+        return 0 <= inputs.min() and max(inputs.max(), targets.max()) < corpus.num_tokens
+
+    assert all(attack("tokenizers", path, read, DataError))
+
+
+def test_texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / name).write_text("It was a bright cold day in April. " * 20)
+
+    def read(path):
+        text = read_content(path, 8)
+        return len(text.held_out) >= 9 and int(text.training.max()) < 256
+
+    assert all(attack("texts", folder, read, DataError))
+
+
+def test_configurations(tmp_path):
+    from types import SimpleNamespace
+
+    from extensions.torch_pipelining.hugging_face import configuration
+
+    flags = SimpleNamespace(
+        model="gpt2", layers=2, dim=16, heads=2, kv_heads=2, seq_len=8, pretrained=str(tmp_path),
+        config=SimpleNamespace(vocabulary=256, hidden_dim=32), data=None,
+    )  # fmt: skip
+    saved = configuration.model_config(flags)
+    model = configuration.model_class(flags)(saved)
+    model.save_pretrained(tmp_path / "saved")
+    flags.pretrained = str(tmp_path / "saved")
+
+    class Rejected(Exception):
+        pass
+
+    def reject(sentence):
+        raise Rejected(sentence)
+
+    calls = itertools.count()
+
+    def read(path):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(configuration, "reject", reject)
+            if next(calls) % 10:
+                return configuration.read_configuration(flags, path.parent).num_hidden_layers == 2
+            configuration.take_pretrained(flags)  # with the weights, which takes longer
+        return flags.model_config.num_hidden_layers == 2
+
+    assert all(attack("configurations", tmp_path / "saved" / "config.json", read, Rejected))
+
+
+# What has checksums: the same to the last bit, or a sentence.
+
+
+def tensors_of(state, path=()):
+    """Every value in nested dictionaries, with its place."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from tensors_of(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def same(state, expected):
+    mine, others = dict(tensors_of(state)), dict(tensors_of(expected))
+    return mine.keys() == others.keys() and all(
+        torch.equal(value, others[place])
+        if isinstance(value, torch.Tensor)
+        else value == others[place]
+        for place, value in mine.items()
+    )
+
+
+def test_checkpoints(trained):
+    folder = trained / "saved"
+    states = {step: read_whole(checkpoint_folder.find_checkpoint(folder, step)) for step in (1, 2)}
+
+    def read(path):
+        checkpoint = checkpoint_folder.find_checkpoint(path)
+        if checkpoint is None:
+            return False
+        check_files(checkpoint, checkpoint.description["files"])
+        return same(read_whole(checkpoint), states[checkpoint.step])
+
+    assert all(attack("checkpoints", folder, read, CheckpointError))
+
+
+def test_checkpoints_whose_checksums_were_made_to_fit(trained, tmp_path):
+    shutil.copytree(trained / "saved", tmp_path / "saved")
+    folder = tmp_path / "saved" / "run-0001" / "step-00000002"
+    description = json.loads((folder / "checkpoint.json").read_text())
+
+    def read(path):
+        files = checkpoint_folder.describe_files(folder, "")
+        del files["checkpoint.json"]
+        forged = {**description, "files": files}
+        forged["checksum"] = checkpoint_folder.checksum_of_description(forged)
+        (folder / "checkpoint.json").write_text(json.dumps(forged))
+        state = read_whole(checkpoint_folder.find_checkpoint(tmp_path / "saved"))
+        return isinstance(state, dict)
+
+    read(folder / ".metadata")
+    errors = (CheckpointError, InputError, FileNotFoundError)  # the latter two are the forger's
+    assert attack("forged checkpoints", folder / ".metadata", read, errors)[1]
+
+
+def test_exports(trained):
+    path = trained / "model.pt"
+    expected = read_exported(path)
+    expected = {**expected, "model": {name: t.clone() for name, t in expected["model"].items()}}
+    expected["optimizer"] = {
+        name: {kind: tensor.clone() for kind, tensor in kinds.items()}
+        for name, kinds in expected["optimizer"].items()
+    }
+
+    def read(path):
+        return same(read_exported(path), expected)
+
+    assert attack("exports", path, read, CheckpointError)[1] > INPUTS / 2
+
+
+def test_a_flipped_bit_in_any_entry_of_an_export_is_detected(trained, tmp_path):
+    content, copy = (trained / "model.pt").read_bytes(), tmp_path / "model.pt"
+    with zipfile.ZipFile(trained / "model.pt") as archive:
+        entries = archive.infolist()
+    assert len([entry for entry in entries if "/data/" in entry.filename]) > 20
+    for entry in entries:
+        start = entry.header_offset + 30  # of the name, after a header whose last fields say how
+        start += sum(struct.unpack("<HH", content[start - 4 : start]))  # long name and padding are
+        changed = bytearray(content)
+        changed[start + entry.file_size // 2] ^= 1
+        copy.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=f"written.*{entry.filename} differs"):
+            read_exported(copy)
