@@ -36,7 +36,6 @@ CHECKS = [
     lesson_02.own_gpipe,
     lesson_02.enough_microbatches,
     lesson_03.own_1f1b,
-    lesson_03.held_micro_batches,
     lesson_03.most_microbatches,
     lesson_04.version_seen,
     lesson_04.stash_bytes,
@@ -99,10 +98,12 @@ def test_nonsense_instead_of_a_number_gets_a_sentence_and_no_traceback(capsys):
 
 
 def test_a_number_of_numpy_is_a_number(capsys):
-    def held(rank, num_ranks, num_microbatches):
-        return numpy.int64(min(num_microbatches, num_ranks - rank))
+    def most(schedule, num_ranks, room, available):
+        return numpy.int64(
+            available if schedule == "1f1b" and room >= num_ranks else min(room, available)
+        )
 
-    assert answer_to(lesson_03.held_micro_batches, capsys, held).startswith("Right: ")
+    assert answer_to(lesson_03.most_microbatches, capsys, most).startswith("Right: ")
 
 
 @pytest.mark.parametrize(
@@ -288,21 +289,6 @@ def all_forwards_first(rank, p, m):
 )
 def test_own_1f1b_explains(order, sentence, capsys):
     answer = answer_to(lesson_03.own_1f1b, capsys, rows(order))
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-@pytest.mark.parametrize(
-    ("held", "sentence"),
-    [
-        (lambda r, p, m: p - 1 - r, "the forwards of its warm-up"),
-        (lambda r, p, m: p - r, "there are not so many micro-batches in the batch"),
-        (lambda r, p, m: m, "as in GPipe"),
-        (lambda r, p, m: min(m, p), "which is right for rank 0 only"),
-        (lambda r, p, m: 17, "the simulator says 4"),
-    ],
-)
-def test_held_micro_batches_explains(held, sentence, capsys):
-    answer = answer_to(lesson_03.held_micro_batches, capsys, held)
     assert answer.startswith("Not yet: ") and sentence in answer
 
 

@@ -1,4 +1,4 @@
-"""Checks of lesson 03: 1F1B as a schedule, what it holds, and what the room is good for."""
+"""Checks of lesson 03: 1F1B as a schedule, and what the room is good for."""
 
 from course.checks.answer import call_for_number, call_for_schedule, checked, many
 from lab.simulator import Costs, simulate
@@ -25,27 +25,6 @@ def own_1f1b(rows):
                 f"{case}: legal, but {timeline.makespan:g} ms instead of {wanted.makespan:g}: "
                 "some rank starts its first backward too early and leaves the next one waiting"
             )
-
-
-@checked("a rank holds what is under way between it and the end of the pipeline.")
-def held_micro_batches(held):
-    """`held(rank, num_ranks, num_microbatches)`: the most that a rank holds in 1F1B."""
-    for num_ranks, num_microbatches in [(4, 8), (4, 2), (8, 3), (1, 5)]:
-        timeline = simulate(one_f_one_b(num_ranks, num_microbatches), Costs(10, 20))
-        for rank, right in enumerate(timeline.peak_held_per_rank):
-            answer = call_for_number(held, rank, num_ranks, num_microbatches)
-            if answer == right:
-                continue
-            case = f"rank {rank} of {num_ranks}, {many(num_microbatches, 'micro-batch')}: you say {answer:g}"
-            if answer == num_ranks - 1 - rank:
-                return f"{case}, the forwards of its warm-up; the steady phase begins with another"
-            if answer == num_ranks - rank:
-                return f"{case}, but there are not so many micro-batches in the batch"
-            if answer == num_microbatches:
-                return f"{case}, as in GPipe; here the first backward runs long before that"
-            if answer == num_ranks:
-                return f"{case}, which is right for rank 0 only: the others are nearer to the end"
-            return f"{case}, and the simulator says {right}"
 
 
 @checked("GPipe's room limits m and so the bubble; 1F1B's room limits only p.")
