@@ -46,6 +46,11 @@ class Slide:
     minutes: str | None = None
     is_first: bool = False
 
+    @property
+    def name(self):
+        """By which a plan names it: exercises without their numbers."""
+        return re.sub(r"^Exercise \d+:", "Exercise:", self.title)
+
 
 def main():
     wanted = sys.argv[1:]
@@ -195,7 +200,7 @@ def texts_of(slides, plan):
     """Each slide as a <section> of HTML."""
     texts = []
     for slide in slides:
-        begins, said = plan.get("Title" if slide.is_first else slide.title, (None, ""))
+        begins, said = plan.get("Title" if slide.is_first else slide.name, (None, ""))
         heading = "h1" if slide.is_first else "h2"
         kinds = [] if slide.figure or slide.is_first else ["words"]
         kinds += ["long"] if len(slide.sentence.split()) > LONG else []
