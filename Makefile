@@ -56,6 +56,9 @@ slides: $(INSTALLED) ## make slides of all lessons in build/slides, which any br
 site: $(INSTALLED) ## make the course a website in build/site, which opens from disk; its pages run Python if npm is there
 	$(BIN)/python tools/make_site.py
 
+handout: $(INSTALLED) ## make what participants get in build/handout: course and website without the answers
+	$(BIN)/python tools/make_handout.py
+
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
 	$(BIN)/python tools/benchmark.py
 

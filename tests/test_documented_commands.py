@@ -29,7 +29,10 @@ ON_SLURM = "tests/test_slurm.py runs it on a cluster"
 ELSEWHERE = "belongs to another machine, or changes this one"
 KINDS = [
     (r"make run\b", RUN),
-    (r"make (slides|site)\b", "test_instructors.py and test_site.py make them"),
+    (
+        r"make (slides|site|handout)\b",
+        "test_instructors.py, test_site.py and test_handout.py make them",
+    ),
     (r"(torchrun .*|python )source_code/", RUN),
     (
         r"(torchrun .*|python )gpipe\.py",

@@ -15,6 +15,7 @@ import search_index
 from course.launch import ROOT
 
 SITE = ROOT / "build" / "tests" / "site"
+COURSE = make_site.Course(ROOT, [], set(), {}, False)  # without a page
 PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one
 
 
@@ -150,7 +151,7 @@ def test_a_section_of_the_index_ends_where_the_next_heading_begins():
 def test_without_npm_the_site_is_static_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(living_site, "DOWNLOADED", tmp_path / "npm")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(make_site, "read_course", lambda lives: make_site.Course([], {}, {}, lives))
+    monkeypatch.setattr(make_site, "read_course", lambda root, lives: COURSE._replace(lives=lives))
     monkeypatch.setattr(make_site, "write_pages", lambda site, course: None)
     monkeypatch.setattr(sys, "argv", ["make_site.py", "--into", str(tmp_path / "site")])
     assert make_site.main() == 0

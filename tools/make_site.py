@@ -37,8 +37,9 @@ PICTURES = (".svg", ".png")
 
 
 class Course(NamedTuple):
-    """What the pages of the site are made from; all paths are from the repository's root."""
+    """What the pages of the site are made from; all paths but `root` itself are from the root."""
 
+    root: Path
     files: list
     folders: set
     titles: dict  # of the pages, by path
@@ -54,7 +55,7 @@ def main():
     if missing and arguments.live:
         print(f"make_site.py --live: {missing}", file=sys.stderr)
         return 1
-    course = read_course(lives=not missing and not arguments.static)
+    course = read_course(arguments.of.resolve(), lives=not missing and not arguments.static)
     write_pages(site, course)
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
@@ -69,6 +70,7 @@ def main():
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, default=SITE, help="the folder, which is made anew")
+    parser.add_argument("--of", type=Path, default=ROOT, help="the folder of the course")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--static", action="store_true", help="no Python in the pages")
     kind.add_argument("--live", action="store_true", help="fail where Pyodide cannot be had")
@@ -84,11 +86,12 @@ def try_to_live(folder):
     return ""
 
 
-def read_course(lives):
-    files = files_of_the_course()
+def read_course(root, lives):
+    files = files_of_the_course(root)
     folders = {parent for file in files for parent in file.parents}
-    titles = {file: title_of(file) for file in files if file.suffix in PAGES}
-    return Course(files, folders, titles | ({EXPLORER: "The explorer"} if lives else {}), lives)
+    titles = {file: title_of(root / file) for file in files if file.suffix in PAGES}
+    titles |= {EXPLORER: "The explorer"} if lives else {}
+    return Course(root, files, folders, titles, lives)
 
 
 def write_pages(site, course):
@@ -106,7 +109,7 @@ def write_pages(site, course):
         if file.suffix in PICTURES:
             where = site / address_of(file, course.folders)
             where.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, where)
+            shutil.copy(course.root / file, where)
         else:
             write(file, with_links(body_of(file, exporter, course), file, course))
     if course.lives:
@@ -128,8 +131,10 @@ def further_pages_of(course):
     return sorted(set(pages) - {README, EXPLORER}, key=lambda page: course.titles[page].lower())
 
 
-def files_of_the_course():
+def files_of_the_course(root):
     """What a reader may want to see, as paths from the root: all that git keeps but the tests."""
+    if root != ROOT:  # a copy, in which all files are wanted
+        return sorted(path.relative_to(root) for path in root.rglob("[!.]*") if path.is_file())
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -139,7 +144,7 @@ def files_of_the_course():
     ).stdout
     files = [Path(line) for line in listed.splitlines()]
     shown = [file for file in files if file.parts[0] != "tests" and not file.name.startswith(".")]
-    return [file for file in shown if (ROOT / file).is_file()]
+    return [file for file in shown if (root / file).is_file()]
 
 
 def address_of(path, folders):
@@ -156,11 +161,11 @@ def address_of(path, folders):
 def body_of(file, exporter, course):
     """The HTML of a page, from a notebook, from Markdown or from code."""
     if file.suffix not in PAGES:
-        return code_of(file)
+        return code_of(file, course)
     if file.suffix == ".ipynb":
-        notebook = nbformat.read(ROOT / file, as_version=4)
+        notebook = nbformat.read(course.root / file, as_version=4)
     else:
-        text = (ROOT / file).read_text()
+        text = (course.root / file).read_text()
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -197,11 +202,11 @@ def wide_if_many(table):
     return f'<div class="wide">{table[0]}</div>' if many else table[0]
 
 
-def code_of(file):
+def code_of(file, course):
     """The HTML of a file that is no page, with its colours where it is Python or a shell's."""
     language = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".env": "bash"}
     lexer = get_lexer_by_name(language.get(file.suffix, "text"))
-    code = highlight((ROOT / file).read_text(), lexer, HtmlFormatter())
+    code = highlight((course.root / file).read_text(), lexer, HtmlFormatter())
     return f"<h1>{html.escape(str(file))}</h1>{code}"
 
 
@@ -259,7 +264,7 @@ def list_of(folder, course):
 
 def title_of(page):
     """The heading that a page starts with, else its name."""
-    text = (ROOT / page).read_text()
+    text = page.read_text()
     if page.suffix == ".ipynb":
         text = "".join(cell.source for cell in nbformat.reads(text, as_version=4).cells[:1])
     return text.splitlines()[0].lstrip("# ") if text.startswith("# ") else page.name
@@ -322,7 +327,8 @@ def turn_of(path, lessons, course):
     at = lessons.index(path)
     ends = [lessons[i] if 0 <= i < len(lessons) else None for i in (at - 1, at + 1)]
     before, after = (link(page, path, course, course.titles[page]) if page else "" for page in ends)
-    solutions = link(SOLUTIONS / path.name, path, course, "Solutions")
+    solved = SOLUTIONS / path.name
+    solutions = link(solved, path, course, "Solutions") if solved in course.files else ""
     return (
         f"<span>{before and '← ' + before}</span>{solutions}<span>{after and after + ' →'}</span>"
     )

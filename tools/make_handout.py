@@ -1,0 +1,101 @@
+"""Make what participants get: build/handout, the course and its website without the answers.
+
+    make handout
+
+The copy of the course has no solutions, no pages for instructors and no tests, which hold right
+answers, too. Below a question that asks for a guess the notebooks have no output, so that the number
+is not there before the guess; a run of the cell brings it. Links to what is left out become words.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).resolve().parents[1]
+HANDOUT = ROOT / "build" / "handout"
+LEFT_OUT = ("notebooks/solutions", "docs/instructors.md", "docs/lesson-plans.md", "tests")
+LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
+ASKS = (
+    r"[Gg]uess|[Ww]rite down|[Bb]efore you (?:run|look)|[Dd]ecide first|[Ss]ay it before|you expect"
+)
+
+
+def main():
+    copied, hidden = write_course(HANDOUT / "course")
+    command = [sys.executable, ROOT / "tools" / "make_site.py", *sys.argv[1:]]
+    command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
+    status = subprocess.run(command).returncode
+    print(
+        f"build/handout: {copied} files in course, without solutions, pages for instructors and "
+        f"tests; the outputs of {hidden} cells below a question are left out"
+    )
+    return status
+
+
+def write_course(folder):
+    """Write the copy into `folder`. Returns how many files and how many cells without outputs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    files = [Path(line) for line in listed if (ROOT / line).is_file()]
+    files = [file for file in files if not is_left_out(file)]
+    hidden = 0
+    for file in files:
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if file.suffix == ".ipynb":
+            notebook = nbformat.read(ROOT / file, as_version=4)
+            hidden += without_answers(notebook, file)
+            nbformat.write(notebook, target)
+        elif file.suffix == ".md":
+            target.write_text(without_links((ROOT / file).read_text(), file))
+        else:
+            shutil.copy(ROOT / file, target)
+    return len(files), hidden
+
+
+def is_left_out(file):
+    return any(file.is_relative_to(each) for each in LEFT_OUT)
+
+
+def without_answers(notebook, file):
+    """Remove from a notebook what gives an answer away. Returns how many cells lost their outputs."""
+    hidden, asked = 0, False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            asked = asks_for_a_guess(cell.source)
+            cell.source = without_links(cell.source, file)
+        elif asked and cell.outputs:
+            cell.outputs, cell.execution_count = [], None
+            hidden += 1
+    return hidden
+
+
+def asks_for_a_guess(prose):
+    """Whether the reader is to answer before the next cell runs: the last paragraph asks."""
+    last = prose.strip().split("\n\n")[-1]
+    return last.endswith("?") or re.search(ASKS, last) is not None
+
+
+def without_links(text, file):
+    """Markdown of `file` in which a link to what is left out is its words alone.
+
+    The sentence that says where the solutions are goes altogether.
+    """
+
+    def words(match):
+        target = (ROOT / file.parent / match[2]).resolve()
+        inside = target.is_relative_to(ROOT) and is_left_out(target.relative_to(ROOT))
+        return match[1] if match[2] and inside else match[0]
+
+    text = re.sub(r"Solutions are in \[[^\]]*\]\([^)]*\)\.\s?", "", text)
+    return re.sub(LINK, words, text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
