@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test soak run notebooks images slides site benchmark wheels
+.PHONY: help lab check test soak run notebooks images slides site handout benchmark wheels
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
