@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -79,6 +80,7 @@ def main():
         ("Schedules that only this course performs", measure_own_schedules(repeats)),
         ("Two nodes: a far hop and a narrow one", measure_slow_hops(max(5, repeats))),
         ("Two replicas", measure_replicas(repeats)),
+        ("Inference", measure_inference(repeats)),
         ("Recording", measure_recording(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
@@ -255,6 +257,27 @@ def measure_replicas(repeats):
     ]  # fmt: skip
     what = "samples a second of 2 x 4 ranks over those of 1 x 4"
     return [*rows, Row(what, "1.86 to 2.14", ratios, "{:.3f}")]
+
+
+def measure_inference(repeats):
+    """Tokens per second of as many groups as ranks, beside those of one group of the same size."""
+    rows = []
+    large = "--layers 8 --dim 384 --heads 6 --kv-heads 6 --slots 8 --tokens-per-pass 8 --tokens 24"
+    for what, ranks, flags, wanted in (
+        ("paced, 4 ranks", 4, "--slots 1 --tokens 48 --pace 10 10", "3.8 at least"),
+        ("real compute, 2 ranks", 2, large, "1.7 at least"),
+    ):
+        rates = {1: [], ranks: []}
+        for round in each_round(f"inference, {what}", repeats):
+            for groups, found in in_turns(round, *rates.items()):
+                requests = groups * (8 if "--slots 8" in flags else 1)
+                command = f"inference.py {flags} --groups {groups} --requests {requests}"
+                output = launch.run(command, ranks, warm=True, show=False).output
+                found.append(float(re.search(r"([\d.]+) per second", output)[1]))
+        ratios = [many / one for one, many in zip(*rates.values())]
+        name = f"{what}: tokens per second of {ranks} groups over those of one"
+        rows.append(Row(name, wanted, ratios, "{:.2f}"))
+    return rows
 
 
 def where_ours_is_worse(rows):
