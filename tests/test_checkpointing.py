@@ -287,7 +287,7 @@ def train_clipping_by_stage(rank, flags):
             return distributed_checkpointing.main()
 
 
-CLIPPED = f"{FLAGS} --clip 0.5 --steps 4 --learning-rate 1 --verify"
+CLIPPED = f"{FLAGS} --clip 0.5 --steps 4 --learning-rate 0.6 --verify"
 
 
 def test_clipping_by_the_norm_of_the_whole_model_equals_one_process():

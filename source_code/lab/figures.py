@@ -23,7 +23,7 @@ class Picture:
         return {"image/svg+xml": self.svg, "text/plain": self.alt}
 
     def save(self, path):
-        Path(path).write_text(self.svg)
+        Path(path).write_text(self.svg, encoding="utf-8")
 
 
 def draw_timelines(

@@ -205,7 +205,8 @@ def _event_of(row, where):
         return None
     named = row.get("args")
     counts = isinstance(named, dict) and set(named) == set(Action._fields)
-    if not counts or named["kind"] not in KINDS or not isinstance(row.get("cat"), str):
+    kind = named["kind"] if counts else None
+    if not isinstance(kind, str) or kind not in KINDS or not isinstance(row.get("cat"), str):
         raise TimelineError(f"{where} is no action of a schedule")
     if not all(is_count(n, LARGEST_COUNT) for n in (row.get("pid"), *_numbers(named))):
         raise TimelineError(f"{where} has a rank, stage or micro-batch that is no count")

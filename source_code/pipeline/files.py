@@ -17,7 +17,8 @@ def write_whole(path, text):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        # The name of a file, which may be in the text, need not be one in UTF-8.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import stat
 
 MEBIBYTE = 2**20
 LARGEST = 1024 * MEBIBYTE  # of what is read as a whole, unless a reader says less
+LARGEST_NUMBER = 1e300
 
 
 class InputError(ValueError):
@@ -75,7 +76,7 @@ def reject_constant(constant):
 
 def is_number(value, least=-math.inf, most=math.inf):
     """Whether a value from JSON is a finite number in that range."""
-    return type(value) in (int, float) and least <= value <= most and abs(value) < math.inf
+    return type(value) in (int, float) and least <= value <= most and abs(value) <= LARGEST_NUMBER
 
 
 def is_count(value, most=2**53):

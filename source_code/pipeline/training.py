@@ -21,9 +21,12 @@ from pipeline.stage import Stage
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
-# Largest difference from one process: absolute in the first ten steps, relative to the loss after
-# that. Narrow types have a tolerance, and no digits are promised.
+# Largest difference from one process: absolute in the first ten steps, relative to the loss up to
+# step 200. Narrow types have a tolerance, and no digits are promised.
 TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
+# That holds within these settings. Beyond them rounding may grow from layer to layer and from step
+# to step until no digit is left: a model of width 2 then differs from itself with another batch cut.
+NARROWEST, DEEPEST, FASTEST, LONGEST_RUN = 16, 32, 3, 200
 
 
 def training_parser(description):
@@ -197,11 +200,18 @@ class LossLog:
         if diverged or not (a.verify and verify and self.has_loss):
             return int(bool(diverged or not_written))
         expected = (reference or train_one_process)(a, device)
-        agree = losses_agree(a.dtype, self.losses, expected, self.first_step)
+        agree = losses_agree(a.dtype, self.losses, expected, self.first_step, is_promised(a))
         return int(not agree or bool(not_written))
 
 
-def losses_agree(dtype, losses, expected, first_step=0):
+def is_promised(arguments):
+    """Whether TOLERANCES hold for the model and the learning rate of these flags."""
+    a = arguments
+    fastest = FASTEST * LEARNING_RATES[a.optimizer]
+    return a.dim >= NARROWEST and a.layers <= DEEPEST and a.learning_rate <= fastest
+
+
+def losses_agree(dtype, losses, expected, first_step=0, promised=True):
     """Print the losses beside those of one process, and say whether they agree as promised."""
     print("step  pipeline  one process  difference")
     agree, largest = True, 0.0
@@ -210,10 +220,16 @@ def losses_agree(dtype, losses, expected, first_step=0):
         difference = abs(ours - theirs)
         print(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
         largest = max(largest, difference)
-        agree &= difference <= (early if step < 10 else late * abs(theirs))  # false for NaN
+        within = difference <= (early if step < 10 else late * abs(theirs))  # false for NaN
+        agree &= within or step >= LONGEST_RUN
     verdict = "as promised" if agree else "MORE THAN PROMISED"
+    if not promised:
+        verdict = (
+            f"and nothing is promised here, but from --dim {NARROWEST} on, up to {DEEPEST} layers "
+            f"and {FASTEST} times the --learning-rate of the optimizer"
+        )
     print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
-    return agree
+    return agree or not promised
 
 
 def train_one_process(arguments, device="cpu", before_update=None, build=None, **options):

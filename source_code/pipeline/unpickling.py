@@ -52,7 +52,8 @@ class Unpickler(pickle.Unpickler):
         own = getattr(builtins, name, None) if module == "builtins" else None
         if isinstance(own, type) and issubclass(own, Exception):
             return own
-        raise pickle.UnpicklingError(f"{module}.{name} is none of the classes that are expected")
+        name = f"{module}.{name}"[:80]
+        raise pickle.UnpicklingError(f"{name} is none of the classes that are expected")
 
 
 def unpickle(content):
@@ -66,7 +67,8 @@ def unpickle(content):
                 raise pickle.UnpicklingError(f"{opcode.name} {argument} in {len(content)} bytes")
         return Unpickler(io.BytesIO(content)).load()
     except UNPICKLING_ERRORS as error:
-        raise pickle.UnpicklingError(str(error) or type(error).__name__) from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise pickle.UnpicklingError(reason) from None
 
 
 def load_storage(content):

@@ -71,7 +71,7 @@ def _names_of_weights(recording):
 
 def _layers(names):
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
-    return "layers " + ", ".join(sorted(layers, key=int))
+    return "layers " + ", ".join(sorted(layers, key=lambda layer: (len(layer), layer)))
 
 
 def _missing_step(number, one, other):

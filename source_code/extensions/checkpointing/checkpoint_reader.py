@@ -147,7 +147,8 @@ def read_whole(checkpoint):
 def reason_of(error):
     """The first failure that torch.distributed.checkpoint collected from the ranks, in one line."""
     rank, (failure, _) = min(error.failures.items())
-    return f"rank {rank}: {str(failure).splitlines()[0] or type(failure).__name__}"
+    lines = str(failure).splitlines() or [type(failure).__name__]
+    return f"rank {rank}: {lines[0][:500]}"
 
 
 def check_archive(file, name):
@@ -182,5 +183,5 @@ def load_archive(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except ARCHIVE_ERRORS as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise InputError(f"{path} holds more than tensors and numbers ({reason})") from None

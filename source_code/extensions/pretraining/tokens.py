@@ -243,5 +243,5 @@ def complaints_of_library(what):
     except Exception as error:
         if type(error) is not Exception:
             raise
-        reason = str(error).splitlines()[0] if str(error) else "it says no more"
+        reason = str(error).splitlines()[0][:200] if str(error) else "it says no more"
         raise DataError(f"{what} ({reason})") from None

@@ -117,7 +117,7 @@ def complaints_about(folder):
     try:
         yield
     except (*UNPICKLING_ERRORS, OSError, SafetensorError, StrictDataclassError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         reject(f"--pretrained {folder} cannot be read ({reason}); name another folder")
 
 

@@ -1,0 +1,489 @@
+"""Every path that a run reads or writes: one sentence for what is no file, and nothing is lost."""
+
+import ast
+import errno
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_on_ranks
+from test_bad_input import SCRIPTS, Refusal
+
+from broken.pipelines import faults
+from extensions.checkpointing import checkpoint_folder
+from pipeline import files, inputs
+from pipeline.command_line import Parser
+from pipeline.files import write_output, write_whole
+from pipeline.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
+from pipeline.paths import can_be_written
+from pipeline.schedule import to_csv
+from pipeline.schedules import MOST_ACTIONS, build_schedule, gpipe
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "source_code"
+TINY = "--layers 2 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --batch-size 2 --microbatches 2"
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    return Refusal(monkeypatch, capsys)
+
+
+# Inputs
+
+
+def no_files(folder):
+    """By what they are: paths that no reader may wait for, or take for a file."""
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "pipe behind a link").symlink_to(folder / "pipe")
+    paths = [path for path in folder.iterdir()]
+    return [*paths, folder / "missing", "/dev/zero", "/dev/urandom", folder / ("x" * 300)]
+
+
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
+    for path in no_files(tmp_path):
+        with pytest.raises(InputError, match="is no regular file|cannot be read") as rejected:
+            read_bytes(path)
+        assert str(path) in str(rejected.value) and "\n" not in str(rejected.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_or_folder_without_permission_is_named(tmp_path):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "file").chmod(0)
+    with pytest.raises(InputError, match="file cannot be read .Permission denied"):
+        read_bytes(tmp_path / "file")
+
+
+def test_a_file_is_read_up_to_a_limit(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(3 * inputs.MEBIBYTE))
+    assert len(read_bytes(tmp_path / "file")) == 3 * inputs.MEBIBYTE
+    with pytest.raises(InputError, match="has more than 1,048,576 bytes"):
+        read_bytes(tmp_path / "file", inputs.MEBIBYTE)
+
+
+def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path):
+    path = tmp_path / "file"
+    for content in ("Ä\r\n".encode(), "Ä\r\n".encode("utf-8-sig")):
+        path.write_bytes(content)
+        assert read_text(path) == "Ä\r\n"
+    path.write_bytes("Ä".encode("latin-1"))
+    with pytest.raises(InputError, match="is no text in UTF-8 .byte 0"):
+        read_text(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "NaN", "[1, Infinity]", "[" * 100_000, "9" * 5000])
+def test_what_is_no_json_is_rejected(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(InputError, match="is no JSON"):
+        read_json(tmp_path / "file")
+
+
+def test_numbers_of_json_are_finite_and_no_truth_values():
+    assert is_number(3) and is_number(-2.5) and is_count(0) and is_count(7)
+    assert not any(map(is_number, [True, None, "3", float("inf"), float("nan"), [], 10**400]))
+    assert not any(map(is_count, [True, -1, 2.0, None, 10**20]))
+
+
+# What may open a file otherwise: its own source, a program of its own, or a file just checked.
+OWN_FILES = {
+    "source.py", "copy_template.py", "preflight.py", "cluster.py", "launch.py", "lesson_07.py",
+    "broken_stuck_rank.py", "profile.py", "checkpoint_folder.py", "inputs.py", "printing.py",
+}  # fmt: skip
+
+
+def calls_in(file):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield getattr(node.func, "attr", getattr(node.func, "id", None)), node
+
+
+def test_packages_open_inputs_in_one_place():
+    for package in ("pipeline", "lab", "extensions"):
+        for file in (SOURCE / package).rglob("*.py"):
+            for name, call in calls_in(file):
+                reads = name in ("read_text", "read_bytes") and isinstance(call.func, ast.Attribute)
+                assert not (reads and file.name not in OWN_FILES), (file, call.lineno)
+
+
+def test_every_text_is_written_and_read_in_a_named_encoding():
+    for package in ("pipeline", "lab", "extensions"):
+        for file in (SOURCE / package).rglob("*.py"):
+            for name, call in calls_in(file):
+                mode = call.args[1] if name == "open" and len(call.args) > 1 else None
+                binary = isinstance(mode, ast.Constant) and "b" in str(mode.value)
+                if (name == "open" and not isinstance(call.func, ast.Attribute) and not binary) or (
+                    name == "write_text"
+                ):
+                    named = {keyword.arg for keyword in call.keywords}
+                    assert "encoding" in named, (file.name, call.lineno)
+
+
+def test_no_reader_catches_whatever_comes():
+    """A handler for all exceptions raises again what is not the library's own bare Exception."""
+    for package in ("pipeline", "lab", "extensions"):
+        for file in (SOURCE / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ExceptHandler):
+                    caught = ast.unparse(node.type) if node.type else "everything"
+                    first = ast.unparse(node.body[0])
+                    allowed = "is not Exception:\n    raise" in first
+                    blanket = caught in ("everything", "Exception", "BaseException")
+                    assert allowed or not blanket, (file.name, node.lineno)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_empty_text_is_never_taken_for_a_flag_that_was_not_given(refusal, monkeypatch, script):
+    """As with --tokenizer "$TOKENIZER" where the variable is not set."""
+    parsers, parse = [], Parser.parse_args
+
+    def seen(parser, *words):
+        parsers.append(parser)
+        return parse(parser, *words)
+
+    monkeypatch.setattr(Parser, "parse_args", seen)
+    refusal(script, "--steps", "0")
+    texts = [
+        action.option_strings[0]
+        for action in parsers[0]._actions
+        if action.option_strings and not action.type and not action.choices and action.nargs is None
+    ]
+    assert {"--data", "--losses", "--timeline", "--profile", "--record"} <= set(texts)
+    for flag in texts:
+        refusal.check(script, flag, "", names=flag)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["predict.py|", "predict.py|gpipe|--csv|", "predict.py|gpipe|--svg|", "predict.py|gpipe|--svg|x|--performed|",
+     "plan_partition.py|--workers|2|--bandwidth|1e9|--profile|", "train.py|"],
+)  # fmt: skip
+def test_nor_is_it_by_the_other_programs(monkeypatch, capsys, words):
+    words = words.split("|")
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(words[0].removesuffix(".py")).main()
+    assert end.value.code == 2 and "is empty text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--svg", "--csv"])
+def test_predict_overwrites_neither_the_schedule_nor_the_timeline_that_it_reads(
+    monkeypatch, capsys, tmp_path, flag
+):
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(gpipe(2, 2)))
+    (tmp_path / "link").symlink_to(path)
+    monkeypatch.setattr(sys, "argv", ["predict.py", str(path), flag, str(tmp_path / "link")])
+    with pytest.raises(SystemExit):
+        importlib.import_module("predict").main()
+    assert "name the same file" in capsys.readouterr().err
+    assert path.read_text() == to_csv(gpipe(2, 2))
+
+
+def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "slurm"))
+    collect_sweep = importlib.import_module("collect_sweep")
+    (tmp_path / "4.json").write_text("{}")
+    for words in ([], [""], [str(tmp_path / "nowhere")], [str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["collect_sweep.py", *words])
+        with pytest.raises(SystemExit) as end:
+            collect_sweep.main()
+        assert "name the folder" in end.value.code or "4.json: it is no timeline" in end.value.code
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("1 / 0", "cannot be run (ZeroDivisionError: division by zero)"),
+        ("def next_to_send(:", "cannot be run (SyntaxError: "),
+        ("raise SystemExit", "cannot be run (SystemExit: "),
+        ("next_to_send = 3", "defines no function next_to_send"),
+        ("\xff", "is no text in UTF-8"),
+    ],
+)
+def test_a_repair_that_cannot_be_run_gets_a_sentence(capsys, tmp_path, text, sentence):
+    (tmp_path / "mine.py").write_text(text, encoding="latin-1")
+    with pytest.raises(SystemExit):
+        faults.piece_in(str(tmp_path / "mine.py"), "next_to_send")
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"), [("pass", "returned nothing"), ("return outputs[9]", "raised IndexError")]
+)
+def test_a_repair_that_raises_or_returns_nothing_ends_the_run_with_a_sentence(
+    monkeypatch, tmp_path, body, sentence
+):
+    said = []
+    monkeypatch.setattr(faults, "end_process", said.append)
+    (tmp_path / "mine.py").write_text(f"def next_to_send(outputs):\n    {body}\n")
+    try:
+        faults.piece_in(str(tmp_path / "mine.py"), "next_to_send")([1])
+    except UnboundLocalError:  # the run would have ended before
+        pass
+    assert sentence in said[0] and "mine.py: next_to_send" in said[0]
+
+
+# Outputs
+
+
+def test_an_output_behind_a_link_is_possible_where_the_link_leads(tmp_path):
+    (tmp_path / "target").write_text("old")
+    links = {
+        "to a file": "target",
+        "to a new file": "new",
+        "nowhere": "missing/file",
+        "loop": "loop",
+    }
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
+    possible = {name: can_be_written(str(tmp_path / name)) for name in links}
+    assert possible == {"to a file": True, "to a new file": True, "nowhere": False, "loop": False}
+    write_whole(tmp_path / "to a new file", "text")
+    assert (tmp_path / "new").read_text() == "text" and (tmp_path / "to a new file").is_symlink()
+
+
+def test_two_names_of_one_file_are_one_path(refusal, tmp_path):
+    (tmp_path / "text").write_bytes(bytes(1000))
+    os.link(tmp_path / "text", tmp_path / "other name")
+    flags = ["--data", str(tmp_path / "text"), "--losses", str(tmp_path / "other name")]
+    refusal.check("gpipe", *flags, names="--losses and --data name the same file")
+
+
+def full_disk():
+    """From now on this process can write no file beyond a kilobyte, as if the disk were full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+
+
+def write_on_full_disk(rank, path):
+    full_disk()
+    write_output("--timeline", path, "x" * 5000)
+    return files.not_written
+
+
+@pytest.mark.processes
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("old")
+    assert run_on_ranks(write_on_full_disk, 1, str(tmp_path / "file")) == [["--timeline"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def train_on_full_disk(rank, script, flags, folder):
+    """The exit status, the number of losses, and what was said on standard error."""
+    import contextlib
+    import io
+
+    full_disk()
+    sys.argv = [f"{script}.py", *flags.split()]
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        status = importlib.import_module(script).main()
+    return status, out.getvalue().count("  loss "), errors.getvalue()
+
+
+@pytest.mark.processes
+def test_a_full_disk_costs_an_output_and_a_sentence_and_not_the_training(tmp_path):
+    names = "losses", "timeline", "record", "metrics"
+    outputs = " ".join(f"--{name} {tmp_path / name}" for name in names)
+    flags = f"{TINY} --steps 30 --vocabulary 256 --evaluate-windows 2 {outputs}"
+    ends = run_on_ranks(train_on_full_disk, 2, "pretrain_llama", flags, str(tmp_path))
+    assert [status for status, _, _ in ends] == [1, 1]
+    assert [count for _, count, _ in ends] == [0, 30]
+    said = "".join(errors for _, _, errors in ends)
+    for name in names:
+        assert f"--{name} {tmp_path / name}" in said
+    assert said.count("was not written (File too large); nothing else is lost") == said.count("\n")
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left == {"metrics", "record", "run.json", "rank0.jsonl", "rank1.jsonl"}
+
+
+def test_a_checkpoint_that_is_saved_is_not_said_to_be_lost_when_an_old_one_stays(
+    tmp_path, monkeypatch, capsys
+):
+    def publish(step):
+        temporary = checkpoint_folder.begin_writing(tmp_path, "run-0001", step)
+        (temporary / "__0_0.distcp").write_bytes(b"tensors")
+        described = checkpoint_folder.describe_files(temporary, "__0_")
+        description = {"configuration": {}, "files": described}
+        checkpoint_folder.publish(temporary, tmp_path, "run-0001", step, description, keep=1)
+
+    def deny(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    publish(1)
+    monkeypatch.setattr(checkpoint_folder.os, "access", lambda path, mode: False)
+    publish(2)
+    assert "step-00000001 cannot be removed (Permission denied)" in capsys.readouterr().err
+    assert checkpoint_folder.steps_of(tmp_path, "run-0001") == [1, 2]
+    assert checkpoint_folder.find_checkpoint(tmp_path).step == 2
+    assert not [path for path in tmp_path.rglob(".deleting-*")]
+
+
+def test_many_damaged_checkpoints_are_each_looked_at_once(tmp_path, monkeypatch):
+    for step in range(1, 41):
+        (tmp_path / "run-0001" / checkpoint_folder.name_of_step(step)).mkdir(parents=True)
+    looks, look = [], checkpoint_folder.look_at
+    monkeypatch.setattr(checkpoint_folder, "look_at", lambda *a: looks.append(a) or look(*a))
+    with pytest.raises(checkpoint_folder.CheckpointError, match="checkpoint.json is missing"):
+        checkpoint_folder.find_checkpoint(tmp_path)
+    assert len(looks) == 40
+
+
+def test_checkpoint_json_says_when_it_was_changed(tmp_path):
+    temporary = checkpoint_folder.begin_writing(tmp_path, "run-0001", 1)
+    description = {"configuration": {"--warm-up-steps": 2}, "files": {}}
+    checkpoint_folder.publish(temporary, tmp_path, "run-0001", 1, description, keep=1)
+    path = checkpoint_folder.find_checkpoint(tmp_path).path / "checkpoint.json"
+    path.write_text(path.read_text().replace('"--warm-up-steps": 2', '"--warm-up-steps": 0'))
+    assert json.loads(path.read_text())["configuration"] == {"--warm-up-steps": 0}
+    with pytest.raises(checkpoint_folder.CheckpointError, match="no longer what was written"):
+        checkpoint_folder.find_checkpoint(tmp_path)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "named"),
+    [
+        ("gpipe", "--batch-size 80000000 --microbatches 80000000", "hours|GiB"),
+        ("zero_bubble", "--batch-size 20000000 --microbatches 20000000", "hours|GiB"),
+        ("gpipe", "--layers 100000000 --dim 8", "hours|GiB"),
+        ("pretrain_llama", "--vocabulary 2147483647", "GiB"),
+        ("train", "--schedule 1f1b --microbatches 50000000 --batch-size 50000000", "actions"),
+    ],
+)
+def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(
+    refusal, monkeypatch, script, flags, named
+):
+    monkeypatch.setattr("test_bad_input.call_of", lambda script, ranks=1: [f"{script}.py"])
+    status, sentence = refusal(script, *flags.split())
+    assert status == 2 and any(word in sentence for word in named.split("|"))
+    assert sentence.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--ranks", "--microbatches", "--chunks"])
+def test_a_schedule_has_so_many_actions_at_most(monkeypatch, capsys, flag):
+    words = ["predict.py", "interleaved-1f1b", flag, "2000000000"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        importlib.import_module("predict").main()
+    assert f"{MOST_ACTIONS:,} are the most" in capsys.readouterr().err
+    assert build_schedule("gpipe", 4, 8).num_ranks == 4
+
+
+def test_costs_are_such_that_sums_of_them_are_numbers(monkeypatch, capsys):
+    def predict(*words):
+        monkeypatch.setattr(sys, "argv", ["predict.py", "gpipe", "--json", *words])
+        try:
+            return importlib.import_module("predict").main(), capsys.readouterr()
+        except SystemExit as end:
+            return end.code, capsys.readouterr()
+
+    for cost in ("1e308", "1e-308", "1e16"):
+        status, said = predict("--forward", cost, "--backward", cost)
+        assert status == 2 and "--forward" in said.err
+    status, said = predict("--forward", "1e15", "--backward", "1e15", "--transfer", "1e-15")
+    assert status == 0 and json.loads(said.out)["bubble_over_total"] > 0
+
+
+# Where and how Python runs
+
+
+def start(*words, **options):
+    environment = {**os.environ, **options.pop("variables", {})}
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, text=True,
+        stdout=options.pop("stdout", subprocess.PIPE), stderr=subprocess.PIPE, timeout=120, **options,
+    )  # fmt: skip
+
+
+def test_without_docstrings_a_program_still_runs():
+    ended = start("-OO", "source_code/predict.py", "gpipe", "--json")
+    assert ended.returncode == 0 and json.loads(ended.stdout)["makespan"] == 33
+    ended = start("-OO", "source_code/gpipe.py", "--microbatches", "5")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+
+
+def test_files_are_utf_8_in_a_posix_locale_too(tmp_path):
+    path = tmp_path / "größe.csv"
+    path.write_bytes(to_csv(gpipe(2, 2)).encode("utf-8-sig"))
+    posix = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    svg = tmp_path / "größe.svg"
+    words = ["source_code/predict.py", str(path), "--svg", str(svg)]
+    ended = start(*words, variables=posix)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 ranks" in svg.read_text(encoding="utf-8") and "gr\\udcc3" in ended.stdout
+
+
+def test_a_name_that_is_no_utf_8_is_printed_with_escapes(tmp_path):
+    path = os.fsencode(tmp_path) + b"/\xff.csv"
+    with open(path, "wb") as file:
+        file.write(to_csv(gpipe(2, 2)).encode())
+    ended = start("source_code/predict.py", path)
+    assert ended.returncode == 0 and ended.stdout.startswith("\\udcff: 2 ranks")
+
+
+@pytest.mark.parametrize("how", ["closed", "a pipe that nobody reads", "a full disk"])
+def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path, how):
+    words = ["source_code/gpipe.py", *TINY.split(), "--steps", "3"]
+    words += ["--losses", str(tmp_path / "losses"), "--device", "cpu"]
+    if how == "closed":
+        ended = start(*words, stdout=None, preexec_fn=lambda: os.close(1))
+    elif how == "a full disk":
+        with open("/dev/full", "w") as full:
+            ended = start(*words, stdout=full)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        ended = start(*words, stdout=writer)
+        os.close(writer)
+    assert len((tmp_path / "losses").read_text().splitlines()) == 3
+    if how == "closed":
+        assert (ended.returncode, ended.stderr) == (0, "")
+    else:
+        assert ended.returncode == 1
+        assert "standard output was not written" in ended.stderr and "\n" not in ended.stderr[:-1]
+
+
+# The promise
+
+
+@pytest.mark.parametrize(
+    ("flags", "promised"),
+    [
+        ("", True),
+        ("--dim 16 --layers 32", True),
+        ("--dim 8", False),
+        ("--layers 33", False),
+        ("--learning-rate 0.6", True),
+        ("--learning-rate 0.61", False),
+    ],
+)
+def test_1e_12_is_promised_from_dim_16_up_to_32_layers_and_3_times_the_rate(flags, promised):
+    from pipeline.training import is_promised, training_parser
+
+    arguments = training_parser("").parse_args(flags.split())
+    arguments.learning_rate = arguments.learning_rate or 0.2
+    assert is_promised(arguments) is promised
+
+
+@pytest.mark.processes
+def test_beyond_its_range_the_script_says_that_nothing_is_promised():
+    """The setting of width 2 in which one process already differs from itself by 9e-10."""
+    flags = "--heads 1 --kv-heads 1 --dim 2 --seq-len 16 --seed 1 --batch-size 16 --layers 9"
+    ended = start("source_code/gpipe.py", *flags.split(), "--verify", "--device", "cpu")
+    assert ended.returncode == 0, ended.stderr
+    last = ended.stdout.splitlines()[-1] if ended.stdout else ""
+    assert "and nothing is promised here, but from --dim 16 on" in ended.stdout, last

@@ -1,0 +1,191 @@
+"""Neither a file nor another rank brings code along, or asks for more memory than it is large."""
+
+import dataclasses
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run_on_ranks
+
+from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
+from extensions.checkpointing.checkpoint_reader import read_whole
+from extensions.checkpointing.exported import read_exported
+from pipeline.job import join_job
+from pipeline.unpickling import UNPICKLING_ERRORS, unpickle
+
+
+class Evil:
+    """Unpickled, it makes a file; any other command would do."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Where Evil leaves a trace: it must not be there in the end."""
+    yield tmp_path / "trace"
+    assert not (tmp_path / "trace").exists()
+
+
+def save(folder, state):
+    """A checkpoint of step 1 that torch has written of `state`, with checksums that fit."""
+    temporary = checkpoint_folder.begin_writing(folder, "run-0001", 1)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), no_dist=True)
+    return publish(temporary, folder)
+
+
+def publish(temporary, folder):
+    files = checkpoint_folder.describe_files(temporary, "")
+    files.pop("checkpoint.json", None)
+    description = {"configuration": {}, "files": files}
+    checkpoint_folder.publish(temporary, folder, "run-0001", 1, description, keep=2)
+    return find_checkpoint(folder)
+
+
+def forge(checkpoint, change):
+    """The checkpoint with another description of its tensors, and checksums that fit."""
+    file = checkpoint.path / ".metadata"
+    file.write_bytes(change(file.read_bytes()))
+    temporary = checkpoint.path.with_name(".writing-step-00000001-0000")
+    checkpoint.path.rename(temporary)
+    return publish(temporary, checkpoint.folder)
+
+
+STATE = {"model": {"weight": torch.arange(6.0)}, "rate": {"updates": 3}}
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
+    state = read_whole(save(tmp_path / "saved", STATE))
+    assert torch.equal(state["model"]["weight"], torch.arange(6.0))
+    assert state["rate"] == {"updates": 3}
+
+
+def test_a_description_that_is_a_command_is_not_run(tmp_path, trace):
+    checkpoint = forge(save(tmp_path / "saved", STATE), lambda _: pickle.dumps(Evil(trace)))
+    with pytest.raises(CheckpointError, match="posix.mkdir is none of the classes"):
+        read_whole(checkpoint)
+
+
+def test_a_value_that_is_a_command_is_not_run(tmp_path, trace):
+    checkpoint = save(tmp_path / "saved", {**STATE, "rate": {"updates": Evil(trace)}})
+    with pytest.raises(CheckpointError, match="rank 0: "):
+        read_whole(checkpoint)
+
+
+def test_an_export_that_is_a_command_is_not_run(tmp_path, trace):
+    torch.save({"model": {"weight": Evil(trace)}}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="holds more than tensors and numbers"):
+        read_exported(tmp_path / "model.pt")
+
+
+def exchange(rank, file):
+    """What each rank learns from an exchange in which rank 1 sends a command."""
+    job = join_job("cpu", 20.0)
+    try:
+        dist.all_gather_object([None] * 2, Evil(file) if rank else 3)
+    except UNPICKLING_ERRORS as error:
+        return str(error)
+    finally:
+        job.leave()
+
+
+@pytest.mark.processes
+def test_a_command_from_another_rank_is_not_run(trace):
+    said = run_on_ranks(exchange, 2, str(trace))
+    assert all("posix.mkdir is none of the classes that are expected" in text for text in said)
+
+
+def test_tensors_numbers_and_exceptions_are_still_exchanged():
+    value = {"a": [1, None, 2.5, "text"], "t": torch.eye(3), "e": OSError(28, "full")}
+    again = unpickle(pickle.dumps(value))
+    assert again["a"] == value["a"] and torch.equal(again["t"], value["t"])
+    assert again["e"].errno == 28
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cposix\nsystem\n(S'true'\ntR.",
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"cbuiltins\nexit\n)R.",
+        b"ctorch\nload\n.",
+        b"cpipeline.unpickling\nallowed\n.",
+        b"]r\xff\xff\xff\xff.",  # a table of four billion entries
+        b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",  # so many bytes of text
+        b"",
+        b"...",
+    ],
+)
+def test_a_pickle_that_asks_for_more_than_is_allowed_is_rejected(content):
+    with pytest.raises(pickle.UnpicklingError):
+        unpickle(content)
+
+
+def changed_metadata(**changes):
+    """Changes the entry of the weight, or its place, in a pickled description."""
+
+    def change(content):
+        described = pickle.loads(content)
+        for name, value in changes.items():
+            if name in ("size", "chunks"):
+                setattr(described.state_dict_metadata["model.weight"], name, value)
+            elif name == "path":
+                described.planner_data["model.weight"] = value
+            else:
+                for index, place in described.storage_data.items():
+                    described.storage_data[index] = dataclasses.replace(place, **{name: value})
+        return pickle.dumps(described)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"size": torch.Size([2**40])}, "does not fit into"),
+        ({"chunks": []}, "is not whole"),
+        ({"size": torch.Size([3])}, "has a part outside of"),
+        ({"relative_path": "../../../secret"}, "it describes no tensors"),
+        ({"relative_path": "/etc/passwd"}, "it describes no tensors"),
+        ({"offset": 2**40}, "lies outside of"),
+        ({"length": -1}, "lies outside of"),
+        ({"path": ("model", 2**40)}, "another place than its name says"),
+    ],
+)
+def test_a_description_that_does_not_fit_the_files_is_rejected(tmp_path, changes, sentence):
+    checkpoint = forge(save(tmp_path / "saved", STATE), changed_metadata(**changes))
+    with pytest.raises(CheckpointError, match=sentence):
+        read_whole(checkpoint)
+
+
+def test_an_export_that_grows_when_it_is_unpacked_is_rejected(tmp_path):
+    torch.save({"model": {"weight": torch.zeros(10_000)}}, tmp_path / "model.pt")
+    packed = tmp_path / "packed.pt"
+    with zipfile.ZipFile(tmp_path / "model.pt") as whole:
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            for entry in whole.infolist():
+                archive.writestr(entry.filename, whole.read(entry), zipfile.ZIP_DEFLATED)
+    assert torch.load(packed, weights_only=True)["model"]["weight"].shape == (10_000,)
+    with pytest.raises(CheckpointError, match="compressed parts"):
+        read_exported(packed)
+
+
+def test_only_one_module_unpickles():
+    sources = Path(checkpoint_folder.__file__).parents[2]
+    for file in sources.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if file.name != "unpickling.py":
+            assert "pickle.load" not in text and "Unpickler(" not in text, file
+        if "torch.load(" in text:
+            loads = text.count("torch.load(") - text.count("torch.load(file)")  # in a docstring
+            assert text.count("weights_only=True") >= loads, file
