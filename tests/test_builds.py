@@ -315,6 +315,7 @@ def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):
         ("01_naive_model_parallelism", ["naive_step"]),
         ("02_gpipe", ["forward", "backward", "gpipe_step"]),
         ("03_1f1b", ["one_f_one_b_step"]),
+        ("05_interleaved", ["interleaved_step"]),
     ],
 )
 def test_the_solution_of_a_lesson_is_what_the_file_has(notebook, names):

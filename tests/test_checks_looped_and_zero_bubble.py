@@ -17,8 +17,6 @@ def answer_to(check, capsys, answer):
 @pytest.mark.parametrize(
     "check",
     [
-        lesson_05.stages_of,
-        lesson_05.interleaved_bubble,
         lesson_05.best_chunks,
         lesson_09.zero_bubble_idle,
         lesson_09.best_that_fits,
@@ -30,36 +28,6 @@ def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
 
 def test_untouched_rows_are_not_attempted_yet(capsys):
     assert answer_to(lesson_09.fill_the_bubble, capsys, ...) == NOT_ATTEMPTED
-
-
-@pytest.mark.parametrize(
-    ("stages", "sentence"),
-    [
-        (lambda rank, p, v: [rank * v + c for c in range(v)], "are one large stage"),
-        (lambda rank, p, v: [rank + c for c in range(v)], "are one large stage"),
-        (lambda rank, p, v: [rank], "2 stages are needed, one for each chunk"),
-        (lambda rank, p, v: [rank + p * c for c in reversed(range(v))], "in the wrong order"),
-        (lambda rank, p, v: [p - 1 - rank + p * c for c in range(v)], "the schedule places [0, 4]"),
-        (lambda rank, p, v: rank, "return a list of stages, not 0"),
-    ],
-)
-def test_stages_of_explains(stages, sentence, capsys):
-    answer = answer_to(lesson_05.stages_of, capsys, stages)
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-@pytest.mark.parametrize(
-    ("bubble", "sentence"),
-    [
-        (lambda p, m, v: (p - 1) / m, "which is 1F1B's"),
-        (lambda p, m, v: (p - 1) / (v * m + p - 1), "idle over total"),
-        (lambda p, m, v: (p * v - 1) / (v * m), "one rank for every stage"),
-        (lambda p, m, v: 0, "the simulator says 0.1875"),
-    ],
-)
-def test_interleaved_bubble_explains(bubble, sentence, capsys):
-    answer = answer_to(lesson_05.interleaved_bubble, capsys, bubble)
-    assert answer.startswith("Not yet: ") and sentence in answer
 
 
 def with_simulator(p, m, forward, backward, transfer):
@@ -155,8 +123,6 @@ def test_best_that_fits_explains(best, sentence, capsys):
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
-        (lesson_05.stages_of, lambda rank, p, v: [rank + p * c for c in range(v)]),
-        (lesson_05.interleaved_bubble, lambda p, m, v: (p - 1) / (v * m)),
         (lesson_05.best_chunks, with_simulator),
         (lesson_09.fill_the_bubble, rows_of(zb_h1(3, 4))),
         (
@@ -209,7 +175,6 @@ def test_fill_the_bubble_names_a_w_that_was_kept_while_its_rank_waited(capsys):
 @pytest.mark.parametrize(
     "check",
     [
-        lesson_05.stages_of,
         lesson_05.best_chunks,
         lesson_06.best_checkpoints,
         lesson_07.files_to_open,
@@ -229,7 +194,7 @@ def test_a_list_of_another_form_is_told_so_and_raises_nothing(check, answer, cap
 
 
 def test_a_function_that_forgets_to_return_is_not_called_a_stub(capsys):
-    answer = answer_to(lesson_05.stages_of, capsys, lambda *arguments: None)
+    answer = answer_to(lesson_05.best_chunks, capsys, lambda *arguments: None)
     assert answer == (
-        "Not yet: <lambda>(0, 4, 2) returned nothing; is there a return on every way through it?"
+        "Not yet: <lambda>(4, 8, 20, 40, 0.5) returned nothing; is there a return on every way through it?"
     )
