@@ -22,6 +22,11 @@ ROOT = SOURCE_CODE.parent
 FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
 PACKAGES = ("pipeline", "extensions", "lab")  # in this order in one file
 TEXT = Path("pipeline", "field_guide.txt")
+# Packages that torch and transformers import if they are there, so that a file of that name would be.
+TRIED_BY_TORCH = set(
+    "backports brotli brotlicffi colorama cuda envwrap flint gmpy gmpy2 h2 monkeytype opt_einsum org "
+    "pydot pynvml redis sniffio socksio torchcomms torchdistx trio triton z3".split()
+)
 JOB_SCRIPT = ROOT / "slurm" / "program.sbatch"
 
 
@@ -43,22 +48,26 @@ def main():
         modules = modules_of(script, arguments.with_lab)
         make = one_file if destination.suffix == ".py" else folder
         files = make(destination, modules)
-        for path in (path for path in files if path.exists() and path.read_text() != files[path]):
+        for path in (path for path in files if path.exists() and read(path) != files[path]):
             raise CannotCopy(f"{path} exists already and differs; name another folder")
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             print(f"{len(text.splitlines()):5} lines  {path}")
-    except (CannotCopy, OSError) as reason:
+    except (CannotCopy, OSError, UnicodeDecodeError) as reason:
         print(reason, file=sys.stderr)
         return 2
     return 0
 
 
+def read(path):
+    return path.read_text(encoding="utf-8")  # whatever the locale
+
+
 def training_scripts():
     """The names of the scripts that train; the broken ones and preflight.py are not among them."""
     paths = [p for p in SOURCE_CODE.glob("*.py") if not p.stem.startswith(("broken", "preflight"))]
-    return sorted(p.name for p in paths if re.search("^    job = join_", p.read_text(), re.M))
+    return sorted(p.name for p in paths if re.search("^    job = (join|start)_", read(p), re.M))
 
 
 def check_arguments(script, destination, with_lab):
@@ -72,7 +81,7 @@ def check_arguments(script, destination, with_lab):
         "lies in the course's own folders": any(place.is_relative_to(ROOT / n) for n in FOLDERS),
         "is one file, and --with-lab is for folders": one_file and with_lab,
         "would be imported instead of the module of that name": one_file
-        and (place.stem in sys.stdlib_module_names or installed),
+        and (place.stem in sys.stdlib_module_names | TRIED_BY_TORCH or installed),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         raise CannotCopy(f"{destination} {reason}; name another place")
@@ -82,7 +91,7 @@ class Module:
     """A file of the course, and the statements in it that a copy leaves out without the lab."""
 
     def __init__(self, path, with_lab):
-        self.path, self.text = path, (SOURCE_CODE / path).read_text()
+        self.path, self.text = path, read(SOURCE_CODE / path)
         self.body = ast.parse(self.text).body
         nodes = [node for statement in self.body for node in ast.walk(statement)]
         imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -141,10 +150,10 @@ def files_of(node):
 def folder(destination, modules):
     """{path: text} of a copy in the layout of source_code."""
     files = {module.path: module.text_without(module.left_out) for module in modules}
-    files[TEXT], files["job.sbatch"] = (SOURCE_CODE / TEXT).read_text(), JOB_SCRIPT.read_text()
+    files[TEXT], files["job.sbatch"] = read(SOURCE_CODE / TEXT), read(JOB_SCRIPT)
     needed = {package_of(node) for module in modules for node in module.imports}
     needed.add("numpy")  # torch sends Python objects through it
-    pins = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
+    pins = read(ROOT / "requirements.txt").splitlines(keepends=True)
     files["requirements.txt"] = "".join(pin for pin in pins if pin.split("==")[0] in needed)
     return {destination / path: text for path, text in files.items()}
 
@@ -161,7 +170,7 @@ def one_file(destination, modules):
         left_out = [*comment, *exports, *module.own, *module.others, *module.left_out]
         sections.append(module.text_without(left_out).strip())
     text = "\n\n\n".join(filter(None, sections)) + "\n"
-    return {destination: text, destination.with_name(TEXT.name): (SOURCE_CODE / TEXT).read_text()}
+    return {destination: text, destination.with_name(TEXT.name): read(SOURCE_CODE / TEXT)}
 
 
 def gathered_imports(modules):

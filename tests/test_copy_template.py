@@ -148,3 +148,26 @@ def test_a_name_that_two_modules_define_is_rejected_with_both():
     modules[1].meanings.append(("Job", "train.py"))
     with pytest.raises(copy_template.CannotCopy, match="pipeline/job.py and train.py define Job"):
         copy_template.check_names(modules)
+
+
+TRIED = """
+import importlib.machinery, sys
+names = set()
+sys.addaudithook(lambda event, details: names.add(details[0]) if event == "import" else None)
+import torch, torch._dynamo, torch.distributed.checkpoint
+top = {str(name).partition(".")[0] for name in names} - sys.stdlib_module_names
+find = importlib.machinery.PathFinder.find_spec
+print(*sorted(name for name in top if name and find(name) is None))
+"""
+
+
+@pytest.mark.processes
+def test_a_copy_has_no_name_that_torch_would_import_if_it_were_there(tmp_path, capsys):
+    tried = subprocess.run(
+        [sys.executable, "-c", TRIED], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.split()
+    assert "triton" in tried
+    assert set(tried) <= copy_template.TRIED_BY_TORCH
+    for name in (*tried, "numpy", "json"):
+        assert copy("gpipe.py", tmp_path / f"{name}.py") == 2
+        assert "would be imported instead" in capsys.readouterr().err
