@@ -24,6 +24,7 @@ STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Po
 # For every process that a test starts.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PIPELINE_WARM_RUNS"] = "1"
+os.environ["COURSE_PROGRESS"] = "off"
 
 nbval.kernel.KernelManager = Kernel
 

@@ -8,43 +8,60 @@ import functools
 import math
 import numbers
 
+from course import progress
 from pipeline.schedule import ScheduleError, from_csv
 from pipeline.schedules.legal import check_legal
 
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
 
-def checked(praise):
+def checked(praise, name=None):
     """Make a check print one line: not attempted, not yet and why, or right and what it means.
 
-    `praise` is what it means, or a function that says so of the answers.
+    `praise` is what it means, or a function that says so of the answers. `name` is that of the
+    exercise in the reader's progress, the check's own unless given, with its number if it has one.
     """
 
     def decorate(check):
+        has_number = check.__code__.co_varnames[:1] == ("number",)
+
         @functools.wraps(check)
         def answer(*answers):
-            if any(value is None or value is ... for value in answers):
-                print(NOT_ATTEMPTED)
-                return
-            try:
-                complaint = check(*answers)
-            except NotAttempted:
-                print(NOT_ATTEMPTED)
-            except WrongAnswer as error:
-                print(f"Not yet: {error}")
-            except Exception as error:
-                # The check took the answer for what the exercise asks for, and it is not.
-                print(
-                    "Not yet: the answer does not have the form that this exercise asks for "
-                    f"({_in_short(error)})"
-                )
-            else:
-                meaning = praise(*answers) if callable(praise) else praise
-                print(f"Not yet: {complaint}" if complaint else f"Right: {meaning}")
+            line = _line_on(check, praise, answers)
+            print(line)
+            exercise = f"{name or check.__name__} {answers[0] if has_number else ''}".strip()[:80]
+            progress.note(exercise, _outcome_of(line))
 
         return answer
 
     return decorate
+
+
+def _line_on(check, praise, answers):
+    """What a check prints."""
+    if any(value is None or value is ... for value in answers):
+        return NOT_ATTEMPTED
+    try:
+        complaint = check(*answers)
+    except NotAttempted:
+        return NOT_ATTEMPTED
+    except WrongAnswer as error:
+        return f"Not yet: {error}"
+    except Exception as error:
+        # The check took the answer for what the exercise asks for, and it is not.
+        return (
+            "Not yet: the answer does not have the form that this exercise asks for "
+            f"({_in_short(error)})"
+        )
+    if complaint:
+        return f"Not yet: {complaint}"
+    return f"Right: {praise(*answers) if callable(praise) else praise}"
+
+
+def _outcome_of(line):
+    if line.startswith("Right: "):
+        return progress.RIGHT
+    return progress.REACHED if line == NOT_ATTEMPTED else progress.TRIED
 
 
 class NotAttempted(Exception):

@@ -131,12 +131,12 @@ IN_UPDATES = ("clipping by stage", "tied weights drift")
 
 def diagnosis(case, fault, ranks):
     """`fault` is one of FAULTS; `ranks` is the rank that commits it, a list of several, or "all"."""
-    checked(lambda *_: CASES[case].found)(_check_diagnosis)(case, fault, ranks)
+    checked(lambda *_: CASES[case].found, "diagnosis")(_check_diagnosis)(case, fault, ranks)
 
 
 def repair(case, function):
     """`function` takes the place of the broken piece, under its name; four ranks train with it."""
-    checked(lambda *_: CASES[case].cured)(_check_repair)(case, function)
+    checked(lambda *_: CASES[case].cured, "repair")(_check_repair)(case, function)
 
 
 def broken_piece(case, fault, ranks):

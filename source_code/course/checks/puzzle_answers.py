@@ -55,7 +55,7 @@ def complaint_of(number, answer):
         return "; ".join(["legal", how_far(given, timeline), *complaints])
 
 
-_judge = checked(_praise)(complaint_of)
+_judge = checked(_praise, "puzzle")(complaint_of)
 
 
 def schedule_of(number, answer):

@@ -1,0 +1,112 @@
+"""What a reader's checks note of their progress: a line per check, in one file per person.
+
+COURSE_PROGRESS names the folder, for a workshop one that all can write to, and is build/progress if it
+is not set; "off" switches it off. COURSE_NAME names the person, else the login does. A line holds the
+exercise, what came of it and when, and nothing of the answer. `make wall` shows such a folder.
+"""
+
+import getpass
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+FOLDER_VARIABLE = "COURSE_PROGRESS"
+NAME_VARIABLE = "COURSE_NAME"
+OFF = "off"
+REACHED, TRIED, RIGHT = "not attempted", "not yet", "right"
+OUTCOMES = (REACHED, TRIED, RIGHT)
+MOST_BYTES = 5_000_000  # of a file; a person's longest week stays far below
+ROOT = Path(__file__).resolve().parents[2]
+told = set()  # what has been said already
+
+
+def note(exercise, outcome):
+    """Add a line on an exercise. Nothing that goes wrong here keeps a check from answering."""
+    folder = folder_of_progress()
+    if folder is None:
+        return
+    record = {"exercise": exercise, "outcome": outcome, "time": round(time.time(), 1)}
+    file = folder / f"{name_of_person()}.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # One write to the end of the file: lines of several kernels do not mix.
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, f"{json.dumps(record)}\n".encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        tell_once(f"Your progress is not noted: {error}")
+    else:
+        shown = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+        tell_once(f"Checks note your progress in {shown}; {FOLDER_VARIABLE}=off switches that off.")
+
+
+def folder_of_progress():
+    """The folder for the lines, or None where none are written: switched off, or in a page."""
+    chosen = os.environ.get(FOLDER_VARIABLE, "")
+    stored = os.environ.get("PIPELINE_STORED_PICTURES") == "1"  # a notebook that is being stored
+    if chosen == OFF or stored or sys.platform == "emscripten":
+        return None
+    return Path(chosen) if chosen else ROOT / "build" / "progress"
+
+
+def name_of_person():
+    """The name under which a file is written, with nothing in it that is special in a path."""
+    try:
+        name = os.environ.get(NAME_VARIABLE) or getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        name = ""
+    return re.sub(r"[^\w-]", "_", name)[:40] or "somebody"
+
+
+def tell_once(sentence):
+    if sentence not in told:
+        told.add(sentence)
+        print(sentence, file=sys.stderr)
+
+
+def read_progress(folder):
+    """({person: their records in the order of time}, [what was skipped, a sentence each]).
+
+    A file that holds no line of progress is foreign and skipped; so is a line that is damaged. A last
+    line that is still being written waits for the next look.
+    """
+    people, skipped = {}, []
+    for file in sorted(Path(folder).iterdir()):
+        if file.suffix != ".jsonl" or not file.is_file():
+            skipped.append(f"{file.name} is no file of progress")
+            continue
+        try:
+            if file.stat().st_size > MOST_BYTES:
+                skipped.append(f"{file.name} is too large for a file of progress")
+                continue
+            *lines, _ = file.read_bytes().split(b"\n")
+        except OSError as error:
+            skipped.append(f"{file.name} cannot be read: {error.strerror}")
+            continue
+        records = [record for record in map(read_line, lines) if record]
+        damaged = len(lines) - len(records)
+        if damaged:
+            skipped.append(f"{file.name}: {damaged} of {len(lines)} lines are damaged")
+        if records:
+            people[file.stem] = sorted(records, key=lambda record: record["time"])
+    return people, skipped
+
+
+def read_line(line):
+    """The record of a line, or None if it is not one."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or record.keys() != {"exercise", "outcome", "time"}:
+        return None
+    exercise, moment = record["exercise"], record["time"]
+    known = isinstance(exercise, str) and len(exercise) <= 80 and record["outcome"] in OUTCOMES
+    timed = isinstance(moment, (int, float)) and math.isfinite(moment)
+    return record if known and timed else None

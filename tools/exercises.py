@@ -1,0 +1,43 @@
+"""The exercises of the course in their order, found in the notebooks by the calls of their checks."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import nbformat
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+CALL = r"^(?:check|build)\.(\w+)\((?:(\d+), )?.*\)$"
+NOT_EXERCISES = ("perform", "broken_piece")  # what one looks at once the answer is right
+
+
+class Exercise(NamedTuple):
+    """`name` is that of the check, with its number if it has one, as in "puzzle 5"."""
+
+    lesson: str  # as in "02"
+    name: str
+    call: str  # the line that asks the check
+
+
+def exercises_of(cells, lesson):
+    """[(index of the cell with the check, Exercise)] of a notebook's cells."""
+    found = []
+    for index, cell in enumerate(cells):
+        call = cell.cell_type == "code" and re.search(CALL, cell.source, re.MULTILINE)
+        if call and call[1] not in NOT_EXERCISES:
+            name = f"{call[1]} {call[2] or ''}".strip()
+            found.append((index, Exercise(lesson, name, call[0])))
+    return found
+
+
+def lesson_of(path):
+    return path.stem.partition("_")[0]
+
+
+def all_exercises(folder=NOTEBOOKS):
+    """Every Exercise, lesson by lesson."""
+    found = []
+    for path in sorted(folder.glob("*.ipynb")):
+        cells = nbformat.read(path, as_version=4).cells
+        found += [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
+    return found

@@ -1,0 +1,223 @@
+"""Show where a room is: a page for the projector that follows the folder of everybody's progress.
+
+    make wall FOLDER=/shared/progress
+    python tools/wall.py FOLDER [--names]
+
+Open build/wall/wall.html in a browser. The page asks nobody for anything: this program rewrites a file
+beside it whenever the folder changes, and the page reads that file twice a second. Names are shown with
+--names only.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from exercises import all_exercises  # noqa: E402
+
+from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
+
+WALL = ROOT / "build" / "wall"
+EVERY = 0.5  # seconds
+MANY_ATTEMPTS = 3  # wrong ones in a row, from which on a person counts as stuck
+LONG = 8 * 60  # seconds since the first wrong one, after which a person counts as stuck
+GONE = 30 * 60  # seconds without a check, after which a person is not in the room any more
+
+
+class Place(NamedTuple):
+    """Where a person is: the last exercise, what came of it last, and since when."""
+
+    person: str
+    exercise: str
+    outcome: str
+    attempts: int  # wrong ones at this exercise, since it was last right
+    since: float  # seconds since the first of them, or since the last check if there is none
+    last: float  # seconds since the last check
+    stuck: bool
+
+
+class Count(NamedTuple):
+    """How a room did at one exercise: people by their best outcome, and attempts of those who tried."""
+
+    exercise: str
+    reached: int
+    tried: int
+    right: int
+    stuck: int
+    attempts: float
+
+
+def main():
+    arguments = parse_arguments()
+    if not arguments.folder.is_dir():
+        sys.exit(
+            f"wall.py: {arguments.folder} is no folder; name the one with everybody's progress"
+        )
+    wall = arguments.into
+    wall.mkdir(parents=True, exist_ok=True)
+    (wall / "wall.html").write_text(PAGE)
+    (wall / "wall.js").write_text(SCRIPT)
+    lessons = {exercise.name: exercise.lesson for exercise in all_exercises()}
+    print(f"Open {os.path.relpath(wall)}/wall.html; Ctrl+C ends this.", flush=True)
+    try:
+        while True:
+            follow(arguments.folder, wall, lessons, arguments.names)
+            time.sleep(EVERY)
+    except KeyboardInterrupt:
+        return 0
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where COURSE_PROGRESS points for everybody")
+    parser.add_argument("--names", action="store_true", help="show names, not numbers")
+    parser.add_argument("--into", type=Path, default=WALL, help="the folder of the page")
+    return parser.parse_args()
+
+
+def follow(folder, wall, lessons, names):
+    """Look at the folder once and write what the page shows into the folder `wall`."""
+    people, skipped = read_progress(folder)
+    now = time.time()
+    shown = wall_of(people, skipped, lessons, names, now)
+    fresh = wall / "wall_data.js.new"
+    fresh.write_text(f"show({json.dumps(shown)});\n")
+    os.replace(fresh, wall / "wall_data.js")  # the page never reads half a file
+
+
+def place_of(person, records, now):
+    last = records[-1]
+    same = [record for record in records if record["exercise"] == last["exercise"]]
+    wrong = []
+    for record in same:
+        wrong = [] if record["outcome"] == RIGHT else [*wrong, record]
+    wrong = [record for record in wrong if record["outcome"] == TRIED]
+    since = now - (wrong or [last])[0]["time"]
+    stuck = last["outcome"] == TRIED and (len(wrong) >= MANY_ATTEMPTS or since >= LONG)
+    return Place(
+        person, last["exercise"], last["outcome"], len(wrong), since, now - last["time"], stuck
+    )
+
+
+def counts_of(people, places, lessons):
+    """A Count for every exercise that somebody has reached, in the order of the course."""
+    best, attempts = {}, {}
+    for person, records in people.items():
+        for record in records:
+            key = record["exercise"], person
+            order = [REACHED, TRIED, RIGHT]
+            best[key] = max(best.get(key, REACHED), record["outcome"], key=order.index)
+            attempts[key] = attempts.get(key, 0) + (record["outcome"] != REACHED)
+    order = {name: number for number, name in enumerate(lessons)}
+    names = sorted({name for name, _ in best}, key=lambda name: (order.get(name, len(order)), name))
+    counts = []
+    for name in names:
+        outcomes = [outcome for (exercise, _), outcome in best.items() if exercise == name]
+        tries = [count for (exercise, _), count in attempts.items() if exercise == name and count]
+        stuck = sum(place.stuck for place in places if place.exercise == name)
+        numbers = [outcomes.count(outcome) for outcome in (REACHED, TRIED, RIGHT)]
+        counts.append(Count(name, *numbers, stuck, sum(tries) / len(tries) if tries else 0.0))
+    return counts
+
+
+def stumbling_block(counts):
+    """The Count at which most people have tried and are not through, if at least two are."""
+    hardest = max(counts, key=lambda count: (count.stuck, count.tried), default=None)
+    return hardest if hardest and max(hardest.stuck, hardest.tried) >= 2 else None
+
+
+def wall_of(people, skipped, lessons, names, now):
+    """What the page shows, as HTML."""
+    everybody = [place_of(person, records, now) for person, records in people.items()]
+    places = [place for place in everybody if place.last < GONE]
+    counts = counts_of(people, places, lessons)
+    first = sorted(people, key=lambda person: people[person][0]["time"])
+    called = {person: person if names else f"person {i + 1}" for i, person in enumerate(first)}
+    stuck = sum(place.stuck for place in places)
+    hardest = stumbling_block(counts)
+    parts = [f"<h1>{len(places)} at work, {stuck} stuck</h1>"]
+    if hardest:
+        parts.append(
+            f"<p class='hardest'>The room stumbles at <b>{title_of(hardest.exercise, lessons)}</b>: "
+            f"{hardest.tried} have tried and are not through, {hardest.right} are; "
+            f"{hardest.attempts:.1f} attempts on average.</p>"
+        )
+    parts.append(table_of_counts(counts, lessons))
+    places.sort(key=lambda place: (not place.stuck, called[place.person]))
+    parts.append("<ul>" + "".join(card_of(place, called, lessons) for place in places) + "</ul>")
+    if skipped:
+        listed = "; ".join(escape(sentence) for sentence in skipped[:10])
+        more = f"; and {len(skipped) - 10} more" if len(skipped) > 10 else ""
+        parts.append(f"<p class='skipped'>Skipped: {listed}{more}.</p>")
+    return "".join(parts)
+
+
+def table_of_counts(counts, lessons):
+    rows = "".join(
+        f"<tr><th scope='row'>{title_of(count.exercise, lessons)}</th>"
+        f"<td>{'●' * count.right}{'◐' * count.tried}{'○' * count.reached}</td>"
+        f"<td>{count.right}</td><td>{count.tried}</td><td>{count.reached}</td>"
+        f"<td>{count.stuck or ''}</td><td>{count.attempts:.1f}</td></tr>"
+        for count in counts
+    )
+    heads = ["exercise", "", "● right", "◐ not yet", "○ reached", "stuck now", "attempts"]
+    top = "".join(f"<th scope='col'>{head}</th>" for head in heads)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def card_of(place, called, lessons):
+    minutes = f"{place.since / 60:.0f} min"
+    said = {REACHED: f"reached {minutes} ago", RIGHT: f"right {minutes} ago"}.get(place.outcome)
+    said = said or f"{place.attempts} attempts in {minutes}"
+    mark = "<b>stuck</b>: " if place.stuck else ""
+    kind = " class='stuck'" if place.stuck else ""
+    return (
+        f"<li{kind}><b>{escape(called[place.person])}</b> "
+        f"{title_of(place.exercise, lessons)}<br>{mark}{said}</li>"
+    )
+
+
+def title_of(exercise, lessons):
+    return escape(f"{lessons.get(exercise, '')} {exercise.replace('_', ' ')}".strip())
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Where the room is</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; connect-src 'none';
+ style-src 'unsafe-inline'; script-src 'self' file:">
+<style>
+:root { color-scheme: light dark; }
+body { font: 22px/1.4 system-ui, Helvetica, Arial, sans-serif; margin: 28px 40px; }
+h1 { font-size: 40px; margin: 0; } .hardest { font-size: 26px; } .skipped { font-size: 16px; }
+table { border-collapse: collapse; } td, th { text-align: left; padding: 4px 22px 4px 0; }
+td:nth-child(2) { letter-spacing: 3px; max-width: 30em; overflow-wrap: anywhere; }
+ul { list-style: none; padding: 0; display: grid; gap: 10px;
+  grid-template-columns: repeat(auto-fill, minmax(15em, 1fr)); }
+li { border: 2px solid #8a9299; border-radius: 8px; padding: 8px 14px; }
+li.stuck { border: 5px solid #D55E00; }
+</style><script defer src="wall.js"></script></head>
+<body><main aria-live="polite"><p>Waiting for tools/wall.py ...</p></main></body></html>
+"""
+SCRIPT = """// Reads wall_data.js twice a second; what it shows comes from tools/wall.py.
+let shown = "";
+function show(text) {
+  if (text !== shown) document.querySelector("main").innerHTML = shown = text;
+}
+setInterval(() => {
+  const script = document.createElement("script");
+  script.src = `wall_data.js?${Date.now()}`;
+  script.onload = script.onerror = () => script.remove();
+  document.head.append(script);
+}, 500);
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
