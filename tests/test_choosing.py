@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import pytest
 
+from extensions.planning.bytes_sent import bytes_per_gpu
 from extensions.planning.choosing import ways
 from extensions.planning.machine import Link, Machine
 from extensions.planning.transformer import Model
@@ -98,3 +99,19 @@ def test_what_cannot_be_cut_says_so():
     assert found["1 x 16"].problem == "8 layers are too few for 16 stages"
     assert found["8 x 2"].problem == "a batch of 4 for 8 replicas"
     assert found["1 x 16"].seconds == pytest.approx(float("inf"))
+
+
+def test_a_pipeline_sends_with_the_tokens_of_a_batch_and_sharding_with_the_weights():
+    """A8: lesson 00 once said that of all ways a pipeline sends least."""
+    machine, longer = Machine(8), replace(MODEL, batch=16 * MODEL.batch)
+    found = of(MODEL, machine)
+    plans = {
+        "pipeline": replace(found["1 x 8"].plan, schedule="1f1b", chunks=1, cut=(4,) * 8),
+        "sharded": replace(found["sharded"].plan, microbatch=MODEL.batch // 8),
+    }
+    sent = {name: bytes_per_gpu(MODEL, machine, plan) for name, plan in plans.items()}
+    plans["sharded"] = replace(plans["sharded"], microbatch=longer.batch // 8)
+    later = {name: bytes_per_gpu(longer, machine, plan) for name, plan in plans.items()}
+    assert later["pipeline"] == 16 * sent["pipeline"]
+    assert later["sharded"] == sent["sharded"]
+    assert sent["pipeline"] < sent["sharded"] and later["pipeline"] > later["sharded"]
