@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test soak run notebooks images slides site handout benchmark wheels
+.PHONY: help lab check test soak run notebooks images slides site handout wall submission benchmark wheels
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +58,15 @@ site: $(INSTALLED) ## make the course a website in build/site, which opens from 
 
 handout: $(INSTALLED) ## make what participants get in build/handout: course and website without the answers
 	$(BIN)/python tools/make_handout.py
+
+# make wall FOLDER=/shared/progress FLAGS=--names
+FOLDER ?= build/progress
+wall: $(INSTALLED) ## show in build/wall where a room is, from the folder of everybody's progress
+	@mkdir -p $(FOLDER)
+	$(BIN)/python tools/wall.py $(FOLDER) $(FLAGS)
+
+submission: $(INSTALLED) ## run all checks of your notebooks and write one file to hand in
+	$(BIN)/python tools/make_submission.py
 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
 	$(BIN)/python tools/benchmark.py
