@@ -19,6 +19,7 @@ from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import choose_token, read_requests
 from extensions.inference.saved_model import load_weights, take_sizes
+from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import load_corpus, read_content
 from lab import attach
 from pipeline.command_line import positive_integer, ranks_from_environment, reject
@@ -183,6 +184,8 @@ def read_flags():
 
 
 def read_corpus(arguments):
+    if is_token_folder(arguments.data):
+        return load_tokens(arguments.data, arguments.vocabulary, arguments.seq_len)
     content = read_content(arguments.data, arguments.seq_len)
     return load_corpus(content, arguments.vocabulary, arguments.tokenizer, False, arguments.seq_len)
 

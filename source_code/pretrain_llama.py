@@ -61,6 +61,7 @@ from extensions.planning.footprint import (
 from extensions.pretraining.forward_only import ForwardOnly
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
+from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import (
     BYTES,
     filled_up,
@@ -233,6 +234,11 @@ def complete_sizes(arguments):
         )
     if arguments.vocabulary < BYTES:
         reject(f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256")
+    if is_token_folder(arguments.data) and (arguments.tokenizer or arguments.documents):
+        reject(
+            f"--data {arguments.data} has tokens already, one text of all documents; leave out "
+            "--tokenizer and --documents"
+        )
     if arguments.dataset and arguments.data:
         reject("--dataset and --data both say what to learn; use one of them")
 
@@ -253,6 +259,8 @@ def read_corpus(arguments):
     """
     if arguments.plan:
         return None
+    if is_token_folder(arguments.data):
+        return load_tokens(arguments.data, arguments.vocabulary, arguments.seq_len)
     if arguments.dataset:
         content = stream_content(arguments.dataset, arguments.characters, arguments.seq_len)
     else:

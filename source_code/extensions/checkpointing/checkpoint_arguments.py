@@ -128,9 +128,16 @@ def configuration_of(arguments, further, saved):
         if getattr(arguments, name) is None:
             setattr(arguments, name, saved.get(flag, further[name]))
         named[flag] = getattr(arguments, name)
-    tokens = arguments.text.training.numpy().tobytes() + arguments.text.held_out.numpy().tobytes()
-    named["--data"] = f"a text with SHA-256 {hashlib.sha256(tokens).hexdigest()[:12]}"
+    named["--data"] = f"a text with SHA-256 {fingerprint_of(arguments.text)[:12]}"
     return named
+
+
+def fingerprint_of(text):
+    """What tells one text from another; one that stays in its files brings its own."""
+    if hasattr(text, "fingerprint"):
+        return text.fingerprint
+    tokens = text.training.numpy().tobytes() + text.held_out.numpy().tobytes()
+    return hashlib.sha256(tokens).hexdigest()
 
 
 def continue_training(arguments, job, training):

@@ -33,9 +33,9 @@ def read_requests(arguments):
     if a.prompt:
         prompts = [tuple(a.text.encode(text)) for text in a.prompt]
     else:  # of different lengths, so that they do not all come to an end together
-        held_out = a.text.held_out.tolist()
+        held_out = a.text.held_out
         starts = [number * len(held_out) // a.requests for number in range(a.requests)]
-        prompts = [tuple(held_out[s : s + 5 + 3 * (k % 4)]) for k, s in enumerate(starts)]
+        prompts = [tuple(held_out[s : s + 5 + 3 * (k % 4)].tolist()) for k, s in enumerate(starts)]
     requests = [Request(p, a.tokens, k * a.arrive_every) for k, p in enumerate(prompts)]
     for number, request in enumerate(requests):
         if not request.prompt:

@@ -1,7 +1,7 @@
 """A model that a training has saved: its sizes, and the weights of the layers that a rank has."""
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
 from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
@@ -32,7 +32,7 @@ def load_weights(arguments, part):
         return
     weights = {name: parameter.detach() for name, parameter in part.named_parameters()}
     try:
-        dcp.load(
+        _load_state_dict(
             {"model": weights},
             storage_reader=PlainReader(arguments.saved),
             planner=PlainPlanner(),

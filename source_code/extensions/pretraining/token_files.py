@@ -1,0 +1,224 @@
+"""A folder of tokens that one process has made once, and that every rank reads where it needs to.
+
+    FOLDER/tokens.json         what is in the folder; its checksum, and one of each file
+    FOLDER/tokenizer.json      what made the tokens, unless they are bytes
+    FOLDER/training-00000.bin  tokens, two or four bytes each, little-endian, without a header
+    FOLDER/held_out-00000.bin
+
+The files are mapped into memory: the system reads the pages that are looked at, shares them among
+all ranks of a machine, and takes them back when memory is short. So a rank's own memory does not
+grow with the text, and the first batch does not wait for it.
+"""
+
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from extensions.pretraining.tokens import Corpus, read_tokenizer
+from pipeline.data import DataError
+from pipeline.files import to_json, write_whole
+from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, open_input, read_json
+
+DESCRIPTION, TOKENIZER = "tokens.json", "tokenizer.json"
+PARTS = "training", "held_out"
+DTYPES = {2: torch.uint16, 4: torch.int32}  # bytes of a token -> how torch maps it
+MOST_TOKENS = {2: 2**16, 4: 2**31}
+LARGEST_DESCRIPTION = 16 * MEBIBYTE
+
+
+class MappedTokens:
+    """The tokens of several files, one after the other; a slice is a tensor of int64.
+
+    `shards` are one-dimensional tensors, each mapped from a file.
+    """
+
+    def __init__(self, shards):
+        self.shards = shards
+        self.ends = list(accumulate(map(len, shards)))
+
+    def __len__(self):
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, wanted):
+        start, stop, step = wanted.indices(len(self))
+        if step != 1:
+            raise IndexError("tokens are read in one run")
+        parts = []
+        for shard, end in zip(self.shards, self.ends):
+            first = end - len(shard)
+            part = shard[max(start - first, 0) : max(stop - first, 0)]
+            if len(part):
+                parts.append(part.to(torch.int64))
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class MappedCorpus(Corpus):
+    """A Corpus whose tokens stay in their files. `fingerprint` tells one text from another."""
+
+    fingerprint: str = ""
+
+
+def is_token_folder(path):
+    return path is not None and os.path.isfile(os.path.join(path, DESCRIPTION))
+
+
+def load_tokens(folder, vocabulary, seq_len):
+    """The MappedCorpus in a folder that prepare_data.py has made. Raises DataError.
+
+    The names, lengths and sizes of the files are checked; `check_folder` compares their content.
+    """
+    folder = Path(folder)
+    try:
+        description = read_description(folder)
+        tokens = {part: map_part(folder, description, part) for part in PARTS}
+    except InputError as error:
+        raise DataError(f"--data: {error}; make the folder anew with prepare_data.py") from None
+    if description["num_tokens"] > vocabulary:
+        raise DataError(
+            f"--vocabulary {vocabulary} is less than the {description['num_tokens']} tokens in "
+            f"{folder}; use at least {description['num_tokens']}"
+        )
+    for part in PARTS:
+        if len(tokens[part]) < seq_len + 1:
+            raise DataError(
+                f"--data: {folder} has {len(tokens[part])} {part.replace('_', '-')} tokens, and "
+                f"--seq-len {seq_len} needs one more than itself; use a smaller one"
+            )
+    tokenizer = None
+    if description["tokenizer"]:
+        tokenizer = read_tokenizer(folder / TOKENIZER)
+    return MappedCorpus(
+        tokens["training"], tokens["held_out"], tokenizer, description["num_tokens"],
+        description["bytes_per_token"], description["checksum"],
+    )  # fmt: skip
+
+
+def read_description(folder):
+    """What tokens.json says. Raises InputError unless it is whole and says all that is needed."""
+    path = folder / DESCRIPTION
+    found = read_json(path, LARGEST_DESCRIPTION)
+    if not isinstance(found, dict) or found.get("checksum") != checksum_of_description(found):
+        raise InputError(f"{path} has been changed or is not whole")
+    width, files = found.get("bytes_per_number"), found.get("files")
+    whole = (
+        width in DTYPES
+        and is_count(found.get("num_tokens"), MOST_TOKENS[width])
+        and is_number(found.get("bytes_per_token"), 0)
+        and isinstance(found.get("tokenizer"), bool)
+        and isinstance(files, dict)
+        and set(files) == set(PARTS)
+        and all(
+            isinstance(shards, list) and all(map(is_shard, shards)) for shards in files.values()
+        )
+    )
+    if not whole:
+        raise InputError(f"{path} does not describe tokens")
+    return found
+
+
+def is_shard(shard):
+    """Whether a value from JSON names a file of the folder, its tokens and its checksum."""
+    return (
+        isinstance(shard, dict)
+        and isinstance(shard.get("file"), str)
+        and os.path.basename(shard["file"]) == shard["file"] != ""
+        and is_count(shard.get("tokens"))
+        and isinstance(shard.get("sha256"), str)
+    )
+
+
+def checksum_of_description(description):
+    rest = {name: value for name, value in description.items() if name != "checksum"}
+    return hashlib.sha256(to_json(rest, sort_keys=True).encode()).hexdigest()
+
+
+def map_part(folder, description, part):
+    """The MappedTokens of "training" or "held_out"."""
+    width, shards = description["bytes_per_number"], []
+    if sys.byteorder != "little":
+        raise InputError(f"{folder} is little-endian, and this machine is not")
+    for shard in description["files"][part]:
+        path = folder / shard["file"]
+        with open_input(path) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != shard["tokens"] * width:
+            raise InputError(f"{path} has {size:,} bytes instead of {shard['tokens'] * width:,}")
+        if size:
+            storage = torch.UntypedStorage.from_file(str(path), False, size)
+            shards.append(torch.empty(0, dtype=DTYPES[width]).set_(storage))
+    return MappedTokens(shards)
+
+
+def check_folder(folder):
+    """Compare every file with its checksum. Raises InputError, with the name of the first bad one."""
+    folder = Path(folder)
+    description = read_description(folder)
+    for part in PARTS:
+        map_part(folder, description, part)
+        for shard in description["files"][part]:
+            digest = hashlib.sha256()
+            with open_input(folder / shard["file"]) as file:
+                while block := file.read(MEBIBYTE):
+                    digest.update(block)
+            if digest.hexdigest() != shard["sha256"]:
+                raise InputError(f"{folder / shard['file']} is not what was written")
+    return description
+
+
+class TokenWriter:
+    """Writes the files of one part, each with at most `most` tokens of `width` bytes."""
+
+    def __init__(self, folder, part, width, most):
+        self.folder, self.part, self.width, self.most = Path(folder), part, width, most
+        self.shards, self.file = [], None
+
+    def write(self, tokens):
+        """Append a list of tokens."""
+        while tokens:
+            if self.file is None:
+                self.open()
+            part, tokens = tokens[: self.most - self.count], tokens[self.most - self.count :]
+            content = torch.tensor(part, dtype=torch.int64).to(DTYPES[self.width])
+            content = content.view(torch.uint8).numpy().tobytes()
+            self.file.write(content)
+            self.digest.update(content)
+            self.count += len(part)
+            if self.count == self.most:
+                self.close()
+
+    def open(self):
+        name = f"{self.part}-{len(self.shards):05}.bin"
+        self.file, self.name = open(self.folder / name, "xb"), name
+        self.digest, self.count = hashlib.sha256(), 0
+
+    def close(self):
+        """End the file that is being written, if there is one."""
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            shard = {"file": self.name, "tokens": self.count, "sha256": self.digest.hexdigest()}
+            self.shards.append(shard)
+            self.file = None
+
+    @property
+    def total(self):
+        return sum(shard["tokens"] for shard in self.shards)
+
+
+def write_description(folder, writers, width, num_tokens, bytes_per_token, tokenizer):
+    """Write tokens.json, with which the folder begins to exist; `writers` by part."""
+    files = {part: writer.shards for part, writer in writers.items()}
+    description = {
+        "bytes_per_number": width, "num_tokens": num_tokens, "bytes_per_token": bytes_per_token,
+        "tokenizer": tokenizer, "files": files,
+    }  # fmt: skip
+    description["checksum"] = checksum_of_description(description)
+    write_whole(Path(folder) / DESCRIPTION, to_json(description, indent=1) + "\n")
+    return description

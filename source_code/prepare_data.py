@@ -1,0 +1,211 @@
+"""Makes tokens of texts once, so that no training has to.
+
+    python source_code/prepare_data.py --data a.txt b.jsonl --vocabulary 4096 --out build/tokens
+    torchrun ... source_code/pretrain_llama.py --data build/tokens --vocabulary 4096
+
+--data takes text files, files of JSON lines (.jsonl) with one document per line under --field, and
+folders of either. Documents are separated by an empty line. Each ends up whole in the training part
+or in the held-out one. Texts are read and encoded a part at a time, so they may be larger than the
+memory. --check FOLDER compares an existing folder with its checksums, and ends.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from extensions.pretraining.token_files import (
+    PARTS,
+    TOKENIZER,
+    TokenWriter,
+    check_folder,
+    write_description,
+)
+from extensions.pretraining.tokens import BYTES, encode, read_tokenizer, train_tokenizer
+from pipeline.command_line import Parser, positive_integer, reject
+from pipeline.data import DataError
+from pipeline.inputs import MEBIBYTE, InputError, open_input, parse_json
+
+PIECE = MEBIBYTE  # bytes of text that are encoded at a time
+LARGEST_DOCUMENT = 64 * MEBIBYTE
+SEPARATOR = "\n\n"
+
+
+def main():
+    arguments = read_flags()
+    try:
+        if arguments.check:
+            return check(arguments.check)
+        prepare(arguments)
+    except DataError as error:
+        reject(str(error))
+    except InputError as error:
+        reject(f"--data: {error}")
+    except OSError as error:
+        reject(f"--out {arguments.out} cannot be written ({error.strerror})")
+    return 0
+
+
+def prepare(arguments):
+    """Encode every document of every file, and say what has been written."""
+    paths = files_of(arguments.data)
+    out = Path(arguments.out)
+    make_empty(out)
+    tokenizer = choose_tokenizer(arguments, paths)
+    num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
+    width = 2 if num_tokens <= 2**16 else 4
+    writers = {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in PARTS}
+    held_out_bytes = documents = 0
+    for documents, document in enumerate(documents_in(paths, arguments.field), 1):
+        part = "held_out" if documents % arguments.hold_out == 0 else "training"
+        text = document + SEPARATOR
+        held_out_bytes += len(text.encode()) if part == "held_out" else 0
+        for piece in pieces_of(text):
+            writers[part].write(encode(tokenizer, piece) if tokenizer else list(piece.encode()))
+    for writer in writers.values():
+        writer.close()
+    for part, writer in writers.items():
+        if not writer.total:
+            reject(
+                f"--data has {documents} documents, and none is left for the {part} part; use more "
+                f"text or another --hold-out than {arguments.hold_out}"
+            )
+    if tokenizer:
+        tokenizer.save(str(out / TOKENIZER))
+    per_token = held_out_bytes / writers["held_out"].total
+    write_description(out, writers, width, num_tokens, per_token, tokenizer is not None)
+    counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())
+    print(f"{documents:,} documents: {counts} tokens of {width} bytes, {num_tokens} different")
+    print(f"train with --data {out} --vocabulary {num_tokens}")
+
+
+def files_of(names):
+    """The files to read, those of a folder by name."""
+    paths = []
+    for name in map(Path, names):
+        found = [name]
+        if name.is_dir():
+            found = sorted(path for path in name.iterdir() if path.suffix in (".txt", ".jsonl"))
+            if not found:
+                raise DataError(f"--data: {name} has no .txt and no .jsonl files")
+        paths += found
+    return paths
+
+
+def make_empty(out):
+    """Make the folder, which nothing may lie in yet."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        reject(f"--out {out}: there is something already; name a new folder")
+    if not out.parent.is_dir():
+        reject(f"--out {out}: the folder {out.parent} does not exist; make it first")
+    out.mkdir(exist_ok=True)
+
+
+def choose_tokenizer(arguments, paths):
+    """The one in --tokenizer, or one trained on the first part of the text; None for bytes."""
+    if arguments.tokenizer:
+        return read_tokenizer(arguments.tokenizer)
+    if arguments.vocabulary == BYTES:
+        return None
+    sample, length = [], 0
+    for document in documents_in(paths, arguments.field):
+        sample.append(document)
+        length += len(document)
+        if length > arguments.sample_characters:
+            break
+    return train_tokenizer(SEPARATOR.join(sample), arguments.vocabulary)
+
+
+def documents_in(paths, field):
+    """Every document that is not empty, as text, one at a time."""
+    for path in paths:
+        yield from (documents_of_lines if path.suffix == ".jsonl" else documents_of_text)(
+            path, field
+        )
+
+
+def documents_of_lines(path, field):
+    with open_input(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LARGEST_DOCUMENT), b""), 1):
+            if not line.endswith(b"\n") and len(line) == LARGEST_DOCUMENT:
+                raise InputError(f"{path}, line {number} has more than {LARGEST_DOCUMENT:,} bytes")
+            if not line.strip():
+                continue
+            row = parse_json(as_text(line, path), f"{path}, line {number}")
+            document = row.get(field) if isinstance(row, dict) else None
+            if not isinstance(document, str):
+                raise InputError(f"{path}, line {number} has no text under --field {field}")
+            if document.strip():
+                yield document
+
+
+def documents_of_text(path, field):
+    """The parts between empty lines."""
+    lines, length = [], 0
+    with open_input(path) as file:
+        for line in iter(lambda: file.readline(LARGEST_DOCUMENT), b""):
+            if line.strip():
+                lines.append(line)
+                length += len(line)
+                if length > LARGEST_DOCUMENT:
+                    raise InputError(f"{path} has a document of over {LARGEST_DOCUMENT:,} bytes")
+            elif lines:
+                yield as_text(b"".join(lines), path).rstrip("\n")
+                lines, length = [], 0
+    if lines:
+        yield as_text(b"".join(lines), path).rstrip("\n")
+
+
+def as_text(content, path):
+    try:
+        return content.decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no text in UTF-8 (byte {error.start} of a line)") from None
+
+
+def pieces_of(text):
+    """`text` in pieces that end with a line where one does, since a tokenizer takes all at once."""
+    start = 0
+    while start < len(text):
+        end = start + PIECE
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def check(folder):
+    """Compare a folder with its checksums. Returns the exit status."""
+    try:
+        description = check_folder(folder)
+    except InputError as error:
+        reject(f"--check: {error}; make the folder anew")
+    print(f"{folder} is whole: {sum(map(len, description['files'].values()))} files of tokens")
+    return 0
+
+
+def read_flags():
+    parser = Parser(description=__doc__.splitlines()[0])
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
+    add("--data", nargs="+", metavar="PATH", help="texts, JSON lines, or folders of them")
+    add("--field", default="text", help="where a document stands in a line of JSON")
+    add("--vocabulary", default=BYTES, help="256: bytes; more: byte pairs", **count)
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
+    add("--sample-characters", default=10_000_000, help="of the text for its training", **count)
+    add("--hold-out", default=10, help="every Nth document is held out", **count)
+    add("--shard-tokens", default=2**28, help="most tokens of a file", **count)
+    add("--out", metavar="FOLDER", help="where the tokens go; a new folder")
+    add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")
+    arguments = parser.parse_args()
+    if not arguments.check and not (arguments.data and arguments.out):
+        reject("--data and --out are both needed: texts to read, and a folder to write")
+    if arguments.vocabulary < BYTES:
+        reject(f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256")
+    if arguments.hold_out < 2:
+        reject("--hold-out 1 would hold out every document; use at least 2")
+    if arguments.out and os.path.basename(arguments.out) == "":
+        arguments.out = arguments.out.rstrip("/")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

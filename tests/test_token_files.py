@@ -1,0 +1,236 @@
+"""Tokens that are made once, mapped into memory and read by position, from texts as people have them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import prepare_data
+import pytest
+import torch
+
+from course.launch import ROOT, run, warm_up
+from extensions.pretraining.token_files import (
+    DESCRIPTION,
+    MappedTokens,
+    check_folder,
+    checksum_of_description,
+    load_tokens,
+)
+from pipeline.data import DEFAULT_TEXT, DataError
+from pipeline.inputs import InputError
+
+warm_up("torch._dynamo", "torch.distributed.checkpoint", "tokenizers")
+
+
+def prepare(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, words)])
+    try:
+        status = prepare_data.main()
+    except SystemExit as ended:
+        status = ended.code
+    return status, "".join(capsys.readouterr())
+
+
+@pytest.fixture
+def make(monkeypatch, capsys, tmp_path):
+    """Calls prepare_data.py with --out; returns its status, its words and the folder."""
+
+    def call(*words, out="tokens"):
+        status, said = prepare(monkeypatch, capsys, [*words, "--out", tmp_path / out])
+        return status, said, tmp_path / out
+
+    return call
+
+
+# What is read is what was written
+
+
+def test_every_byte_of_every_document_is_in_one_part_and_every_tenth_document_is_held_out(make):
+    status, _, folder = make("--data", DEFAULT_TEXT, "--shard-tokens", 7001)
+    assert status == 0
+    corpus = load_tokens(folder, 256, 16)
+    documents = [d for d in DEFAULT_TEXT.read_text().split("\n\n") if d.strip()]
+    for part, tokens in (("training", corpus.training), ("held_out", corpus.held_out)):
+        wanted = [
+            d.strip("\n")
+            for n, d in enumerate(documents, 1)
+            if (n % 10 == 0) == (part == "held_out")
+        ]
+        assert bytes(tokens[:].tolist()).decode() == "".join(f"{d}\n\n" for d in wanted)
+    assert len(corpus.training.shards) == -(-len(corpus.training) // 7001)
+
+
+def test_a_slice_over_several_files_is_that_of_one_tensor():
+    whole = torch.arange(100)
+    shards = [part.to(torch.int32) for part in whole.split([13, 1, 0, 50, 36])]
+    tokens = MappedTokens(shards)
+    assert len(tokens) == 100
+    for start, stop in [(0, 100), (12, 15), (13, 14), (60, 70), (99, 200), (5, 5)]:
+        assert tokens[start:stop].tolist() == whole[start:stop].tolist()
+    assert tokens[:3].dtype == torch.int64
+
+
+def test_a_batch_depends_on_seed_and_number_alone_wherever_the_files_are_cut(make):
+    first = load_tokens(make("--data", DEFAULT_TEXT, out="a")[2], 256, 16)
+    second = load_tokens(make("--data", DEFAULT_TEXT, "--shard-tokens", 999, out="b")[2], 256, 16)
+    for step in range(5):
+        for ours, theirs in zip(first.batch(step, 4, 16, 1), second.batch(step, 4, 16, 1)):
+            assert torch.equal(ours, theirs)
+
+
+def test_json_lines_and_folders_are_read_and_a_tokenizer_is_trained_and_kept(make, tmp_path):
+    source = tmp_path / "texts"
+    source.mkdir()
+    rows = [{"body": f"Document {n} is about pipelines.\n\nIt has two parts."} for n in range(40)]
+    (source / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    (source / "a.txt").write_text("First one.\n\nSecond one.\n")
+    status, said, folder = make("--data", source, "--field", "body", "--vocabulary", 300)
+    assert (status, "42 documents" in said) == (0, True)
+    corpus = load_tokens(folder, 300, 4)
+    text = corpus.decode(corpus.training[:].tolist())
+    assert text.startswith("First one.\n\nSecond one.\n\nDocument 0 is about pipelines.\n\nIt has")
+    assert corpus.bytes_per_token > 1.5
+    assert corpus.encode("Document") == corpus.encode("Document")
+
+
+def test_pretraining_continues_from_the_same_tokens_and_rejects_others(make, tmp_path):
+    folders = [make("--data", DEFAULT_TEXT, "--hold-out", n, out=f"{n}")[2] for n in (10, 5)]
+    sizes = "--dim 16 --heads 2 --kv-heads 1 --seq-len 16 --batch-size 16 --microbatches 4"
+    flags = f"{sizes} --device cpu --dtype float64 --evaluate-windows 8 --warm-up-steps 1"
+    command = f"pretrain_llama.py {flags} --decay-steps 4 --checkpoints {tmp_path}/saved"
+    options = {"ranks": 2, "warm": True, "show": False, "limit": 60}
+    output = run(f"{command} --data {folders[0]} --steps 2 --verify", **options).output
+    assert "as promised" in output
+    assert len(run(f"{command} --data {folders[0]} --steps 4", **options).losses) == 2
+    with pytest.raises(Exception, match="--data"):
+        run(f"{command} --data {folders[1]} --steps 6", **options)
+
+
+# A gigabyte
+
+MEASURE = """
+import re, sys, time
+sys.path.insert(0, sys.argv[2])
+import torch
+from extensions.pretraining.token_files import load_tokens
+start = time.perf_counter()
+batch = load_tokens(sys.argv[1], 256, 128).batch(3, 32, 128)
+seconds = time.perf_counter() - start
+anonymous = re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
+print(int(anonymous) / 1024, seconds, *batch[0].shape)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for its memory")
+@pytest.mark.processes
+def test_with_1_gb_of_tokens_a_rank_has_at_most_50_mb_more_memory_of_its_own(tmp_path):
+    anonymous = {}
+    for name, size in (("small", 2**20), ("large", 2**30)):
+        folder = tmp_path / name
+        folder.mkdir()
+        files = {"training": size // 2, "held_out": 1000}
+        shards = {}
+        for part, count in files.items():
+            with open(folder / f"{part}.bin", "wb") as file:
+                file.truncate(2 * count)  # without blocks on the disk
+            shards[part] = [{"file": f"{part}.bin", "tokens": count, "sha256": ""}]
+        describe(folder, shards)
+        words = [sys.executable, "-c", MEASURE, str(folder), str(ROOT / "source_code")]
+        said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+        anonymous[name], seconds, *shape = map(float, said.split())
+        assert shape == [32, 128]
+        assert seconds < 2
+    assert anonymous["large"] < anonymous["small"] + 50
+
+
+def describe(folder, shards):
+    description = {
+        "bytes_per_number": 2, "num_tokens": 256, "bytes_per_token": 1.0, "tokenizer": False,
+        "files": shards,
+    }  # fmt: skip
+    description["checksum"] = checksum_of_description(description)
+    (folder / DESCRIPTION).write_text(json.dumps(description))
+
+
+# What is damaged, and what is rejected
+
+
+def damaged(folder, how):
+    """Spoil a folder, keeping the checksum of the description right where that is not the point."""
+    file, description = folder / "training-00000.bin", folder / DESCRIPTION
+    found = json.loads(description.read_text())
+    if how == "truncated":
+        os.truncate(file, file.stat().st_size - 2)
+    elif how == "gone":
+        file.unlink()
+    elif how == "pipe":
+        file.unlink()
+        os.mkfifo(file)
+    elif how == "description changed":
+        description.write_text(
+            description.read_text().replace('"num_tokens": 256', '"num_tokens": 9')
+        )
+    elif how == "another folder":
+        found["files"]["training"][0]["file"] = "../training-00000.bin"
+        found["checksum"] = checksum_of_description(found)
+        description.write_text(json.dumps(found))
+    elif how == "no JSON":
+        description.write_text("{")
+
+
+@pytest.mark.parametrize(
+    "how", ["truncated", "gone", "pipe", "description changed", "another folder", "no JSON"]
+)
+def test_a_damaged_folder_is_rejected_with_the_name_of_the_file(make, how):
+    folder = make("--data", DEFAULT_TEXT)[2]
+    damaged(folder, how)
+    with pytest.raises(DataError, match="--data.*(training-00000|tokens.json).*prepare_data"):
+        load_tokens(folder, 256, 16)
+
+
+def test_a_flipped_byte_is_found_by_check(make, monkeypatch, capsys):
+    folder = make("--data", DEFAULT_TEXT)[2]
+    assert check_folder(folder)["num_tokens"] == 256
+    file = folder / "held_out-00000.bin"
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError, match="held_out-00000"):
+        check_folder(folder)
+    status, said = prepare(monkeypatch, capsys, ["--check", folder])
+    assert status == 2 and "held_out-00000" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"text": 3}\n', ["line 1", "--field text"]),
+        (b'{"text": "a"}\n[1\n', ["line 2", "no JSON"]),
+        (b"\xff\xfe\n", ["UTF-8"]),
+        (b'{"text": "one document"}\n', ["held_out", "--hold-out"]),
+    ],
+)
+def test_a_file_that_cannot_be_learnt_from_is_rejected_in_one_sentence(
+    make, tmp_path, content, words
+):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    status, said, _ = make("--data", file)
+    assert status == 2 and said.count("\n") == 1
+    for word in words:
+        assert word in said
+
+
+def test_flags_that_do_not_fit_are_rejected_and_nothing_is_overwritten(make, tmp_path):
+    assert make("--data", DEFAULT_TEXT)[0] == 0
+    status, said, folder = make("--data", DEFAULT_TEXT)
+    assert status == 2 and "something already" in said and check_folder(folder)
+    assert "at least 256" in make("--data", DEFAULT_TEXT, "--vocabulary", 100, out="b")[1]
+    assert "at least 2" in make("--data", DEFAULT_TEXT, "--hold-out", 1, out="c")[1]
+    assert "cannot be read" in make("--data", tmp_path / "nothing.txt", out="d")[1]
+    with pytest.raises(DataError, match="--vocabulary 100"):
+        load_tokens(folder, 100, 16)
+    with pytest.raises(DataError, match="--seq-len 5000"):
+        load_tokens(folder, 256, 5000)
