@@ -392,9 +392,11 @@ def checks_of_job(timeout, of_this_node):
     except (RuntimeError, ValueError) as error:  # nobody there, or MASTER_ADDR is not set
         yield failed_to_meet(str(error).splitlines()[0])
         return
-    for host, checks in gather(job, (socket.gethostname(), of_this_node if job.rank else [])) or []:
-        for check in checks:
-            yield check._replace(name=f"{check.name} on {host}")
+    # Plain tuples: what a rank receives from another one is unpickled, and no class is let in.
+    own = [tuple(check) for check in of_this_node] if job.rank else []
+    for host, checks in gather(job, (socket.gethostname(), own)) or []:
+        for name, *rest in checks:
+            yield Check(f"{name} on {host}", *rest)
     measured = gather(job, measure_neighbours(job)) or []
     for check in sorted(line for lines in measured for line in lines):
         yield Check(*check[1:])
