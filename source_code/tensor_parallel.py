@@ -21,7 +21,6 @@ from extensions.data_parallel.replica_arguments import add_replica_arguments, ch
 from extensions.data_parallel.replicas import AllReduce, DataParallelWorker, form_replicas
 from extensions.optimization.clipping import clip_gradients
 from extensions.optimization.finite import find_not_finite
-from extensions.optimization.learning_rate import ConstantRate
 from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, count_real_tokens
 from extensions.tensor_parallel.mesh import (
@@ -30,23 +29,22 @@ from extensions.tensor_parallel.mesh import (
     own_rows,
     spread,
     stage_ranks,
+    start_sharded_job,
 )
-from extensions.tensor_parallel.sharded_part import (
-    ShareOfSplitLoss,
-    build_sharded_part,
-    split_dimension,
+from extensions.tensor_parallel.sharded_part import ShareOfSplitLoss, build_sharded_part
+from extensions.tensor_parallel.sharded_training import (
+    build_training,
+    named_for_norm,
+    sum_whole_gradients,
 )
-from extensions.tensor_parallel.sharded_training import ShardedTraining
-from extensions.tensor_parallel.tensor_group import tensor_group_of
+from extensions.tensor_parallel.tensor_group import describe, tensor_group_of
 from lab import attach
-from pipeline.collectives import Summing, connect_group, gather
+from pipeline.collectives import connect_group
 from pipeline.command_line import positive_integer, positive_number
-from pipeline.job import join_job
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     cut_layers,
     parse_arguments,
     train_one_process,
@@ -70,7 +68,8 @@ def main():
     checkpoints = continue_training(arguments, job, training)
     worker = DataParallelWorker(job, schedule, stages, reduction)
     attach.observe(arguments, job, stages.values(), schedule, first_step=training.step)
-    log = LossLog(arguments, has_loss(job, schedule), training.step)
+    prints = job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
+    log = LossLog(arguments, prints, training.step)
 
     diverged = None
     nothing_left(arguments, job, training)
@@ -101,33 +100,6 @@ def main():
     return log.finish(job.device, reference, verify=not diverged) or status
 
 
-def sum_whole_gradients(job, group, parameters):
-    """Add up the gradients of the norms, which are whole on every rank, over the tensor group.
-
-    With the sequence split each rank has seen only its part of it. Else all have the same gradient.
-    """
-    if group.splits_sequence:
-        whole = [p.grad for name, p in parameters.items() if split_dimension(name) is None]
-        if whole:
-            Summing(job, whole, group.ranks, "its gradients of the norms").wait()
-
-
-def named_for_norm(parameters, group):
-    """The parameters by names that are equal only where the gradients are: parts differ."""
-    return [
-        (name if split_dimension(name) is None else f"{name}, part {group.index}", parameter)
-        for name, parameter in parameters.items()
-    ]
-
-
-def start_sharded_job(arguments, schedule):
-    """Meet the other ranks. With the sequence split, a message has a part of the sequence."""
-    a = arguments
-    length = a.seq_len // (a.tensor if a.sequence == "split" else 1)
-    shape = a.microbatch_size, length, a.dim
-    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype)
-
-
 def build_stages(arguments, job, schedule, cut, group, loss_function, reduction):
     """This rank's stages by index, each with its part of the layers."""
     a, stages = arguments, {}
@@ -138,30 +110,6 @@ def build_stages(arguments, job, schedule, cut, group, loss_function, reduction)
         part = reduction.wrap(part, index)
         stages[index] = stage_class(part, index, schedule.num_stages, loss_function)
     return stages
-
-
-def build_training(arguments, stages, mesh):
-    """All that a checkpoint holds of this rank, under the names of the whole model."""
-    a = arguments
-    parameters = dict(pair for stage in stages.values() for pair in stage.part.named_parameters())
-    optimizer = build_optimizer(a.optimizer, parameters.values(), a.learning_rate)
-    return ShardedTraining(
-        parameters, optimizer, ConstantRate(), a.configuration, a.seed, mesh=mesh["tensor"]
-    )
-
-
-def has_loss(job, schedule):
-    """Whether this rank prints the losses: the first of the last stage's tensor group."""
-    return job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
-
-
-def describe(arguments, job, schedule, group):
-    """Say how the ranks lie, and what a rank has sent to those that share its layers."""
-    sent = gather(job, dict(group.sent))
-    if job.rank == 0 and arguments.steps:
-        sizes = f"{arguments.replicas} replicas x {schedule.num_stages} stages x {group.size} ranks"
-        bytes_of_rank_0 = ", ".join(f"{name} {count:,}" for name, count in sorted(sent[0].items()))
-        print(f"{sizes}; bytes sent within a layer by rank 0: {bytes_of_rank_0 or 0}", flush=True)
 
 
 def clip_by(arguments):

@@ -13,8 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from course.failed_run import RunFailed
 from course.launch import run, warm_up
 from extensions.pretraining.padding import PADDING, ShareOfLoss
+from extensions.tensor_parallel import mesh
 from extensions.tensor_parallel.mesh import NAMES, spread
-from extensions.tensor_parallel.sharded_part import ShareOfSplitLoss, build_sharded_part
+from extensions.tensor_parallel.sharded_part import (
+    ShareOfSplitLoss,
+    build_sharded_part,
+    split_dimension,
+)
 from extensions.tensor_parallel.tensor_group import tensor_group_of
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part
@@ -41,7 +46,7 @@ def train(flags, ranks, limit=90):
         (8, "--replicas 2 --tensor 2"),
         (8, "--replicas 1 --tensor 2 --sequence whole"),
         (8, "--replicas 2 --tensor 4"),
-        (4, "--tensor 2 --schedule zb-v --optimizer adamw --learning-rate 0.01"),
+        (4, "--tensor 2 --schedule zb-v --optimizer adamw --learning-rate 0.005"),
         (4, "--tensor 2 --schedule interleaved-1f1b --sequence whole"),
     ],
     ids=["2x2x2", "1x4x2", "2x1x4", "1x2x2 zb-v", "1x2x2 interleaved"],
@@ -89,10 +94,10 @@ def test_a_checkpoint_of_2_x_2_x_2_continues_as_1_x_4_x_1(tmp_path):
 def pieces(rank):
     """For each way to keep the sequence: loss, gradients, and the bytes that two layers send."""
     job = join_job("cpu", timeout=20)
-    mesh = init_device_mesh("cpu", (1, 1, job.num_ranks), mesh_dim_names=NAMES)
+    grid = init_device_mesh("cpu", (1, 1, job.num_ranks), mesh_dim_names=NAMES)
     found = {}
     for splits_sequence in (False, True):
-        group = tensor_group_of(job, mesh, splits_sequence)
+        group = tensor_group_of(job, grid, splits_sequence)
         part = build_sharded_part(CONFIG, 0, 4, group, 0, torch.float64, "cpu")
         loss_function = ShareOfSplitLoss(group)
         loss_function.real_tokens = 13
@@ -135,7 +140,7 @@ def test_the_parts_of_loss_and_gradients_are_those_of_the_whole_model_1e_12(spli
         assert abs(rank_loss - loss.item()) < 1e-12
     for name, parameter in model.named_parameters():
         found = [gradients[name] for _, gradients, _ in ranks]
-        dimension = tensor_parallel.split_dimension(name)
+        dimension = split_dimension(name)
         if dimension is not None:
             whole = torch.cat(found, dimension)
         else:  # with the sequence split each rank has its part of the sum
@@ -170,7 +175,7 @@ def test_with_the_sequence_split_a_message_between_stages_is_cut_into_t_parts(se
     with (
         mock.patch("sys.argv", flags.split()),
         mock.patch.dict("os.environ", ranks),
-        mock.patch.object(tensor_parallel, "join_job") as join,
+        mock.patch.object(mesh, "join_job") as join,
     ):
         arguments, schedule = tensor_parallel.read_flags()
         tensor_parallel.start_sharded_job(arguments, schedule)

@@ -7,6 +7,7 @@ neighbours, since they talk most: several times per layer, and a pipeline once p
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline.command_line import positive_integer, reject
+from pipeline.job import join_job
 from pipeline.schedule import Schedule
 
 NAMES = "replica", "stage", "tensor"
@@ -36,6 +37,14 @@ def stage_ranks(arguments):
         if size % t:
             reject(f"--tensor {t} does not divide {name} ({size}); use a divisor of it")
     return a.num_ranks // (a.replicas * t)
+
+
+def start_sharded_job(arguments, schedule):
+    """Meet the other ranks. With the sequence split, a message has a part of the sequence."""
+    a = arguments
+    length = a.seq_len // (a.tensor if a.sequence == "split" else 1)
+    shape = a.microbatch_size, length, a.dim
+    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype)
 
 
 def build_mesh(arguments, job):

@@ -10,7 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from extensions.checkpointing.checkpoint import Training
+from extensions.optimization.learning_rate import ConstantRate
 from extensions.tensor_parallel.sharded_part import split_dimension
+from pipeline.collectives import Summing
+from pipeline.training import build_optimizer
 
 
 @dataclass
@@ -28,3 +31,32 @@ class ShardedTraining(Training):
 
     def from_file(self, tensor):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def build_training(arguments, stages, mesh):
+    """All that a checkpoint holds of this rank, under the names of the whole model."""
+    a = arguments
+    parameters = dict(pair for stage in stages.values() for pair in stage.part.named_parameters())
+    optimizer = build_optimizer(a.optimizer, parameters.values(), a.learning_rate)
+    return ShardedTraining(
+        parameters, optimizer, ConstantRate(), a.configuration, a.seed, mesh=mesh["tensor"]
+    )
+
+
+def sum_whole_gradients(job, group, parameters):
+    """Add up the gradients of the norms, which are whole on every rank, over the tensor group.
+
+    With the sequence split each rank has seen only its part of it. Else all have the same gradient.
+    """
+    if group.splits_sequence:
+        whole = [p.grad for name, p in parameters.items() if split_dimension(name) is None]
+        if whole:
+            Summing(job, whole, group.ranks, "its gradients of the norms").wait()
+
+
+def named_for_norm(parameters, group):
+    """The parameters by names that are equal only where the gradients are: parts differ."""
+    return [
+        (name if split_dimension(name) is None else f"{name}, part {group.index}", parameter)
+        for name, parameter in parameters.items()
+    ]

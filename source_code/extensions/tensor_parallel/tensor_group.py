@@ -23,6 +23,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from pipeline.collectives import gather
+
 # The names since torch 2.13; the older ones say the same.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -83,8 +85,9 @@ class TensorGroup:
             return
         self.sent[name] += bytes_per_step * (self.size - 1)
         following = self.ranks[(self.index + 1) % self.size]
+        begin = partial(collective, *arguments, group=self.group, async_op=True)
         with self.job.waiting(following, f"its part of a layer ({name})"):
-            collective(*arguments, group=self.group)
+            self.job.start(self.ranks, begin).wait()
 
 
 class Collective(torch.autograd.Function):
@@ -104,6 +107,15 @@ def tensor_group_of(job, mesh, splits_sequence):
     """The TensorGroup of this rank, from the mesh (replica, stage, tensor). All ranks call it."""
     ranks = tuple(mesh["tensor"].mesh.tolist())
     return TensorGroup(job, ranks, mesh.get_group("tensor"), splits_sequence)
+
+
+def describe(arguments, job, schedule, group):
+    """Say how the ranks lie, and what a rank has sent to those that share its layers."""
+    sent = gather(job, dict(group.sent))
+    if job.rank == 0 and arguments.steps:
+        sizes = f"{arguments.replicas} replicas x {schedule.num_stages} stages x {group.size} ranks"
+        bytes_of_rank_0 = ", ".join(f"{name} {count:,}" for name, count in sorted(sent[0].items()))
+        print(f"{sizes}; bytes sent within a layer by rank 0: {bytes_of_rank_0 or 0}", flush=True)
 
 
 maximum = partial(TensorGroup.all_reduce, operation=dist.ReduceOp.MAX)
