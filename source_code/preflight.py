@@ -392,8 +392,8 @@ def checks_of_job(timeout, of_this_node):
     except (RuntimeError, ValueError) as error:  # nobody there, or MASTER_ADDR is not set
         yield failed_to_meet(str(error).splitlines()[0])
         return
-    # Plain tuples: what a rank receives from another one is unpickled, and no class is let in.
-    own = [tuple(check) for check in of_this_node] if job.rank else []
+    # Plain text: what a rank receives from another one is unpickled, and no class is let in.
+    own = [tuple(map(str, check)) for check in of_this_node] if job.rank else []
     for host, checks in gather(job, (socket.gethostname(), own)) or []:
         for name, *rest in checks:
             yield Check(f"{name} on {host}", *rest)
