@@ -5,18 +5,21 @@
 Thousands of plans are compared on paper: replicas x stages x tensor parallelism in a node x
 schedule x micro-batch x cut x recomputation x sharding. MODEL is a name, sizes such as
 layers=32,hidden=4096,vocabulary=32000, or a config.json of transformers; --machine is a name or a
-JSON file. Nothing is started.
+JSON file. Nothing is started but by --confirm, which performs the best pipelines on this machine.
 """
 
 import sys
 from dataclasses import asdict, replace
+from subprocess import SubprocessError
 
 from extensions.planning.bound import memory_bound
 from extensions.planning.candidates import all_plans, search_plans
+from extensions.planning.confirming import bad_plan, can_be_performed, confirm
 from extensions.planning.known_models import find_model, names
 from extensions.planning.machine import machine_names, read_machine
 from extensions.planning.plan_tables import (
     command_of,
+    confirmed_line,
     memory_lines,
     published_lines,
     reason_lines,
@@ -60,6 +63,9 @@ def main():
         print(to_json(figures(arguments.model, model, machine, found, ours)))
     else:
         print("\n".join(in_words(arguments, model, machine, found, ours)))
+        if arguments.confirm:
+            performable = [plan for plan in plans if can_be_performed(plan)]
+            print_confirmed(model, machine, performable, arguments.confirm)
     return int(bool(not_written))
 
 
@@ -75,6 +81,7 @@ def parse_arguments():
     add("--count", default=8, help="plans to show", **count)
     add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
     add("--bytes", type=positive_integer, metavar="PLAN", help="say what each of its ranks holds")
+    add("--confirm", help="perform the best N pipelines of 2 to 8 ranks, and a bad one", **count)
     add("--json", action="store_true", help="print the plans as JSON")
     add(
         "--published",
@@ -113,6 +120,23 @@ def in_words(arguments, model, machine, found, ours):
         if number and number <= len(best):
             lines += ["", f"Plan {number}:", *more(model, machine, best[number - 1])]
     return lines
+
+
+def print_confirmed(model, machine, plans, count):
+    """Perform the best of `plans` and a bad one, and print each beside its forecast."""
+    best = [one.plan for one in search_plans(model, machine, plans, count).best]
+    if not best:
+        print("\nNo pipeline of 2 to 8 ranks fits, so none was performed.")
+        return
+    print(
+        "\nPerformed here: one replica's pipeline with real ranks, its actions as long as forecast"
+    )
+    print("replicas x stages x tensor  schedule            forecast  performed  difference")
+    for plan in [*best, bad_plan(model, best[0])]:
+        try:
+            print(confirmed_line(confirm(model, machine, plan)), flush=True)
+        except (OSError, SubprocessError) as error:
+            print(f"{plan.schedule} could not be performed: {error}", flush=True)
 
 
 def nothing_fits(model, machine, found):

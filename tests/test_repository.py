@@ -57,7 +57,11 @@ ALLOWED = {
     architecture.SCRIPTS: {"pipeline", "lab", "extensions", "broken"},
 }
 # A forecast asks the simulator, which predicts and attaches to nothing.
-ALSO_ALLOWED = {"extensions.planning.forecast": {"lab", "lab.simulator"}}
+ALSO_ALLOWED = {
+    "extensions.planning.forecast": {"lab", "lab.simulator"},
+    "extensions.planning.reasons": {"lab", "lab.simulator"},
+    "extensions.planning.confirming": {"lab", "lab.simulator", "lab.variables"},
+}
 
 
 def test_no_file_imports_itself_through_others():

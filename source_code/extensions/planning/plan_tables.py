@@ -63,6 +63,16 @@ def memory_lines(model, machine, found):
     return lines
 
 
+def confirmed_line(confirmed):
+    plan = confirmed.plan
+    shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
+    schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
+    return (
+        f"{shape:26}  {schedule:18} {confirmed.forecast:8.3g} s {confirmed.performed:8.3g} s"
+        f" {confirmed.error:+10.1%}"
+    )
+
+
 def command_of(name, model, plan):
     """The command that starts a plan, or None where no script of the course does."""
     if name not in OF_THE_COURSE or plan.tensor > 1 or plan.sharding != "none":
