@@ -13,6 +13,7 @@ from pipeline.inputs import MEBIBYTE, InputError, is_count, read_json
 
 
 def llama(layers, hidden, heads, kv_heads, inner, vocabulary, tied=False):
+    """A Model that is built as Llama is."""
     return Model(
         layers,
         hidden,
@@ -81,6 +82,7 @@ def names():
 
 
 def from_sizes(text):
+    """The Model of sizes such as layers=32,hidden=4096,vocabulary=32000. Raises InputError."""
     sizes = {}
     for part in text.split(","):
         key, _, value = part.partition("=")

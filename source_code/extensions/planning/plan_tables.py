@@ -64,6 +64,7 @@ def memory_lines(model, machine, found):
 
 
 def confirmed_line(confirmed):
+    """A row for a Confirmed."""
     plan = confirmed.plan
     shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
     schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
