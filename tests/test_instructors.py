@@ -279,6 +279,32 @@ def test_every_slide_fits_its_page_and_no_text_is_below_18_points(slides, chromi
         browser.close()
 
 
+def test_keys_turn_slides_show_what_to_say_and_count_the_minutes(slides, chromium):
+    from playwright.sync_api import sync_playwright
+
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=flags)
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        page.goto((SLIDES / "02_gpipe.html").as_uri())
+        assert not page.locator("#notes").is_visible()
+        page.keyboard.press("n")
+        assert "The room sees:" in page.locator("#notes").inner_text()
+        page.keyboard.press("ArrowRight")
+        assert page.locator("section.on h2").inner_text() == "Three ranks wait"
+        with page.context.expect_page() as opened:
+            page.keyboard.press("s")
+        assert "Next:" in opened.value.locator("body").inner_text()
+        exercise = page.evaluate("slides.findIndex(slide => slide.querySelector('.minutes'))")
+        page.evaluate(f"show({exercise})")
+        minutes = page.locator("section.on .minutes b")
+        before = minutes.inner_text()
+        page.keyboard.press("c")
+        page.wait_for_timeout(1300)
+        assert minutes.inner_text() != before
+        browser.close()
+
+
 def test_the_loop_over_participants_names_those_whose_preflight_has_not_passed(tmp_path):
     (loop,) = re.findall(r"^```\n(for name in .*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     (tmp_path / "participants.txt").write_text("ada\ngrace\nemmy\n")
