@@ -24,6 +24,7 @@ from course.launch import ROOT, run
 pytestmark = pytest.mark.processes
 
 MODEL = own_file.MODEL.read_text()
+SPLIT = own_file.MODEL.with_name("split.py").read_text()
 numbers = itertools.count()
 
 THERE_AND_BACK = """
@@ -42,8 +43,10 @@ def there_and_back():
 
 
 def definition(name):
-    body = ast.parse(MODEL).body
-    return ast.get_source_segment(MODEL, next(n for n in body if getattr(n, "name", "") == name))
+    """The text of a function of my_pipeline.py, or of split.py."""
+    text = MODEL if f"def {name}(" in MODEL else SPLIT
+    body = ast.parse(text).body
+    return ast.get_source_segment(text, next(n for n in body if getattr(n, "name", "") == name))
 
 
 SOLUTIONS = {
@@ -52,6 +55,7 @@ SOLUTIONS = {
     "gpipe_step": "\n\n".join(map(definition, ["forward", "backward", "gpipe_step"])),
     "one_f_one_b_step": definition("one_f_one_b_step"),
     "interleaved_step": definition("interleaved_step"),
+    "zb_h1_step": definition("zb_h1_step"),
 }
 
 
@@ -60,6 +64,7 @@ def written(tmp_path, text, name):
     path = tmp_path / f"cell_{next(numbers)}.py"
     head = "import torch\nimport torch.distributed as dist\n"
     head += "from course.building.my_pipeline import DIM, backward, forward, loss_of\n"
+    head += "from collections import deque\nfrom course.building.split import backward_input\n"
     head += "class Impatient(list):\n    def append(self, send):\n        send.wait()\n\n\n"
     path.write_text(head + text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -209,6 +214,20 @@ WRONG = {
             "0.5 times that of the batch",
         ),
     ],
+    "zb_h1_step": [
+        ([("if len(later) > rank:", "if later:")], "rank 1 takes 1W0 as its action 4"),
+        (
+            [("    while later:\n        later.popleft()()\n", "")],
+            "the gradient of micro-batch 3 is missing on rank 3",
+        ),
+        ([("dist.get_world_size() - 1 - rank)", "rank)")], "deadlock: rank 0 waits at line 10"),
+        (
+            [("    while later:\n        later.popleft()()",
+              "    while later:\n        later[0]()\n        later.popleft()()")],
+            "rank 1 takes 1W5 once more than the schedule",
+        ),
+        ([("return sum(shares)", "return sum(shares) / 2")], "0.5 times that of the batch"),
+    ],
 }  # fmt: skip
 
 
@@ -316,6 +335,7 @@ def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):
         ("02_gpipe", ["forward", "backward", "gpipe_step"]),
         ("03_1f1b", ["one_f_one_b_step"]),
         ("05_interleaved", ["interleaved_step"]),
+        ("09_zero_bubble", ["input_half", "weight_half", "zb_h1_step"]),
     ],
 )
 def test_the_solution_of_a_lesson_is_what_the_file_has(notebook, names):

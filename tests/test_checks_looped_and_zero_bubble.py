@@ -2,6 +2,7 @@
 
 import pytest
 
+from course.building.split import input_half, weight_half
 from course.checks import lesson_05, lesson_06, lesson_07, lesson_08, lesson_09
 from course.checks.answer import NOT_ATTEMPTED
 from lab.simulator import Costs, simulate
@@ -198,3 +199,54 @@ def test_a_function_that_forgets_to_return_is_not_called_a_stub(capsys):
     assert answer == (
         "Not yet: <lambda>(4, 8, 20, 40, 0.5) returned nothing; is there a return on every way through it?"
     )
+
+
+def weights_at_once(gradient, inputs, weight, deferred):
+    weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
+    deferred.append(None)
+    return gradient @ weight
+
+
+def replacing(deferred):
+    while deferred:
+        weight, inputs, gradient = deferred.pop()
+        weight.grad = gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
+
+
+def half_as_much(deferred):
+    while deferred:
+        weight, inputs, gradient = deferred.pop()
+        weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2) / 2
+
+
+def never_forgetting(deferred):
+    for weight, inputs, gradient in deferred:
+        weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
+
+
+def of_one_sequence(deferred):
+    while deferred:
+        weight, inputs, gradient = deferred.pop()
+        weight.grad += gradient[0].T @ inputs[0]
+
+
+@pytest.mark.parametrize(
+    ("halves", "sentence"),
+    [
+        ((weights_at_once, weight_half), "has computed the gradient of the weight, too: defer it"),
+        ((lambda g, x, w, d: g @ w, weight_half), "nothing is deferred"),
+        (
+            (lambda g, x, w, d: g, weight_half),
+            "has the shape of x, (2, 5, 3); you return (2, 5, 4)",
+        ),
+        ((input_half, replacing), "the gradient of the other micro-batch is gone"),
+        ((input_half, half_as_much), "the gradient of micro-batch 1 counts 0.5 times"),
+        ((input_half, never_forgetting), "a second call would count it twice"),
+        ((input_half, of_one_sequence), "sum gᵀ x over all positions"),
+        ((input_half, lambda deferred: None), "still has no gradient"),
+        ((input_half, weight_half), "Right: "),
+    ],
+)
+def test_split_backward_explains(halves, sentence, capsys):
+    lesson_09.split_backward(*halves)
+    assert sentence in capsys.readouterr().out

@@ -71,7 +71,7 @@ class Observed:
             rank.waits = None
         elif kind == "begins step":
             rank.steps.append([])
-        elif kind in ("forward", "backward"):
+        elif kind in ("forward", "backward", "weights"):
             rank.steps[-1].append(event)
         elif kind == "ends step":
             rank.results.append(event)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from course.building import MARK, my_pipeline
+from course.building import MARK, my_pipeline, split
 
 YOURS = "<your "  # how the file names of the reader's functions begin
 BUSY = 5  # seconds after which a rank that does not wait says where it is
@@ -99,6 +99,22 @@ def watch_messages(teller):
             setattr(module, name, function)
 
 
+def watch_halves(teller):
+    """Tell when a half for the weights runs, too."""
+    begin = split.backward_input
+
+    def backward_input(stage, k, held, sends):
+        later = begin(stage, k, held, sends)
+
+        def run():
+            teller.tell("weights", kind="W", stage=stage.index, k=k)
+            later()
+
+        return run
+
+    split.backward_input = backward_input
+
+
 class Reference:
     """What one process computes for each stage and micro-batch, of its own copy of the model.
 
@@ -135,37 +151,24 @@ def flat_gradient(stage):
     )
 
 
-class Linear(torch.autograd.Function):
-    """x Wᵀ, whose backward computes the gradient of x and defers that of W (lesson 09)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, deferred):
-        ctx.save_for_backward(x, weight)
-        ctx.deferred = deferred
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        ctx.deferred.append((weight, x.flatten(0, -2), gradient.flatten(0, -2)))
-        return gradient @ weight, None, None
-
-
-def observe(teller, stage, index, reference):
+def observe(teller, stage, index, reference, halves):
     """Tell of every forward and backward of `stage` which micro-batch it is."""
+    stage.half, stage.index = "I" if halves else "B", index
+    if halves:
+        split.split(stage)
 
     def before(_, arguments):
         k, factor = which(arguments[0].detach(), reference.inputs[index])
         stage.current = k
         asks = index == 0 or arguments[0].requires_grad
-        teller.tell("forward", stage=index, k=k if factor == 1 else None, asks=asks)
+        teller.tell("forward", kind="F", stage=index, k=k if factor == 1 else None, asks=asks)
 
     def after(_, arguments, output):
         k = stage.current
 
         def on_gradient(gradient):
             j, factor = which(gradient, reference.gradients[index])
-            teller.tell("backward", stage=index, k=k, of=j, factor=factor)
+            teller.tell("backward", kind=stage.half, stage=index, k=k, of=j, factor=factor)
 
         output.register_hook(on_gradient)
 
@@ -201,7 +204,7 @@ def run_steps(request, function, teller):
         reference = Reference(p * chunks, *parts)
         stages = [my_pipeline.build_stage(rank + c * p, p * chunks) for c in range(chunks)]
         for c, stage in enumerate(stages):
-            observe(teller, stage, rank + c * p, reference)
+            observe(teller, stage, rank + c * p, reference, request["halves"])
         given = stages if chunks > 1 else stages[0]
         teller.tell("begins step", m=m)
         returned = function(given, *((tokens, targets) if request["whole_batch"] else parts))
@@ -260,6 +263,7 @@ def main():
         if request["joined"]:
             dist.init_process_group("gloo")
         watch_messages(teller)
+        watch_halves(teller)
         function = define(request)
         signal.setitimer(signal.ITIMER_REAL, BUSY)
         (run_steps if request["joined"] else run_words)(request, function, teller)

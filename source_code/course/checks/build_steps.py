@@ -5,13 +5,19 @@ from course.building.own_file import accept
 from course.checks.answer import checked
 from course.checks.build_text import request_of
 from course.checks.build_words import Words
-from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b
+from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 
 
-def perform(function, places, make, cases, chunks=1, whole_batch=False):
+def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=False):
     """What is wrong with the reader's step on four ranks, for each number of micro-batches."""
     request = request_of(
-        function, places, joined=True, chunks=chunks, whole_batch=whole_batch, microbatches=cases
+        function,
+        places,
+        joined=True,
+        microbatches=cases,
+        chunks=chunks,
+        whole_batch=whole_batch,
+        halves=halves,
     )
     schedules = [make(4, m) for m in cases]
     rows = [[[str(action) for action in order] for order in each.orders] for each in schedules]
@@ -63,3 +69,9 @@ def one_f_one_b_step(function):
 def interleaved_step(function):
     """`interleaved_step(stages, inputs, targets)` on four ranks with two chunks each."""
     return perform(function, 1, interleaved_1f1b, [8, 4], chunks=2)
+
+
+@checked("ZB-H1 on four ranks: the weights' halves wait, and no gradient is lost or late.")
+def zb_h1_step(function):
+    """`zb_h1_step(stage, inputs, targets)` on four ranks, also with fewer micro-batches."""
+    return perform(function, 1, zb_h1, [6, 2], halves=True)

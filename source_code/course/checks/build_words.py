@@ -158,7 +158,7 @@ class Words:
         results = [rank.results[number] for rank in self.ranks]
         return (
             self._pairing(events)
-            or self._gradients(results)
+            or self._gradients(events, results, rows)
             or self._order(events, rows)
             or self._loss(results[-1])
         )
@@ -180,7 +180,7 @@ class Words:
                         f"{self.at(event['at'])} with the gradient of micro-batch {event['of']}"
                     )
 
-    def _gradients(self, results):
+    def _gradients(self, events, results, rows):
         for rank in reversed(range(len(results))):
             for found in results[rank]["gradients"]:
                 if found["difference"] <= EXACT:
@@ -190,6 +190,10 @@ class Words:
                     on = f"on rank {rank}, stage {found['stage']},"
                 if found["none"]:
                     return f"no backward ran {on}: its weights have no gradient"
+                lost = set(rows[rank]) - {name_of(event) for event in events[rank]}
+                if lost and found["rest"] > 1e-6:
+                    name = next(name for name in rows[rank] if name in lost)
+                    return f"a part of the gradient is missing {on}: it never took {name}"
                 if found["rest"] > 1e-6:
                     return f"the gradient {on} points another way than that of one process"
                 return self._factor(on, found["parts"])
@@ -225,8 +229,10 @@ class Words:
                         f"the losses agree, but rank {rank} takes {name} as its action {step} at "
                         f"{self.at(done[step]['at'])}, where the schedule has {wanted}"
                     )
-            if len(names) != len(row):
-                return f"rank {rank} takes {len(names)} actions, the schedule has {len(row)}"
+            for name in Counter(names) - Counter(row):
+                return f"the losses agree, but rank {rank} takes {name} once more than the schedule"
+            for name in Counter(row) - Counter(names):
+                return f"the losses agree, but rank {rank} never takes {name}"
 
     def _loss(self, result):
         last, wanted, loss = len(self.ranks) - 1, result["wanted"], result["loss"]
@@ -242,7 +248,7 @@ class Words:
 
 def name_of(event):
     """An action in its text form, as "1F0"."""
-    return f"{event['stage']}{event['event'][0].upper()}{event['k']}"
+    return f"{event['stage']}{event['kind']}{event['k']}"
 
 
 def short(number):

@@ -1,4 +1,4 @@
-"""Checks of lesson 09: moving the weights' halves by hand, what is left idle, and what fits."""
+"""Checks of lesson 09: a backward in halves, moving them by hand, what is left idle, what fits."""
 
 from course.checks.answer import WrongAnswer, call, call_for_number, checked, close
 from lab.simulator import Costs, simulate
@@ -9,6 +9,65 @@ from pipeline.schedules.legal import check_legal
 
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 SCHEDULES = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
+
+
+@checked("the half that somebody waits for comes first, and the other one loses nothing.")
+def split_backward(input_half, weight_half):
+    """`input_half(gradient, inputs, weight, deferred)`, `weight_half(deferred)`, of y = x Wᵀ.
+
+    Two micro-batches, compared with autograd in float64, to 1e-12.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+    weight.grad = torch.zeros_like(weight)
+    wanted, deferred = [], [[], []]
+    for k in range(2):
+        x = torch.randn(2, 5, 3, dtype=torch.float64)
+        g = torch.randn(2, 5, 4, dtype=torch.float64)
+        wanted.append(torch.einsum("blo,bli->oi", g, x))
+        made = call(input_half, g, x, weight, deferred[k])
+        if not isinstance(made, torch.Tensor) or made.shape != x.shape:
+            shape = tuple(getattr(made, "shape", ()))
+            return f"the gradient of x has the shape of x, {tuple(x.shape)}; you return {shape}"
+        if not (made - g @ weight).abs().max() <= 1e-12:
+            return "that is not the gradient of x: y = x Wᵀ, so each g is multiplied with W"
+        if weight.grad.any():
+            return "the first half has computed the gradient of the weight, too: defer it"
+        if not deferred[k]:
+            return "nothing is deferred: the second half will need the weight, x and g"
+    for k in (1, 0):
+        said = _half_of_weights(weight_half, weight, deferred[k], wanted, k)
+        if said:
+            return said
+
+
+def _half_of_weights(weight_half, weight, deferred, wanted, k):
+    """What is wrong with the half W of micro-batch `k`; that of 1 runs before that of 0."""
+    import torch
+
+    before = weight.grad.clone()
+    try:
+        weight_half(deferred)
+        again = weight.grad.clone()
+        weight_half(deferred)
+    except Exception as error:
+        raise WrongAnswer(f"weight_half raised {type(error).__name__}: {error}") from None
+    twice = not torch.equal(again, weight.grad)
+    weight.grad = again
+    if weight.grad.shape != wanted[k].shape or not weight.grad.any():
+        return "after the second half the weight still has no gradient of its own shape"
+    if k == 0 and (again - wanted[0]).abs().max() <= 1e-12:
+        return "the gradient of the other micro-batch is gone: add to weight.grad"
+    more = again - before
+    factor = ((more * wanted[k]).sum() / (wanted[k] * wanted[k]).sum()).item()
+    if not (more - factor * wanted[k]).abs().max() <= 1e-9:
+        return "that is not the gradient of W: sum gᵀ x over all positions of all sequences"
+    if abs(factor - 1) > 1e-9:
+        return f"the gradient of micro-batch {k} counts {factor:.4g} times"
+    if twice:
+        return "what was deferred is still there: a second call would count it twice"
 
 
 @checked("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
