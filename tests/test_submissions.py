@@ -1,0 +1,174 @@
+"""What a person hands in, and the table of a folder of it, for which nothing of it is run."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+
+import grade_submissions
+import make_submission
+import nbformat
+import pytest
+from exercises import all_exercises
+
+from course.launch import ROOT
+
+STUB = "rows_1 = ..."
+CHECK = "from course.checks import lesson_12 as check\n\ncheck.puzzle(1, rows_1)"
+RIGHT = 'rows_1 = ["0F0,0B0,0F1,0B1", "1F0,1B0,1F1,1B1"]'
+
+
+def notebook(tmp_path, *sources, name="12_small.ipynb"):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / name)
+    return tmp_path / name
+
+
+def test_the_solutions_are_right_in_a_submission():
+    path = ROOT / "notebooks" / "solutions" / "12_your_own_schedule.ipynb"
+    answers = make_submission.answers_of(path)
+    assert [answer["exercise"] for answer in answers] == [f"puzzle {n}" for n in range(1, 12)]
+    assert all(answer["said"].startswith("Right: ") for answer in answers)
+
+
+def test_an_answer_may_use_what_its_notebook_imports_and_defines_and_no_cell_in_between_runs(
+    tmp_path,
+):
+    path = notebook(
+        tmp_path,
+        "from pipeline.schedules import naive\nfrom pipeline.schedule import to_csv",
+        "def rows_of(schedule):\n    return to_csv(schedule).split()",
+        "raise SystemExit('this cell is neither answer nor check')",
+        "rows_1 = rows_of(naive(2, 2))",
+        CHECK,
+    )
+    (answer,) = make_submission.answers_of(path)
+    assert answer["said"].startswith("Right: ")
+    assert answer["answer"] == "rows_1 = rows_of(naive(2, 2))"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (STUB, "Not attempted yet"),
+        ("rows_1 = ['0F0']", "Not yet: 1 rows"),
+        ("rows_1 = 1 / 0", "Not yet: NameError: name 'rows_1' is not defined"),
+        ("rows_1 = [", "Not yet: NameError"),
+    ],
+)
+def test_what_is_not_right_says_why(tmp_path, source, said):
+    (answer,) = make_submission.answers_of(notebook(tmp_path, source, CHECK))
+    assert answer["said"].startswith(said)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("source", "limit", "said"),
+    [
+        ("while True: pass", 4, "did not end within 4 s"),
+        ("import os\nos._exit(3)", 60, "could not run"),
+        ("raise SystemExit", 60, "could not run"),
+    ],
+)
+def test_an_answer_that_never_ends_or_ends_everything_costs_its_notebook_only(
+    tmp_path, monkeypatch, source, limit, said
+):
+    monkeypatch.setattr(make_submission, "LIMIT", limit)
+    (answer,) = make_submission.run_apart(notebook(tmp_path, source, CHECK))
+    assert said in answer["said"] and answer["exercise"] == "puzzle 1"
+
+
+@pytest.mark.processes
+def test_the_command_writes_a_file_that_the_table_takes(tmp_path):
+    environment = os.environ | {"COURSE_NAME": "test of a submission"}
+    command = [sys.executable, ROOT / "tools" / "make_submission.py", "00"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    file = ROOT / "build" / "submission_test_of_a_submission.json"
+    try:
+        assert "0 of 2 exercises are right" in done.stdout
+        content = grade_submissions.read(file)
+        assert {answer["lesson"] for answer in content["answers"]} == {"00"}
+    finally:
+        file.unlink()
+
+
+def submission(name, right=3, answer="x = 1", **changes):
+    exercises = all_exercises()
+    answers = [
+        {
+            "lesson": exercise.lesson,
+            "exercise": exercise.name,
+            "said": "Right: yes." if number < right else "Not attempted yet: replace the ...",
+            "answer": answer,
+        }
+        for number, exercise in enumerate(exercises)
+    ]
+    return {
+        "form": make_submission.FORM,
+        "name": name,
+        "made": "2026-01-01 10:00",
+        "answers": answers,
+    } | changes
+
+
+def graded(folder):
+    command = [sys.executable, ROOT / "tools" / "grade_submissions.py", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with open(folder / "grades.csv", newline="") as file:
+        return done.stdout, list(csv.DictReader(file)), (folder / "grades.html").read_text()
+
+
+@pytest.mark.processes
+def test_forty_submissions_are_a_table_in_less_than_a_minute(tmp_path):
+    for number in range(40):
+        file = tmp_path / f"submission_{number:02}.json"
+        file.write_text(json.dumps(submission(f"person {number}", right=number)))
+    begun = time.monotonic()
+    said, rows, page = graded(tmp_path)
+    assert time.monotonic() - begun < 60
+    assert [int(row["right"]) for row in rows] == list(range(40))
+    assert "40 submissions" in said and page.count("<details") == 40
+    assert rows[1]["00 laundry"] == "right" and rows[0]["00 laundry"] == ""
+    again, rows, _ = graded(tmp_path)  # beside the table of the first time
+    assert len(rows) == 40 and "skipped" not in again
+
+
+@pytest.mark.processes
+def test_nothing_of_a_submission_is_run_and_its_text_is_text(tmp_path):
+    marker = tmp_path / "it ran"
+    code = f"open({str(marker)!r}, 'w')"
+    bad = submission("=cmd()|' /C calc'!A0", answer=f"{code}\n<script>alert(1)</script>")
+    bad["answers"][0]["said"] = f"Right: <img src=x onerror=alert(1)> {{{code}}}"
+    (tmp_path / "a.json").write_text(json.dumps(bad))
+    _, rows, page = graded(tmp_path)
+    assert not marker.exists()
+    assert rows[0]["name"].startswith("'=")
+    assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
+    assert "default-src 'none'" in page
+
+
+@pytest.mark.processes
+def test_damaged_and_foreign_files_are_named_and_skipped(tmp_path):
+    good = submission("Ada")
+    (tmp_path / "ada.json").write_text(json.dumps(good))
+    damaged = {
+        "cut.json": json.dumps(good)[:500],
+        "deep.json": "[" * 100_000,
+        "list.json": "[1, 2]",
+        "other.json": json.dumps({"form": "another"}),
+        "nameless.json": json.dumps(submission(3)),
+        "answers.json": json.dumps(submission("Bob", answers="all right")),
+        "long.json": json.dumps(submission("Bob", answer="x" * 30_000)),
+        "notes.txt": "hello",
+    }
+    for name, text in damaged.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
+    os.mkfifo(tmp_path / "pipe.json")
+    said, rows, page = graded(tmp_path)
+    assert [row["name"] for row in rows] == ["Ada"]
+    for name in [*damaged, "binary.json", "pipe.json"]:
+        assert f"skipped: {name} " in said and f"<li>{name} " in page

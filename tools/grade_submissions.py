@@ -1,0 +1,183 @@
+"""Turn a folder of submissions into a table: grades.csv and grades.html, written beside them or elsewhere.
+
+    python tools/grade_submissions.py FOLDER [--into FOLDER]
+
+Nothing of a submission is run: it is read as JSON, and its text is shown as text. So the table says what
+each person's own checks said on that person's machine. The page has every answer to look at.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from html import escape
+from pathlib import Path
+
+from exercises import all_exercises
+from make_submission import FORM, MOST_LETTERS
+
+MOST_BYTES = 5_000_000
+KEYS = {"lesson", "exercise", "said", "answer"}
+MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
+
+
+def main():
+    arguments = parse_arguments()
+    if not arguments.folder.is_dir():
+        sys.exit(
+            f"grade_submissions.py: {arguments.folder} is no folder; name the one with the files"
+        )
+    into = arguments.into or arguments.folder
+    into.mkdir(parents=True, exist_ok=True)
+    submissions, skipped = read_all(
+        arguments.folder, ours={into / "grades.csv", into / "grades.html"}
+    )
+    exercises = all_exercises()
+    write_csv(into / "grades.csv", submissions, exercises)
+    (into / "grades.html").write_text(page_of(submissions, skipped, exercises))
+    for sentence in skipped:
+        print(f"skipped: {sentence}")
+    print(f"{len(submissions)} submissions in {into / 'grades.csv'} and {into / 'grades.html'}")
+    return 0
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the submissions are")
+    parser.add_argument("--into", type=Path, help="the folder for the table")
+    return parser.parse_args()
+
+
+def read_all(folder, ours=()):
+    """({name of the file: submission}, [what was skipped and why])."""
+    submissions, skipped = {}, []
+    for file in sorted(folder.iterdir()):
+        if file in ours:
+            continue
+        try:
+            submissions[file.name] = read(file)
+        except ValueError as error:
+            skipped.append(f"{file.name} {error}")
+    return submissions, skipped
+
+
+def read(file):
+    """The content of a submission, checked to its last field. Raises ValueError with what it is."""
+    if file.suffix != ".json" or not file.is_file():
+        raise ValueError("is no submission")
+    if file.stat().st_size > MOST_BYTES:
+        raise ValueError("is too large for a submission")
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ValueError("is damaged: it is not JSON") from None
+    if not isinstance(content, dict) or content.get("form") != FORM:
+        raise ValueError("is no submission of this course, or of another version of it")
+    answers = content.get("answers")
+    if not all(is_text(content.get(key), 80) for key in ("name", "made")):
+        raise ValueError("is damaged: it has no name or no time")
+    if not isinstance(answers, list) or not all(map(is_answer, answers)):
+        raise ValueError("is damaged: its answers are not what make submission writes")
+    return content
+
+
+def is_answer(answer):
+    if not isinstance(answer, dict) or answer.keys() != KEYS:
+        return False
+    return all(is_text(answer[key], MOST_LETTERS) for key in KEYS)
+
+
+def is_text(value, most):
+    return isinstance(value, str) and len(value) <= most
+
+
+def mark_of(said):
+    """right, not yet, or nothing for what was not attempted."""
+    return next((mark for start, mark in MARKS.items() if said.startswith(start)), "")
+
+
+def marks_of(submission):
+    """{name of an exercise: its mark}."""
+    return {answer["exercise"]: mark_of(answer["said"]) for answer in submission["answers"]}
+
+
+def write_csv(path, submissions, exercises):
+    """A row per submission: name, file, time, number of right answers, a mark per exercise."""
+    with open(path, "w", newline="") as file:
+        table = csv.writer(file)
+        titles = [f"{exercise.lesson} {exercise.name}" for exercise in exercises]
+        table.writerow(["name", "file", "made", "right", *titles])
+        for name, submission in submissions.items():
+            marks = marks_of(submission)
+            cells = [marks.get(exercise.name, "") for exercise in exercises]
+            head = [submission["name"], name, submission["made"]]
+            table.writerow([*map(harmless, head), cells.count("right"), *cells])
+
+
+def harmless(text):
+    """Text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text[:1] in "=+-@\t\r" else text
+
+
+def page_of(submissions, skipped, exercises):
+    """The table as a page, and below it every answer with what its check said."""
+    heads = "".join(
+        f'<th scope="col"><span>{escape(f"{exercise.lesson} {exercise.name}")}</span></th>'
+        for exercise in exercises
+    )
+    rows, answers = [], []
+    for number, (file, submission) in enumerate(submissions.items()):
+        marks = marks_of(submission)
+        known = [marks.get(exercise.name, "") for exercise in exercises]
+        cells = "".join(f"<td>{SIGNS[mark]}</td>" for mark in known)
+        rows.append(
+            f'<tr><th scope="row"><a href="#a{number}">{escape(submission["name"])}</a></th>'
+            f"<td>{known.count('right')}</td>{cells}</tr>"
+        )
+        answers.append(answers_of(number, file, submission))
+    left = "".join(f"<li>{escape(sentence)}</li>" for sentence in skipped)
+    return PAGE.format(
+        count=len(submissions),
+        heads=heads,
+        rows="".join(rows),
+        skipped=f"<h2>Skipped</h2><ul>{left}</ul>" if skipped else "",
+        answers="".join(answers),
+    )
+
+
+def answers_of(number, file, submission):
+    parts = "".join(
+        f"<h3>{escape(answer['lesson'])} {escape(answer['exercise'])}</h3>"
+        f"<p>{escape(answer['said'])}</p><pre>{escape(answer['answer'])}</pre>"
+        for answer in submission["answers"]
+        if mark_of(answer["said"])
+    )
+    title = f"{escape(submission['name'])}, {escape(submission['made'])} ({escape(file)})"
+    return f'<details id="a{number}"><summary>{title}</summary>{parts}</details>'
+
+
+SIGNS = {"right": "●", "not yet": "◐", "": "·"}
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Submissions</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 16px/1.5 system-ui, Helvetica, Arial, sans-serif; margin: 24px 32px; }}
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
+td, th {{ padding: 2px 8px; border-bottom: 1px solid #8a929966; text-align: left; }}
+th span {{ writing-mode: vertical-rl; }} pre {{ overflow-x: auto; padding-left: 2em; }}
+summary {{ cursor: pointer; font-weight: bold; }}
+</style></head><body>
+<h1>{count} submissions</h1>
+<p>● right, ◐ not yet, · not attempted: what each person's own checks said. Nothing was run here.</p>
+<div class="wide"><table><thead><tr><th>name</th><th>right</th>{heads}</tr></thead>
+<tbody>{rows}</tbody></table></div>{skipped}
+<h2>Answers</h2>{answers}
+</body></html>
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
