@@ -72,6 +72,7 @@ RANKS_PER_NODE=${COURSE_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
 HEAD=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
 # Jobs may share a node; each has a port of its own, below those that the system hands out.
 PORT=$((10000 + SLURM_JOB_ID % 20000))
+unset SLURM_CONSTRAINT  # of the shell that submitted; a step that wants it waits for ever
 # srun does not take this over from sbatch by itself.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1

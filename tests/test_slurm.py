@@ -337,6 +337,13 @@ def test_slurm_reads_every_value_that_the_site_sets(cluster, values, words):
     assert re.search(words, ended.stderr), ended.stderr
 
 
+def test_a_constraint_of_the_shell_does_not_hold_up_a_step_of_the_job(cluster, monkeypatch):
+    monkeypatch.setitem(cluster.environment, "SLURM_CONSTRAINT", "infiniband")
+    step = ". slurm/prepare.sh; srun --ntasks=1 echo the step runs"
+    job = cluster.submit("--nodes=1", "--gres=none", f"--wrap=bash -c '{step}'")
+    assert "the step runs" in cluster.wait_for_end(job, limit=30)
+
+
 def environment_after(site, shell="sh"):
     """What slurm/site.env, with some values, sets in a shell; and what it says there."""
     text = (ROOT / "slurm" / "site.env").read_text()
@@ -361,9 +368,9 @@ def test_every_value_of_the_site_reaches_slurm_and_an_empty_one_is_not_needed(sh
     found, _ = environment_after({f"COURSE_{name}": v for name, v in values.items()}, shell)
     for command in ("SBATCH", "SALLOC", "SLURM"):
         assert found[f"{command}_QOS"] == "course"
-        assert found[f"{command}_CONSTRAINT"] == "a100&ib"
         assert found[f"{command}_MEM_PER_NODE"] == "16G"
     assert found["SBATCH_EXCLUSIVE"] == "exclusive" and "SLURM_EXCLUSIVE" not in found
+    assert found["SALLOC_CONSTRAINT"] == "a100&ib" and "SLURM_CONSTRAINT" not in found
     assert found["SBATCH_GRES"] == "gpu:1g.10gb:2"
     assert found["PATH"].split(":")[0] == str(tmp_path)
 

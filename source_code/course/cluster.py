@@ -314,7 +314,10 @@ def _with_site(environment):
         check=True,
         timeout=30,
     )
-    return dict(pair.split("=", 1) for pair in shown.stdout.split("\0") if pair)
+    values = dict(pair.split("=", 1) for pair in shown.stdout.split("\0") if pair)
+    if "SBATCH_CONSTRAINT" in values:  # for srun outside of a job, as the lesson calls it
+        values["SLURM_CONSTRAINT"] = values["SBATCH_CONSTRAINT"]
+    return values
 
 
 def _without_paths(text):
