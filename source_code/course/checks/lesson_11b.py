@@ -1,14 +1,7 @@
 """Checks of lesson 11b: a decode loop on three real ranks, and the groups of a pipeline for a chat."""
 
-import inspect
-import json
-import re
-import tempfile
-from pathlib import Path
-
-from course.checks.answer import NotAttempted, WrongAnswer, call_for_number, checked
-from course.failed_run import RunFailed
-from course.launch import run
+from course.checks.answer import call_for_number, checked
+from course.checks.reader_on_ranks import on_ranks
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate
@@ -22,10 +15,7 @@ def decode_loop(decode):
     """`decode(rank, last, first, count, forward, send, receive)` on three ranks, with three groups."""
     from course.building.decode_on_ranks import texts_of_one_process
 
-    source = source_of_function(decode)
-    if re.search(r"^\s+\.\.\.\s*$", source, re.MULTILINE):
-        raise NotAttempted
-    found = on_ranks(source, decode.__name__)
+    found = on_ranks(SCRIPT, decode, RANKS, groups=GROUPS, count=COUNT)
     texts, did = found["texts"], found["did"]
     if texts is None:
         return "rank 0 returned no dictionary: return {group: its tokens} there"
@@ -41,38 +31,6 @@ def decode_loop(decode):
             f"the texts are right, but rank 0 never had more than {under_way} of {GROUPS} groups "
             "under way: it waited for a token of one group before it began the next one"
         )
-
-
-def source_of_function(function):
-    if not inspect.isfunction(function):
-        raise WrongAnswer("this exercise asks for a function")
-    return inspect.cleandoc("\n" + inspect.getsource(function))
-
-
-def on_ranks(source, name):
-    """What rank 0 reports of the reader's function. Raises WrongAnswer with what went wrong."""
-    request = {"source": source, "function": name, "groups": GROUPS, "count": COUNT}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "request.json"
-        file.write_text(json.dumps(request))
-        try:
-            output = run(f"{SCRIPT} {file}", RANKS, warm=True, show=False, limit=30).output
-        except RunFailed as failed:
-            raise WrongAnswer(what_failed(str(failed))) from None
-    line = next(line for line in output.splitlines() if line.startswith("answer "))
-    return json.loads(line.removeprefix("answer "))
-
-
-def what_failed(said):
-    """The sentence about a wait in vain, or the reader's own error with its line."""
-    waits = re.findall(r"rank \d+ waited .*?(?=rank \d+ waited|\(rank|\n|$)", said)
-    line = re.findall(r'File "your cell", line (\d+)', said)
-    error = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", said, re.MULTILINE)
-    if line and error:
-        return f"line {line[-1]} of your function raised {error[-1]}"
-    if waits:
-        return f"the ranks did not come to an end: {max(waits, key=len).strip()}"
-    return " ".join(said.split())[-300:]
 
 
 def tell_difference(group, ours, right):

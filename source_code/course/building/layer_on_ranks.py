@@ -1,0 +1,94 @@
+"""Runs a layer with a reader's collectives on this rank; lesson_10b.py reads what came of it.
+
+One argument: a JSON file with the source of the function and its name. The layer is a feed-forward
+network, x -> down(relu(up(x))), of which each of two ranks has half.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lab import attach
+from pipeline.collectives import Summing, gather, open_groups
+from pipeline.job import join_job
+
+TIMEOUT = 3.0  # seconds that a rank may wait for another
+ANSWER = "answer "
+RANKS = 0, 1
+
+
+def main():
+    request = json.loads(Path(sys.argv[1]).read_text())
+    namespace = {"torch": torch}
+    exec(compile(request["source"], "your cell", "exec"), namespace)  # the reader's own program
+    job = join_job("cpu", TIMEOUT)
+    open_groups(job, [RANKS])
+    watch = attach.watch(job)
+    calls = []
+    pair = namespace[request["function"]](partial(all_reduce, job, calls))
+    report = run_layer(job.rank, pair, calls) if is_pair(pair) else None
+    reports = gather(job, report)
+    if job.rank == 0:
+        print(ANSWER + json.dumps(reports), flush=True)
+    job.leave()
+    watch.stop()
+    return 0
+
+
+def is_pair(pair):
+    return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(callable, pair))
+
+
+def all_reduce(job, calls, x):
+    """The sum of x over both ranks, as a new tensor; `calls` gets its shape."""
+    calls.append(list(x.shape))
+    total = x.detach().clone()
+    Summing(job, [total], RANKS, "its part of a sum").wait()
+    return total
+
+
+def run_layer(rank, pair, calls):
+    """How the output and the gradients of this rank compare with those of the whole layer."""
+    enter, leave = pair
+    draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, up, down, slope = draw(2, 3, 8), draw(16, 8), draw(8, 16), draw(2, 3, 8)
+    right = gradients_of(x, up, down, slope)
+    halves = [gradients_of(x, up.chunk(2)[r], down.chunk(2, 1)[r], slope) for r in RANKS]
+    ours = gradients_of(x, up.chunk(2)[rank], down.chunk(2, 1)[rank], slope, enter, leave, calls)
+    report = {"forward": ours["forward"], "backward": len(calls) - ours["forward"]}
+    for name in ("output", "input"):
+        report[name] = compare(ours[name], right[name], halves[rank][name])
+    for name in ("up", "down"):  # a rank has half of these, whole
+        report[name] = compare(ours[name], halves[rank][name], None)
+    return report
+
+
+def gradients_of(x, up, down, slope, enter=None, leave=None, calls=()):
+    """The output, the gradients of the input and of both matrices, and the calls until then."""
+    leaves = x, up, down = [each.clone().requires_grad_() for each in (x, up, down)]
+    hidden = torch.relu((enter(x) if enter else x) @ up.T)
+    output = hidden @ down.T
+    output = leave(output) if leave else output
+    found = {"output": output.detach(), "forward": len(calls)}
+    (output * slope).sum().backward()
+    return found | {name: one.grad for name, one in zip(("input", "up", "down"), leaves)}
+
+
+def compare(found, right, own):
+    """[factor, of what]: `found` as a multiple of "right" or of this rank's "own" share."""
+    if found is None:
+        return [0, "none"]
+    for wanted, name in ((right, "right"), (own, "own")):
+        if wanted is None or found.shape != wanted.shape:
+            continue
+        factor = ((found * wanted).sum() / (wanted * wanted).sum()).item()
+        if (found - factor * wanted).abs().max() < 1e-9:
+            return [round(factor, 6), name]
+    return [0, "else"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

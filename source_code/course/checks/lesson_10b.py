@@ -1,0 +1,120 @@
+"""Checks of lesson 10b: the collectives of a layer on two real ranks, and a mesh for a machine."""
+
+from course.checks.answer import NotAttempted, checked, close
+from course.checks.reader_on_ranks import on_ranks
+from lab.simulator import Costs, simulate
+from pipeline.schedules import one_f_one_b
+
+SCRIPT = "course/building/layer_on_ranks.py"
+NAMES = {
+    "output": "the layer's output",
+    "down": "the gradient of the second matrix",
+    "up": "the gradient of the first matrix",
+    "input": "the gradient of the layer's input",
+}
+PLACES = {  # what is looked at first if it is wrong
+    "output": "forward",
+    "down": "the backward of leaving",
+    "up": "the backward of leaving",
+    "input": "the backward of entering",
+}
+
+
+@checked("output and gradients of the whole layer, with one sum forward and one backward.")
+def layer_ends(ends):
+    """`ends(all_reduce)`: a pair (enter, leave), of which each goes once round a split layer."""
+    reports = on_ranks(SCRIPT, ends, 2)
+    for rank, report in enumerate(reports):
+        if report is None:
+            return "return a pair, such as Enter.apply, Leave.apply"
+        for name in NAMES:
+            if complaint := complaint_of(name, *report[name]):
+                return f"on rank {rank} {complaint}"
+        for way in ("forward", "backward"):
+            if report[way] != 1:
+                return f"all is right, but with {report[way]} sums {way}; one is enough"
+
+
+def complaint_of(name, factor, of):
+    """What is wrong with one of the four tensors; `factor` times what is `of`, or None."""
+    what, where = NAMES[name], PLACES[name]
+    if of == "none":
+        return f"{what} is missing: does {where} return a tensor?"
+    if of == "else":
+        return f"{what} is no multiple of the right one: look at {where}"
+    if of == "own":
+        times = "" if close(factor, 1) else f"{factor:g} times "
+        return f"{what} is {times}this rank's own share: the sum is missing in {where}"
+    if close(factor, 1):
+        return None
+    reason = "something is summed that is whole on both ranks"
+    return f"{what} is {factor:g} times the right one: {reason}; look at {where}"
+
+
+# The second exercise: 8 layers, 16 micro-batches of 4 ms forward and 8 ms backward per layer.
+
+LAYERS, MICROBATCHES = 8, 16
+MACHINES = {
+    "one node of 8": {"node": 8, "inside": 0.05, "between": 3.0, "least": 4},
+    "two nodes of 4": {"node": 4, "inside": 0.05, "between": 3.0, "least": 4},
+    "eight nodes of 1": {"node": 1, "inside": 0.05, "between": 3.0, "least": 2},
+}
+
+
+def step_of(mesh, machine):
+    """Milliseconds of a step of 8 ranks; `mesh` is (replicas, stages, ranks that share a layer).
+
+    A collective or a message takes `inside` ms in a node and `between` ms out of it, and the sum
+    of all gradients 200 times as long, divided by the ranks that a model is spread over.
+    """
+    replicas, stages, t = mesh
+    node, inside, between = machine["node"], machine["inside"], machine["between"]
+    layers, talk = LAYERS // stages, 2 * (inside if t <= node else between)
+    hops = {
+        pair: inside if s * t // node == (s + 1) * t // node else between
+        for s in range(stages - 1)
+        for pair in ((s, s + 1), (s + 1, s))
+    }
+    costs = Costs(layers * (4 / t + talk), layers * (8 / t + talk), transfer=hops)
+    step = simulate(one_f_one_b(stages, MICROBATCHES // replicas), costs).makespan
+    far = between if replicas * stages * t > node else inside
+    return step + (200 * far / (stages * t) if replicas > 1 else 0)
+
+
+def meshes(machine):
+    """All (replicas, stages, t) of 8 ranks into which the model fits, with their milliseconds."""
+    powers = (1, 2, 4, 8)
+    all_of_8 = [(d, p, 8 // (d * p)) for d in powers for p in powers if d * p <= 8]
+    return {
+        mesh: step_of(mesh, machine) for mesh in all_of_8 if mesh[1] * mesh[2] >= machine["least"]
+    }
+
+
+@checked("sharing a layer stays in a node, stages cross, replicas take what is left.")
+def chosen_meshes(chosen):
+    """`chosen`: for each of MACHINES a mesh (replicas, stages, t) within 3 % of the fastest."""
+    if any(mesh is ... for mesh in chosen.values()):
+        raise NotAttempted
+    for name, machine in MACHINES.items():
+        mesh = chosen.get(name)
+        if not isinstance(mesh, (tuple, list)) or len(mesh) != 3:
+            return f"{name}: give three numbers, (replicas, stages, t)"
+        if tuple(mesh) not in meshes(machine):
+            return complain_of_size(name, machine, tuple(mesh))
+        took, best = step_of(mesh, machine), min(meshes(machine).values())
+        if took > 1.03 * best:
+            return f"{name}: {shown(mesh)} takes {took:.0f} ms, and {best:.0f} ms can be had"
+
+
+def complain_of_size(name, machine, mesh):
+    replicas, stages, t = mesh
+    if replicas * stages * t != 8:
+        return f"{name}: {shown(mesh)} is {replicas * stages * t} ranks, and there are 8"
+    return (
+        f"{name}: {shown(mesh)} spreads the model over {stages * t} ranks, and it needs "
+        f"{machine['least']}"
+    )
+
+
+def shown(mesh):
+    return " x ".join(map(str, mesh))

@@ -1,0 +1,157 @@
+"""Lesson 10b's checks answer wrong collectives on real ranks, each with the sum and its factor."""
+
+import pytest
+
+from course.checks import lesson_10b as check
+from course.launch import warm_up
+
+warm_up("torch._dynamo", "torch.distributed.checkpoint")
+
+
+def right(all_reduce):
+    class Enter(torch.autograd.Function):  # noqa: F821 - the ranks have it
+        @staticmethod
+        def forward(context, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context, gradient):
+            return all_reduce(gradient)
+
+    class Leave(torch.autograd.Function):  # noqa: F821
+        @staticmethod
+        def forward(context, x):
+            return all_reduce(x)
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient
+
+    return Enter.apply, Leave.apply
+
+
+def stub(all_reduce):
+    class Enter(torch.autograd.Function):  # noqa: F821
+        @staticmethod
+        def forward(context, x): ...
+
+    return Enter.apply, Enter.apply
+
+
+def no_sum_forward(all_reduce):
+    return ends(all_reduce, leave=[same, same])  # noqa: F821
+
+
+def no_sum_backward(all_reduce):
+    return ends(all_reduce, enter=[same, same])  # noqa: F821
+
+
+def both_ways(all_reduce):
+    return ends(all_reduce, leave=[all_reduce, all_reduce])  # noqa: F821
+
+
+def sum_where_all_is_whole(all_reduce):
+    return ends(all_reduce, enter=[all_reduce, all_reduce])  # noqa: F821
+
+
+def twice_on_the_way_back(all_reduce):
+    twice = lambda x: all_reduce(all_reduce(x))  # noqa: E731
+    return ends(all_reduce, enter=[same, twice])  # noqa: F821
+
+
+def one_rank_sums(all_reduce):
+    rank = torch.distributed.get_rank()  # noqa: F821
+    return ends(all_reduce, leave=[all_reduce if rank == 0 else same, same])  # noqa: F821
+
+
+def no_gradient(all_reduce):
+    return ends(all_reduce, enter=[same, lambda gradient: None])  # noqa: F821
+
+
+def not_a_pair(all_reduce):
+    return all_reduce
+
+
+HELPERS = """
+def same(x):
+    return x.view_as(x)
+
+
+def ends(all_reduce, enter=None, leave=None):
+    def function(there, back):
+        class End(torch.autograd.Function):
+            @staticmethod
+            def forward(context, x, do=there):
+                return do(x)
+
+            @staticmethod
+            def backward(context, gradient, do=back):
+                return do(gradient)
+
+        return End.apply
+
+    return function(*(enter or (same, all_reduce))), function(*(leave or (all_reduce, same)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def with_helpers(monkeypatch):
+    from course.checks import reader_on_ranks
+
+    plain = reader_on_ranks.source_of_function
+    monkeypatch.setattr(
+        reader_on_ranks, "source_of_function", lambda function: plain(function) + HELPERS
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        (right, ["Right", "one sum forward and one backward"]),
+        (stub, ["Not attempted yet"]),
+        (no_sum_forward, ["rank 0", "output", "own share", "missing in forward"]),
+        (no_sum_backward, ["gradient of the layer's input", "own share", "entering"]),
+        (both_ways, ["second matrix", "2 times the right one", "leaving"]),
+        (sum_where_all_is_whole, ["output", "2 times the right one", "forward"]),
+        (twice_on_the_way_back, ["layer's input", "2 times the right one", "entering"]),
+        (one_rank_sums, ["Not yet", "waited", "rank 1", "its part of a sum"]),
+        (no_gradient, ["layer's input is missing", "return a tensor"]),
+        (not_a_pair, ["return a pair"]),
+    ],
+)
+def test_the_ends_of_a_layer_are_answered_by_what_two_ranks_computed(ends, words, capsys):
+    check.layer_ends(ends)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    for word in words:
+        assert word in said
+
+
+ANSWER = {
+    "one node of 8": (2, 1, 4),
+    "two nodes of 4": (1, 2, 4),
+    "eight nodes of 1": (1, 8, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, "Right"),
+        ({"one node of 8": ...}, "Not attempted"),
+        ({"eight nodes of 1": (1, 1, 8)}, "takes 1728 ms, and 401 ms can be had"),
+        ({"two nodes of 4": (1, 1, 4)}, "4 ranks, and there are 8"),
+        ({"two nodes of 4": (8, 1, 1)}, "it needs 4"),
+        ({"two nodes of 4": 4}, "three numbers"),
+    ],
+)
+def test_a_mesh_is_held_against_the_fastest_for_its_machine(changed, words, capsys):
+    check.chosen_meshes(ANSWER | changed)
+    assert words in capsys.readouterr().out
+
+
+def test_each_machine_has_a_mesh_of_its_own_and_the_next_is_3_percent_slower():
+    for name, machine in check.MACHINES.items():
+        best, second, *_ = sorted(check.meshes(machine).items(), key=lambda pair: pair[1])
+        assert best[0] == ANSWER[name]
+        assert second[1] > 1.03 * best[1]
