@@ -323,7 +323,7 @@ for call in (cluster.ask, cluster.submit):
     what = "train", "--nodes=2 --cpus-per-task=12 --gres=none slurm/train.sbatch gpipe.py"
     if call == cluster.ask:
         what = "block", "srun --nodes=2 --cpus-per-task=12 true"
-    threading.Timer(7, os.kill, [os.getpid(), signal.SIGINT]).start()
+    threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
     call(*what)
 left = cluster.ask("", "squeue --me --noheader --states=PENDING", show=False).output
 print(left + "nothing waits")
