@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from extensions.planning import forecast as forecasting
 from extensions.planning.bound import held_by, lower_bound, memory_bound
 from extensions.planning.bytes_sent import bytes_per_gpu, bytes_per_node
 from extensions.planning.closed_forms import bubble_over_ideal
@@ -224,6 +225,24 @@ def test_the_bound_of_1f1b_and_interleaved_1f1b_is_exact_where_messages_are_free
         found = forecast(model, machine, replace(plan, cut=balanced_cut(model, plan.stages)))
         bound = lower_bound(model, machine, found.plan)
         assert bound == pytest.approx(found.update, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("between", [FREE, Link(2e9, 1e-3, 8), Link(0.2e9, 1e-5, 1)])
+@pytest.mark.parametrize("batch", [47, 96])
+def test_a_few_rounds_of_a_steady_phase_tell_how_long_all_of_it_takes(
+    name, between, batch, monkeypatch
+):
+    model, machine = Model(16, 512, batch=batch), Machine(4, gpus_per_node=2, between=between)
+    plan = Plan(name, 4, 2 if SCHEDULES[name].chunks else 1)
+    if name == "interleaved-1f1b" and batch % 4:
+        return
+    few = forecast(model, machine, replace(plan, cut=balanced_cut(model, plan.stages)))
+    monkeypatch.setattr(forecasting, "ROUNDS", 1000)
+    whole = forecast(model, machine, few.plan)
+    assert few.update == pytest.approx(whole.update, rel=2e-3)
+    assert few.bubble_over_ideal == pytest.approx(whole.bubble_over_ideal, abs=3e-3)
+    assert few.memory == pytest.approx(whole.memory)
 
 
 # Machine files.

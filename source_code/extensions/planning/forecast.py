@@ -25,6 +25,8 @@ from lab.simulator import Costs, simulate
 from pipeline.schedules import build_schedule
 
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
+STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+ROUNDS = 4  # of p micro-batches, after which a steady phase is one
 STATE_BYTES = 12  # per weight: 32-bit weight, mean, mean of squares
 
 
@@ -61,8 +63,7 @@ class Forecast:
 
 def forecast(model, machine, plan):
     """The Forecast of a plan. Raises ScheduleError where its schedule does not exist."""
-    schedule = known_schedule(plan.schedule, plan.ranks, plan.microbatches(model), plan.chunks)
-    timeline = simulate(schedule, stage_costs(model, machine, plan))
+    timeline, more, ideal = play(model, machine, plan)
     end = timeline.makespan
     for rank, events in enumerate(timeline.by_rank):
         last = next(event for event in reversed(events) if event.action.kind in "BW")
@@ -71,12 +72,32 @@ def forecast(model, machine, plan):
     updating = optimizer_time(model, machine, plan)
     return Forecast(
         plan,
-        end + updating,
+        end + more + updating,
         max(memory_per_rank(model, machine, plan, timeline.peak_held_until_weight_per_rank)),
-        timeline.bubble_over_ideal,
+        (timeline.makespan + more) / ideal - 1,
         end - timeline.makespan,
         updating,
     )
+
+
+def play(model, machine, plan):
+    """(Timeline, seconds that it leaves out, the largest busy time of a rank in the whole update).
+
+    Where a schedule has a steady phase, in which every p micro-batches take as long as the p before
+    them, a few rounds of it are played, and the others take as long as the last one did.
+    """
+    m, p = plan.microbatches(model), plan.ranks
+    costs = stage_costs(model, machine, plan)
+    few = ROUNDS * p + m % p
+    if m <= few + p or plan.schedule not in STEADY:
+        timeline = simulate(known_schedule(plan.schedule, p, m, plan.chunks), costs)
+        return timeline, 0.0, timeline.ideal
+    shorter, timeline = (
+        simulate(known_schedule(plan.schedule, p, count, plan.chunks), costs)
+        for count in (few, few + p)
+    )
+    more = (m - few - p) / p * (timeline.makespan - shorter.makespan)
+    return timeline, more, timeline.ideal * m / (few + p)
 
 
 known_schedule = lru_cache(maxsize=64)(build_schedule)  # plans that are compared share schedules
