@@ -108,7 +108,10 @@ def cost_or_nothing(text):
 def check_files(arguments):
     """Reject a picture or a file that could not be written, or that would replace another one."""
     outputs = {"--svg": "svg", **({} if arguments.csv == "-" else {"--csv": "csv"})}
-    check_paths_apart(arguments, outputs, {"the schedule": "schedule", "--performed": "performed"})
+    inputs = {"--performed": "performed"}
+    if arguments.schedule not in SCHEDULES:
+        inputs["the schedule"] = "schedule"
+    check_paths_apart(arguments, outputs, inputs)
     for flag, name in outputs.items():
         path = getattr(arguments, name)
         if path is not None and not can_be_written(path):

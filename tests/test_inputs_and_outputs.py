@@ -5,6 +5,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -17,11 +18,12 @@ from test_bad_input import SCRIPTS, Refusal
 
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder
+from lab.checks import OUTPUTS
 from pipeline import files, inputs
 from pipeline.command_line import Parser
 from pipeline.files import write_output, write_whole
 from pipeline.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
-from pipeline.paths import can_be_written
+from pipeline.paths import READ, WRITTEN, can_be_written
 from pipeline.schedule import to_csv
 from pipeline.schedules import MOST_ACTIONS, build_schedule, gpipe
 
@@ -119,13 +121,10 @@ def test_every_text_is_written_and_read_in_a_named_encoding():
     for package in ("pipeline", "lab", "extensions"):
         for file in (SOURCE / package).rglob("*.py"):
             for name, call in calls_in(file):
-                mode = call.args[1] if name == "open" and len(call.args) > 1 else None
-                binary = isinstance(mode, ast.Constant) and "b" in str(mode.value)
-                if (name == "open" and not isinstance(call.func, ast.Attribute) and not binary) or (
-                    name == "write_text"
-                ):
-                    named = {keyword.arg for keyword in call.keywords}
-                    assert "encoding" in named, (file.name, call.lineno)
+                if name == "write_text" or name == "open" and isinstance(call.func, ast.Name):
+                    words = ast.unparse(call)
+                    harmless = "encoding=" in words or "json.dumps(" in words  # which is ASCII
+                    assert harmless or re.search(r"'[rwa]?b'", words), (file.name, call.lineno)
 
 
 def test_no_reader_catches_whatever_comes():
@@ -160,6 +159,12 @@ def test_an_empty_text_is_never_taken_for_a_flag_that_was_not_given(refusal, mon
     assert {"--data", "--losses", "--timeline", "--profile", "--record"} <= set(texts)
     for flag in texts:
         refusal.check(script, flag, "", names=flag)
+    places = [
+        action.option_strings[0] if action.option_strings else action.metavar
+        for action in parsers[0]._actions
+        if action.metavar in ("FILE", "FOLDER", "DIR", "FILE.csv")
+    ]
+    assert set(places) <= {*READ, *WRITTEN, *OUTPUTS}  # no path of a run is left out of the list
 
 
 @pytest.mark.parametrize(
@@ -487,3 +492,46 @@ def test_beyond_its_range_the_script_says_that_nothing_is_promised():
     assert ended.returncode == 0, ended.stderr
     last = ended.stdout.splitlines()[-1] if ended.stdout else ""
     assert "and nothing is promised here, but from --dim 16 on" in ended.stdout, last
+
+
+# Tokenizers
+
+
+def test_a_tokenizer_that_leaves_numbers_out_has_room_for_its_largest(tmp_path):
+    from extensions.pretraining.tokens import load_corpus
+    from pipeline.data import DataError, load_text
+
+    words = {"<unk>": 0, "the": 299, "pipeline": 300}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    split = {"type": "Whitespace"}
+    tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": split}
+    tokenizer["truncation"] = {"max_length": 5, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}  # fmt: skip
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(tokenizer))
+    corpus = load_corpus(load_text(), 301, path, seq_len=4)
+    assert corpus.num_tokens == 301 and int(corpus.training.max()) == 300
+    assert len(corpus.training) > 1000  # all of the text, whatever the file says of cutting
+    with pytest.raises(DataError, match="less than the 301 tokens of the tokenizer"):
+        load_corpus(load_text(), 300, path, seq_len=4)
+
+
+def test_a_tokenizer_that_lacks_the_words_of_the_text_is_named(tmp_path):
+    from extensions.pretraining.tokens import load_corpus
+    from pipeline.data import DataError, load_text
+
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(DataError, match="cannot encode the text"):
+        load_corpus(load_text(), 300, tmp_path / "tokenizer.json", seq_len=4)
+
+
+@pytest.mark.parametrize("name", ["lock", "latest", "run-0001/step-00000001/checkpoint.json"])
+def test_a_pipe_in_a_folder_of_checkpoints_is_not_waited_for(tmp_path, name):
+    temporary = checkpoint_folder.begin_writing(tmp_path, "run-0001", 1)
+    description = {"configuration": {}, "files": {}}
+    checkpoint_folder.publish(temporary, tmp_path, "run-0001", 1, description, keep=1)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(checkpoint_folder.CheckpointError):
+        checkpoint_folder.find_checkpoint(tmp_path)
+        checkpoint_folder.claim(tmp_path)

@@ -262,20 +262,20 @@ def publish(temporary, folder, run, step, description, keep):
                 f"rank 0 does not see {file} in {run_folder}; --checkpoints must name a folder that "
                 "all nodes share"
             )
-    description = {**description, "step": step}
-    description["checksum"] = checksum_of_description(description)
-    write_synced(temporary / DESCRIPTION, to_json(description, indent=1) + "\n")
+    write_description(temporary, {**description, "step": step})
     sync_folder(temporary)
     os.rename(temporary, run_folder / name)
     sync_folder(run_folder)
     move_latest(folder, f"{run}/{name}")
     for old in steps_of(folder, run)[:-keep]:
-        try:
-            remove_checkpoint(run_folder, name_of_step(old))
-        except OSError as error:  # the new one is saved all the same
-            sentence = f"{run_folder / name_of_step(old)} cannot be removed ({error.strerror})"
-            print(f"{sentence}; remove it yourself", file=sys.stderr, flush=True)
+        remove_checkpoint(run_folder, name_of_step(old))
     return run_folder / name
+
+
+def write_description(folder, description):
+    """Write checkpoint.json, with the checksum of its own content."""
+    description = {**description, "checksum": checksum_of_description(description)}
+    write_synced(folder / DESCRIPTION, to_json(description, indent=1) + "\n")
 
 
 def move_latest(folder, name):
@@ -299,12 +299,19 @@ def replace_file(path, write):
 
 
 def remove_checkpoint(run_folder, name):
-    """Take the name away first: what has its name is whole, also while files go one by one."""
-    if not os.access(run_folder / name, os.W_OK):  # else half of it would go
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run_folder / name))
+    """Take the name away first: what has its name is whole, also while files go one by one.
+
+    One that cannot be removed stays, and is said: the new one is saved all the same.
+    """
     doomed = run_folder / f"{DELETING}{name}-{secrets.token_hex(2)}"
-    os.rename(run_folder / name, doomed)
-    shutil.rmtree(doomed)
+    try:
+        if not os.access(run_folder / name, os.W_OK):  # else half of it would go
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        os.rename(run_folder / name, doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        sentence = f"{run_folder / name} cannot be removed ({error.strerror}); remove it yourself"
+        print(sentence, file=sys.stderr, flush=True)
 
 
 def remove_leftovers(folder):
