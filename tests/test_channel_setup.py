@@ -1,61 +1,59 @@
 """Every channel is connected before the first step, so no step waits for a channel to be set up.
 
-The ranks run under the set-up rule of NCCL, emulated over gloo (lazy_channels.py).
+That all scripts pass where the first message of a channel connects it: test_rehearsal.py.
 """
 
 import re
+import sys
 import time
-from pathlib import Path
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import train
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
-from course.launch import WarmRanks, _follow
 from pipeline.collectives import open_groups
 from pipeline.job import Job, join_job
 
-PROGRAM = Path(__file__).with_name("lazy_channels.py")
-SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2 --device cpu --verify"
-SCRIPTS = ["gpipe.py", "one_f_one_b.py", "interleaved_1f1b.py", "zero_bubble.py"]
-SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
-KEPT = "as promised"
+SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2 --device cpu"
 
 
-def run_lazily(script, *flags, fault=()):
-    """Standard output of `script` on 4 ranks whose channels are set up when they are first used."""
-    timeout = "4" if fault else "30"  # the longest wait, in seconds
-    words = [*fault, script, *SMALL.split(), "--timeout", timeout, *flags]
-    started = WarmRanks(PROGRAM, words, 4)
-    try:
-        return _follow(started, show=False, limit=90)
-    finally:
-        started.end()
+def train_cold(rank, schedule, at_once=None):
+    """Train on channels that join_job has opened and not used, each connected by its first message."""
+    nothing = lambda *_: SimpleNamespace(wait=lambda: None)  # noqa: E731
+
+    def join_cold(*arguments):
+        with mock.patch.multiple(Job, send=nothing, receive=nothing):
+            return join_job(*arguments)
+
+    def post_all(receives, action):
+        while receives.expected:
+            receives.post_next()
+
+    argv = ["train", *SMALL.split(), "--schedule", schedule, "--rehearse", "lazy"]
+    argv += ["--timeout", "4" if at_once else "30"]
+    with (
+        mock.patch("pipeline.training.join_job", join_cold),
+        mock.patch.object(sys, "argv", argv),
+        mock.patch(at_once, post_all) if at_once else nullcontext(),
+    ):
+        return train.main()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_training_whose_channels_are_set_up_at_their_first_use_equals_one_process(script):
-    assert KEPT in run_lazily(script)
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_in_the_one_order_even_channels_without_a_first_message_connect_without_a_deadlock(
+    schedule,
+):
+    assert run_on_ranks(train_cold, 4, schedule) == [0] * 4
 
 
-def test_groups_that_average_weights_are_connected_before_the_first_step_too():
-    assert KEPT in run_lazily("pipedream.py", "--replicas", "2-1-1", "--steps", "4")
-
-
-def test_replicas_of_a_pipeline_are_connected_before_the_first_step_too():
-    assert KEPT in run_lazily("pipeline_with_data_parallel.py", "--replicas", "2")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_whose_channels_are_set_up_at_their_first_use_equals_one_process(schedule):
-    assert KEPT in run_lazily("train.py", "--schedule", schedule)
-
-
-# A loop by hand uses each channel only when its message is due. The worker posts receives ahead.
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_without_a_first_message_in_join_job_the_first_step_deadlocks_and_ranks_are_named(schedule):
+def test_receives_posted_at_the_start_would_let_them_hang():
+    at_once = "pipeline.receives.OrderedReceives.post_before"
     with pytest.raises(RunFailed) as failed:
-        run_lazily("train.py", "--schedule", schedule, fault=["--cold"])
+        run_on_ranks(train_cold, 4, "1f1b", at_once)
     assert "step 0" not in failed.value.output
     assert re.search(r"rank \d waited 4 s for .* from rank \d", str(failed.value))
     assert "a deadlock, each of these ranks waits for the next" in str(failed.value)

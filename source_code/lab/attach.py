@@ -7,7 +7,7 @@ import faulthandler
 import signal
 import sys
 
-from lab import checks
+from lab import checks, rehearsal
 from lab.activation_memory import ActivationMemory
 from lab.clock import Clock, shared_origin
 from lab.flight_log import FlightLog
@@ -40,6 +40,7 @@ def add_flags(parser):
         "--profile", metavar="FILE", help="write torch.profiler's trace of the last step, all ranks"
     )
     add("--record", metavar="FOLDER", help="write what every action of every rank used and made")
+    add("--rehearse", choices=rehearsal.MODES, help="let gloo keep NCCL's rules of order")
     parser.checks += [
         checks.check_has_ranks,
         checks.check_pace,
@@ -47,6 +48,7 @@ def add_flags(parser):
         checks.check_outputs,
         checks.check_memory,
         checks.check_duration,
+        rehearsal.check_rehearsal,
     ]
 
 

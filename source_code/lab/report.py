@@ -4,6 +4,7 @@ import statistics
 import sys
 
 import torch
+import torch.distributed as dist
 
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, to_chrome_trace
@@ -41,7 +42,8 @@ class Report:
             how += f" of nodes {' '.join(nodes)}"
         if job.wire != job.device:
             return f"{how}, sharing GPUs, gloo messages staged through host memory"
-        return f"{how}, {job.backend} messages"
+        mode = getattr(dist.group.WORLD, "mode", None)
+        return f"{how}, {job.backend} messages" + (f", rehearsing NCCL ({mode})" if mode else "")
 
     def pass_ended(self):
         if self.bar is not None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from lab.rehearsal import pending_text
 from lab.variables import FLIGHT_VARIABLE, LAUNCHER_VARIABLE
 from pipeline.job import end_process
 
@@ -51,6 +52,7 @@ class Watch(threading.Thread):
         self.store = store
         self.wait = None
         self.announced = None
+        self.pending = {}  # rank -> what it has under way, where messages are rehearsed
         self.processes = {}  # rank -> process id, of the ranks on this machine
         self.parent = os.getppid()
         self.launcher = int(os.environ.get(LAUNCHER_VARIABLE, "0"))
@@ -119,6 +121,9 @@ class Watch(threading.Thread):
     def end_job(self, wait):
         self.write_flight_recorder()
         sentence, silent = self.explain_silence(wait)
+        self.pending[self.rank] = pending_text()
+        for rank, text in sorted(self.pending.items()):
+            sentence += f"\n  rank {rank}, {text}" if text else ""
         end_process(sentence, before_leaving=lambda: self.end_rank(silent))
 
     def write_flight_recorder(self):
@@ -156,6 +161,7 @@ class Watch(threading.Thread):
     def announce(self, wait):
         if self.store is not None:
             self.store.set(f"waits/{self.rank}", f"{wait.peer} {wait.what}" if wait else "")
+            self.store.set(f"pending/{self.rank}", pending_text())
 
     def announced_by(self, rank):
         """What rank `rank` has announced, as (peer, what), or None."""
@@ -193,6 +199,7 @@ class Watch(threading.Thread):
             while rank not in seen and (further := self.announced_by(rank)):
                 seen.append(rank)
                 chain.append(further)
+                self.pending[rank] = self.store.get(f"pending/{rank}").decode()
                 rank = further[0]
             complete.set()
 

@@ -1,0 +1,220 @@
+"""Every training script and schedule passes under NCCL's rules of order, with the same losses.
+
+All scripts of a test run one after the other in one job of 4 ranks, whose process groups keep the
+rules (lab/rehearsal.py). What breaks a rule hangs, and the watch says where.
+"""
+
+import importlib
+import re
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+
+from course.failed_run import RunFailed
+from extensions.torch_pipelining import library
+from lab import attach, rehearsal
+from pipeline import training
+from pipeline.job import Job, join_job
+from pipeline.message import Message
+from pipeline.schedules import synchronous_schedules
+
+SMALL = "--layers 8 --dim 8 --heads 2 --kv-heads 1 --seq-len 4 --steps 2 --device cpu --verify"
+BY_HAND = [
+    "naive_model_parallelism --microbatches 2",
+    "gpipe",
+    "one_f_one_b",
+    "interleaved_1f1b",
+    "zero_bubble",
+    "zero_bubble --schedule zb-h2",
+    "pipedream --steps 6",
+    "pipedream --steps 8 --replicas 2-1-1",
+    "pipedream --steps 3 --microbatches 4 --weights double-buffered",
+]
+BY_WORKER = [f"train --schedule {name}" for name in synchronous_schedules()]
+EXTENDED = [
+    "activation_checkpointing --recompute layer --schedule zb-h1",
+    "pipeline_with_data_parallel --replicas 2 --schedule interleaved-1f1b",
+    "pipeline_with_data_parallel --replicas 2 --reduce ddp",
+    "pipeline_with_data_parallel --replicas 2 --reduce fsdp2 --schedule zb-h1",
+    "pipeline_with_data_parallel --replicas 2 --library",
+    "distributed_checkpointing --checkpoints {folder}",
+    "pretrain_llama --replicas 2 --optimizer sgd --vocabulary 256 --clip 1",
+]
+LIBRARY = [
+    f"torch_pipelining --schedule {name} --chunks {1 if name in library.ONE_STAGE else 2}"
+    for name in library.LIBRARY_SCHEDULES
+]
+
+
+class JoinOnce:
+    """In place of join_job: the same job each time, as bare as the first time."""
+
+    job = None
+
+    def __call__(self, device, timeout, pairs=None, shape=None, dtype=None):
+        if self.job is None:
+            every = [(a, b) for a in range(4) for b in range(4) if a != b]
+            self.job = join_job(device, timeout, every)
+            self.bare = dict(vars(self.job))
+        vars(self.job).clear()
+        vars(self.job).update(self.bare)
+        self.job.shape, self.job.dtype = shape, dtype
+        return self.job
+
+
+def run_scripts(rank, mode, calls, folder):
+    """The exit status of each script, which is 0 where --verify has found no difference."""
+    rehearsal.begin(mode)
+    join_once, statuses = JoinOnce(), {}
+    for call in calls:
+        script, *flags = call.format(folder=folder).split()
+        program = importlib.import_module(script)
+        argv = [script, *SMALL.split(), "--timeout", "30", *flags]
+        with (
+            mock.patch.object(training, "join_job", join_once),
+            mock.patch.object(library, "join_job", join_once),
+            mock.patch.object(Job, "leave", lambda job: None),
+            mock.patch.object(sys, "argv", argv),
+        ):
+            statuses[call] = program.main()
+    return statuses
+
+
+def assert_all_pass(mode, calls, folder):
+    for statuses in run_on_ranks(run_scripts, 4, mode, calls, str(folder), timeout=280):
+        assert statuses == dict.fromkeys(calls, 0)
+
+
+@pytest.mark.parametrize("calls", [BY_HAND, BY_WORKER, EXTENDED], ids=["hand", "worker", "more"])
+def test_all_scripts_pass_with_one_operation_per_rank(calls, tmp_path):
+    assert_all_pass("strict", calls, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "warmed", "eager"])
+def test_all_loops_and_schedules_pass_in_the_other_modes(mode, tmp_path):
+    assert_all_pass(mode, BY_HAND + BY_WORKER, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["warmed", "eager"])
+def test_so_do_replicas_checkpoints_and_the_llama(mode, tmp_path):
+    assert_all_pass(mode, EXTENDED, tmp_path)
+
+
+def test_torch_s_own_library_passes_with_one_operation_per_rank(tmp_path):
+    assert_all_pass("strict", LIBRARY, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["lazy", "warmed", "eager"])
+def test_so_it_does_in_the_other_modes(mode, tmp_path):
+    assert_all_pass(mode, [*LIBRARY, "torch_pipelining_gpt2 --model llama"], tmp_path)
+
+
+# Faults: `sends` and `receives` on 2 to 4 ranks that NCCL would not forgive
+
+TENSOR = torch.ones(2, 2, dtype=torch.float64)
+
+
+def join_rehearsed(mode, pairs, cold=False):
+    rehearsal.begin(mode)
+    nothing = lambda *_: SimpleNamespace(wait=lambda: None)  # noqa: E731
+    with mock.patch.multiple(Job, send=nothing, receive=nothing) if cold else nullcontext():
+        job = join_job("cpu", 3.0, pairs, (2, 2), torch.float64)
+    attach.watch(job)
+    return job
+
+
+def end(job, receives):
+    for receiving in receives:
+        receiving.wait()
+    job.complete_sends()
+    job.leave()
+    return "passed"
+
+
+def activation(rank, k=0):
+    return Message("activation", rank, k)
+
+
+def both_receive_first(rank, mode):
+    """On channels that no message has connected yet."""
+    job = join_rehearsed(mode, [(0, 1), (1, 0)], cold=True)
+    receiving = job.receive(1 - rank, activation(1 - rank))
+    job.send(TENSOR, 1 - rank, activation(rank))
+    return end(job, [receiving])
+
+
+def all_send_first(rank, mode):
+    """Round a ring."""
+    job = join_rehearsed(mode, [(0, 1), (1, 2), (2, 0)])
+    job.send(TENSOR, (rank + 1) % 3, activation(rank))
+    return end(job, [job.receive((rank - 1) % 3, activation((rank - 1) % 3))])
+
+
+def pairs_in_different_orders(rank, mode):
+    """Ranks 0 and 1 each send to 2 and 3, and nobody sends and receives."""
+    job = join_rehearsed(mode, [(0, 2), (0, 3), (1, 2), (1, 3)])
+    if rank < 2:
+        for k, destination in enumerate([2 + rank, 3 - rank]):
+            job.send(TENSOR, destination, activation(rank, k))
+        return end(job, [])
+    sources = [3 - rank, rank - 2]
+    return end(
+        job, [job.receive(source, activation(source, k)) for source, k in zip(sources, [1, 0])]
+    )
+
+
+FAULTS = [  # function, ranks, the modes in which it hangs, and what is pending where it does
+    (both_receive_first, 2, {"lazy": "connecting", "strict": "under way"}, "from rank {before}"),
+    (all_send_first, 3, {"strict": "under way"}, "to rank {behind}"),
+    (pairs_in_different_orders, 4, {"strict": "under way"}, ""),
+]
+
+
+@pytest.mark.parametrize("mode", rehearsal.MODES)
+@pytest.mark.parametrize("fault, ranks, hanging, pending", FAULTS)
+def test_a_fault_hangs_where_nccl_may_hang_and_ranks_and_operations_are_named(
+    fault, ranks, hanging, pending, mode
+):
+    if mode not in hanging:
+        assert run_on_ranks(fault, ranks, mode, timeout=40) == ["passed"] * ranks
+        return
+    with pytest.raises(RunFailed) as failed:
+        run_on_ranks(fault, ranks, mode, timeout=40)
+    report = str(failed.value)
+    assert "a deadlock, each of these ranks waits for the next" in report
+    for rank in range(ranks):
+        where = pending.format(before=(rank - 1) % ranks, behind=(rank + 1) % ranks)
+        assert re.search(
+            rf"rank {rank}, {hanging[mode]}: the activation of micro-batch \d .*{where}", report
+        )
+
+
+def exchange_at_once(rank, mode):
+    """Neighbours send and receive in one batch, as torch's library does in 1F1B."""
+    rehearsal.begin(mode)
+    job = join_job("cpu", 3.0, [])
+    theirs, operations = torch.empty(2), []
+    for what, tensor in (dist.isend, torch.full((2,), float(rank))), (dist.irecv, theirs):
+        operations.append(dist.P2POp(what, tensor, 1 - rank))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    job.leave()
+    return theirs.tolist()
+
+
+@pytest.mark.parametrize("mode", rehearsal.MODES)
+def test_a_batch_is_one_operation_in_which_two_sends_cross(mode):
+    assert run_on_ranks(exchange_at_once, 2, mode) == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_rehearse_is_rejected_for_a_gpu(capsys):
+    with mock.patch("torch.cuda.is_available", lambda: True), pytest.raises(SystemExit):
+        rehearsal.check_rehearsal(SimpleNamespace(rehearse="strict", device="auto"))
+    assert "--rehearse plays NCCL's rules on a CPU; use --device cpu" in capsys.readouterr().err
