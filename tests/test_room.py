@@ -343,6 +343,7 @@ def test_who_does_not_wait_for_a_full_cluster_gets_the_recorded_output(two_users
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_two_users_take_lesson_11_at_once_beside_four_jobs_of_two_nodes(two_users):
     words = ["slurm/train.sbatch", "gpipe.py", "--steps", 20, "--pace", 10, 20, *SMALL]
     beside = [(user, user.submit("--gres=gpu:1", *words)) for user in two_users for _ in range(2)]
