@@ -98,7 +98,7 @@ def current_run(folder):
     latest = Path(folder) / "latest"
     if os.path.lexists(latest):
         try:
-            run = read_text(latest, LONGEST_NAME).split("/")[0].strip()
+            run = " ".join(read_text(latest, LONGEST_NAME).split("/")[0].split())[:40]
         except InputError:
             run = "something unreadable"
         if run not in runs_of(folder) or not steps_of(folder, run):
