@@ -117,10 +117,11 @@ def enlarge(root, height):
                     group.remove(number)
     for element in root.iter():
         if (element.get("id") or "").startswith("legend"):
-            widest = max(
-                (len(text.text or "") for text in element.iter(f"{{{SVG}}}text")), default=0
-            )
-            element.set("transform", f"translate({-LETTER * (size - 10) * widest:.1f} 0)")
+            texts = [text for text in element.iter(f"{{{SVG}}}text") if text.get("x")]
+            widest = max((len(text.text or "") for text in texts), default=0)
+            # Where there is no axis to its left, longer text grows to the left.
+            if texts and float(texts[0].get("x")) > 0.25 * width:
+                element.set("transform", f"translate({-LETTER * (size - 10) * widest:.1f} 0)")
         elif element.get("transform", "").startswith("rotate(-90"):  # the name of the y axis
             element.set("transform", f"translate({-0.8 * more:.1f} 0) {element.get('transform')}")
     for element in root.iter(f"{{{SVG}}}text"):
