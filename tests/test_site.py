@@ -161,6 +161,17 @@ def test_without_npm_the_site_is_static_and_says_so(tmp_path, monkeypatch, capsy
     assert "npm is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.processes
+def test_where_npm_reaches_no_registry_its_code_says_why(tmp_path, monkeypatch):
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho npm error code ECONNREFUSED >&2\necho a log >&2\nexit 1\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(living_site, "DOWNLOADED", tmp_path / "downloaded")
+    with pytest.raises(living_site.NoRuntime, match="npm failed: ECONNREFUSED$"):
+        living_site.pyodide()
+
+
 def test_another_file_than_the_expected_one_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(living_site, "DOWNLOADED", tmp_path)
     archive = tmp_path / f"pyodide-{living_site.VERSION}.tgz"

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,9 @@ def download(archive):
         raise NoRuntime("npm is not installed")
     archive.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=archive.parent) as folder:
-        run(["npm", "pack", f"pyodide@{VERSION}", "--pack-destination", folder])
+        run(
+            ["npm", "pack", f"pyodide@{VERSION}", "--fetch-retries=1", "--pack-destination", folder]
+        )
         os.replace(Path(folder) / archive.name, archive)
 
 
@@ -92,13 +95,14 @@ def compiled_library(files):
 
 
 def run(command):
-    """Run a command. Raises NoRuntime with the last line of what it says."""
+    """Run a command. Raises NoRuntime with npm's code for the error, else the last line it says."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
         raise NoRuntime(f"{command[0]} did not finish within {LIMIT} s") from None
     if done.returncode:
-        reason = (done.stderr.strip() or "without a word").splitlines()[-1]
+        code = re.search(r"npm (?:error|ERR!) code (\w+)", done.stderr)
+        reason = code[1] if code else (done.stderr.strip() or "without a word").splitlines()[-1]
         raise NoRuntime(f"{command[0]} failed: {reason}")
 
 
