@@ -1,6 +1,9 @@
 """Broken on purpose: 1F1B's first messages with sends that wait until they are taken (lesson 03).
 
-torchrun --standalone --nproc-per-node 2 source_code/broken_blocking_sends.py --timeout 1
+    torchrun --standalone --nproc-per-node 2 source_code/broken_blocking_sends.py --timeout 1
+
+With --at-once the sends return at once: then it ends over gloo, and NCCL may still stop it. Add
+--rehearse strict to see where.
 """
 
 import sys
@@ -14,19 +17,28 @@ from pipeline.training import parse_arguments, training_parser
 
 def main():
     parser = training_parser(__doc__)
+    parser.add_argument("--at-once", action="store_true", help="let the sends return at once")
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     job = join_job(arguments.device, arguments.timeout, None, (2, 2), torch.float32)
     attach.observe(arguments, job, [], "1f1b")
-    other, tensor = 1 - job.rank, torch.zeros(2, 2)
+    other = 1 - job.rank
+
+    def send(message):
+        sending = job.send(torch.zeros(2, 2), other, message)
+        if not arguments.at_once:
+            sending.wait()
+
     if job.rank == 0:  # warm-up: forward 0; steady: forward 1, backward 0
-        job.send(tensor, other, "activation 0").wait()
-        job.send(tensor, other, "activation 1").wait()
+        send("activation 0")
+        send("activation 1")
         job.receive(other, "gradient 0").wait()
     else:  # steady: forward 0, backward 0, forward 1
         job.receive(other, "activation 0").wait()
-        job.send(tensor, other, "gradient 0").wait()
+        send("gradient 0")
         job.receive(other, "activation 1").wait()
+    job.complete_sends()
+    print(f"rank {job.rank} has sent and received everything", flush=True)
     return 0
 
 
