@@ -16,6 +16,7 @@ import sys
 import pytest
 
 from course.building import own_file
+from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
 from course.checks.build_text import request_of
@@ -24,7 +25,7 @@ from course.launch import ROOT, run
 pytestmark = pytest.mark.processes
 
 MODEL = own_file.MODEL.read_text()
-SPLIT = own_file.MODEL.with_name("split.py").read_text()
+PARTS = [own_file.MODEL.with_name(f"{name}.py").read_text() for name in ("split", "stash")]
 numbers = itertools.count()
 
 THERE_AND_BACK = """
@@ -43,8 +44,8 @@ def there_and_back():
 
 
 def definition(name):
-    """The text of a function of my_pipeline.py, or of split.py."""
-    text = MODEL if f"def {name}(" in MODEL else SPLIT
+    """The text of a function of my_pipeline.py, of split.py or of stash.py."""
+    text = next(text for text in [MODEL, *PARTS] if f"def {name}(" in text)
     body = ast.parse(text).body
     return ast.get_source_segment(text, next(n for n in body if getattr(n, "name", "") == name))
 
@@ -56,7 +57,9 @@ SOLUTIONS = {
     "one_f_one_b_step": definition("one_f_one_b_step"),
     "interleaved_step": definition("interleaved_step"),
     "zb_h1_step": definition("zb_h1_step"),
+    "pipedream_run": definition("pipedream_run"),
 }
+CHECKS = {name: getattr(build, name, None) or build_stash.pipedream_run for name in SOLUTIONS}
 
 
 def written(tmp_path, text, name):
@@ -65,6 +68,7 @@ def written(tmp_path, text, name):
     head = "import torch\nimport torch.distributed as dist\n"
     head += "from course.building.my_pipeline import DIM, backward, forward, loss_of\n"
     head += "from collections import deque\nfrom course.building.split import backward_input\n"
+    head += "from course.building.stash import backward_with, first_weights, forward_with\n"
     head += "class Impatient(list):\n    def append(self, send):\n        send.wait()\n\n\n"
     path.write_text(head + text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -79,7 +83,7 @@ def answer_to(tmp_path, capsys, name, *edits):
     for old, new in edits:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    getattr(build, name)(written(tmp_path, text, name))
+    CHECKS[name](written(tmp_path, text, name))
     assert multiprocessing.active_children() == []
     return capsys.readouterr().out.strip()
 
@@ -91,7 +95,7 @@ def test_a_solution_is_right(name, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted(name, tmp_path, capsys):
-    check = getattr(build, name)
+    check = CHECKS[name]
     for nonsense in ("0F0", 3, lambda: 1, print, int):
         check(nonsense)
         assert capsys.readouterr().out.startswith("Not yet: this exercise asks for a function")
@@ -228,6 +232,28 @@ WRONG = {
         ),
         ([("return sum(shares)", "return sum(shares) / 2")], "0.5 times that of the batch"),
     ],
+    "pipedream_run": [
+        ([("stash.pop(k)", "newest")], "with other weights than its forward had, at line 11"),
+        ([("stash.pop(k)", "stash[k]")], "versions in memory, and 1 are in use there"),
+        (
+            [("        return {\n            name: (weight - rate * gradients[name]).detach()"
+              ".requires_grad_()\n            for name, weight in newest.items()\n        }",
+              "        for name, weight in newest.items():\n"
+              "            weight.data -= rate * gradients[name]\n        return newest")],
+            "with weights that have been overwritten since its forward",
+        ),
+        ([(".detach()", "")], "detach() a new version"),
+        (
+            [("rate * gradients", "rate / 4 * gradients")],
+            "rank 3 runs the forward of mini-batch 1 after an update that is 0.25 times",
+        ),
+        (
+            [("dist.get_world_size() - 1 - dist.get_rank()", "dist.get_rank()")],
+            "deadlock: rank 0 waits at line 11 of pipedream_run",
+        ),
+        ([("- warm_up, len(inputs)):", "- warm_up, len(inputs) - 1):")], "it never took 2B7"),
+        ([("return newest, losses", "return losses")], "return newest, losses"),
+    ],
 }  # fmt: skip
 
 
@@ -282,7 +308,7 @@ def test_no_mutation_hangs_and_none_is_accepted_that_changes_a_loss(name, seeds,
     for seed in seeds:
         text = mutated(SOLUTIONS[name], f"{name} {seed}")
         function = written(tmp_path, text, name)
-        getattr(build, name)(function)
+        CHECKS[name](function)
         said = capsys.readouterr().out.strip().splitlines()[-1]
         assert said.startswith(("Right: ", "Not yet: ")), said
         assert "came to no end" not in said, f"{said}\n{text}"
@@ -334,6 +360,7 @@ def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):
         ("01_naive_model_parallelism", ["naive_step"]),
         ("02_gpipe", ["forward", "backward", "gpipe_step"]),
         ("03_1f1b", ["one_f_one_b_step"]),
+        ("04_pipedream", ["pipedream_run"]),
         ("05_interleaved", ["interleaved_step"]),
         ("09_zero_bubble", ["input_half", "weight_half", "zb_h1_step"]),
     ],

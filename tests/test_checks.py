@@ -38,7 +38,6 @@ CHECKS = [
     lesson_03.own_1f1b,
     lesson_03.most_microbatches,
     lesson_04.version_seen,
-    lesson_04.stash_bytes,
     lesson_04.even_cut,
     lesson_11.crossings,
     lesson_11.to_blame,
@@ -318,22 +317,6 @@ def test_most_microbatches_explains(most, sentence, capsys):
 )
 def test_version_seen_explains(version, sentence, capsys):
     answer = answer_to(lesson_04.version_seen, capsys, version)
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-@pytest.mark.parametrize(
-    ("total", "sentence"),
-    [
-        (lambda m, r, p, b: (p - r - 1) * b, "the current one is in memory as well"),
-        (lambda m, r, p, b: p * b if m != "double-buffered" else 2 * b, "as on the first rank"),
-        (lambda m, r, p, b: (p - r) * b if m == "stashed" else b, "a single version"),
-        (lambda m, r, p, b: (p - r) * b if m != "double-buffered" else 2 * b, "what rank 0 used"),
-        (lambda m, r, p, b: (p - r) * b if m == "stashed" else p * b, "2BW updates less often"),
-        (lambda m, r, p, b: 17 * b, "4 versions are alive at the peak"),
-    ],
-)
-def test_stash_bytes_explains(total, sentence, capsys):
-    answer = answer_to(lesson_04.stash_bytes, capsys, total)
     assert answer.startswith("Not yet: ") and sentence in answer
 
 

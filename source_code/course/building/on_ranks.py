@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from course.building import MARK, my_pipeline, split
+from course.building.versions import run_versions
 
 YOURS = "<your "  # how the file names of the reader's functions begin
 BUSY = 5  # seconds after which a rank that does not wait says where it is
@@ -195,8 +196,9 @@ def rounded(number):
     return round(number, 9) + 0.0 if number == number else None
 
 
-def run_steps(request, function, teller):
+def run_steps(request, define, teller):
     """Run the reader's step once for each number of micro-batches, on fresh gradients."""
+    function = define(request)
     rank, p, chunks = dist.get_rank(), dist.get_world_size(), request["chunks"]
     for number, m in enumerate(request["microbatches"]):
         tokens, targets = my_pipeline.batch(number, 2 * m)
@@ -237,9 +239,9 @@ def result_of(returned, stages, rank, p, reference):
     return {"loss": loss, "kind": kind, "wanted": reference.loss, "gradients": gradients}
 
 
-def run_words(request, function, teller):
+def run_words(request, define, teller):
     """Run the reader's function, which joins and exchanges messages by itself (lesson 01)."""
-    returned = function()
+    returned = define(request)()
     value = returned.tolist() if isinstance(returned, torch.Tensor) else repr(returned)
     teller.tell("ends step", value=value, left=not dist.is_initialized())
 
@@ -253,6 +255,9 @@ def define(request):
     return names[request["function"]]
 
 
+RUNS = {"words": run_words, "steps": run_steps, "versions": run_versions}
+
+
 def main():
     """Run the request as one rank, and stay until ended: others may still need its messages."""
     request = json.loads(Path(sys.argv[1]).read_text())
@@ -260,13 +265,12 @@ def main():
     signal.signal(signal.SIGALRM, lambda _, frame: teller.tell("busy", where=place(frame)))
     torch.set_num_threads(1)
     try:
-        if request["joined"]:
+        if request["run"] != "words":
             dist.init_process_group("gloo")
         watch_messages(teller)
         watch_halves(teller)
-        function = define(request)
         signal.setitimer(signal.ITIMER_REAL, BUSY)
-        (run_steps if request["joined"] else run_words)(request, function, teller)
+        RUNS[request["run"]](request, define, teller)
         teller.tell("done")
     except Exception as error:
         own = [

@@ -13,7 +13,7 @@ def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=F
     request = request_of(
         function,
         places,
-        joined=True,
+        run="steps",
         microbatches=cases,
         chunks=chunks,
         whole_batch=whole_batch,
@@ -32,7 +32,7 @@ def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=F
 @checked("two processes have met, and a tensor went there and back.")
 def there_and_back(function):
     """`there_and_back()` on two ranks: (1, 2, 3) goes to rank 1, which sends it back doubled."""
-    request = request_of(function, joined=False)
+    request = request_of(function, run="words")
     observed = examine(request, 2)
     complaint = Words(observed, request).transport()
     if complaint:

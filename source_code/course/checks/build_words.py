@@ -159,7 +159,7 @@ class Words:
         return (
             self._pairing(events)
             or self._gradients(events, results, rows)
-            or self._order(events, rows)
+            or self.order(events, rows)
             or self._loss(results[-1])
         )
 
@@ -220,7 +220,8 @@ class Words:
             return f"the gradient of micro-batch {k} is counted twice {on}"
         return f"the gradient of micro-batch {k} counts {short(parts[k])} times {on}"
 
-    def _order(self, events, rows):
+    def order(self, events, rows):
+        """Where a rank left the schedule whose `rows` these are, None if nowhere."""
         for rank, (done, row) in enumerate(zip(events, rows)):
             names = [name_of(event) for event in done]
             for step, (name, wanted) in enumerate(zip(names, row)):

@@ -1,6 +1,6 @@
-"""Checks of lesson 04: versions of the weights, what they cost, and an even cut."""
+"""Checks of lesson 04: versions of the weights, and an even cut. build_stash.py has the stash."""
 
-from course.checks.answer import call, call_for_number, checked, close
+from course.checks.answer import call, call_for_number, checked
 from pipeline.schedules import pipedream
 
 
@@ -36,39 +36,6 @@ def version_seen(version):
                 if answer == max(0, action.microbatch - (num_ranks - rank)):
                     return f"{case}, one too old: the mini-batch itself is not among the updates"
                 return f"{case}; {updates} updates stand before it in the rank's list"
-
-
-@checked("the stash is largest where the pipeline begins, and 2BW's does not grow with p.")
-def stash_bytes(total_bytes):
-    """`total_bytes(mode, rank, num_ranks, weight_bytes)` of all live versions on one rank.
-
-    `mode` is "stashed", "vertical-sync" or "double-buffered"; the current version counts.
-    """
-    for num_ranks, weight_bytes in [(4, 100), (8, 7), (2, 10)]:
-        for rank in range(num_ranks):
-            versions = {
-                "stashed": num_ranks - rank,
-                "vertical-sync": num_ranks,
-                "double-buffered": 2,
-            }
-            for mode, count in versions.items():
-                answer = call_for_number(total_bytes, mode, rank, num_ranks, weight_bytes)
-                if close(answer, count * weight_bytes):
-                    continue
-                case = (
-                    f"{mode}, rank {rank} of {num_ranks}, {weight_bytes} bytes: you say {answer:g}"
-                )
-                if mode == "vertical-sync" and close(answer, (num_ranks - rank) * weight_bytes):
-                    return f"{case}, as with stashing; here it must still have what rank 0 used"
-                if mode == "double-buffered" and close(answer, num_ranks * weight_bytes):
-                    return f"{case}, a version for each rank; 2BW updates less often than that"
-                if close(answer, (count - 1) * weight_bytes):
-                    return f"{case}, one version short: the current one is in memory as well"
-                if close(answer, num_ranks * weight_bytes):
-                    return f"{case}, as on the first rank; fewer mini-batches are under way here"
-                if close(answer, weight_bytes):
-                    return f"{case}, a single version: then some backward meets other weights"
-                return f"{case}; {count} versions are alive at the peak"
 
 
 @checked("the slower of the two stages sets the pace, and no cut makes it faster than this one.")

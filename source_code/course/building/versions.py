@@ -1,0 +1,118 @@
+"""What a rank of an examination tells of the versions of its weights (lesson 04).
+
+Version t of a stage's weights is what t updates make of its first weights, in PipeDream's rule:
+the gradient of mini-batch k is taken at version max(0, k - (p - 1 - s)) of stage s of p.
+"""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+
+from course.building import my_pipeline, stash
+
+RATE = 0.5
+EXACT = 1e-12
+
+
+class Rule:
+    """PipeDream's rule worked out in one process: `versions[s][t]`, by name, and `losses`."""
+
+    def __init__(self, num_stages, inputs, targets):
+        stages = [my_pipeline.build_stage(index, num_stages) for index in range(num_stages)]
+        self.versions = [[stash.first_weights(stage)] for stage in stages]
+        self.losses = []
+        for k, (tokens, wanted) in enumerate(zip(inputs, targets)):
+            seen = [
+                versions[max(0, k - (num_stages - 1 - s))]
+                for s, versions in enumerate(self.versions)
+            ]
+            for stage, weights in zip(stages, seen):
+                tokens = functional_call(stage, weights, (tokens,))
+            loss = my_pipeline.loss_of(tokens, wanted)
+            self.losses.append(loss.item())
+            for versions, weights in zip(self.versions, seen):
+                found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True)
+                versions.append(
+                    {
+                        name: (newest - RATE * gradient).detach().requires_grad_()
+                        for (name, newest), gradient in zip(versions[-1].items(), found)
+                    }
+                )
+
+
+class Versions:
+    """Tells of every forward and backward of this rank which version of the weights it has."""
+
+    def __init__(self, teller, known):
+        self.teller, self.known = teller, known  # the versions of the rule
+        self.used = {}  # mini-batch -> what its forward had: the weights, and a copy
+        self.seen = []  # weak references to one tensor of each
+        self.last = 0
+
+    def number_of(self, weights):
+        """(version, None), or (None, factor of the update after the last known version)."""
+        for number, known in enumerate(self.known):
+            if all((weights[name] - known[name]).abs().max() <= EXACT for name in known):
+                self.last = number
+                return number, None
+        at = min(self.last, len(self.known) - 2)
+        before, after = self.known[at], self.known[at + 1]
+        made = torch.cat([(weights[name] - before[name]).flatten() for name in before]).detach()
+        wanted = torch.cat([(after[name] - before[name]).flatten() for name in before]).detach()
+        factor = (made @ wanted / (wanted @ wanted)).item()
+        close = (made - factor * wanted).abs().max() <= 1e-9
+        return None, round(factor, 6) if close else None
+
+    def forward_with(self, weights, stage, k, *more):
+        """In the place of stash.forward_with."""
+        version, factor = self.number_of(weights)
+        self.used[k] = weights, {name: weight.detach().clone() for name, weight in weights.items()}
+        tensor = next(iter(weights.values()))
+        if not any(reference() is tensor for reference in self.seen):
+            self.seen.append(weakref.ref(tensor))
+        place = {"stage": dist.get_rank(), "k": k}
+        self.teller.tell("forward", kind="F", version=version, factor=factor, **place)
+        return self.forward(weights, stage, k, *more)
+
+    def backward_with(self, weights, stage, k, *more):
+        """In the place of stash.backward_with."""
+        used, copy = self.used.pop(k, (weights, weights))
+        same = all(weights[name] is used[name] for name in used)
+        kept = all(torch.equal(weight, copy[name]) for name, weight in used.items())
+        del used, copy
+        history = any(weight.grad_fn is not None for weight in weights.values())
+        alive = sum(reference() is not None for reference in self.seen)
+        place = {"stage": dist.get_rank(), "k": k, "of": k}
+        found = {"same": same, "kept": kept, "alive": alive, "history": history}
+        self.teller.tell("backward", kind="B", **found, **place)
+        return self.backward(weights, stage, k, *more)
+
+    def watch(self):
+        self.forward, self.backward = stash.forward_with, stash.backward_with
+        stash.forward_with, stash.backward_with = self.forward_with, self.backward_with
+
+
+def run_versions(request, define, teller):
+    """Run the reader's function on this rank, and compare what it returns with the rule."""
+    rank, p, (m,) = dist.get_rank(), dist.get_world_size(), request["microbatches"]
+    tokens, targets = my_pipeline.batch(0, 2 * m)
+    parts = tokens.chunk(m), targets.chunk(m)
+    rule = Rule(p, *parts)
+    versions = Versions(teller, rule.versions[rank])
+    versions.watch()
+    function = define(request)
+    teller.tell("begins step", m=m)
+    returned = function(my_pipeline.build_stage(rank, p), *parts, RATE)
+    newest, losses = (
+        returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    )
+    whole = isinstance(newest, dict) and newest.keys() == rule.versions[rank][0].keys()
+    teller.tell(
+        "ends step",
+        version=versions.number_of(newest)[0] if whole else None,
+        losses=losses if rank == p - 1 and isinstance(losses, list) else None,
+        wanted=rule.losses,
+        whole=whole,
+    )

@@ -1,0 +1,95 @@
+"""The check of the stash of lesson 04: PipeDream's loop, run on four ranks, version by version."""
+
+from course.building.examining import examine
+from course.checks.answer import checked
+from course.checks.build_text import request_of
+from course.checks.build_words import EXACT, Words
+from pipeline.schedules import pipedream
+
+RANKS, MINIBATCHES = 4, 8
+
+
+@checked("each backward has the weights of its forward, and rank r keeps p - r versions, no more.")
+def pipedream_run(function):
+    """`pipedream_run(stage, inputs, targets, rate)` on four ranks, with eight mini-batches."""
+    request = request_of(function, 1, run="versions", microbatches=[MINIBATCHES])
+    orders = pipedream(RANKS, MINIBATCHES).orders
+    rows = [[str(action) for action in order if action.kind != "U"] for order in orders]
+    observed = examine(request, RANKS)
+    words = Words(observed, request, [rows])
+    complaint = complaint_of_versions(observed.ranks, words)
+    if complaint and any(rank.raised for rank in observed.ranks):
+        return complaint  # the error follows from it
+    return words.transport() or complaint or words.order([r.steps[0] for r in observed.ranks], rows)
+
+
+def complaint_of_versions(ranks, words):
+    """What is wrong with the weights that the forwards and backwards had, from the last rank on."""
+    for wrong, kind in ((_backward, "B"), (_forward, "F"), (_memory, "B")):
+        for rank in reversed(ranks):
+            for event in rank.steps[0] if rank.steps else []:
+                said = wrong(rank, event, words) if event["kind"] == kind else None
+                if said:
+                    return said
+    for rank in ranks if all(rank.results for rank in ranks) else []:
+        (result,) = rank.results
+        if not result["whole"]:
+            return f"rank {rank.number} returns no weights: return newest, losses"
+        if result["version"] != MINIBATCHES:
+            return (
+                f"rank {rank.number} ends with version {result['version']} of its weights, and "
+                f"{MINIBATCHES} updates make version {MINIBATCHES}"
+            )
+    if ranks[-1].results:
+        return _losses(ranks[-1].results[0], len(ranks) - 1)
+
+
+def _forward(rank, event, _):
+    k, version = event["k"], event["version"]
+    wanted = max(0, k - (RANKS - 1 - rank.number))
+    if version == wanted:
+        return None
+    case = f"rank {rank.number} runs the forward of mini-batch {k}"
+    if version is not None:
+        return f"{case} with version {version}, and the newest by then is version {wanted}"
+    if event["factor"] is not None:
+        return f"{case} after an update that is {event['factor']:g} times that of the rule"
+    return f"{case} with weights that no sequence of updates makes"
+
+
+def _backward(rank, event, words):
+    case = f"rank {rank.number} runs the backward of mini-batch {event['k']}"
+    if not event["kept"]:
+        return (
+            f"{case} with weights that have been overwritten since its forward: make new tensors "
+            "for a new version"
+        )
+    if not event["same"]:
+        return (
+            f"{case} with other weights than its forward had, at {words.at(event['at'])}: "
+            "keep those by the number of the mini-batch"
+        )
+
+
+def _memory(rank, event, _):
+    case = f"rank {rank.number} runs the backward of mini-batch {event['k']}"
+    if event["alive"] > RANKS - rank.number + 1:
+        return (
+            f"{case} with {event['alive']} versions in memory, and {RANKS - rank.number} are in "
+            "use there: forget a version when its mini-batch has come back"
+        )
+    if event["history"]:
+        return (
+            f"{case} with weights that remember how they were made, and so does every version "
+            "before them: detach() a new version"
+        )
+
+
+def _losses(result, rank):
+    if result["losses"] is None or len(result["losses"]) != MINIBATCHES:
+        return (
+            f"rank {rank} returns no list with the loss of each of the {MINIBATCHES} mini-batches"
+        )
+    for k, (loss, wanted) in enumerate(zip(result["losses"], result["wanted"])):
+        if loss is None or not abs(loss - wanted) <= 10 * EXACT:
+            return f"the loss of mini-batch {k} is {wanted:.6f} by the rule, and rank {rank} has {loss}"
