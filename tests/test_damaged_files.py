@@ -23,6 +23,7 @@ from extensions.checkpointing.checkpoint_folder import CheckpointError, check_fi
 from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.checkpointing.exported import export, read_exported
 from extensions.planning.partition import PartitionError, plan_stages, read_profile
+from extensions.pretraining.token_files import check_folder, load_tokens
 from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
 from lab.figures import draw_timelines
 from lab.flight_log_reader import RecordingError, describe_unanswered_waits, read_recording
@@ -294,3 +295,19 @@ def test_a_flipped_bit_in_any_entry_of_an_export_is_detected(trained, tmp_path):
         copy.write_bytes(changed)
         with pytest.raises(CheckpointError, match=f"written.*{entry.filename} differs"):
             read_exported(copy)
+
+
+def test_token_files(tmp_path, monkeypatch):
+    import prepare_data
+
+    (tmp_path / "text.txt").write_text("How work moves through a line of stations.\n\n" * 80)
+    words = f"prepare_data.py --data {tmp_path}/text.txt --out {tmp_path}/tokens"
+    monkeypatch.setattr("sys.argv", words.split())
+    assert not prepare_data.main()
+    whole = load_tokens(tmp_path / "tokens", 256, 8).training[:].clone()
+
+    def read(path):
+        check_folder(path)
+        return torch.equal(load_tokens(path, 256, 8).training[:], whole)
+
+    assert all(attack("token files", tmp_path / "tokens", read, (DataError, InputError)))
