@@ -5,16 +5,25 @@ from dataclasses import replace
 import pytest
 
 from extensions.planning import forecast as forecasting
-from extensions.planning.bound import held_by, lower_bound, memory_bound
+from extensions.planning.bound import lower_bound, memory_bound
 from extensions.planning.bytes_sent import bytes_per_gpu, bytes_per_node
 from extensions.planning.closed_forms import bubble_over_ideal
-from extensions.planning.forecast import forecast, layer_times, stage_costs, weights_of
+from extensions.planning.footprint import predict_memory
+from extensions.planning.forecast import (
+    forecast,
+    layer_times,
+    stage_costs,
+)
+from extensions.planning.held import held_by
+from extensions.planning.known_models import find_model
 from extensions.planning.machine import Link, Machine, machine_names, read_machine
+from extensions.planning.plan_memory import memory_per_rank, weights_of
 from extensions.planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
 from extensions.planning.training_plan import Plan, balanced_cut
 from extensions.planning.transformer import Model, kept_bytes
 from lab.simulator import simulate
 from pipeline.inputs import InputError
+from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
 
 GPT3 = Model(layers=96, hidden=12288, batch=1536)
@@ -207,10 +216,13 @@ def test_a_bound_is_never_above_the_forecast_and_its_memory_is_the_forecast_s(na
     assert memory_bound(model, machine, plan) >= found.memory * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs"])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zb-h1", "zb-h2", "zb-v"]
+)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 12)])
 def test_what_a_schedule_holds_is_what_the_simulator_counts(name, p, m):
     chunks = 3 if SCHEDULES[name].chunks else 1
+    chunks = 2 if SCHEDULES[name].fixed_chunks else chunks
     schedule = build_schedule(name, p, m, chunks if chunks > 1 else None)
     plan = Plan(name, p, chunks)
     assert all(schedule.rank_of(s, 0) == plan.rank_of(s) for s in range(plan.stages))
@@ -225,6 +237,34 @@ def test_the_bound_of_1f1b_and_interleaved_1f1b_is_exact_where_messages_are_free
         found = forecast(model, machine, replace(plan, cut=balanced_cut(model, plan.stages)))
         bound = lower_bound(model, machine, found.plan)
         assert bound == pytest.approx(found.update, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "chunks", "recompute"),
+    [
+        ("1b", "1f1b", 1, "none"),
+        ("1b", "1f1b", 1, "full"),
+        ("350m", "interleaved-1f1b", 2, "none"),
+        ("125m", "gpipe", 1, "full"),
+        ("125m", "gpipe", 1, "none"),
+        ("125m", "zb-h1", 1, "none"),
+    ],
+)
+def test_memory_is_within_2_percent_of_what_the_course_s_training_counts(
+    name, schedule, chunks, recompute
+):
+    """footprint.py, which equals the measured bytes, counts every tensor of the course's model."""
+    model = find_model(name, 512, 64)
+    plan = Plan(schedule, 4, chunks, microbatch=2, recompute=recompute)
+    config = ModelConfig(
+        model.layers, model.hidden, model.heads, model.kv_heads, 512, model.vocabulary
+    )
+    built = build_schedule(schedule, 4, 32, chunks if chunks > 1 else None)
+    mode = "layer" if recompute == "full" else "none"
+    cut = cut_as(plan.layers_of(model))
+    counted = predict_memory(config, built, cut, 2, 2, "adamw", mode)
+    found = memory_per_rank(model, Machine(4), plan)
+    assert found == pytest.approx([rank.total for rank in counted], rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v"])

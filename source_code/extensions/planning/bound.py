@@ -11,14 +11,11 @@ from extensions.planning.forecast import (
     exposed_reduction,
     head_times,
     layer_times,
-    memory_per_rank,
     optimizer_time,
     stage_costs,
 )
-from extensions.planning.training_plan import V_SHAPED
-from pipeline.schedules import build_schedule
-
-SPLIT = ("zb-h1", "zb-h2", *V_SHAPED)  # their last action is the weights' half of a backward
+from extensions.planning.held import held_by
+from extensions.planning.plan_memory import SPLIT, memory_per_rank
 
 
 def work_bound(model, machine, plan):
@@ -69,33 +66,4 @@ def lower_bound(model, machine, plan):
 
 def memory_bound(model, machine, plan):
     """Bytes on the fullest GPU."""
-    m = plan.microbatches(model)
-    held = tuple(held_by(plan.schedule, plan.ranks, plan.chunks, m))
-    return max(memory_per_rank(model, machine, plan, held))
-
-
-def held_by(schedule, ranks, chunks, m):
-    """How many (stage, micro-batch) pairs each rank of a schedule holds at most."""
-    p, v = ranks, chunks
-    formulas = {
-        "gpipe": lambda r: m,
-        "looped-bfs": lambda r: m * v,
-        "1f1b": lambda r: min(m, p - r),
-        "interleaved-1f1b": lambda r: min(m * v, (v - 1) * p + 2 * (p - 1 - r) + 1),
-    }
-    if schedule in formulas:
-        return [formulas[schedule](rank) for rank in range(p)]
-    return _counted(schedule, ranks, chunks, min(m, 4 * p))
-
-
-@lru_cache(maxsize=1000)
-def _counted(schedule, ranks, chunks, m):
-    """The same from the order of each rank's actions: from F until B or W."""
-    most = []
-    for order in build_schedule(schedule, ranks, m, chunks).orders:
-        held = peak = 0
-        for action in order:
-            held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            peak = max(peak, held)
-        most.append(peak)
-    return most
+    return max(memory_per_rank(model, machine, plan))

@@ -6,7 +6,7 @@ tensor and pipeline parallelism, the ZeRO paper (arXiv 1910.02054) section 7 for
 rings over nodes traffic.py.
 """
 
-from extensions.planning.forecast import shard_group, weights_of
+from extensions.planning.plan_memory import shard_group, weights_of
 from extensions.planning.transformer import BYTES_PER_VALUE
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from extensions.planning.closed_forms import SECONDS_PER_DAY
+from extensions.planning.plan_memory import memory_per_rank, shard_group, weights_of
 from extensions.planning.traffic import all_reduce_time, gather_time, message_costs
 from extensions.planning.training_plan import Plan
 from extensions.planning.transformer import (
     BYTES_PER_VALUE,
-    kept_bytes,
     logit_bytes,
     passing_bytes,
     score_bytes,
@@ -27,7 +27,6 @@ from pipeline.schedules import build_schedule
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
 ROUNDS = 4  # of p micro-batches, after which a steady phase is one
-STATE_BYTES = 12  # per weight: 32-bit weight, mean, mean of squares
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def forecast(model, machine, plan):
     return Forecast(
         plan,
         end + more + updating,
-        max(memory_per_rank(model, machine, plan, timeline.peak_held_until_weight_per_rank)),
+        max(memory_per_rank(model, machine, plan)),
         (timeline.makespan + more) / ideal - 1,
         end - timeline.makespan,
         updating,
@@ -176,23 +175,6 @@ def hop_costs(model, machine, plan, source, destination):
     return message_costs(machine, size, far, plan.tensor, plan.senders(machine))
 
 
-def weights_of(model, plan, stages):
-    """How many weights a GPU computes with that has these stages, by index."""
-    layers = plan.layers_of(model)
-    count = sum(layers[stage] for stage in stages) * model.layer_weights
-    if 0 in stages:
-        count += model.embedding_weights
-    if len(layers) - 1 in stages and not (model.tied and 0 in stages):
-        count += model.head_weights
-    return count / plan.tensor
-
-
-def shard_group(machine, plan):
-    """Over how many replicas weights are sharded."""
-    sharing = {"full": plan.replicas, "hybrid": plan.replicas_in_node(machine)}
-    return sharing.get(plan.sharding, 1)
-
-
 def shard_times(model, machine, plan):
     """For each stage: seconds to gather its weights, and to scatter its gradients, layer by layer."""
     group = shard_group(machine, plan)
@@ -236,33 +218,3 @@ def optimizer_time(model, machine, plan):
     group = plan.replicas if plan.sharding == "optimizer" else shard_group(machine, plan)
     most = max(weights_of(model, plan, plan.stages_of(rank)) for rank in range(plan.ranks))
     return OPTIMIZER_PASS * most / group / machine.memory_speed
-
-
-def memory_per_rank(model, machine, plan, held):
-    """Bytes of each rank of a pipeline: weights, gradients, optimizer, activations, one loss.
-
-    `held` has the most (stage, micro-batch) pairs that wait for a backward, for each rank.
-    """
-    layers = plan.layers_of(model)
-    group = shard_group(machine, plan)
-    state_group = plan.replicas if plan.sharding == "optimizer" else group
-    kernels = plan.fused_attention, plan.sequence_parallel
-    kept = kept_bytes(model, plan.microbatch, plan.tensor, plan.recompute, *kernels)
-    at_work = kept_bytes(model, plan.microbatch, plan.tensor, "none", *kernels)
-    found = []
-    for rank in range(plan.ranks):
-        stages = plan.stages_of(rank)
-        weights = weights_of(model, plan, stages)
-        states = weights * (BYTES_PER_VALUE + plan.gradient_bytes) / group
-        states += weights * STATE_BYTES / state_group
-        if group > 1:  # two layers whole: one at work, one on its way
-            states += (
-                2 * (BYTES_PER_VALUE + plan.gradient_bytes) * model.layer_weights / plan.tensor
-            )
-        activations = held[rank] * max(layers[stage] for stage in stages) * kept
-        if plan.recompute == "full":
-            activations += at_work
-        if len(layers) - 1 in stages:  # scores of the vocabulary, in 16 and 32 bits
-            activations += 6 * plan.microbatch * model.length * model.vocabulary / plan.tensor
-        found.append(states + activations)
-    return found

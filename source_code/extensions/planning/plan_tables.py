@@ -1,7 +1,8 @@
 """What plan.py prints: tables of plans, the reasons of one, its memory, and the command for it."""
 
-from extensions.planning.bound import held_by
-from extensions.planning.forecast import memory_per_rank, stage_costs
+from extensions.planning.forecast import stage_costs
+from extensions.planning.held import held_by
+from extensions.planning.plan_memory import memory_per_rank
 from extensions.planning.published import error_of, published_runs
 from extensions.planning.reasons import changes, limit_of, parts_of, rank_work
 from pipeline.schedules import SCHEDULES
@@ -56,10 +57,10 @@ def memory_lines(model, machine, found):
     """Bytes of each rank of a plan."""
     plan = found.plan
     held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
-    needed = memory_per_rank(model, machine, plan, held)
+    needed = memory_per_rank(model, machine, plan)
     lines = ["  rank      GB  holds"]
     for rank, (size, count) in enumerate(zip(needed, held)):
-        lines.append(f"  {rank:4}  {size / 1e9:6.1f}  {count} (stage, micro-batch) pairs")
+        lines.append(f"  {rank:4}  {size / 1e9:6.1f}  {count:g} (stage, micro-batch) pairs")
     return lines
 
 

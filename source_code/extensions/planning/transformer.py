@@ -125,19 +125,40 @@ def logit_bytes(model, sequences, tensor):
 
 
 def kept_bytes(model, sequences, tensor, recompute, fused, sequence_parallel):
-    """Activations of one layer for its backward (Korthikanti equations 1 to 6).
+    """Activations of one layer for its backward.
 
-    s b h (34 + 5 a s/h) for a GPT, of which a fused or recomputed attention drops the scores; a
-    gated layer keeps its middle three times, and has no dropout. Recomputed whole: the input.
+    A GPT: s b h (34 + 5 a s/h) bytes (Korthikanti equations 1 to 6), of which a fused or recomputed
+    attention drops the scores. A gated layer in plain torch, as footprint.py counts it and as is
+    measured: 9 values of the width, keys and values, the middle four times, a sum for each head.
+    Recomputed whole: the input.
     """
     values = sequences * model.length * model.hidden
     if recompute == "full":
-        return 2 * values
-    shared = 1 if not sequence_parallel else tensor
-    middle = (6 if model.gated else 4) * model.inner_width / model.hidden
-    inside = 4 + 4 * model.kv_width / model.hidden + middle  # cut over the tensor group
-    whole = 8 if model.gated else 10
-    scores = 0.0
-    if recompute == "none" and not fused:
-        scores = 5 * model.head_count * model.length / model.hidden / tensor
-    return values * (whole / shared + inside / tensor + scores)
+        return BYTES_PER_VALUE * values
+    shared = tensor if sequence_parallel else 1
+    whole = 14 if model.gated else 10  # on every GPU of the tensor group; the rest is cut
+    middle = (8 if model.gated else 4) * model.inner_width / model.hidden
+    inside = 4 + 4 * model.kv_width / model.hidden + middle
+    scores = 0.0 if fused or recompute == "selective" else 5 * model.length
+    scores = model.head_count / model.hidden * max(scores, 4 if model.gated else 0)
+    return values * (whole / shared + (inside + scores) / tensor)
+
+
+def deferred_bytes(model, sequences, tensor):
+    """What one layer keeps from a backward's first half to its second: each matrix's input, and the
+    gradient of its output."""
+    values = 6 * model.hidden + 2 * model.kv_width
+    values += (3 if model.gated else 2) * model.inner_width
+    return BYTES_PER_VALUE * sequences * model.length * values / tensor
+
+
+def kept_by_loss(model, sequences, tensor):
+    """What norm, head and loss keep: three values of the width, and 32-bit logarithms of all tokens."""
+    tokens = sequences * model.length
+    return tokens * (3 * BYTES_PER_VALUE * model.hidden + 4 * model.vocabulary / tensor)
+
+
+def deferred_by_loss(model, sequences, tensor):
+    """What the head keeps from a backward's first half to its second."""
+    tokens = sequences * model.length
+    return BYTES_PER_VALUE * tokens * (model.hidden + model.vocabulary / tensor)

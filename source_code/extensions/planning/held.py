@@ -1,0 +1,40 @@
+"""How many micro-batches the ranks of a schedule hold for their backwards, at most.
+
+By the papers' formulas where a backward is one action; else counted from the order of each rank.
+"""
+
+from functools import lru_cache
+
+from pipeline.schedules import build_schedule
+
+
+def held_by(schedule, ranks, chunks, m, deferred=1.0):
+    """The most (stage, micro-batch) pairs that each rank of a schedule holds.
+
+    Where a backward has two halves, a pair counts 1 until the half for the input has run, and
+    `deferred` from then until the half for the weights has.
+    """
+    p, v = ranks, chunks
+    formulas = {
+        "gpipe": lambda rank: m,
+        "looped-bfs": lambda rank: m * v,
+        "1f1b": lambda rank: min(m, p - rank),
+        "interleaved-1f1b": lambda rank: min(m * v, (v - 1) * p + 2 * (p - 1 - rank) + 1),
+    }
+    if schedule in formulas:
+        return [formulas[schedule](rank) for rank in range(p)]
+    return counted(schedule, ranks, chunks, min(m, 4 * p), round(deferred, 3))
+
+
+@lru_cache(maxsize=10_000)
+def counted(schedule, ranks, chunks, m, deferred):
+    """The same, from the order of each rank's actions."""
+    changes = {"F": 1.0, "B": -1.0, "I": deferred - 1.0, "W": -deferred}
+    most = []
+    for order in build_schedule(schedule, ranks, m, chunks).orders:
+        held = peak = 0.0
+        for action in order:
+            held += changes[action.kind]
+            peak = max(peak, held)
+        most.append(peak)
+    return most
