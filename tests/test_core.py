@@ -4,6 +4,8 @@ What one reads is what runs: whoever wants to look on attaches with three statem
 """
 
 import ast
+import contextlib
+import io
 import itertools
 import re
 import runpy
@@ -20,17 +22,21 @@ CORE = sorted((SOURCE / "pipeline").rglob("*.py"))
 INSTRUMENTS = re.compile(
     r"\b(recorder|meter|watch|recording|pace|profile|report|timeline|prediction)\b", re.IGNORECASE
 )
-SMALL = "--layers 4 --dim 16 --heads 4 --kv-heads 2 --seq-len 16 --batch-size 8 --steps 3"
-FLAGS = {  # training script: what it is called with
+SIZES = "--layers 4 --dim 16 --heads 4 --kv-heads 2 --seq-len 16 --device cpu"
+TRAINING = "--batch-size 8 --steps 3"
+WRITING = {"inference.py"}  # instead of losses it prints texts, a line for each request
+FLAGS = {  # script that attaches the lab: what it is called with
     "activation_checkpointing.py": "--microbatches 4 --schedule zb-v",
     "distributed_checkpointing.py": "--microbatches 4 --clip 0.5",
     "gpipe.py": "--microbatches 4",
+    "inference.py": "--requests 3 --slots 2 --tokens 5",
     "interleaved_1f1b.py": "--microbatches 4",
     "naive_model_parallelism.py": "--microbatches 4",
     "one_f_one_b.py": "--microbatches 4",
     "pipedream.py": "",
     "pipeline_with_data_parallel.py": "--microbatches 4 --replicas 2",
     "pretrain_llama.py": "--microbatches 4 --dtype float64",
+    "tensor_parallel.py": "--microbatches 4 --tensor 2",
     "torch_pipelining.py": "--microbatches 4",
     "torch_pipelining_gpt2.py": "--microbatches 4",
     "train.py": "--microbatches 4 --schedule 1f1b --option depth=2",
@@ -102,14 +108,14 @@ def without_lab(text):
     return "".join(lines)
 
 
-def training_scripts():
-    """The scripts that attach the lab to a training that is to end well."""
+def attaching_scripts():
+    """The scripts that attach the lab to a run that is to end well."""
     attaching = {path.name for path in SOURCE.glob("*.py") if "attach.observe" in path.read_text()}
     return {name for name in attaching if not name.startswith("broken_")}
 
 
 def test_every_script_that_attaches_the_lab_is_run_without_it_below():
-    assert set(FLAGS) == training_scripts()
+    assert set(FLAGS) == attaching_scripts()
 
 
 @pytest.mark.parametrize("script", FLAGS)
@@ -138,15 +144,22 @@ def run_script(rank, folder, script, flags):
             del sys.modules[name]
     sys.path[:] = [folder, *(path for path in sys.path if not path.startswith(at_home))]
     sys.argv = [script, *flags.split()]
-    with pytest.raises(SystemExit) as ended:
+    printed = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(printed):
         runpy.run_path(str(Path(folder) / script), run_name="__main__")
+    if script in WRITING and rank == 0:
+        texts = re.findall(r"^request .*\n", printed.getvalue(), re.MULTILINE)
+        Path(folder, "results").write_text("".join(texts))
     return ended.value.code, sorted({name.partition(".")[0] for name in sys.modules} & {"lab"})
 
 
-def losses_of(folder, script):
-    flags = f"{SMALL} {FLAGS[script]} --device cpu --losses {folder}/losses"
+def results_of(folder, script):
+    """The three losses or texts of a script on two ranks, and how each rank ended."""
+    flags = f"{SIZES} {FLAGS[script]}"
+    if script not in WRITING:
+        flags += f" {TRAINING} --losses {folder}/results"
     ended = run_on_ranks(run_script, 2, str(folder), script, flags, timeout=90)
-    return (folder / "losses").read_text(), ended
+    return (folder / "results").read_text(), ended
 
 
 @pytest.mark.parametrize("script", FLAGS)
@@ -159,10 +172,10 @@ def test_without_the_lab_s_lines_a_script_needs_no_lab_and_moves_no_digit(script
     text = (SOURCE / script).read_text()
     (with_lab / script).write_text(text)
     (bare / script).write_text(without_lab(text))
-    losses, ended = losses_of(with_lab, script)
+    results, ended = results_of(with_lab, script)
     assert ended == [(0, ["lab"])] * 2
-    assert losses.count("\n") == 3
-    assert losses_of(bare, script) == (losses, [(0, [])] * 2)
+    assert results.count("\n") == 3
+    assert results_of(bare, script) == (results, [(0, [])] * 2)
 
 
 # Constructors

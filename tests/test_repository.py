@@ -194,7 +194,7 @@ BY_HAND = (
     "zero_bubble",
 )
 LONGER = {"pipeline_with_data_parallel", "pretrain_llama"}
-TOOLS = {"copy_template", "plan", "plan_partition", "predict", "preflight"}
+TOOLS = {"copy_template", "inference", "plan", "plan_partition", "predict", "preflight"}
 
 
 def test_a_training_script_has_at_most_150_lines_and_one_with_a_loop_by_hand_at_least_60():

@@ -22,6 +22,7 @@ ANSWER = "answer "
 
 
 def main():
+    """Give the reader's function its tools, and report from rank 0."""
     request = json.loads(Path(sys.argv[1]).read_text())
     namespace = {}
     exec(compile(request["source"], "your cell", "exec"), namespace)  # the reader's own program

@@ -107,6 +107,7 @@ def chosen_meshes(chosen):
 
 
 def complain_of_size(name, machine, mesh):
+    """Why a mesh is none of 8 ranks, or has no room for the model."""
     replicas, stages, t = mesh
     if replicas * stages * t != 8:
         return f"{name}: {shown(mesh)} is {replicas * stages * t} ranks, and there are 8"

@@ -34,6 +34,7 @@ def decode_loop(decode):
 
 
 def tell_difference(group, ours, right):
+    """What is wrong with the tokens of a group."""
     if not isinstance(ours, list) or len(ours) != len(right):
         count = len(ours) if isinstance(ours, list) else 0
         return (

@@ -36,6 +36,7 @@ class ShardedPart(ModelPart):
     """
 
     def forward(self, x):
+        """Run the part: around attention and feed-forward network, enter and leave the group."""
         group = self.group
         length = x.shape[1] * (1 if self.is_first or not group.splits_sequence else group.size)
         rotary = self.cosine[:length], self.sine[:length]
