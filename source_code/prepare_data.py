@@ -124,6 +124,7 @@ def documents_in(paths, field):
 
 
 def documents_of_lines(path, field):
+    """The text under `field` of every line, which is one JSON object."""
     with open_input(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LARGEST_DOCUMENT), b""), 1):
             if not line.endswith(b"\n") and len(line) == LARGEST_DOCUMENT:

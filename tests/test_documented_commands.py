@@ -43,7 +43,7 @@ KINDS = [
     (r"make wall\b", "tests/test_progress.py runs what it calls"),
     (r"(make submission$|python tools/grade_submissions\.py )", "test_submissions.py runs both"),
     (r"\.venv/bin/jupytext ", ON_A_COPY),
-    (r"make (lab|check|test|notebooks|images|benchmark|wheels|\.venv)\b", ASKED),
+    (r"make (lab|check|test|soak|notebooks|images|benchmark|wheels|\.venv)\b", ASKED),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
     (r"(\. slurm/site\.env && )?([A-Z_]+=\S+ )?sbatch\b", ON_SLURM),
@@ -54,7 +54,7 @@ KINDS = [
     (r"(for name in|tail|done)\b", "test_instructors.py runs the loop over participants"),
     (r"(bash|python3|\.venv/bin/pip|\.ci/run)$", ELSEWHERE),
     (r"(apptainer|docker|python3 -m venv|touch|\.venv/bin/pip install)\b|COURSE_\w+=", ELSEWHERE),
-    (r"(torchrun( --nproc-per-node 3)?|[A-Z_]+=\S+)$", "is only a part of a command"),
+    (r"(torchrun( --nproc-per-node [23])?|[A-Z_]+=\S+)$", "is only a part of a command"),
 ]
 
 

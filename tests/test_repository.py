@@ -194,7 +194,9 @@ BY_HAND = (
     "zero_bubble",
 )
 LONGER = {"pipeline_with_data_parallel", "pretrain_llama"}
-TOOLS = {"copy_template", "inference", "plan", "plan_partition", "predict", "preflight"}
+TOOLS = {"copy_template", "inference", "plan", "plan_partition", "predict", "preflight"} | {
+    "prepare_data"
+}
 
 
 def test_a_training_script_has_at_most_150_lines_and_one_with_a_loop_by_hand_at_least_60():
@@ -340,7 +342,9 @@ def test_no_file_holds(what):
             assert found is None, f"{name_of(path)} holds {found.group()}"
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "tools/constraints.txt", "Makefile", ".ci/run"])
+@pytest.mark.parametrize(
+    "file", ["requirements.txt", "tools/constraints.txt", "Makefile", ".ci/run"]
+)
 def test_packages_come_from_wherever_pip_is_configured_to_look(file):
     text = (ROOT / file).read_text()
     assert not re.search(r"https?://|--index-url|--extra-index-url|--find-links|--trusted", text)
