@@ -8,6 +8,7 @@ build/benchmark.md. Close other programs first. No test looks at these times.
 """
 
 import contextlib
+import io
 import json
 import os
 import platform
@@ -23,11 +24,14 @@ from typing import NamedTuple
 
 import psutil
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # ranks.py
 
 from course import launch
+from course.building import my_pipeline
+from course.checks import build_steps
 from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data
 from lab.simulator import Costs, simulate
@@ -85,6 +89,7 @@ def main():
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
         ("The explorer", measure_explorer(repeats)),
+        ("What a reader builds", measure_checks(repeats)),
     ]
     text = "\n\n".join([machine] + [as_table(title, rows) for title, rows in tables])
     text += f"\n\n{where_ours_is_worse(dict(tables)[HEAD_TO_HEAD])}"
@@ -375,6 +380,24 @@ def measure_explorer(repeats):
             times.append((time.perf_counter() - start) * 1000)
         blocks = len(panel.view.predictions[0].timeline.events)
         rows.append(Row(f"{name}, {blocks} blocks: slider to text", "under 60 ms", times))
+    return rows
+
+
+def measure_checks(repeats):
+    """Seconds until the check of a function of lesson 03 answers: a right one, and a deadlock."""
+
+    def both_wait(stage, inputs, targets):
+        dist.recv(torch.empty(1), (dist.get_rank() + 1) % dist.get_world_size())
+
+    rows = []
+    for name, step in {"right": my_pipeline.one_f_one_b_step, "deadlock": both_wait}.items():
+        times = []
+        for _ in each_round(f"check, {name}", repeats):
+            start = time.perf_counter()
+            with contextlib.redirect_stdout(io.StringIO()):
+                build_steps.one_f_one_b_step(step)
+            times.append(time.perf_counter() - start)
+        rows.append(Row(f"1F1B on four warm ranks, {name}", "under 5 s", times, "{:.2f} s"))
     return rows
 
 
