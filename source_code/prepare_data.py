@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 from extensions.pretraining.token_files import (
-    PARTS,
+    TOKEN_PARTS,
     TOKENIZER,
     TokenWriter,
     check_folder,
-    write_description,
+    write_tokens_file,
 )
 from extensions.pretraining.tokens import BYTES, encode, read_tokenizer, train_tokenizer
 from pipeline.command_line import Parser, positive_integer, reject
@@ -53,7 +53,7 @@ def prepare(arguments):
     tokenizer = choose_tokenizer(arguments, paths)
     num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
     width = 2 if num_tokens <= 2**16 else 4
-    writers = {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in PARTS}
+    writers = {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in TOKEN_PARTS}
     held_out_bytes = documents = 0
     for documents, document in enumerate(documents_in(paths, arguments.field), 1):
         part = "held_out" if documents % arguments.hold_out == 0 else "training"
@@ -72,7 +72,7 @@ def prepare(arguments):
     if tokenizer:
         tokenizer.save(str(out / TOKENIZER))
     per_token = held_out_bytes / writers["held_out"].total
-    write_description(out, writers, width, num_tokens, per_token, tokenizer is not None)
+    write_tokens_file(out, writers, width, num_tokens, per_token, tokenizer is not None)
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())
     print(f"{documents:,} documents: {counts} tokens of {width} bytes, {num_tokens} different")
     print(f"train with --data {out} --vocabulary {num_tokens}")

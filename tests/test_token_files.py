@@ -12,10 +12,10 @@ import torch
 
 from course.launch import ROOT, run, warm_up
 from extensions.pretraining.token_files import (
-    DESCRIPTION,
+    TOKENS_FILE,
     MappedTokens,
     check_folder,
-    checksum_of_description,
+    checksum_of_tokens_file,
     load_tokens,
 )
 from pipeline.data import DEFAULT_TEXT, DataError
@@ -150,8 +150,8 @@ def describe(folder, shards):
         "bytes_per_number": 2, "num_tokens": 256, "bytes_per_token": 1.0, "tokenizer": False,
         "files": shards,
     }  # fmt: skip
-    description["checksum"] = checksum_of_description(description)
-    (folder / DESCRIPTION).write_text(json.dumps(description))
+    description["checksum"] = checksum_of_tokens_file(description)
+    (folder / TOKENS_FILE).write_text(json.dumps(description))
 
 
 # What is damaged, and what is rejected
@@ -159,7 +159,7 @@ def describe(folder, shards):
 
 def damaged(folder, how):
     """Spoil a folder, keeping the checksum of the description right where that is not the point."""
-    file, description = folder / "training-00000.bin", folder / DESCRIPTION
+    file, description = folder / "training-00000.bin", folder / TOKENS_FILE
     found = json.loads(description.read_text())
     if how == "truncated":
         os.truncate(file, file.stat().st_size - 2)
@@ -174,7 +174,7 @@ def damaged(folder, how):
         )
     elif how == "another folder":
         found["files"]["training"][0]["file"] = "../training-00000.bin"
-        found["checksum"] = checksum_of_description(found)
+        found["checksum"] = checksum_of_tokens_file(found)
         description.write_text(json.dumps(found))
     elif how == "no JSON":
         description.write_text("{")

@@ -24,11 +24,11 @@ from pipeline.data import DataError
 from pipeline.files import to_json, write_whole
 from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, open_input, read_json
 
-DESCRIPTION, TOKENIZER = "tokens.json", "tokenizer.json"
-PARTS = "training", "held_out"
-DTYPES = {2: torch.uint16, 4: torch.int32}  # bytes of a token -> how torch maps it
+TOKENS_FILE, TOKENIZER = "tokens.json", "tokenizer.json"
+TOKEN_PARTS = "training", "held_out"
+DTYPE_OF_WIDTH = {2: torch.uint16, 4: torch.int32}  # bytes of a token -> how torch maps it
 MOST_TOKENS = {2: 2**16, 4: 2**31}
-LARGEST_DESCRIPTION = 16 * MEBIBYTE
+LARGEST_TOKENS_FILE = 16 * MEBIBYTE
 
 
 class MappedTokens:
@@ -65,7 +65,7 @@ class MappedCorpus(Corpus):
 
 
 def is_token_folder(path):
-    return path is not None and os.path.isfile(os.path.join(path, DESCRIPTION))
+    return path is not None and os.path.isfile(os.path.join(path, TOKENS_FILE))
 
 
 def load_tokens(folder, vocabulary, seq_len):
@@ -75,8 +75,8 @@ def load_tokens(folder, vocabulary, seq_len):
     """
     folder = Path(folder)
     try:
-        description = read_description(folder)
-        tokens = {part: map_part(folder, description, part) for part in PARTS}
+        description = read_tokens_file(folder)
+        tokens = {part: map_part(folder, description, part) for part in TOKEN_PARTS}
     except InputError as error:
         raise DataError(f"--data: {error}; make the folder anew with prepare_data.py") from None
     if description["num_tokens"] > vocabulary:
@@ -84,7 +84,7 @@ def load_tokens(folder, vocabulary, seq_len):
             f"--vocabulary {vocabulary} is less than the {description['num_tokens']} tokens in "
             f"{folder}; use at least {description['num_tokens']}"
         )
-    for part in PARTS:
+    for part in TOKEN_PARTS:
         if len(tokens[part]) < seq_len + 1:
             raise DataError(
                 f"--data: {folder} has {len(tokens[part])} {part.replace('_', '-')} tokens, and "
@@ -99,20 +99,20 @@ def load_tokens(folder, vocabulary, seq_len):
     )  # fmt: skip
 
 
-def read_description(folder):
+def read_tokens_file(folder):
     """What tokens.json says. Raises InputError unless it is whole and says all that is needed."""
-    path = folder / DESCRIPTION
-    found = read_json(path, LARGEST_DESCRIPTION)
-    if not isinstance(found, dict) or found.get("checksum") != checksum_of_description(found):
+    path = folder / TOKENS_FILE
+    found = read_json(path, LARGEST_TOKENS_FILE)
+    if not isinstance(found, dict) or found.get("checksum") != checksum_of_tokens_file(found):
         raise InputError(f"{path} has been changed or is not whole")
     width, files = found.get("bytes_per_number"), found.get("files")
     whole = (
-        width in DTYPES
+        width in DTYPE_OF_WIDTH
         and is_count(found.get("num_tokens"), MOST_TOKENS[width])
         and is_number(found.get("bytes_per_token"), 0)
         and isinstance(found.get("tokenizer"), bool)
         and isinstance(files, dict)
-        and set(files) == set(PARTS)
+        and set(files) == set(TOKEN_PARTS)
         and all(
             isinstance(shards, list) and all(map(is_shard, shards)) for shards in files.values()
         )
@@ -133,7 +133,7 @@ def is_shard(shard):
     )
 
 
-def checksum_of_description(description):
+def checksum_of_tokens_file(description):
     rest = {name: value for name, value in description.items() if name != "checksum"}
     return hashlib.sha256(to_json(rest, sort_keys=True).encode()).hexdigest()
 
@@ -151,15 +151,15 @@ def map_part(folder, description, part):
             raise InputError(f"{path} has {size:,} bytes instead of {shard['tokens'] * width:,}")
         if size:
             storage = torch.UntypedStorage.from_file(str(path), False, size)
-            shards.append(torch.empty(0, dtype=DTYPES[width]).set_(storage))
+            shards.append(torch.empty(0, dtype=DTYPE_OF_WIDTH[width]).set_(storage))
     return MappedTokens(shards)
 
 
 def check_folder(folder):
     """Compare every file with its checksum. Raises InputError, with the name of the first bad one."""
     folder = Path(folder)
-    description = read_description(folder)
-    for part in PARTS:
+    description = read_tokens_file(folder)
+    for part in TOKEN_PARTS:
         map_part(folder, description, part)
         for shard in description["files"][part]:
             digest = hashlib.sha256()
@@ -184,7 +184,7 @@ class TokenWriter:
             if self.file is None:
                 self.open()
             part, tokens = tokens[: self.most - self.count], tokens[self.most - self.count :]
-            content = torch.tensor(part, dtype=torch.int64).to(DTYPES[self.width])
+            content = torch.tensor(part, dtype=torch.int64).to(DTYPE_OF_WIDTH[self.width])
             content = content.view(torch.uint8).numpy().tobytes()
             self.file.write(content)
             self.digest.update(content)
@@ -212,13 +212,13 @@ class TokenWriter:
         return sum(shard["tokens"] for shard in self.shards)
 
 
-def write_description(folder, writers, width, num_tokens, bytes_per_token, tokenizer):
+def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, tokenizer):
     """Write tokens.json, with which the folder begins to exist; `writers` by part."""
     files = {part: writer.shards for part, writer in writers.items()}
     description = {
         "bytes_per_number": width, "num_tokens": num_tokens, "bytes_per_token": bytes_per_token,
         "tokenizer": tokenizer, "files": files,
     }  # fmt: skip
-    description["checksum"] = checksum_of_description(description)
-    write_whole(Path(folder) / DESCRIPTION, to_json(description, indent=1) + "\n")
+    description["checksum"] = checksum_of_tokens_file(description)
+    write_whole(Path(folder) / TOKENS_FILE, to_json(description, indent=1) + "\n")
     return description
