@@ -192,7 +192,7 @@ def check_files(checkpoint, names):
     """Compare the checksums of some files; raises CheckpointError."""
     for name in names:
         try:
-            found = checksum_of(checkpoint.path / name)
+            found = checksum_of_file(checkpoint.path / name)
         except (InputError, OSError) as error:
             raise damage(checkpoint, name, f"cannot be read any more ({error})") from None
         if found != checkpoint.description["files"][name][1]:
@@ -353,10 +353,10 @@ def sync_folder(path):
 def describe_files(folder, prefix):
     """{name: [bytes, checksum]} of the files whose name starts with `prefix`."""
     files = sorted(path for path in Path(folder).iterdir() if path.name.startswith(prefix))
-    return {path.name: [path.stat().st_size, checksum_of(path)] for path in files}
+    return {path.name: [path.stat().st_size, checksum_of_file(path)] for path in files}
 
 
-def checksum_of(path):
+def checksum_of_file(path):
     """CRC-32 of a file: against accidents, not against malice."""
     checksum = 0
     with open_input(path) as file:

@@ -2,7 +2,7 @@
 
 from pipeline.collectives import Summing, open_groups
 
-NAMES = ("transformer.wte.weight", "lm_head.weight")
+COPIES = ("transformer.wte.weight", "lm_head.weight")
 
 
 class TiedMatrix:
@@ -16,7 +16,7 @@ class TiedMatrix:
     def __init__(self, job, stage, ends):
         self.job, self.ends = job, ends
         named = dict(stage.submod.named_parameters())
-        self.copies = [named[name] for name in NAMES if name in named]
+        self.copies = [named[name] for name in COPIES if name in named]
 
     def add_gradients(self):
         """Give both copies the sum of their gradients. Between a step and its update."""
