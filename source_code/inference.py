@@ -26,7 +26,7 @@ from pipeline.command_line import positive_integer, ranks_from_environment, reje
 from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.model import build_part
-from pipeline.training import complete_model, cut_layers, model_parser
+from pipeline.training import complete_model, cut_layers, model_parser, settings_of
 
 
 def main():
@@ -34,8 +34,13 @@ def main():
     requests = read_requests(arguments)
     cut = cut_layers(arguments, arguments.num_ranks)
     passes = plan_passes(requests, arguments.groups, arguments.slots, arguments.tokens_per_pass)
-    job = join_job(arguments.device, arguments.timeout, pairs_of(arguments.num_ranks))
-    stage = build_stage(arguments, job, cut)
+    job = join_job(
+        arguments.device,
+        arguments.timeout,
+        pairs_of(arguments.num_ranks),
+        settings=settings_of(arguments),
+    )
+    stage = build_cached_stage(arguments, job, cut)
     attach.observe(arguments, job, [stage], schedule_of(passes, job.num_ranks), "whole run")
 
     start = time.perf_counter()
@@ -110,7 +115,7 @@ def choose_tokens(arguments, one, scores):
     return torch.tensor(tokens)
 
 
-def build_stage(arguments, job, cut):
+def build_cached_stage(arguments, job, cut):
     """This rank's layers with their weights, and room for the keys and values of all requests."""
     a, (first, last) = arguments, cut[job.rank]
     part = build_part(a.config, first, last, a.seed, a.torch_dtype, job.device)
