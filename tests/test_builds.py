@@ -284,7 +284,8 @@ def mutated(text, seed):
     ]
     numbers = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and type(n.value) is int]
     signs = [n for n in ast.walk(tree) if isinstance(n, ast.BinOp)]
-    way = choose.choice(["drop", "swap", "number", "sign"])
+    ways = ["drop", "swap", *["number"] * bool(numbers), *["sign"] * bool(signs)]
+    way = choose.choice(ways)
     block = choose.choice([block for block in blocks if len(block) > 1])
     at = choose.randrange(len(block) - 1)
     if way == "drop":

@@ -142,6 +142,22 @@ def without_requires_grad(first, second, tokens, targets):
     return received
 
 
+def without_requires_grad_and_handing_back(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def with_a_clone(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.clone()
+    token_loss(second(received), targets).backward(retain_graph=True)
+    output.backward(received.grad)
+    return received
+
+
 def without_handing_back(first, second, tokens, targets):
     received = first(tokens).detach().requires_grad_()
     token_loss(second(received), targets).backward()
@@ -193,6 +209,8 @@ def without_backward(first, second, tokens, targets):
     ("answer", "sentence"),
     [
         (without_requires_grad, "call requires_grad_() on what arrived"),
+        (without_requires_grad_and_handing_back, "call requires_grad_() on what arrived"),
+        (with_a_clone, "detach() what is sent"),
         (without_handing_back, "output.backward(gradient)"),
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),

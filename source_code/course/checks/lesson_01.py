@@ -3,6 +3,16 @@
 from course.checks.answer import WrongAnswer, call, checked
 
 
+DOES_NOT_ASK = (
+    "the activation that crossed has no gradient: the second stage got a tensor that does not ask "
+    "for one; call requires_grad_() on what arrived"
+)
+NOT_CUT = (
+    "autograd found its way through the cut by itself; between two processes it cannot: detach() "
+    "what is sent"
+)
+
+
 @checked("both stages have the gradients of the whole model, and only one tensor crossed the cut.")
 def backward_in_two_pieces(gradients_by_hand):
     """`gradients_by_hand(first, second, tokens, targets)` leaves gradients in both stages.
@@ -20,7 +30,15 @@ def backward_in_two_pieces(gradients_by_hand):
     token_loss(whole(tokens), targets).backward()
     received = []
     second.register_forward_pre_hook(lambda part, inputs: received.append(inputs[0]))
-    crossed = call(gradients_by_hand, first, second, tokens, targets)
+    try:
+        crossed = call(gradients_by_hand, first, second, tokens, targets)
+    except WrongAnswer:
+        # Without a gradient of what arrived, output.backward(None) raises, in other words.
+        if received and not received[-1].requires_grad:
+            return DOES_NOT_ASK
+        if received and not received[-1].is_leaf:
+            return NOT_CUT
+        raise
 
     if not received:
         raise WrongAnswer("the second stage was not called: second(received) gives its scores")
@@ -35,20 +53,14 @@ def backward_in_two_pieces(gradients_by_hand):
     if any(name.startswith(("layers.1", "norm", "head")) for name in missing):
         return "the second stage has no gradients: run the backward of the loss"
     if not crossed.requires_grad:
-        return (
-            "the activation that crossed has no gradient: the second stage got a tensor that does "
-            "not ask for one; call requires_grad_() on what arrived"
-        )
+        return DOES_NOT_ASK
     if missing:
         return (
             "the first stage has no gradients: hand the gradient of the activation back to it, "
             "output.backward(gradient)"
         )
     if not crossed.is_leaf:
-        return (
-            "the gradients are there, but autograd found its way through the cut by itself; "
-            "between two processes it cannot: detach() what is sent"
-        )
+        return NOT_CUT
     wanted = dict(whole.named_parameters())
     for part in (first, second):
         for name, parameter in part.named_parameters():
