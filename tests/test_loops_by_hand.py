@@ -53,7 +53,7 @@ class JoinOnce:
 
     job = None
 
-    def __call__(self, device, timeout, pairs, shape, dtype):
+    def __call__(self, device, timeout, pairs, shape, dtype, *_):
         if self.job is None:
             self.job = join_job(device, timeout, pairs, shape, dtype)
             self.bare = dict(vars(self.job))

@@ -57,7 +57,7 @@ class JoinOnce:
 
     job = None
 
-    def __call__(self, device, timeout, pairs=None, shape=None, dtype=None):
+    def __call__(self, device, timeout, pairs=None, shape=None, dtype=None, *_, **__):
         if self.job is None:
             every = [(a, b) for a in range(4) for b in range(4) if a != b]
             self.job = join_job(device, timeout, every)
@@ -114,6 +114,20 @@ def test_torch_s_own_library_passes_with_one_operation_per_rank(tmp_path):
 @pytest.mark.parametrize("mode", ["lazy", "warmed", "eager"])
 def test_so_it_does_in_the_other_modes(mode, tmp_path):
     assert_all_pass(mode, [*LIBRARY, "torch_pipelining_gpt2 --model llama"], tmp_path)
+
+
+def run_without_batches(rank, call):
+    with mock.patch.object(rehearsal, "as_one", lambda operations, batch: batch(operations)):
+        return run_scripts(rank, "strict", [f"{call} --timeout 4"], None)
+
+
+def test_its_1f1b_relies_on_batches_and_its_interleaved_schedule_does_not():
+    one_f_one_b, interleaved = LIBRARY[1:3]
+    with pytest.raises(RunFailed) as failed:
+        run_on_ranks(run_without_batches, 4, one_f_one_b)
+    assert "rank 0, under way: a message to rank 1; queued: a message from" in str(failed.value)
+    for statuses in run_on_ranks(run_without_batches, 4, interleaved):
+        assert list(statuses.values()) == [0]
 
 
 # Faults: `sends` and `receives` on 2 to 4 ranks that NCCL would not forgive
