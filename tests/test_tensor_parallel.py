@@ -20,7 +20,7 @@ from extensions.tensor_parallel.sharded_part import (
     build_sharded_part,
     split_dimension,
 )
-from extensions.tensor_parallel.tensor_group import tensor_group_of
+from extensions.tensor_parallel.tensor_group import TensorGroup, tensor_group_of
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part
 from pipeline.schedules import one_f_one_b
@@ -157,6 +157,15 @@ def test_a_layer_sends_4_bsh_x_2_t_minus_1_over_t_bytes_whether_the_sequence_is_
     whole, split = (pieces_of(ranks)[0][splits][2] for splits in (False, True))
     assert whole == {"all-reduce": two_layers}
     assert split == {"all-gather": two_layers // 2, "reduce-scatter": two_layers // 2}
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_collective_starts_by_the_job_whose_network_may_be_slow(name):
+    job = mock.MagicMock(rank=1, wire=torch.device("cpu"))
+    getattr(TensorGroup(job, (0, 1), None, splits_sequence=True), name)(torch.ones(1, 2, 1))
+    ranks, begin = job.start.call_args.args
+    assert ranks == (0, 1)
+    assert begin.keywords["async_op"]  # so that a slow link can begin it, and the job wait for it
 
 
 def test_the_lanes_of_a_mesh_are_one_schedule_that_plays_to_its_end():
