@@ -124,7 +124,11 @@ def in_words(arguments, model, machine, found, ours):
 
 def print_confirmed(model, machine, plans, count):
     """Perform the best of `plans` and a bad one, and print each beside its forecast."""
-    best = [one.plan for one in search_plans(model, machine, plans, count).best]
+    # What a pipeline's ranks do does not depend on the sharding over the replicas.
+    best = {}
+    for one in search_plans(model, machine, plans, 4 * count).best:
+        best.setdefault(replace(one.plan, sharding="none"), one.plan)
+    best = list(best.values())[:count]
     if not best:
         print("\nNo pipeline of 2 to 8 ranks fits, so none was performed.")
         return

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from unittest import mock
 
+import plan as plan_script
 import pytest
 
 from course.launch import SCRIPTS
@@ -70,3 +72,16 @@ def test_a_wrong_file_of_times_is_rejected_in_one_sentence(content, sentence, tm
         timeout=60,
     )
     assert done.returncode != 0 and sentence in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.processes
+def test_plan_performs_the_best_pipeline_and_a_bad_one(capsys):
+    flags = (
+        "layers=8,hidden=1024,vocabulary=32000 --gpus 2 --batch-size 8 --seq-len 512 --confirm 1"
+    )
+    with mock.patch.object(sys, "argv", ["plan.py", *flags.split()]):
+        with mock.patch.object(plan_script, "keep_running_unheard"):
+            assert plan_script.main() == 0
+    performed = capsys.readouterr().out.split("Performed here")[1].splitlines()[2:]
+    assert len(performed) == 2 and "gpipe" in performed[1]
+    assert all(row.endswith("%") for row in performed)
