@@ -34,14 +34,15 @@ def main():
     requests = read_requests(arguments)
     cut = cut_layers(arguments, arguments.num_ranks)
     passes = plan_passes(requests, arguments.groups, arguments.slots, arguments.tokens_per_pass)
+    schedule = schedule_of(passes, arguments.num_ranks)
     job = join_job(
         arguments.device,
         arguments.timeout,
-        pairs_of(arguments.num_ranks),
+        pairs_of(schedule),
         settings=settings_of(arguments),
     )
     stage = build_cached_stage(arguments, job, cut)
-    attach.observe(arguments, job, [stage], schedule_of(passes, job.num_ranks), "whole run")
+    attach.observe(arguments, job, [stage], schedule, "whole run")
 
     start = time.perf_counter()
     texts = serve(arguments, job, stage, passes, requests)
@@ -52,10 +53,10 @@ def main():
     return verify(arguments, requests, texts) if arguments.verify and job.rank == 0 else 0
 
 
-def pairs_of(num_ranks):
+def pairs_of(schedule):
     """Activations go from rank to rank; the chosen tokens go from the last rank to the first."""
-    pairs = [(rank, rank + 1) for rank in range(num_ranks - 1)]
-    return pairs + [(num_ranks - 1, 0)] if num_ranks > 1 else []
+    back = (schedule.num_ranks - 1, 0)
+    return {*schedule.pairs, back} if schedule.num_ranks > 1 else []
 
 
 def serve(arguments, job, stage, passes, requests):
