@@ -9,6 +9,7 @@ import plan as plan_script
 import pytest
 
 from course.launch import SCRIPTS
+from extensions.planning import confirming
 from extensions.planning.confirming import bad_plan, can_be_performed, confirm, far_hops_only
 from extensions.planning.forecast import forecast, stage_costs
 from extensions.planning.machine import Link, Machine
@@ -75,7 +76,8 @@ def test_a_wrong_file_of_times_is_rejected_in_one_sentence(content, sentence, tm
 
 
 @pytest.mark.processes
-def test_plan_performs_the_best_pipeline_and_a_bad_one(capsys):
+def test_plan_performs_the_best_pipeline_and_a_bad_one(capsys, monkeypatch):
+    monkeypatch.setattr(confirming, "STEP", 400.0)
     flags = (
         "layers=8,hidden=1024,vocabulary=32000 --gpus 2 --batch-size 8 --seq-len 512 --confirm 1"
     )
