@@ -38,7 +38,7 @@ def main():
     job = join_job(
         arguments.device,
         arguments.timeout,
-        pairs_of(schedule),
+        pairs_of(schedule.num_ranks),
         settings=settings_of(arguments),
     )
     stage = build_cached_stage(arguments, job, cut)
@@ -53,10 +53,10 @@ def main():
     return verify(arguments, requests, texts) if arguments.verify and job.rank == 0 else 0
 
 
-def pairs_of(schedule):
+def pairs_of(num_ranks):
     """Activations go from rank to rank; the chosen tokens go from the last rank to the first."""
-    back = (schedule.num_ranks - 1, 0)
-    return {*schedule.pairs, back} if schedule.num_ranks > 1 else []
+    pairs = [(rank, rank + 1) for rank in range(num_ranks - 1)]
+    return pairs + [(num_ranks - 1, 0)] if num_ranks > 1 else []
 
 
 def serve(arguments, job, stage, passes, requests):
