@@ -15,6 +15,7 @@ import sys
 
 import pytest
 
+from course import launch
 from course.building import own_file
 from course.checks import build_stash
 from course.checks import build_steps as build
@@ -149,6 +150,10 @@ WRONG = {
             "the gradient on rank 2 is 2 times that of one process",
         ),
         ([("dist.isend(inputs.grad, rank - 1).wait()", "pass")], "a send is missing there"),
+        (
+            [("        output.backward(gradient)\n", "        __import__('os')._exit(3)\n")],
+            "the ranks came to no end: rank 2 ended with exit status 3",
+        ),
         ([("loss.item()", "loss")], "still has its whole graph behind it: detach() it"),
     ],
     "gpipe_step": [
@@ -271,6 +276,14 @@ def test_a_loop_without_an_end_is_ended_and_named(tmp_path, capsys, monkeypatch)
     edit = ("    for send in sends:\n", "    while True:\n        pass\n    for send in sends:\n")
     said = answer_to(tmp_path, capsys, "one_f_one_b_step", edit)
     assert re.search(r"was still at line 1[23] of one_f_one_b_step", said)
+
+
+@pytest.mark.soak
+def test_where_processes_cannot_be_forked_torchrun_starts_the_ranks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "can_fork", lambda: False)
+    assert answer_to(tmp_path, capsys, "naive_step").startswith("Right: ")
+    edit = ("        dist.irecv(gradient, rank + 1).wait()\n", "")
+    assert "a receive is missing" in answer_to(tmp_path, capsys, "naive_step", edit)
 
 
 def mutated(text, seed):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from course.building import MARK
 from course.launch import read_stream, started_ranks
 
-LIMIT = 20  # seconds
+START, LIMIT = 120, 20  # seconds until the first rank tells something, and from then on
 SCRIPT = "course/building/on_ranks.py"
 
 
@@ -28,6 +28,7 @@ class Rank:
     waits: dict | None = None  # the event of the wait that it is in
     unwaited: dict = field(default_factory=dict)  # message -> the event that began it
     raised: dict | None = None
+    lost: dict | None = None  # an error that says that another rank is gone
     busy: dict | None = None
     ended: bool = False  # the step that it is in
     done: bool = False  # all steps
@@ -79,6 +80,8 @@ class Observed:
             if all(other.ended for other in self.ranks):  # and all go on to the next step
                 for other in self.ranks:
                     other.ended = False
+        elif kind == "raised" and " by peer" in event["said"]:
+            rank.lost = event
         elif kind == "raised":
             rank.raised = event
         elif kind == "busy":
@@ -100,17 +103,23 @@ def _follow(started, observed, limit):
     lines, errors = queue.Queue(), []
     for name, stream in started.streams.items():
         threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
-    deadline = time.monotonic() + limit
+    deadline, begun = time.monotonic() + START, False
     while time.monotonic() < deadline:
         try:
             name, line = lines.get(timeout=0.1)
         except queue.Empty:
-            if started.failure():
-                observed.crash = "".join(errors) or started.failure()
+            observed.crash = started.failure()
+            if observed.crash and errors:
+                observed.crash += f" ({errors[-1].strip()})"
+            for rank in observed.ranks:
+                rank.raised = rank.raised or (None if observed.crash else rank.lost)
+            if observed.crash or any(rank.raised for rank in observed.ranks):
                 return observed
             continue
         if name == "stdout" and line.startswith(MARK):
             observed.note(json.loads(line[1:]))
+            if not begun:
+                deadline, begun = time.monotonic() + limit, True
         elif name == "stdout":
             print(line, end="")  # what the reader's code prints
         elif name == "stderr":

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from course.building import MARK, my_pipeline, split
-from course.building.versions import run_versions
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # torchrun knows this folder only
+
+from course.building import MARK, my_pipeline, split  # noqa: E402
+from course.building.versions import run_versions  # noqa: E402
 
 YOURS = "<your "  # how the file names of the reader's functions begin
 BUSY = 5  # seconds after which a rank that does not wait says where it is
@@ -262,14 +264,16 @@ def main():
     """Run the request as one rank, and stay until ended: others may still need its messages."""
     request = json.loads(Path(sys.argv[1]).read_text())
     teller = Teller(int(os.environ["RANK"]))
-    signal.signal(signal.SIGALRM, lambda _, frame: teller.tell("busy", where=place(frame)))
+    if hasattr(signal, "SIGALRM"):  # not on Windows
+        signal.signal(signal.SIGALRM, lambda _, frame: teller.tell("busy", where=place(frame)))
     torch.set_num_threads(1)
     try:
         if request["run"] != "words":
             dist.init_process_group("gloo")
         watch_messages(teller)
         watch_halves(teller)
-        signal.setitimer(signal.ITIMER_REAL, BUSY)
+        if hasattr(signal, "SIGALRM"):
+            signal.setitimer(signal.ITIMER_REAL, BUSY)
         RUNS[request["run"]](request, define, teller)
         teller.tell("done")
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from course.checks.answer import WrongAnswer, call, checked
 
-
 DOES_NOT_ASK = (
     "the activation that crossed has no gradient: the second stage got a tensor that does not ask "
     "for one; call requires_grad_() on what arrived"
