@@ -123,12 +123,12 @@ def test_laundry_explains(minutes, sentence, capsys):
 @pytest.mark.parametrize(
     ("size", "ranks", "sentence"),
     [
-        (4, 1, "that is the weights alone"),
-        (8, 1, "AdamW keeps two more numbers"),
-        (12, 2, "a mean and a mean of squares"),
-        (16, 1.4, "round up"),
-        (16, 1, "7e9 x 16 bytes are 112e9"),
-        (16, 3, "divide 7e9 x 16 bytes by 80e9"),
+        (4, 2, "that is the weights alone"),
+        (8, 3, "momentum keeps one more number"),
+        (16, 6, "that is AdamW's"),
+        (12, 4.5, "round up"),
+        (12, 4, "30e9 x 12 bytes are 360e9"),
+        (12, 3, "divide 30e9 x 12 bytes by 80e9"),
     ],
 )
 def test_memory_wall_explains(size, ranks, sentence, capsys):

@@ -31,24 +31,24 @@ def _play_laundry(loads, washer, dryer):
     return dried
 
 
-@checked("16 bytes a parameter before the first activation: the wall is made of optimizer state.")
+@checked("12 bytes a parameter before the first activation: optimizer state builds the wall, too.")
 def memory_wall(bytes_per_parameter, ranks):
-    """float32 weights, gradients and AdamW's two moments; 7e9 parameters on devices of 80e9 bytes."""
+    """float32 weights, gradients and momentum; 30e9 parameters on devices of 80e9 bytes."""
     bytes_per_parameter = require_number(bytes_per_parameter, "bytes_per_parameter is")
     ranks = require_number(ranks, "ranks is")
     known = {
-        4: "that is the weights alone; training also keeps a gradient and AdamW's state for each",
-        8: "weights and gradients are in; AdamW keeps two more numbers for each parameter",
-        12: "AdamW keeps two numbers for each parameter, a mean and a mean of squares",
+        4: "that is the weights alone; training also keeps a gradient and a running mean for each",
+        8: "weights and gradients are in; momentum keeps one more number for each parameter",
+        16: "that is AdamW's; momentum keeps one running mean, not two",
     }
-    if bytes_per_parameter != 16:
+    if bytes_per_parameter != 12:
         reason = known.get(
             bytes_per_parameter, "count the numbers kept for one parameter, 4 bytes each"
         )
         return f"{bytes_per_parameter} bytes a parameter: {reason}"
-    if ranks == 112 / 80:
+    if ranks == 360 / 80:
         return f"{ranks} devices: a device cannot be bought in parts, so round up"
-    if ranks == 1:
-        return "1 device holds 80e9 bytes, and 7e9 x 16 bytes are 112e9"
-    if ranks != 2:
-        return f"{ranks} devices: divide 7e9 x 16 bytes by 80e9 and round up"
+    if ranks == 4:
+        return "4 devices hold 320e9 bytes, and 30e9 x 12 bytes are 360e9"
+    if ranks != 5:
+        return f"{ranks} devices: divide 30e9 x 12 bytes by 80e9 and round up"
