@@ -112,6 +112,8 @@ class ModelPart(nn.Module):
     where a position may look at another; without it, at itself and all before.
     """
 
+    tables = "cosine", "sine"  # buffers that activations are multiplied by, in their type
+
     def __init__(self, config, first, last):
         super().__init__()
         self.config, self.is_first, self.is_last = config, first == 0, last == config.layers
@@ -122,7 +124,7 @@ class ModelPart(nn.Module):
         if self.is_last:
             self.norm = RMSNorm(config.dim)
             self.head = linear(config.dim, config.vocabulary)
-        for name in ("cosine", "sine"):
+        for name in self.tables:
             table = torch.empty(config.seq_len, config.head_dim // 2)
             self.register_buffer(name, table, persistent=False)
 

@@ -7,6 +7,7 @@ update of another. The squares are added exactly and rounded once, so that the s
 digits in whatever order the ranks bring their parts.
 """
 
+import hashlib
 import math
 
 import torch
@@ -17,10 +18,13 @@ def squares_of(named_parameters):
     """The sum of squares of each parameter's gradient, by name.
 
     Of a gradient that lies in shards on several ranks (a DTensor) it is that of all shards, so those
-    ranks must call this together.
+    ranks must call this together. The device is waited for once, not once per parameter.
     """
-    with_gradient = ((name, p.grad) for name, p in named_parameters if p.grad is not None)
-    return {name: whole(gradient.pow(2).sum()).item() for name, gradient in with_gradient}
+    with_gradient = {name: p.grad for name, p in named_parameters if p.grad is not None}
+    if not with_gradient:
+        return {}
+    squares = [whole(gradient.pow(2).sum()).double() for gradient in with_gradient.values()]
+    return dict(zip(with_gradient, torch.stack(squares).tolist()))
 
 
 def whole(total):
@@ -34,15 +38,33 @@ def clip_gradients(job, named_parameters, largest_norm):
     `named_parameters` are this rank's, with names of the whole model. Every rank must call it.
     Returns the norm before clipping, the same number on every rank; None clips nothing.
     """
-    squares = [squares_of(named_parameters)]
+    squares = {number_of(name): value for name, value in squares_of(named_parameters).items()}
     if job.num_ranks > 1:
-        squares *= job.num_ranks
         with job.waiting_for_all("its share of the gradient's norm"):
-            dist.all_gather_object(squares, squares[job.rank])
-    norm = norm_of({name: value for part in squares for name, value in part.items()})
+            squares = gather_numbers(job, squares)
+    norm = norm_of(squares)
     if largest_norm is not None:
         scale_gradients(named_parameters, norm, largest_norm)
     return norm
+
+
+def number_of(name):
+    """A number of 63 bits that stands for a name, the same on every rank."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def gather_numbers(job, own):
+    """The dictionaries {integer: float} of all ranks as one, exchanged as tensors."""
+    count = torch.tensor([len(own)])
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    rows = torch.zeros(2, int(count), dtype=torch.int64)  # the floats as the 64 bits that they are
+    rows[0, : len(own)] = torch.tensor(list(own), dtype=torch.int64)
+    values = torch.tensor(list(own.values()), dtype=torch.float64)
+    rows[1, : len(own)] = values.view(torch.int64)
+    parts = [torch.empty_like(rows) for _ in range(job.num_ranks)]
+    dist.all_gather(parts, rows)
+    pairs = (zip(part[0].tolist(), part[1].view(torch.float64).tolist()) for part in parts)
+    return {number: value for part in pairs for number, value in part}  # 0 stands for none: 0.0
 
 
 def norm_of(squares):

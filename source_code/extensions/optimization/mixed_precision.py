@@ -16,11 +16,17 @@ import torch
 def computing_copy(master, dtype):
     """A copy of a part of the model in `dtype`, whose gradients go to `master`.
 
-    The part itself where `dtype` is the master's.
+    The part itself where `dtype` is the master's. Buffers keep their type, unless they are among
+    the part's `tables`: the frequencies of Hugging Face's rotary embedding, in 16 bits, put tokens
+    at wrong positions.
     """
     if next(master.parameters()).dtype == dtype:
         return master
-    part = copy.deepcopy(master).to(dtype)
+    part = copy.deepcopy(master)
+    for weight in part.parameters():
+        weight.data = weight.data.to(dtype)
+    for name in getattr(part, "tables", ()):
+        setattr(part, name, getattr(part, name).to(dtype))
     for weight, updated in zip(part.parameters(), master.parameters()):
         weight.register_post_accumulate_grad_hook(partial(hand_over, updated))
     return part
