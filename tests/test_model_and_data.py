@@ -380,7 +380,7 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(DataError) as refused:
         load_text(missing)
     assert str(refused.value) == (
-        f"--data: cannot read {missing} (No such file or directory); name a text file"
+        f"--data: {missing} cannot be read (No such file or directory); name a text file"
     )
 
 
