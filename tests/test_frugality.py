@@ -4,6 +4,7 @@ And what 16 bits would spoil there is compared.
 """
 
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -13,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from extensions.optimization.clipping import clip_gradients, squares_of
 from extensions.optimization.mixed_precision import computing_copy
+from lab.clock import Clock
+from lab.work import Work
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part
+from pipeline.schedule import Action
 
 NAMES = [f"layers.{index}.weight" for index in range(12)]
 
@@ -99,3 +103,36 @@ def test_the_tables_of_the_course_s_model_have_the_type_of_its_activations():
     tokens = torch.arange(8)[None]
     assert torch.equal(part(tokens), cast.to(torch.bfloat16)(tokens))
     assert master.cosine.dtype == torch.float32
+
+
+class StubbedEvent:
+    """A CUDA event: a moment of the device, of which the host knows nothing before it asks."""
+
+    def __init__(self, enable_timing=False):
+        pass
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, later):
+        return 1.0
+
+
+def test_a_clock_waits_for_the_device_when_its_times_are_read_and_not_in_a_step():
+    device = SimpleNamespace(type="cuda")
+    with (
+        mock.patch("torch.cuda.synchronize") as synchronize,
+        mock.patch("torch.cuda.Event", StubbedEvent),
+    ):
+        clock = Clock(0, device, origin=0.0)
+        synchronize.reset_mock()  # the one that sets the origin
+        for _ in range(3):
+            for microbatch in range(8):
+                with clock.acting(Work(None, Action(0, "F", microbatch), None)):
+                    pass
+            clock.pass_ended()
+        assert synchronize.call_count == 0
+        assert [len(events) for events in clock.passes] == [8, 8, 8]
+        assert synchronize.call_count == 1
+        assert len(clock.passes) == 3  # and reading them again needs no device
+        assert synchronize.call_count == 1

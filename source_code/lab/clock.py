@@ -29,7 +29,7 @@ class Clock:
         self.on_device = device.type == "cuda" and pace is None
         self.works = []  # of this pass; their times are device events until `pass_ended`
         self.work = None  # the one under way
-        self.passes = []  # the Events of each pass that has ended
+        self.ended, self.events = [], []  # of passes that have ended: works, and Events
         self.free_at = None  # when the last action of this pass ended
         self.pace_from = 0.0  # when the last action with a pace ended
         self.arrived = 0.0  # when the last wait for another rank ended
@@ -108,12 +108,20 @@ class Clock:
             pass
 
     def pass_ended(self):
-        """Keep the events of the pass, in the order in which they ran."""
-        if self.on_device:
-            torch.cuda.synchronize()
-        self.passes.append([self.event_of(work) for work in self.works])
-        del self.passes[:-KEPT_PASSES]
+        """Keep the works of the pass, in the order in which they ran."""
+        self.ended.append(self.works)
+        del self.ended[:-KEPT_PASSES]
         self.works, self.free_at = [], None
+
+    @property
+    def passes(self):
+        """The Events of each pass that has ended; only whoever asks for them waits for a device."""
+        if self.on_device and self.ended:
+            torch.cuda.synchronize()
+        self.events += [[self.event_of(work) for work in works] for works in self.ended]
+        del self.events[:-KEPT_PASSES]
+        self.ended.clear()
+        return self.events
 
     def event_of(self, work):
         start, end = self.in_milliseconds(work.start), self.in_milliseconds(work.end)
