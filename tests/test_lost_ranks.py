@@ -115,8 +115,8 @@ def test_ranks_that_wait_for_one_that_never_starts_say_so():
     # As rank 0, at a port of its own choice. A job has a minute for slow starts.
     program = (
         "import sys; sys.path.insert(0, 'source_code')\n"
-        "from pipeline.job import meet\n"
-        "meet(0, 2, timeout=1.0)\n"
+        "from pipeline.joining import agree, meet\n"
+        "agree(meet(0, 2, timeout=1.0), 0, 2, {}, timeout=1.0)\n"
     )
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = subprocess.run(
@@ -129,7 +129,7 @@ def test_ranks_that_wait_for_one_that_never_starts_say_so():
     )
     assert ended.returncode == 1
     sentence = ended.stderr.splitlines()[-1]
-    assert sentence.startswith("rank 0 waited 1 s for all 2 ranks to start")
+    assert sentence == "rank 0 waited 1 s for rank 1 to start"
     assert "Traceback" not in ended.stderr
 
 
@@ -336,8 +336,8 @@ def test_a_watch_ends_only_processes_with_the_same_parent():
 def test_a_rank_outlives_no_launcher():
     program = (
         "import sys, time; sys.path.insert(0, 'source_code')\n"
-        "from lab.watch import Watch\n"
-        "Watch(0, 60).start(); print('watching', flush=True); time.sleep(60)\n"
+        "from pipeline.joining import Presence\n"
+        "Presence(0, 2, 60).start(); print('there', flush=True); time.sleep(60)\n"
     )
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     rank = subprocess.Popen(
@@ -349,7 +349,7 @@ def test_a_rank_outlives_no_launcher():
     reaper = threading.Timer(60, rank.kill)
     reaper.start()
     try:
-        assert rank.stdout.readline() == b"watching\n"
+        assert rank.stdout.readline() == b"there\n"
         launcher.kill()
         launcher.wait(10)
         assert rank.wait(WITHIN) == 1

@@ -17,7 +17,7 @@ from lab.free_port import free_port
 from lab.simulator import Costs, simulate
 from pipeline import command_line
 from pipeline.command_line import ranks_from_environment
-from pipeline.job import meet
+from pipeline.joining import meet
 from pipeline.schedules import gpipe
 from pipeline.slurm import first_node, set_meeting_point
 

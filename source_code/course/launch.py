@@ -30,7 +30,7 @@ import psutil
 from course.failed_run import RunFailed, failed_rank, how_it_ended, readable_errors
 from lab.free_port import free_port
 from lab.timeline import Timeline, from_chrome_trace
-from lab.variables import LAUNCHER_VARIABLE
+from pipeline.ending import LAUNCHER_VARIABLE, end_with_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"
@@ -366,6 +366,7 @@ def _is_ours(variable):
 
 def _be_a_rank(script, flags, environment, out, errors):
     """In the forked process: become a rank of `script`, as if torchrun had started it."""
+    end_with_launcher()
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)

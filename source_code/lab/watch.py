@@ -2,14 +2,11 @@
 
 A watch is a thread of every rank, and an instrument: it is told of every wait. After half of the
 timeout it writes the wait into the store that all ranks share; after the whole timeout it follows
-who waits for whom to the rank that waits for nobody, names it, and ends that rank and its own. It
-also ends its own when the process that started it is gone, so that no rank outlives its launcher.
+who waits for whom to the rank that waits for nobody, names it, and ends that rank and its own.
 """
 
 import os
 import re
-import socket
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -19,7 +16,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lab.rehearsal import pending_text
-from lab.variables import FLIGHT_VARIABLE, LAUNCHER_VARIABLE
+from lab.variables import FLIGHT_VARIABLE
 from pipeline.job import end_process
 
 STORE_TIMEOUT = 2  # seconds that a store may take for an answer
@@ -36,7 +33,10 @@ class Wait(NamedTuple):
 def watch_of(job):
     """The Watch of this rank, which those of the other ranks can ask. All ranks call it."""
     watch = Watch(job.rank, job.timeout)
-    watch.join_others(job.store, job.num_ranks)
+    if job.num_ranks > 1:
+        watch.store = dist.PrefixStore("watch", job.store.clone())
+        watch.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
+        watch.processes = job.processes
     job.explain_loss = watch.explain_loss
     job.naming_loss = watch.around_starts(job.naming_loss)
     return watch
@@ -54,23 +54,7 @@ class Watch(threading.Thread):
         self.announced = None
         self.pending = {}  # rank -> what it has under way, where messages are rehearsed
         self.processes = {}  # rank -> process id, of the ranks on this machine
-        self.parent = os.getppid()
-        self.launcher = int(os.environ.get(LAUNCHER_VARIABLE, "0"))
         self.stopped = threading.Event()
-
-    def join_others(self, store, num_ranks):
-        """Share `store` with all other ranks; learn which processes of this machine they are."""
-        if num_ranks == 1:
-            return
-        store = dist.PrefixStore("watch", store.clone())
-        store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
-        entries = store.multi_get([f"process/{rank}" for rank in range(num_ranks)])
-        for rank, entry in enumerate(entries):
-            host, process_id = entry.decode().rsplit(" ", 1)
-            if host == socket.gethostname():
-                self.processes[rank] = int(process_id)
-        store.set_timeout(timedelta(seconds=STORE_TIMEOUT))  # now all are there
-        self.store = store
 
     @contextmanager
     def waiting(self, peer, what):
@@ -107,8 +91,6 @@ class Watch(threading.Thread):
     def run(self):
         """The thread: look a few times a second for how long this rank has been waiting."""
         while not self.stopped.wait(min(0.25, self.timeout / 20)):
-            if not self._launcher_lives():
-                os._exit(1)
             wait = self.wait
             waited = time.monotonic() - wait.since if wait else 0.0
             if waited > self.timeout:
@@ -139,17 +121,6 @@ class Watch(threading.Thread):
                 os.makedirs(folder, exist_ok=True)
                 with open(os.path.join(folder, f"rank{self.rank}.json"), "wb") as file:
                     file.write(_dump_fr_trace_json())
-
-    def _launcher_lives(self):
-        if os.getppid() != self.parent:
-            return False
-        if not self.launcher or sys.platform == "win32":  # where signal 0 is Ctrl-C
-            return True
-        try:
-            os.kill(self.launcher, 0)
-        except ProcessLookupError:
-            return False
-        return True
 
     def tell_others(self, wait):
         """Announce a long wait, and take it back once it is over."""

@@ -7,9 +7,6 @@ NCCL sets up a communicator at its first message, and blocks until both sides ha
 
 import atexit
 import gc
-import os
-import sys
-import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,11 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the default group if there is one by now
 
-from pipeline.command_line import ranks_from_environment, reject
+from pipeline.command_line import ranks_from_environment
+from pipeline.ending import GRACE, end_process
+from pipeline.joining import Presence, agree, meet
 from pipeline.message import Message
-
-GRACE = 5.0  # seconds beyond the longest wait, after which the transport ends it
-ending = threading.Lock()
 
 
 @dataclass
@@ -42,6 +38,7 @@ class Job:
     channels: dict = field(default_factory=dict)  # the pairs of `join_job` -> process group
     groups: dict = field(default_factory=dict)  # ranks that sum tensors -> process group
     sent: list = field(default_factory=list)  # in this step
+    processes: dict = field(default_factory=dict)  # rank -> process id, on this machine
 
     @property
     def wire(self):
@@ -130,35 +127,51 @@ class Transfer:
         return None if self.sends else tensor.to(self.job.device)
 
 
-def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None):
+def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None, settings=None):
     """Meet the other ranks and open the channels. Returns the Job.
 
     `pairs` are the (source, destination), or (source, destination, what), that exchange messages;
-    by default each rank and the next, in both directions. They are equal on all ranks.
+    by default each rank and the next, in both directions. They are equal on all ranks, as are the
+    `settings`, by name: ranks that differ are rejected before the first message.
     """
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
+    presence = Presence(rank, num_ranks, timeout)
+    presence.start()
     torch.set_num_threads(1)  # the same digits on every machine
     device, backend = choose_device(device, local_rank, local_ranks)
     # The first backward with a given gradient imports half a second of code: here all do it at once.
     torch.ones(1, device=device, requires_grad=True).backward(torch.ones(1, device=device))
-    limit = timedelta(seconds=timeout + GRACE)
-    store = meet(rank, num_ranks, max(timeout, 60.0))
-    backends = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backends, store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    job = Job(rank, num_ranks, device, backend, timeout, store)
+    start = max(timeout, 60.0)  # seconds; a job has a minute for slow starts
+    job = Job(rank, num_ranks, device, backend, timeout, meet(rank, num_ranks, start))
+    with presence.joining(job.store):
+        job.processes = agree(job.store, rank, num_ranks, settings or {}, start, presence.progress)
+        presence.processes = job.processes
+        open_channels(job, pairs, presence.progress)
+    job.shape, job.dtype = shape, dtype
+    return job
+
+
+def open_channels(job, pairs, progress):
+    """Connect all ranks, then each pair by a channel, and send a first message through it."""
+    rank, limit = job.rank, timedelta(seconds=job.timeout + GRACE)
+    backends = "gloo" if job.backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backends, store=job.store, rank=rank, world_size=job.num_ranks, timeout=limit
+    )
     if pairs is None:
-        pairs = [(a, b) for a in range(num_ranks) for b in (a - 1, a + 1) if 0 <= b < num_ranks]
+        pairs = [(a, b) for a in range(job.num_ranks) for b in (a - 1, a + 1)]
+        pairs = [(a, b) for a, b in pairs if 0 <= b < job.num_ranks]
     for pair in sorted(set(pairs)):
-        job.channels[pair] = dist.new_group(list(pair[:2]), backend=backend, timeout=limit)
+        progress()
+        job.channels[pair] = dist.new_group(list(pair[:2]), backend=job.backend, timeout=limit)
     for source, destination, *what in job.channels:
+        progress()
         first = Message(*what or ["first message"], source, 0)
         if rank == source:
             job.send(torch.ones(1), destination, first).wait()
         elif rank == destination:
             job.receive(source, first, (1,), torch.float32).wait()
     job.sent.clear()
-    job.shape, job.dtype = shape, dtype
-    return job
 
 
 def choose_device(wanted, local_rank, local_ranks):
@@ -171,41 +184,9 @@ def choose_device(wanted, local_rank, local_ranks):
     return device, "nccl" if local_ranks <= gpus and dist.is_nccl_available() else "gloo"
 
 
-def meet(rank, num_ranks, timeout):
-    """The store through which ranks find each other."""
-    if num_ranks == 1:  # on Windows torch has no HashStore, and is built without libuv
-        alone = getattr(dist, "HashStore", None)
-        return alone() if alone else dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
-    if "SLURM_STEP_NODELIST" in os.environ:
-        from pipeline.slurm import NoMeetingPoint, set_meeting_point
-
-        try:
-            set_meeting_point()
-        except NoMeetingPoint as error:
-            reject(str(error))
-    os.environ.setdefault("RANK", str(rank))
-    os.environ.setdefault("WORLD_SIZE", str(num_ranks))
-    try:
-        return next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))[0]
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        wanted = f"for all {num_ranks} ranks to start"
-        end_process(f"rank {rank} waited {timeout:g} s {wanted} ({reason})")
-
-
 def is_loss(error):
     """Whether an error, or what caused it, says that the transport lost the other side."""
     while error.__cause__ is not None:
         error = error.__cause__
     words = "closed by peer", "reset by peer", "Timed out"
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def end_process(sentence, before_leaving=lambda: None):
-    """Print one sentence and end this process at once, without waiting for any other rank."""
-    ending.acquire()  # for good: a second thread has nothing to add
-    print(sentence, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    before_leaving()
-    time.sleep(0.3)  # if the store is here, others are asking it why their peer is gone
-    os._exit(1)

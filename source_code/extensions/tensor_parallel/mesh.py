@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipeline.command_line import positive_integer, reject
 from pipeline.job import join_job
 from pipeline.schedule import Schedule
+from pipeline.training import settings_of
 
 NAMES = "replica", "stage", "tensor"
 
@@ -16,14 +17,18 @@ NAMES = "replica", "stage", "tensor"
 def add_mesh_flags(parser):
     """Add --tensor and --sequence; --replicas is in replica_arguments.py."""
     add = parser.add_argument
-    add("--tensor", type=positive_integer, default=2, metavar="T", help="ranks that share a layer")
+    add("--tensor", type=positive_integer, metavar="T",
+        help="ranks that share a layer, else 2, or 1 where the number of ranks is odd")  # fmt: skip
     add("--sequence", choices=["split", "whole"], default="split",
         help="what a rank of them keeps of the sequence between layers")  # fmt: skip
 
 
 def stage_ranks(arguments):
     """The ranks of one pipeline. Rejects a mesh that does not fit the ranks or the model."""
-    a, t = arguments, arguments.tensor
+    a = arguments
+    if a.tensor is None:
+        a.tensor = 1 if a.num_ranks // a.replicas % 2 else 2
+    t = a.tensor
     if a.num_ranks % (a.replicas * t):
         reject(
             f"--replicas {a.replicas} times --tensor {t} does not divide the {a.num_ranks} ranks of "
@@ -44,7 +49,7 @@ def start_sharded_job(arguments, schedule):
     a = arguments
     length = a.seq_len // (a.tensor if a.sequence == "split" else 1)
     shape = a.microbatch_size, length, a.dim
-    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype)
+    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype, settings_of(a))
 
 
 def build_mesh(arguments, job):

@@ -1,0 +1,311 @@
+"""Ranks that join a job: who differs is rejected, who stops is named, and nobody outside can join.
+
+The limits on waiting are part of what is promised; they are the only times that tests assert.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+
+from course.failed_run import RunFailed
+from course.launch import ROOT, SCRIPTS, WarmRanks, _follow, _wait_for_fork_server
+from lab.free_port import free_port
+from pipeline import joining
+from pipeline.ending import GRACE
+from pipeline.job import Job, join_job
+from pipeline.joining import Disagreement, agree, is_loopback, version
+from pipeline.training import checksum_of, parse_arguments, settings_of, training_parser
+
+SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --device cpu"
+TIMEOUT = 3  # seconds, of --timeout
+LONG = 1000  # steps: minutes, if nobody ends it
+SCRIPTS_AND_FLAGS = [
+    "activation_checkpointing.py --microbatches 4",
+    "distributed_checkpointing.py --microbatches 4",
+    "gpipe.py",
+    "interleaved_1f1b.py --microbatches 4",
+    "naive_model_parallelism.py --microbatches 4",
+    "one_f_one_b.py --microbatches 4",
+    "pipedream.py",
+    "pipeline_with_data_parallel.py --microbatches 4 --replicas 2",
+    "pretrain_llama.py --microbatches 4 --dtype float64",
+    "tensor_parallel.py --microbatches 4 --replicas 1 --tensor 1",
+    "torch_pipelining.py --microbatches 4",
+    "train.py --microbatches 4 --schedule 1f1b",
+    "zero_bubble.py --microbatches 4",
+]
+
+
+# What ranks agree on
+
+
+def end_of_ranks(commands, **common):
+    """The exit status, and what it said, of each rank: one command and its environment per rank."""
+    port = str(free_port())
+    ranks = []
+    for rank, (words, own) in enumerate(commands):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(commands)}
+        places |= {"LOCAL_WORLD_SIZE": len(commands), "MASTER_ADDR": "127.0.0.1"}
+        variables = {**places, "MASTER_PORT": port, **common, **own}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, *words],
+                cwd=ROOT,
+                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        said = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, errors) for rank, (_, errors) in zip(ranks, said)]
+
+
+def gpipe(flags):
+    return [f"{SCRIPTS}/gpipe.py", *SMALL.split(), *flags.split()]
+
+
+def assert_rejected(ended, *words):
+    """All ranks end with status 2, and one sentence of the node says why."""
+    assert [status for status, _ in ended] == [2] * len(ended), ended
+    text = "".join(errors for _, errors in ended)
+    assert text.count("\n") == 1 and "Traceback" not in text, text
+    for word in words:
+        assert word in text
+
+
+def test_a_rank_with_other_flags_is_rejected_by_name_with_both_values():
+    same, other = gpipe("--seed 4"), gpipe("--seed 5 --learning-rate 0.5")
+    ended = end_of_ranks([(same, {}), (same, {}), (other, {})])
+    assert_rejected(ended, "rank 2 ", "--seed is 5 there and 4 here", "--learning-rate is 0.5")
+
+
+def test_ranks_that_were_told_another_number_of_ranks_are_rejected():
+    command = gpipe("")
+    ended = end_of_ranks([(command, {}), (command, {"WORLD_SIZE": 3})])
+    assert_rejected(ended, "rank 1 ", "the number of ranks is 3 there and 2 here")
+
+
+class Meeting:
+    """Two ranks at a store in this process: what each is told."""
+
+    def __init__(self, *settings, versions=(None, None)):
+        self.store, self.told = dist.HashStore(), {}
+        for rank in (1, 0):
+            thread = threading.Thread(target=self.join, args=(rank, settings[rank]))
+            if versions[rank]:
+                joining.version = lambda own=versions[rank]: own
+            thread.start()
+            time.sleep(0.1)
+        thread.join(20)
+
+    def join(self, rank, settings):
+        try:
+            self.told[rank] = agree(self.store, rank, 2, settings, 20)
+        except Disagreement as error:
+            self.told[rank] = str(error)
+
+
+def test_ranks_with_the_same_settings_learn_each_other_s_process():
+    assert Meeting({"--steps": 3}, {"--steps": 3}).told[0] == {0: os.getpid(), 1: os.getpid()}
+
+
+def test_another_copy_of_the_course_or_another_torch_is_rejected(monkeypatch):
+    monkeypatch.setattr(joining, "version", version)
+    told = Meeting({}, {}, versions=("0123", "4567")).told
+    assert "rank 1 " in told[0] and "the code is 4567 there and 0123 here" in told[0]
+    own = json.dumps(["elsewhere", 1, {"the number of ranks": 2, "torch": "1.0", "the code": "x"}])
+    store = dist.HashStore()
+    store.set("settings/1", own)
+    with pytest.raises(
+        Disagreement, match=re.escape(f"torch is 1.0 there and {torch.__version__}")
+    ):
+        agree(store, 0, 2, {}, 20)
+
+
+def test_all_flags_count_but_the_device_and_where_the_text_lies(monkeypatch, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("a text of one's own, " * 50)
+    monkeypatch.setattr(sys, "argv", ["x", "--data", str(text)])
+    arguments = parse_arguments(training_parser(""))
+    settings = settings_of(arguments)
+    flags = {action.option_strings[-1] for action in training_parser("")._actions}
+    assert flags - set(settings) == {"--device", "--data", "--help"}
+    changed = arguments.text.training.clone()
+    changed[7] += 1
+    other = type(arguments.text)(changed, arguments.text.held_out)
+    assert settings["the text"] == checksum_of(arguments.text) != checksum_of(other)
+
+
+# Ranks that stop while they join
+
+STEPS = {  # where a rank stops: with what it is told apart
+    "process group": (dist, "init_process_group"),
+    "channels": (dist, "new_group"),
+    "first message": (Job, "send"),
+}
+
+
+def stop_at(rank, victim, step):
+    if rank == victim:
+        place, name = STEPS[step]
+        setattr(place, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
+    join_job("cpu", timeout=TIMEOUT)
+    time.sleep(60)  # who needs nothing from the one that stops
+
+
+@pytest.mark.parametrize(
+    ("victim", "step"),
+    [(0, "process group"), (1, "channels"), (2, "first message")],
+)
+def test_a_rank_that_stops_while_it_joins_is_named_soon(victim, step):
+    _wait_for_fork_server()
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as failed:
+        run_on_ranks(stop_at, 3, victim, step, timeout=60)
+    message = str(failed.value)
+    assert time.monotonic() - began < TIMEOUT + GRACE + 10  # of which the start is a part
+    assert re.search(rf"rank \d (waited {TIMEOUT} s for|could not join) rank {victim} ", message)
+    assert "Traceback" not in message
+
+
+# Ports
+
+
+def listening(process_ids):
+    """The addresses at which these processes listen, as /proc/net has them."""
+    inodes = set()
+    for process_id in process_ids:
+        for descriptor in Path(f"/proc/{process_id}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(descriptor))
+    rows = [
+        line.split()
+        for file in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in Path(file).read_text().splitlines()[1:]
+    ]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def listening_of_job(rank):
+    join_job("cpu", timeout=20)
+    return listening([os.getpid()])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists sockets in /proc")
+def test_nothing_listens_beyond_loopback_when_the_ranks_meet_there():
+    store, other = run_on_ranks(listening_of_job, 2)
+    assert len(store) > len(other) > 0
+    local = "0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:"
+    assert all(address.startswith(local) for address in store | other)
+
+
+@pytest.mark.parametrize(
+    ("address", "local"), [("127.0.0.1", True), ("::1", True), ("192.0.2.1", False)]
+)
+def test_what_is_loopback(address, local):
+    assert is_loopback(address) == local
+
+
+# Launchers
+
+
+def test_a_launcher_that_dies_at_any_moment_takes_its_ranks_along():
+    generator = random.Random(25)
+    for moment in [0.02, generator.uniform(0.03, 2)]:
+        assert_gone_with_launcher(moment)
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, "source_code")
+from course.launch import SCRIPTS, WarmRanks, _wait_for_fork_server
+_wait_for_fork_server()
+print("ready", flush=True)
+ranks = WarmRanks(SCRIPTS / "gpipe.py", ["--steps", "1000", "--pace", "10"], 3)
+print("started", flush=True)
+sys.stdin.read()
+"""
+
+
+def assert_gone_with_launcher(moment):
+    """A process that starts warm ranks is killed `moment` seconds later; then nothing is left."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    reaper = threading.Timer(60, launcher.kill)
+    reaper.start()
+    try:
+        assert launcher.stdout.readline() == b"ready\n"
+        time.sleep(moment)
+        started = psutil.Process(launcher.pid).children(recursive=True)
+        assert started
+    finally:
+        reaper.cancel()
+        launcher.kill()
+        launcher.wait(10)
+        launcher.stdin.close()
+        launcher.stdout.close()
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+# Random kills and stops over every training script, joining included
+
+
+def attack(command, generator, *numbers):
+    """Send one of two ranks a signal at a random moment of a run: it ends, and leaves nothing."""
+    number = generator.choice(numbers)
+    moment = generator.uniform(0, 4)
+    script, *flags = command.split()
+    flags += [*SMALL.split(), "--steps", str(LONG), "--timeout", str(TIMEOUT)]
+    ranks = WarmRanks(SCRIPTS / script, flags, 2)
+    victim = generator.randrange(2)
+    timer = threading.Timer(moment, lambda: os.kill(ranks.process_of(victim), number))
+    timer.start()
+    try:
+        with pytest.raises(RunFailed) as failed:
+            _follow(ranks, show=False, limit=120)
+    finally:
+        timer.cancel()
+        ranks.end()
+    message = f"{command}, {number.name} to rank {victim} after {moment:.2f} s: {failed.value}"
+    assert "took longer than" not in message and "Traceback" not in message, message
+    assert "frame #" not in message, message
+    assert f"rank {victim}" in str(failed.value), message
+    assert not any(process.is_alive() for process in ranks.ranks), message
+
+
+@pytest.mark.parametrize("command", SCRIPTS_AND_FLAGS[2::5])
+def test_a_kill_at_a_random_moment_ends_a_training_and_names_the_rank(command):
+    attack(command, random.Random(command), signal.SIGKILL)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", SCRIPTS_AND_FLAGS)
+def test_so_do_many_kills_and_stops_over_every_training_script(command):
+    for seed in range(20):
+        attack(command, random.Random(f"{command} {seed}"), signal.SIGKILL, signal.SIGSTOP)
