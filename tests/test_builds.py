@@ -21,6 +21,7 @@ from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
 from course.checks.build_text import request_of
+from course.failed_run import RunFailed
 from course.launch import ROOT, run
 
 pytestmark = pytest.mark.processes
@@ -353,6 +354,37 @@ def test_the_readers_file_needs_no_course_and_has_the_losses_of_one_process(tmp_
     for name in STEPS.values():
         losses = losses_of(tmp_path, path.read_text(), name, 4)
         assert [f"{loss:.6f}" for loss in losses] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sentence"),
+    [
+        ("interleaved", 3, "interleaved needs 2 ranks or more that divide 8, not 3"),
+        ("interleaved", None, "interleaved needs 2 ranks or more that divide 8, not 1"),
+        ("1f2b", None, "there is no step '1f2b'; choose from naive, gpipe, 1f1b, interleaved"),
+    ],
+)
+def test_the_file_rejects_what_it_cannot_run(name, ranks, sentence, tmp_path):
+    with pytest.raises(RunFailed, match=sentence):
+        losses_of(tmp_path, MODEL, name, ranks)
+
+
+def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(own_file, "FILE", tmp_path / "my_pipeline.py")
+    monkeypatch.setattr(own_file, "PARTS", tmp_path / "my_pipeline")
+    mine = "    # written on a rainy day\n    warm_up = min("
+    text = SOLUTIONS["one_f_one_b_step"].replace("    warm_up = min(", mine)
+    right, wrong = (
+        written(tmp_path, text, "one_f_one_b_step"),
+        written(tmp_path, SOLUTIONS["gpipe_step"].replace(" / len(inputs)", ""), "gpipe_step"),
+    )
+    for check, function in ((build.one_f_one_b_step, right), (build.gpipe_step, wrong)):
+        check(function)
+        own_file.keep(function)
+    said = capsys.readouterr().out
+    assert "one_f_one_b_step is yours" in said and "gpipe_step       is the course's" in said
+    file = own_file.FILE.read_text()
+    assert "# written on a rainy day" in file and "targets[k]) / len(inputs)" in file
 
 
 def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):

@@ -195,6 +195,10 @@ def main(name, steps=4):
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank, p = dist.get_rank(), dist.get_world_size()
+    if name not in ["naive", *STEPS]:
+        sys.exit(f"there is no step '{name}'; choose from naive, {', '.join(STEPS)}")
+    if name == "interleaved" and (p == 1 or MICROBATCHES % p):
+        sys.exit(f"interleaved needs 2 ranks or more that divide {MICROBATCHES}, not {p}")
     chunks = CHUNKS if name == "interleaved" else 1
     stages = [build_stage(rank + c * p, p * chunks) for c in range(chunks)]
     for step in range(steps):
@@ -215,4 +219,4 @@ def main(name, steps=4):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1] if len(sys.argv) > 1 else "gpipe")

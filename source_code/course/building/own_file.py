@@ -1,8 +1,10 @@
 """The reader's own file: my_pipeline.py with the functions that the reader has written."""
 
 import ast
+import inspect
 import json
 import os
+import textwrap
 from pathlib import Path
 
 from course.launch import ROOT
@@ -11,12 +13,12 @@ MODEL = Path(__file__).with_name("my_pipeline.py")
 FILE = ROOT / "build" / "my_pipeline.py"
 PARTS = FILE.with_suffix("")  # a folder with one JSON file for each exercise
 EXERCISES = ["naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"]
-_accepted = {}  # name -> the request of a check that found nothing to say
+_accepted = {}  # text of a function -> the request of a check that found nothing to say
 
 
 def accept(request):
     """Remember a right answer, so that `keep` can put it into the reader's file."""
-    _accepted[request["function"]] = request
+    _accepted[request["sources"][0][1]] = request
 
 
 def keep(function):
@@ -24,7 +26,7 @@ def keep(function):
 
     Exercises that are not solved yet have the course's solution there.
     """
-    request = _accepted.get(function.__name__)
+    request = _accepted.get(textwrap.dedent(inspect.getsource(function)))
     if request:
         PARTS.mkdir(parents=True, exist_ok=True)
         _write(PARTS / f"{function.__name__}.json", json.dumps(request))
