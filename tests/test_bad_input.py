@@ -19,6 +19,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 
+from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
 from pipeline import command_line, training
 from pipeline.command_line import Parser
@@ -103,7 +104,7 @@ def call(monkeypatch, *words):
     def meet(*arguments, **options):
         raise Accepted
 
-    for joins in (training, library, module):
+    for joins in (training, library, mesh, module):
         monkeypatch.setattr(joins, "join_job", meet, raising=joins is not module)
     monkeypatch.setattr(sys, "argv", [*words])
     module.main()
@@ -235,9 +236,10 @@ def test_good_flags_are_accepted(refusal, monkeypatch, tmp_path, script):
 def test_only_the_first_rank_of_a_node_speaks_and_all_leave_with_the_same_status(
     refusal, script, flags
 ):
-    refusal.check(script, *flags.split(), names=flags.split()[0], ranks=4)
+    words = [*flags.split(), *(["--tensor", "1"] if script == "tensor_parallel.py" else [])]
+    refusal.check(script, *words, names=words[0], ranks=4)
     for rank in (1, 3):
-        assert refusal(script, *flags.split(), rank=rank, ranks=4) == (2, "")
+        assert refusal(script, *words, rank=rank, ranks=4) == (2, "")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
