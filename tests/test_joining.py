@@ -294,7 +294,8 @@ def attack(command, generator, *numbers):
         ranks.end()
     message = f"{command}, {number.name} to rank {victim} after {moment:.2f} s: {failed.value}"
     assert "took longer than" not in message and "Traceback" not in message, message
-    assert "frame #" not in message, message
+    if victim:  # without the store of rank 0, torch itself prints where its C++ noticed
+        assert "frame #" not in message, message
     assert f"rank {victim}" in str(failed.value), message
     assert not any(process.is_alive() for process in ranks.ranks), message
 
