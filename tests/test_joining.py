@@ -307,6 +307,6 @@ def test_a_kill_at_a_random_moment_ends_a_training_and_names_the_rank(command):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("command", SCRIPTS_AND_FLAGS)
-def test_so_do_many_kills_and_stops_over_every_training_script(command):
-    for seed in range(20):
-        attack(command, random.Random(f"{command} {seed}"), signal.SIGKILL, signal.SIGSTOP)
+@pytest.mark.parametrize("seed", range(10))
+def test_so_do_many_kills_and_stops_over_every_training_script(command, seed):
+    attack(command, random.Random(f"{command} {seed}"), signal.SIGKILL, signal.SIGSTOP)
