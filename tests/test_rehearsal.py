@@ -19,6 +19,7 @@ from ranks import run_on_ranks
 from course.failed_run import RunFailed
 from extensions.torch_pipelining import library
 from lab import attach, rehearsal
+from lab.slow_network import NodesError, check_transport
 from pipeline import training
 from pipeline.job import Job, join_job
 from pipeline.message import Message
@@ -232,3 +233,13 @@ def test_rehearse_is_rejected_for_a_gpu(capsys):
     with mock.patch("torch.cuda.is_available", lambda: True), pytest.raises(SystemExit):
         rehearsal.check_rehearsal(SimpleNamespace(rehearse="strict", device="auto"))
     assert "--rehearse plays NCCL's rules on a CPU; use --device cpu" in capsys.readouterr().err
+
+
+def test_slow_links_which_send_from_a_second_thread_are_rejected_with_nccl():
+    for backend, mode in ("nccl", None), ("gloo", "strict"):
+        world = SimpleNamespace(WORLD=SimpleNamespace(mode=mode))
+        with mock.patch.object(dist, "group", world):
+            check_transport(backend, slow=0.0)
+            with pytest.raises(NodesError, match="PIPELINE_NODE_DELAY .* use --device cpu"):
+                check_transport(backend, slow=0.03)
+    check_transport("gloo", slow=0.03)

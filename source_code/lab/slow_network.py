@@ -49,10 +49,21 @@ def _seconds(variable):
     return milliseconds / 1000
 
 
+def check_transport(backend, slow):
+    """Reject slow links with NCCL: they send from a second thread, which NCCL calls unsafe."""
+    rehearsed = getattr(dist.group.WORLD, "mode", None)
+    if slow and (rehearsed or backend == "nccl"):
+        raise NodesError(
+            f"{DELAY_VARIABLE} and {OCCUPANCY_VARIABLE} send from a second thread, which NCCL does "
+            "not allow; use --device cpu, and no --rehearse"
+        )
+
+
 def attach_network(job):
     """Learn the node of every rank, and slow messages between nodes down if asked. All call it."""
     try:
         mine, delay, occupancy = node_name(job.rank), node_delay(), node_occupancy()
+        check_transport(job.backend, delay or occupancy)
     except NodesError as error:
         end_process(str(error))
     store = dist.PrefixStore("node", job.store)
