@@ -134,9 +134,7 @@ def read_state(job, training, checkpoint, group=None):
     saved = reader.read_metadata().state_dict_metadata
     state = training.state(job)
     state["optimizer"] = {
-        name: room_for(
-            saved, f"optimizer.{name}.", training.in_file(name, parameter.detach())
-        )
+        name: room_for(saved, f"optimizer.{name}.", training.in_file(name, parameter.detach()))
         for name, parameter in training.parameters.items()
     }
     state["random"] = {}
