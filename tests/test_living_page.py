@@ -22,7 +22,6 @@ from pipeline.schedule import to_csv
 from pipeline.schedules import one_f_one_b
 
 pytestmark = pytest.mark.processes
-MARKED = "# NBVAL_CHECK_OUTPUT\n"
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +143,6 @@ def sources_of(cells):
 
 def cells_of(path):
     cells = nbformat.read(path, as_version=4).cells
-    for cell in cells:
-        cell.source = cell.source.removeprefix(MARKED)
     return [cell for cell in cells if "solutions" not in path.parts or cell.cell_type == "code"]
 
 

@@ -18,7 +18,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 LESSONS = sorted(NOTEBOOKS.glob("*.ipynb"))
 SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
 ALL = LESSONS + SOLUTIONS
-MARK = "# NBVAL_CHECK_OUTPUT"
+TAG = "nbval-check-output"  # of the cells whose stored output is what a run has to print
 CALL = r"^(?:check|build)\..*$"  # of an exercise's check
 
 
@@ -39,7 +39,7 @@ def text_of(outputs):
 
 
 def checked_cells(path):
-    return [c for c in cells_of(path) if c.cell_type == "code" and MARK in c.source]
+    return [c for c in cells_of(path) if TAG in c.metadata.get("tags", [])]
 
 
 def change_one_digit(text, position):
@@ -63,6 +63,7 @@ def test_each_changed_digit_of_a_checked_output_fails_nbvals_own_comparison(path
                 assert not item.compare_outputs(test, stored), test[index]["text"]
                 changed += 1
     assert changed > 0 or path in SOLUTIONS, "a lesson without a checked number"
+    assert sum(item.options["check"] for item in notebook.collect()) == len(checked_cells(path))
 
 
 @every_notebook
@@ -71,7 +72,7 @@ def test_every_checked_cell_has_a_stored_output(path):
     assert cells
     for cell in cells:
         assert text_of(cell.outputs).strip(), cell.source
-        assert cell.source.startswith(MARK), "the mark stands in the first line"
+        assert cell.cell_type == "code"
 
 
 @every_lesson
@@ -101,7 +102,7 @@ def test_prose_stands_before_every_pair_of_code_cells(path):
     assert kinds[0] == "markdown"
     for before, here, cell in zip(kinds, kinds[1:], cells_of(path)[1:]):
         if here == "code" and before == "code":
-            follows_up = MARK in cell.source or "source_of" in cell.source
+            follows_up = TAG in cell.metadata.get("tags", []) or "source_of" in cell.source
             follows_up = follows_up or cell.source.startswith(("figure,", "try:"))
             assert follows_up, f"two code cells without a word between them:\n{cell.source}"
 

@@ -275,8 +275,7 @@ def in_jupyters_job(folder):
 def what_is_checked(notebook):
     """The printed output of every checked cell, without the lines about a queue."""
     cells = nbformat.read(notebook, as_version=4).cells
-    marks = [cell.source + " ".join(cell.metadata.get("tags", [])).upper() for cell in cells]
-    outputs = [c.outputs for c, mark in zip(cells, marks) if re.search("NBVAL.CHECK.OUTPUT", mark)]
+    outputs = [c.outputs for c in cells if "nbval-check-output" in c.metadata.get("tags", [])]
     texts = ["".join(o.text for o in each if o.get("name") == "stdout") for each in outputs]
     return [re.sub(r"^ *\d+\.\d s  .*\n", "", text, flags=re.MULTILINE) for text in texts]
 
