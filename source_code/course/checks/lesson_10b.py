@@ -69,7 +69,8 @@ def step_of(mesh, machine):
     """
     replicas, stages, t = mesh
     node, inside, between = machine["node"], machine["inside"], machine["between"]
-    layers, talk = LAYERS // stages, 2 * (inside if t <= node else between)
+    layers = LAYERS // stages
+    talk = 2 * (inside if t <= node else between) if t > 1 else 0  # alone, no layer has to talk
     hops = {
         pair: inside if s * t // node == (s + 1) * t // node else between
         for s in range(stages - 1)
