@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lab.story import Wait, name_of_message, short, smallest_time, waits_of
 from lab.timeline import Event
-from pipeline.schedule import message_of, needs_of
+from pipeline.schedule import message_of
 
 
 class Step(NamedTuple):
@@ -147,7 +147,7 @@ def ready_times(timeline, waits):
 
     return {
         event: max(
-            (arrival(need, event.rank) for need in needs_of(event.action, timeline.num_stages)),
+            (arrival(need, event.rank) for need in timeline.needs_of(event.action)),
             default=timeline.start,
         )
         for event in timeline.events

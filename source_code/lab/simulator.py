@@ -101,17 +101,16 @@ def simulate(schedule, costs):
         free[rank] = end
         made[message_of(action)] = rank, end
         if costs.occupancy:
-            serve(links, arrivals, schedule.route_after(action), end, costs)
+            serve(links, arrivals, schedule.routes_after(action), end, costs)
         events.append(Event(rank, action, start, end, costs.recompute_of(action)))
     return Timeline(schedule.name, tuple(events), arrivals)
 
 
-def serve(links, arrivals, route, time, costs):
-    """Give the message of a Route to its link at `time`: it waits until the link is free."""
-    if route is None:
-        return
-    link = route.source, route.destination
-    occupied = costs.occupied_by(*link)
-    if occupied:
-        links[link] = max(time, links.get(link, 0.0)) + occupied
-        arrivals[route.destination, route.message] = links[link] + costs.between(*link)
+def serve(links, arrivals, routes, time, costs):
+    """Give the messages of `routes` to their links at `time`: each waits until its link is free."""
+    for route in routes:
+        link = route.source, route.destination
+        occupied = costs.occupied_by(*link)
+        if occupied:
+            links[link] = max(time, links.get(link, 0.0)) + occupied
+            arrivals[route.destination, route.message] = links[link] + costs.between(*link)

@@ -7,7 +7,7 @@ Times in the sentences are counted from the timeline's start, as on the axis of 
 from typing import NamedTuple
 
 from lab.timeline import Event
-from pipeline.schedule import KINDS, message_of, needs_of
+from pipeline.schedule import KINDS, message_of
 
 
 class Wait(NamedTuple):
@@ -62,7 +62,7 @@ def waits_of(timeline):
     replicas = {stage: len(ranks) for stage, ranks in _ranks_by_stage(timeline).items()}
     sources = []
     for event in timeline.events:
-        needs = needs_of(event.action, timeline.num_stages, replicas[event.action.stage])
+        needs = timeline.needs_of(event.action, replicas[event.action.stage])
         sent = [made[need] for need in needs if need in made and made[need].rank != event.rank]
         sources.append(max(sent, key=lambda source: source.end, default=None))
     lags = [event.start - source.end for event, source in zip(timeline.events, sources) if source]

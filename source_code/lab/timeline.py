@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pipeline.files import to_json
 from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_text
-from pipeline.schedule import KINDS, Action
+from pipeline.schedule import KINDS, Action, needs_of
 
 RECOMPUTED = "recomputed forward"  # a part of a backward's time, in a trace and in a picture
 LARGEST_FILE = 256 * MEBIBYTE
@@ -43,11 +43,13 @@ class Timeline:
 
     `arrivals` has the time at which a message arrives, {(rank, Message): time}, as far as that is
     known: of a performed run it is not, and of a predicted one for messages that occupy a link.
+    `needs` has the messages that an action needs, where its stages are no line, {action: Messages}.
     """
 
     name: str
     events: tuple[Event, ...]
     arrivals: dict = field(default_factory=dict, compare=False, repr=False)
+    needs: dict = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def num_ranks(self):
@@ -56,6 +58,12 @@ class Timeline:
     @cached_property
     def num_stages(self):
         return 1 + max(event.action.stage for event in self.events)
+
+    def needs_of(self, action, replicas=1):
+        """The messages that must exist before `action` can start."""
+        if action in self.needs:
+            return self.needs[action]
+        return needs_of(action, self.num_stages, replicas)
 
     @cached_property
     def start(self):

@@ -170,19 +170,19 @@ class Schedule:
         """
         return _play(self)
 
-    def route_after(self, action):
-        """The Route of the message that `action` sends to another rank, or None."""
+    def routes_after(self, action):
+        """The Routes of the messages that `action` sends to other ranks: one or none, in a line."""
         message = message_of(action)
         if message is None:
-            return None
+            return []
         consumer_stage = action.stage + (1 if message.what == "activation" else -1)
         if not 0 <= consumer_stage < self.num_stages:
-            return None
+            return []
         source = self.rank_of(action.stage, action.microbatch)
         destination = self.rank_of(consumer_stage, action.microbatch)
         if source == destination:
-            return None
-        return Route(message, source, destination, consumer_stage)
+            return []
+        return [Route(message, source, destination, consumer_stage)]
 
     @cached_property
     def places(self):
@@ -200,8 +200,8 @@ class Schedule:
     @cached_property
     def placed_messages(self):
         """(place, Route) of every message, sorted by the places of the actions that make them."""
-        placed = [(place, self.route_after(action)) for action, place in self.places.items()]
-        return sorted(pair for pair in placed if pair[1])
+        places = self.places.items()
+        return sorted((place, route) for a, place in places for route in self.routes_after(a))
 
     @property
     def messages(self):

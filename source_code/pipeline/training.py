@@ -187,8 +187,11 @@ def microbatches_of(arguments, device, step):
     return tuple(tokens.to(device).chunk(a.microbatches) for tokens in batch)
 
 
-def train(arguments, job, stages, run_step):
-    """Train with `run_step(inputs, targets)`, which returns the loss or None; the exit status."""
+def train(arguments, job, stages, run_step, reference=None):
+    """Train with `run_step(inputs, targets)`, which returns the loss or None; the exit status.
+
+    `reference(arguments, device)` is what --verify compares with, if not `train_one_process`.
+    """
     weights = [weight for stage in stages for weight in stage.part.parameters()]
     optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
     log = LossLog(arguments, any(stage.is_last for stage in stages))
@@ -199,7 +202,7 @@ def train(arguments, job, stages, run_step):
         optimizer.step()
         log.add(step, loss)
     job.leave()
-    return log.finish(job.device)
+    return log.finish(job.device, reference)
 
 
 class LossLog:

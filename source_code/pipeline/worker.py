@@ -26,7 +26,7 @@ class Worker:
             if action.kind in "FBI"
         }
         # Looked up, because working it out between two actions would delay a message.
-        self.route_after = {a: schedule.route_after(a) for a in schedule.orders[job.rank]}
+        self.routes_after = {a: schedule.routes_after(a) for a in schedule.orders[job.rank]}
 
     def run_step(self, inputs, targets):
         """Run the whole schedule once: forward and backward of every micro-batch.
@@ -85,10 +85,13 @@ class Worker:
 
     def give(self, action, tensor):
         """Hand what `action` made to the stage that needs it, here or on another rank."""
-        route = self.route_after[action]
-        if route is None:
+        routes = self.routes_after[action]
+        if not routes:
             self.results[message_of(action)] = tensor
-            return
+        for route in routes:
+            self.send(action, tensor, route)
+
+    def send(self, action, tensor, route):
         sending = self.job.send(tensor, route.destination, route.message)
         user = message_of(action._replace(stage=route.consumer_stage))
         self.sent[route.destination].append((self.step_of[user], sending))
