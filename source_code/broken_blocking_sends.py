@@ -20,7 +20,9 @@ def main():
     parser.add_argument("--at-once", action="store_true", help="let the sends return at once")
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(arguments.device, arguments.timeout, None, (2, 2), torch.float32)
+    job = join_job(
+        arguments.device, arguments.timeout, None, (2, 2), torch.float32, arguments.meeting
+    )
     attach.observe(arguments, job, [], "1f1b")
     other = 1 - job.rank
 

@@ -16,7 +16,9 @@ def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(arguments.device, arguments.timeout, None, (2, 2), torch.float64)
+    job = join_job(
+        arguments.device, arguments.timeout, None, (2, 2), torch.float64, arguments.meeting
+    )
     attach.observe(arguments, job, [], "naive")
     other = 1 - job.rank
     # What this waits for would be sent by the line after the other rank's wait.

@@ -20,7 +20,9 @@ def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(arguments.device, arguments.timeout, None, (2, 2), torch.float32)
+    job = join_job(
+        arguments.device, arguments.timeout, None, (2, 2), torch.float32, arguments.meeting
+    )
     attach.observe(arguments, job, [], "gpipe")
     torch.distributed.barrier()  # a first collective, for the flight recorder
     if job.rank == 0:

@@ -26,7 +26,7 @@ from broken.torch_pipelining import (
 from lab import attach
 from pipeline.command_line import Parser, ranks_from_environment, reject
 from pipeline.job import join_job
-from pipeline.training import seconds, settings_of
+from pipeline.training import seconds
 
 SECTIONS = (  # in the order of the page of errors
     refused_schedules,
@@ -53,7 +53,8 @@ RANKS = {  # of the traps that need another number than two
 
 def main():
     arguments = parse_arguments()
-    job = join_job("cpu", arguments.timeout, pairs=[], settings=settings_of(arguments))
+    attach.guard(arguments)
+    job = join_job("cpu", arguments.timeout, pairs=[], meeting=arguments.meeting)
     job.watch = attach.watch(job)
     dist.barrier()  # a rank that fails at once would take the others down while they still join
     with job.waiting_for_all(f"the trap {arguments.trap}"):

@@ -26,7 +26,7 @@ from pipeline.command_line import positive_integer, ranks_from_environment, reje
 from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.model import build_part
-from pipeline.training import complete_model, cut_layers, model_parser, settings_of
+from pipeline.training import complete_model, cut_layers, model_parser
 
 
 def main():
@@ -39,7 +39,7 @@ def main():
         arguments.device,
         arguments.timeout,
         pairs_of(schedule.num_ranks),
-        settings=settings_of(arguments),
+        meeting=arguments.meeting,
     )
     stage = build_cached_stage(arguments, job, cut)
     attach.observe(arguments, job, [stage], schedule, "whole run")

@@ -43,6 +43,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lab.free_port import free_port
+from lab.presence import guarded
 from lab.variables import LAUNCHER_VARIABLE
 from pipeline.collectives import gather
 from pipeline.command_line import Parser, positive_number, ranks_from_environment
@@ -388,7 +389,7 @@ def failed_to_meet(reason):
 def checks_of_job(timeout, of_this_node):
     """The other nodes' lines, and the messages between all neighbours, on rank 0."""
     try:
-        job = join_job("auto", timeout)
+        job = join_job("auto", timeout, meeting=guarded)
     except (RuntimeError, ValueError) as error:  # nobody there, or MASTER_ADDR is not set
         yield failed_to_meet(str(error).splitlines()[0])
         return

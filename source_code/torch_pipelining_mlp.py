@@ -14,16 +14,18 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 from extensions.torch_pipelining.library import mean_of
+from lab import attach
 from pipeline.command_line import Parser, positive_integer, ranks_from_environment, reject
 from pipeline.job import join_job
-from pipeline.training import seconds, settings_of
+from pipeline.training import seconds
 
 SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
 
 
 def main():
     arguments = read_flags()
-    job = join_job("cpu", arguments.timeout, pairs=[], settings=settings_of(arguments))
+    attach.guard(arguments)
+    job = join_job("cpu", arguments.timeout, pairs=[], meeting=arguments.meeting)
     pipe = cut(arguments.batch_size // arguments.microbatches)
     stage = pipe.build_stage(job.rank, job.device)
     schedule = Schedule1F1B(stage, arguments.microbatches, loss_fn=nn.functional.mse_loss)

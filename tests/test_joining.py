@@ -23,12 +23,13 @@ from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
 from course.launch import ROOT, SCRIPTS, WarmRanks, _follow, _wait_for_fork_server
+from lab import agreement
+from lab.agreement import Disagreement, agree, checksum_of, settings_of, version
 from lab.free_port import free_port
-from pipeline import joining
-from pipeline.ending import GRACE
-from pipeline.job import Job, join_job
-from pipeline.joining import Disagreement, agree, is_loopback, version
-from pipeline.training import checksum_of, parse_arguments, settings_of, training_parser
+from lab.meeting import is_loopback
+from lab.presence import guarded
+from pipeline.job import GRACE, Job, join_job
+from pipeline.training import parse_arguments, training_parser
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --device cpu"
 TIMEOUT = 3  # seconds, of --timeout
@@ -113,7 +114,7 @@ class Meeting:
         for rank in (1, 0):
             thread = threading.Thread(target=self.join, args=(rank, settings[rank]))
             if versions[rank]:
-                joining.version = lambda own=versions[rank]: own
+                agreement.version = lambda own=versions[rank]: own
             thread.start()
             time.sleep(0.1)
         thread.join(20)
@@ -130,7 +131,7 @@ def test_ranks_with_the_same_settings_learn_each_other_s_process():
 
 
 def test_another_copy_of_the_course_or_another_torch_is_rejected(monkeypatch):
-    monkeypatch.setattr(joining, "version", version)
+    monkeypatch.setattr(agreement, "version", version)
     told = Meeting({}, {}, versions=("0123", "4567")).told
     assert "rank 1 " in told[0] and "the code is 4567 there and 0123 here" in told[0]
     own = json.dumps(["elsewhere", 1, {"the number of ranks": 2, "torch": "1.0", "the code": "x"}])
@@ -169,7 +170,7 @@ def stop_at(rank, victim, step):
     if rank == victim:
         place, name = STEPS[step]
         setattr(place, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
-    join_job("cpu", timeout=TIMEOUT)
+    join_job("cpu", timeout=TIMEOUT, meeting=guarded)
     time.sleep(60)  # who needs nothing from the one that stops
 
 
@@ -207,7 +208,7 @@ def listening(process_ids):
 
 
 def listening_of_job(rank):
-    join_job("cpu", timeout=20)
+    join_job("cpu", timeout=20, meeting=guarded)
     return listening([os.getpid()])
 
 

@@ -115,8 +115,11 @@ def test_ranks_that_wait_for_one_that_never_starts_say_so():
     # As rank 0, at a port of its own choice. A job has a minute for slow starts.
     program = (
         "import sys; sys.path.insert(0, 'source_code')\n"
-        "from pipeline.joining import agree, meet\n"
-        "agree(meet(0, 2, timeout=1.0), 0, 2, {}, timeout=1.0)\n"
+        "from lab import presence\n"
+        "from pipeline.job import Job\n"
+        "presence.SLOW_START = 1.0\n"
+        "with presence.guarded(Job(0, 2, 'cpu', 'gloo', 1.0)):\n"
+        "    pass\n"
     )
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = subprocess.run(
@@ -336,7 +339,7 @@ def test_a_watch_ends_only_processes_with_the_same_parent():
 def test_a_rank_outlives_no_launcher():
     program = (
         "import sys, time; sys.path.insert(0, 'source_code')\n"
-        "from pipeline.joining import Presence\n"
+        "from lab.presence import Presence\n"
         "Presence(0, 2, 60).start(); print('there', flush=True); time.sleep(60)\n"
     )
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

@@ -16,10 +16,10 @@ from lab import slow_network, variables
 from lab.free_port import free_port
 from lab.simulator import Costs, simulate
 from pipeline import command_line
-from pipeline.command_line import ranks_from_environment
-from pipeline.joining import meet
+from pipeline.command_line import meeting_point, ranks_from_environment
+from pipeline.job import Job, meet
 from pipeline.schedules import gpipe
-from pipeline.slurm import first_node, set_meeting_point
+from pipeline.slurm import first_node
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 SLURM_VARIABLES = {
@@ -78,19 +78,15 @@ def test_under_srun_alone_ranks_meet_on_the_first_node_at_a_port_of_the_job(envi
         environment(SLURM_JOB_ID=job, SLURM_STEP_ID=step)
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-        set_meeting_point()
-        assert os.environ["MASTER_ADDR"] == "localhost"
-        ports.add(int(os.environ["MASTER_PORT"]))
+        address, port = meeting_point()
+        assert address == "localhost"
+        ports.add(port)
     assert len(ports) == 3 and all(10_000 <= port < 30_000 for port in ports)
 
 
 def test_what_torchrun_or_the_learner_has_set_stays(environment):
     environment(**SLURM_VARIABLES, MASTER_ADDR="10.0.0.7", MASTER_PORT="4321")
-    set_meeting_point()
-    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == (
-        "10.0.0.7",
-        "4321",
-    )
+    assert meeting_point() == ("10.0.0.7", 4321)
 
 
 def test_a_free_port_is_none_that_is_taken_and_none_that_the_system_hands_out(monkeypatch):
@@ -114,8 +110,8 @@ def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment, monk
     monkeypatch.setattr(command_line, "time", SimpleNamespace(sleep=lambda seconds: None))
     for local_rank, lines in [("0", 1), ("1", 0)]:  # once per node
         environment(SLURM_LOCALID=local_rank)
-        with pytest.raises(SystemExit) as ended:
-            meet(0, 4, 1)
+        with pytest.raises(SystemExit) as ended, meet(Job(0, 4, "cpu", "gloo", 1)):
+            pass
         said = capsys.readouterr().err
         assert ended.value.code == 2
         assert said.count("\n") == said.count("on node nowhere.invalid") == lines

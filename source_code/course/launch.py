@@ -29,8 +29,9 @@ import psutil
 
 from course.failed_run import RunFailed, failed_rank, how_it_ended, readable_errors
 from lab.free_port import free_port
+from lab.siblings import end_with_launcher
 from lab.timeline import Timeline, from_chrome_trace
-from pipeline.ending import LAUNCHER_VARIABLE, end_with_launcher
+from lab.variables import LAUNCHER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"

@@ -12,6 +12,7 @@ from lab.activation_memory import ActivationMemory
 from lab.clock import Clock, shared_origin
 from lab.flight_log import FlightLog
 from lab.observer import Observer
+from lab.presence import guard
 from lab.printing import keep_running_unheard
 from lab.profile import Profile
 from lab.report import Report
@@ -49,6 +50,7 @@ def add_flags(parser):
         checks.check_memory,
         checks.check_duration,
         rehearsal.check_rehearsal,
+        guard,
     ]
 
 

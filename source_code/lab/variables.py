@@ -3,8 +3,7 @@
 import os
 from contextlib import contextmanager
 
-from pipeline.ending import LAUNCHER_VARIABLE  # noqa: F401 - the one that the core reads itself
-
+LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for what each rank sent last
 DELAY_VARIABLE = "PIPELINE_NODE_DELAY"  # ms that a message between nodes takes longer
 OCCUPANCY_VARIABLE = "PIPELINE_NODE_OCCUPANCY"  # ms for which it has their link to itself

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from lab.rehearsal import pending_text
+from lab.siblings import end_siblings
 from lab.variables import FLIGHT_VARIABLE
 from pipeline.job import end_process
 
@@ -36,7 +37,7 @@ def watch_of(job):
     if job.num_ranks > 1:
         watch.store = dist.PrefixStore("watch", job.store.clone())
         watch.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
-        watch.processes = job.processes
+        watch.processes = getattr(job, "processes", {})  # of a job that was guarded
     job.explain_loss = watch.explain_loss
     job.naming_loss = watch.around_starts(job.naming_loss)
     return watch
@@ -178,14 +179,8 @@ class Watch(threading.Thread):
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else with torchrun
 
     def end_rank(self, rank):
-        """End a silent rank of this machine: a stopped process does not heed its launcher."""
-        with suppress(ImportError, KeyError):
-            import psutil
-
-            with suppress(psutil.Error):
-                process = psutil.Process(self.processes[rank])
-                if process.ppid() == os.getppid():  # the number has not gone to a stranger
-                    process.kill()
+        """End a silent rank of this machine."""
+        end_siblings([self.processes[rank]] if rank in self.processes else [])
 
     def explain_loss(self, peer, what, error):
         """The sentence for a connection that broke during a wait, in place of the job's own."""

@@ -7,8 +7,14 @@ import sys
 import time
 
 
+class LauncherError(ValueError):
+    """The environment does not say who this rank is, or where ranks meet; the text says what to set."""
+
+
 class Parser(argparse.ArgumentParser):
     """Rejects bad flags in one sentence. `checks` are called with the parsed arguments.
+
+    These also have `meeting`, how the ranks meet, if it is another way than that of job.py.
 
     Of `description`, a script's docstring, the first line is shown; python -OO has none.
     """
@@ -19,6 +25,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=title, allow_abbrev=False, formatter_class=formatter, **options
         )
+        self.set_defaults(meeting=None)
         self.checks = []
 
     def parse_args(self, *words):
@@ -36,7 +43,11 @@ class Parser(argparse.ArgumentParser):
 
 def reject(sentence):
     """End this process with status 2 and one sentence, printed once per node."""
-    if ranks_from_environment()[2] == 0:
+    try:
+        first = read_ranks()[2] == 0
+    except LauncherError:
+        first = True
+    if first:
         print(" ".join(sentence.split()), file=sys.stderr, flush=True)
     else:
         time.sleep(5.0)  # a launcher ends all ranks with the first: that one has to speak
@@ -65,18 +76,65 @@ def positive_number(text):
 
 def ranks_from_environment():
     """(rank, number of ranks, rank on this node, ranks on this node), from torchrun or srun."""
-    env = os.environ
-    on_slurm = "SLURM_STEP_NUM_TASKS" in env
-    if "RANK" in env:
-        rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", env["RANK"]))
-        local = local_rank, int(env.get("LOCAL_WORLD_SIZE", 1))
+    try:
+        return read_ranks()
+    except LauncherError as error:
+        reject(str(error))
+
+
+def read_ranks():
+    """The same. Raises LauncherError where the environment names no rank that there can be."""
+    on_slurm = "SLURM_STEP_NUM_TASKS" in os.environ
+    if "RANK" in os.environ:
+        num_ranks = whole("WORLD_SIZE", least=1)
+        rank = whole("RANK", most=num_ranks - 1)
+        local_rank = whole("LOCAL_RANK", rank, most=num_ranks - 1)
+        local = local_rank, whole("LOCAL_WORLD_SIZE", 1, 1, num_ranks)
         if on_slurm:
             from pipeline.slurm import rank_in_node_order
 
-            rank = rank_in_node_order(rank, *local)
-        return rank, int(env["WORLD_SIZE"]), *local
-    if on_slurm and int(env["SLURM_STEP_NUM_TASKS"]) > 1:
+            rank = rank_in_node_order(rank, *local, num_ranks, whole)
+        return rank, num_ranks, *local
+    if on_slurm and whole("SLURM_STEP_NUM_TASKS", least=1) > 1:
         from pipeline.slurm import ranks_from_slurm
 
-        return ranks_from_slurm()
+        return ranks_from_slurm(whole)
     return 0, 1, 0, 1
+
+
+def meeting_point():
+    """(address, port) at which the ranks meet. Raises LauncherError."""
+    try:
+        if "SLURM_STEP_NODELIST" in os.environ:
+            from pipeline.slurm import set_meeting_point
+
+            set_meeting_point(whole)
+        address = os.environ.get("MASTER_ADDR", "")
+        address.encode("idna")
+    except ValueError as error:
+        raise LauncherError(f"the ranks have no place to meet: {error}") from None
+    if not address:
+        raise LauncherError(
+            "MASTER_ADDR is not set, so the ranks cannot meet; start them with torchrun"
+        )
+    return address, whole("MASTER_PORT", most=65535)
+
+
+def whole(name, default=None, least=0, most=2**31 - 1):
+    """The whole number in the environment variable `name`, or `default`. Raises LauncherError."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        text = str(default)
+    digits = (text or "").strip()
+    if (
+        digits.isascii()
+        and digits.isdecimal()
+        and len(digits) < 20
+        and least <= int(digits) <= most
+    ):
+        return int(digits)
+    found = "is not set" if text is None else f"is '{text[:40]}'"
+    raise LauncherError(
+        f"{name} {found}, and has to be a whole number from {least} to {most}; start the ranks with "
+        "torchrun or srun"
+    )

@@ -1,12 +1,17 @@
 """How ranks meet, on which device each computes, and how a message travels from one to another.
 
-Each ordered pair of ranks has a channel, a process group of its own: with NCCL a send then never
-waits behind a receive. All ranks open all channels in one order and send a number through each:
-NCCL sets up a communicator at its first message, and blocks until both sides have arrived.
+Each ordered pair of ranks has a channel, a process group of its own, so that the messages of one
+direction keep their order. NCCL does not promise that two channels make progress at the same time:
+receives.py says in which order all ranks use them. All ranks open all channels in one order and send
+a number through each: NCCL sets up a communicator at its first message, and blocks until both sides
+have arrived.
 """
 
 import atexit
 import gc
+import os
+import sys
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +22,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions keep the default group if there is one by now
 
-from pipeline.command_line import ranks_from_environment
-from pipeline.ending import GRACE, end_process
-from pipeline.joining import Presence, agree, meet
+from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment, reject
 from pipeline.message import Message
+
+SLOW_START = 60.0  # seconds that ranks have at least to find each other
+GRACE = 5.0  # seconds beyond the longest wait, after which the transport ends it
+ending = threading.Lock()
 
 
 @dataclass
@@ -32,13 +39,12 @@ class Job:
     device: torch.device
     backend: str
     timeout: float  # seconds that a rank may wait for another
-    store: object  # the key-value store that all ranks share
+    store: object = None  # the key-value store that all ranks share
     shape: tuple | None = None
     dtype: torch.dtype | None = None
     channels: dict = field(default_factory=dict)  # the pairs of `join_job` -> process group
     groups: dict = field(default_factory=dict)  # ranks that sum tensors -> process group
     sent: list = field(default_factory=list)  # in this step
-    processes: dict = field(default_factory=dict)  # rank -> process id, on this machine
 
     @property
     def wire(self):
@@ -127,31 +133,49 @@ class Transfer:
         return None if self.sends else tensor.to(self.job.device)
 
 
-def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None, settings=None):
+def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None, meeting=None):
     """Meet the other ranks and open the channels. Returns the Job.
 
     `pairs` are the (source, destination), or (source, destination, what), that exchange messages;
-    by default each rank and the next, in both directions. They are equal on all ranks, as are the
-    `settings`, by name: ranks that differ are rejected before the first message.
+    by default each rank and the next, in both directions. They are equal on all ranks.
+    `meeting(job)` is a context in which ranks find each other in another way than by `meet`.
     """
     rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
-    presence = Presence(rank, num_ranks, timeout)
-    presence.start()
     torch.set_num_threads(1)  # the same digits on every machine
     device, backend = choose_device(device, local_rank, local_ranks)
     # The first backward with a given gradient imports half a second of code: here all do it at once.
     torch.ones(1, device=device, requires_grad=True).backward(torch.ones(1, device=device))
-    start = max(timeout, 60.0)  # seconds; a job has a minute for slow starts
-    job = Job(rank, num_ranks, device, backend, timeout, meet(rank, num_ranks, start))
-    with presence.joining(job.store):
-        job.processes = agree(job.store, rank, num_ranks, settings or {}, start, presence.progress)
-        presence.processes = job.processes
-        open_channels(job, pairs, presence.progress)
+    job = Job(rank, num_ranks, device, backend, timeout)
+    with (meeting or meet)(job):
+        open_channels(job, pairs)
     job.shape, job.dtype = shape, dtype
     return job
 
 
-def open_channels(job, pairs, progress):
+@contextmanager
+def meet(job):
+    """Find the other ranks where the launcher says. Within this context the job has its store."""
+    with job.waiting_for_all("the start of the job"):
+        if job.num_ranks == 1:
+            job.store = store_of_one()
+        else:
+            try:
+                meeting_point()
+            except LauncherError as error:
+                reject(str(error))
+            limit = timedelta(seconds=max(job.timeout, SLOW_START))
+            ranks = {"rank": job.rank, "world_size": job.num_ranks}
+            job.store = next(dist.rendezvous("env://", **ranks, timeout=limit))[0]
+        yield
+
+
+def store_of_one():
+    """The store of a job of one rank; on Windows torch has no HashStore and no libuv."""
+    alone = getattr(dist, "HashStore", None)
+    return alone() if alone else dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
+
+
+def open_channels(job, pairs):
     """Connect all ranks, then each pair by a channel, and send a first message through it."""
     rank, limit = job.rank, timedelta(seconds=job.timeout + GRACE)
     backends = "gloo" if job.backend == "gloo" else "cpu:gloo,cuda:nccl"
@@ -162,10 +186,8 @@ def open_channels(job, pairs, progress):
         pairs = [(a, b) for a in range(job.num_ranks) for b in (a - 1, a + 1)]
         pairs = [(a, b) for a, b in pairs if 0 <= b < job.num_ranks]
     for pair in sorted(set(pairs)):
-        progress()
         job.channels[pair] = dist.new_group(list(pair[:2]), backend=job.backend, timeout=limit)
     for source, destination, *what in job.channels:
-        progress()
         first = Message(*what or ["first message"], source, 0)
         if rank == source:
             job.send(torch.ones(1), destination, first).wait()
@@ -190,3 +212,13 @@ def is_loss(error):
         error = error.__cause__
     words = "closed by peer", "reset by peer", "Timed out"
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def end_process(sentence, before_leaving=lambda: None):
+    """Print one sentence and end this process at once, without waiting for any other rank."""
+    ending.acquire()  # for good: a second thread has nothing to add
+    print(sentence, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    before_leaving()
+    time.sleep(0.3)  # if the store is here, others are asking it why their peer is gone
+    os._exit(1)

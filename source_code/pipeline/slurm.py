@@ -1,4 +1,7 @@
-"""What SLURM says in the environment where srun, not torchrun, has started the ranks."""
+"""What SLURM says in the environment where srun, not torchrun, has started the ranks.
+
+`whole(name, default, least, most)` is that of command_line.py, which reads a variable.
+"""
 
 import os
 import re
@@ -7,20 +10,18 @@ import socket
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that the system hands out
 
 
-class NoMeetingPoint(ValueError):
-    """The ranks cannot meet where the environment says; the text says what to set."""
-
-
-def ranks_from_slurm():
+def ranks_from_slurm(whole):
     """(rank, number of ranks, rank on this node, ranks on this node) of a step of srun."""
-    env = os.environ
+    num_ranks = whole("SLURM_STEP_NUM_TASKS", least=1)
+    rank = whole("SLURM_PROCID", most=num_ranks - 1)
+    local_rank = whole("SLURM_LOCALID", most=num_ranks - 1)
     # The most ranks of any node: "4(x2),3" are two nodes of four ranks and one of three.
-    counts = [int(n.split("(")[0]) for n in env["SLURM_STEP_TASKS_PER_NODE"].split(",")]
-    ranks = int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    return *ranks, int(env["SLURM_LOCALID"]), max(counts)
+    counts = re.findall(r"\d+(?=[(,]|$)", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    local_ranks = max([int(count[:9]) for count in counts], default=1)
+    return rank, num_ranks, local_rank, max(1, min(local_ranks, num_ranks))
 
 
-def rank_in_node_order(rank, local_rank, local_ranks):
+def rank_in_node_order(rank, local_rank, local_ranks, num_ranks, whole):
     """torchrun's `rank`, or the one that follows SLURM's order of the nodes.
 
     torchrun sorts nodes by name as text, pp10 before pp9. Neighbours in the pipeline should be
@@ -31,31 +32,32 @@ def rank_in_node_order(rank, local_rank, local_ranks):
     # Rank 0 must be where the store is, unless torchrun itself keeps the store.
     if nodes == "1" or not one_per_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return rank
-    return int(env["SLURM_NODEID"]) * local_ranks + local_rank
+    last_node = (num_ranks - 1 - local_rank) // local_ranks
+    return whole("SLURM_NODEID", most=last_node) * local_ranks + local_rank
 
 
-def set_meeting_point():
-    """Ranks meet on the first node of the step, at a port that follows from job and step."""
+def set_meeting_point(whole):
+    """Ranks meet on the first node of the step, at a port that follows from job and step.
+
+    Raises ValueError, and says what to set, where that node cannot be found.
+    """
     env = os.environ
-    number = int(env["SLURM_JOB_ID"]) + 7919 * (1 + int(env.get("SLURM_STEP_ID", 0)))
-    env.setdefault("MASTER_PORT", str(FIRST_PORT + number % PORTS))
+    if "MASTER_PORT" not in env:
+        number = whole("SLURM_JOB_ID") + 7919 * (1 + whole("SLURM_STEP_ID", 0, most=2**32 - 1))
+        env["MASTER_PORT"] = str(FIRST_PORT + number % PORTS)
     if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = resolvable(first_node(env["SLURM_STEP_NODELIST"]))
-
-
-def resolvable(name):
-    """`name` itself, if it leads to an address from here. Raises NoMeetingPoint."""
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        raise NoMeetingPoint(
-            f"the ranks would meet on node {name}, and that name leads nowhere from "
-            f"{socket.gethostname()}; export MASTER_ADDR with that node's address"
-        ) from None
-    return name
+        name = first_node(env["SLURM_STEP_NODELIST"])
+        try:
+            socket.getaddrinfo(name, None)
+        except (OSError, UnicodeError):
+            raise ValueError(
+                f"the ranks would meet on node {name}, and that name leads nowhere from "
+                f"{socket.gethostname()}; export MASTER_ADDR with that node's address"
+            ) from None
+        env["MASTER_ADDR"] = name
 
 
 def first_node(nodes):
     """The first name of SLURM's short form of a list: "pp[03-10,12],gpu1" begins with pp03."""
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodes)[0]
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)

@@ -1,11 +1,8 @@
 """What all training scripts share: flags, batches, the loop, and one process to compare with."""
 
 import argparse
-import ctypes
-import json
 import math
 import sys
-import zlib
 
 import torch
 
@@ -124,34 +121,7 @@ def start_job(arguments, pairs=None):
     """Meet the other ranks, see `join_job`. An activation is (micro-batch size, length, dim)."""
     a = arguments
     shape = a.microbatch_size, a.seq_len, a.dim
-    return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype, settings_of(a))
-
-
-def settings_of(arguments):
-    """What has to be equal on all ranks, by name: the flags and the text.
-
-    --device may differ, and --data, whose content counts: a node may have a path of its own.
-    """
-    plain = (str, int, float, list, tuple, type(None))
-    own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
-    for name in ("device", "data", "num_ranks"):
-        own.pop(name, None)
-    settings = {"--" + name.replace("_", "-"): value for name, value in own.items()}
-    if getattr(arguments, "text", None) is not None:
-        settings["the text"] = checksum_of(arguments.text)
-    return json.loads(json.dumps(settings))  # as the other ranks read it: a tuple is a list
-
-
-def checksum_of(text):
-    """Of all tokens; of those that stay in files the one that their folder has."""
-    if hasattr(text, "fingerprint"):
-        return text.fingerprint[:12]
-    checksum = 0
-    for tokens in (text.training, text.held_out):
-        size = tokens.nbytes
-        content = (ctypes.c_char * size).from_address(tokens.data_ptr()) if size else b""
-        checksum = zlib.crc32(content, checksum)
-    return f"{checksum:08x}"
+    return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype, a.meeting)
 
 
 def cut_layers(arguments, num_stages):
@@ -192,7 +162,7 @@ def train(arguments, job, stages, run_step, reference=None):
 
     `reference(arguments, device)` is what --verify compares with, if not `train_one_process`.
     """
-    weights = [weight for stage in stages for weight in stage.part.parameters()]
+    weights = dict.fromkeys(weight for stage in stages for weight in stage.part.parameters())
     optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
     log = LossLog(arguments, any(stage.is_last for stage in stages))
     for step in range(arguments.steps):

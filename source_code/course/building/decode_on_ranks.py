@@ -13,6 +13,7 @@ from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import Pass, Row
 from extensions.inference.requests import choose_token
 from lab import attach
+from lab.presence import guarded
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly
 
@@ -28,7 +29,7 @@ def main():
     exec(compile(request["source"], "your cell", "exec"), namespace)  # the reader's own program
     first, count = first_tokens(request["groups"]), request["count"]
     pairs = [(0, 1), (1, 2), (2, 0)]
-    job = join_job("cpu", TIMEOUT, pairs)
+    job = join_job("cpu", TIMEOUT, pairs, meeting=guarded)
     watch = attach.watch(job)
     tools = Tools(job, len(first))
     result = namespace[request["function"]](

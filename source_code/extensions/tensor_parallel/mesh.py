@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipeline.command_line import positive_integer, reject
 from pipeline.job import join_job
 from pipeline.schedule import Schedule
-from pipeline.training import settings_of
 
 NAMES = "replica", "stage", "tensor"
 
@@ -49,7 +48,7 @@ def start_sharded_job(arguments, schedule):
     a = arguments
     length = a.seq_len // (a.tensor if a.sequence == "split" else 1)
     shape = a.microbatch_size, length, a.dim
-    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype, settings_of(a))
+    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype, a.meeting)
 
 
 def build_mesh(arguments, job):

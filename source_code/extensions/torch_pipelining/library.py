@@ -18,7 +18,6 @@ from pipeline.job import join_job
 from pipeline.schedule import Action, Schedule
 from pipeline.schedules import gpipe, one_f_one_b
 from pipeline.schedules.legal import check_legal
-from pipeline.training import settings_of
 from pipeline.unpickling import allow
 
 # What the library's ranks exchange to infer shapes, where its version has these descriptions.
@@ -98,7 +97,7 @@ def device_without_sharing(wanted):
 def join_library_job(arguments):
     """Meet the other ranks. The messages are the library's, in the default group."""
     device = device_without_sharing(arguments.device)
-    job = join_job(device, arguments.timeout, pairs=[], settings=settings_of(arguments))
+    job = join_job(device, arguments.timeout, pairs=[], meeting=arguments.meeting)
     connect_group(job, dist.group.WORLD, range(job.num_ranks))
     return job
 

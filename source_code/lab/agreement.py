@@ -1,0 +1,110 @@
+"""What ranks have to agree on before their first message: flags, text, torch, and the code."""
+
+import ctypes
+import hashlib
+import json
+import os
+import socket
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import torch
+
+PACKAGES = ("pipeline", "lab", "extensions", "broken")
+
+
+class Disagreement(Exception):
+    """Ranks were started in different ways; the text names one, what differs, and both values."""
+
+
+class Missing(Exception):
+    """Ranks have not come; `ranks` are their numbers."""
+
+    def __init__(self, ranks):
+        super().__init__(ranks_text(ranks))
+        self.ranks = ranks
+
+
+def agree(store, rank, num_ranks, settings, timeout, arrived=None):
+    """Wait until all ranks are there. Returns the process ids of those on this machine, by rank.
+
+    `settings` are compared by name, beside the number of ranks, torch and the code. The numbers of
+    the ranks that are there are added to the set `arrived`. Raises Disagreement, with the same
+    words on all ranks, for the first one that was started otherwise than rank 0, and Missing after
+    `timeout` seconds.
+    """
+    mine = {"the number of ranks": num_ranks, "torch": torch.__version__, "the code": version()}
+    place = socket.gethostname(), os.getpid()
+    store.set(f"settings/{rank}", json.dumps([*place, {**mine, **settings}]))
+    found, deadline = {}, time.monotonic() + timeout
+    missing = set(range(num_ranks))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"settings/{other}"]):
+                found[other] = json.loads(store.get(f"settings/{other}"))
+                if arrived is not None:
+                    arrived.add(other)
+        missing -= set(found)
+        if len({each[2]["the number of ranks"] for each in found.values()}) > 1:
+            break  # some of those who are missing will never come
+        if missing and time.monotonic() > deadline:
+            raise Missing(sorted(missing))
+        time.sleep(0.02 if missing else 0)
+    first = found.get(0, found[rank])[2]
+    for other in sorted(found):
+        if found[other][2] != first:
+            raise Disagreement(difference_text(other, found[other][2], first))
+    return {other: each[1] for other, each in found.items() if each[0] == place[0]}
+
+
+def difference_text(rank, settings, others):
+    """The sentence about `rank`, whose settings differ from those of rank 0."""
+    names = [n for n in {**others, **settings} if settings.get(n) != others.get(n)]
+    parts = [f"{name} is {settings.get(name)} there and {others.get(name)} here" for name in names]
+    more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+    return (
+        f"rank {rank} was started otherwise than rank 0 (here): {', '.join(parts[:3])}{more}; give "
+        "all ranks the same command, text, torch and copy of the course"
+    )
+
+
+def ranks_text(ranks):
+    """As "rank 2" or "ranks 1, 3"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def version():
+    """What tells this code from another: the first digits of a SHA-256 of packages and script."""
+    root = Path(__file__).resolve().parents[1]
+    files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
+    files += [path for path in [Path(sys.argv[0])] if path.is_file()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def settings_of(arguments):
+    """What has to be equal on all ranks, by name: the flags and the text.
+
+    --device may differ, and --data, whose content counts: a node may have a path of its own.
+    """
+    plain = (str, int, float, list, tuple, type(None))
+    own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
+    for name in ("device", "data", "num_ranks", "meeting"):
+        own.pop(name, None)
+    settings = {"--" + name.replace("_", "-"): value for name, value in own.items()}
+    if getattr(arguments, "text", None) is not None:
+        settings["the text"] = checksum_of(arguments.text)
+    return json.loads(json.dumps(settings))  # as the other ranks read it: a tuple is a list
+
+
+def checksum_of(text):
+    """Of all tokens; of those that stay in files the one that their folder has."""
+    if hasattr(text, "fingerprint"):
+        return text.fingerprint[:12]
+    checksum = 0
+    for tokens in (text.training, text.held_out):
+        size = tokens.nbytes
+        content = (ctypes.c_char * size).from_address(tokens.data_ptr()) if size else b""
+        checksum = zlib.crc32(content, checksum)
+    return f"{checksum:08x}"

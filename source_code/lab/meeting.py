@@ -1,0 +1,116 @@
+"""Finds the store that all ranks of a job share; at a loopback address nobody else finds it."""
+
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from ipaddress import ip_address
+
+import torch.distributed as dist
+
+from lab.siblings import end_siblings, stopped_among
+from pipeline.command_line import LauncherError, meeting_point, reject
+from pipeline.job import GRACE, SLOW_START, end_process, store_of_one
+
+
+def find_store(job):
+    """The store through which ranks find each other. It does not wait for other ranks' arrival.
+
+    A rank that would keep the store and is stopped on this machine ends the wait after the job's
+    timeout, anything else after SLOW_START if that is longer.
+    """
+    if job.num_ranks == 1:
+        return store_of_one()
+    try:
+        address, port = meeting_point()
+    except LauncherError as error:
+        reject(str(error))
+    os.environ.setdefault("RANK", str(job.rank))
+    os.environ.setdefault("WORLD_SIZE", str(job.num_ranks))
+    keeper, limit = "rank 0", max(job.timeout, SLOW_START)
+    if launcher_keeps_the_store():  # from before its ranks: without it, torchrun itself is gone
+        keeper, limit = "torchrun", GRACE
+    is_keeper = keeper == "rank 0" and job.rank == 0
+    place = f"{address}:{port}"
+    try:
+        if not is_keeper:
+            wait_for_listener(job, address, port, limit)
+        store = open_store(address, port, is_keeper, limit)
+    except (OSError, RuntimeError) as error:
+        waited = f"waited {limit:g} s for {keeper} to start" if not is_keeper else "cannot listen"
+        reason = str(error).splitlines()[0]
+        end_process(f"rank {job.rank} {waited} at {place} ({reason})")
+    store.set_timeout(timedelta(seconds=limit))
+    return store
+
+
+def wait_for_listener(job, address, port, limit):
+    """Until somebody listens there. Raises OSError after `limit` seconds.
+
+    torch's store would wait, too, but print the stack of its C++ at each try.
+    """
+    began = looked = time.monotonic()
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=GRACE).close()
+        except OSError:
+            now = time.monotonic()
+            if now - began > limit:
+                raise
+            if now - began > job.timeout and now - looked > 1:
+                looked = now
+                stopped, processes = stopped_among([0])
+                if stopped:
+                    waited = f"rank {job.rank} waited {job.timeout:g} s for rank 0 to start"
+                    end_process(f"{waited}: {stopped}", partial(end_siblings, processes))
+            time.sleep(0.02)
+
+
+def launcher_keeps_the_store():
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(address, port, is_keeper, limit):
+    """Keep the store or connect to it. At a loopback address nobody outside can reach the job.
+
+    By itself torch's store listens on all interfaces, and does what anybody tells it.
+    """
+    options = {"use_libuv": os.environ.get("USE_LIBUV", "1") == "1"}
+    if is_loopback(address):
+        stay_on_loopback()
+        if is_keeper and sys.platform != "win32":
+            options["master_listen_fd"], port = listen(address, port)
+    limit = timedelta(seconds=limit)
+    return dist.TCPStore(
+        address, port, is_master=is_keeper, timeout=limit, wait_for_workers=False, **options
+    )
+
+
+def is_loopback(address):
+    """Whether all that `address` leads to is this machine alone."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(address, None)}
+    except OSError:
+        return False
+    return all(ip_address(place.partition("%")[0]).is_loopback for place in found)
+
+
+def stay_on_loopback():
+    """Let the messages, too, use no other interface, unless the user has named one."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for name in names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def listen(address, port):
+    """A socket that listens at this address only: its descriptor, and its port."""
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        return listening.detach(), port

@@ -1,0 +1,174 @@
+"""Guards the joining of a job: who is missing, stopped or started otherwise ends it, by name.
+
+A thread of every rank gives signs of life through the store, and a process that is stopped gives
+none. It also ends a rank whose launcher is gone, for as long as the rank lives.
+"""
+
+import os
+import threading
+import time
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import torch.distributed as dist
+
+from lab.agreement import Disagreement, Missing, agree, ranks_text, settings_of
+from lab.meeting import find_store, launcher_keeps_the_store
+from lab.siblings import end_siblings, launcher_lives, stopped_among
+from pipeline.command_line import reject
+from pipeline.job import GRACE, SLOW_START, end_process
+
+SIGN_OF_LIFE = 0.25  # seconds between two
+SILENCE = 2.0  # seconds without any, after which a rank does not live
+
+
+def guard(arguments):
+    """Let ranks with these arguments meet so that whoever is missing or differs is named."""
+    arguments.meeting = lambda job: guarded(job, settings_of(arguments))
+
+
+@contextmanager
+def guarded(job, settings=None):
+    """In place of job.py's `meet`: ranks agree on `settings`, and channels are opened under guard.
+
+    Adds to the job `processes`, {rank: process id} of the ranks on this machine.
+    """
+    presence = Presence(job.rank, job.num_ranks, job.timeout)
+    presence.start()
+    job.store, job.processes = find_store(job), {}
+    if job.num_ranks == 1:
+        yield
+        return
+    presence.begin(job.store)
+    limit = max(job.timeout, SLOW_START)
+    try:
+        job.processes = presence.processes = agree(
+            job.store, job.rank, job.num_ranks, settings or {}, limit, presence.arrived
+        )
+        yield
+    except Missing as error:
+        end_process(f"rank {job.rank} waited {limit:g} s for {error} to start")
+    except RuntimeError as error:  # torch's classes and gloo's have no other one in common
+        presence.explain_failure(error)
+    except Disagreement as error:
+        presence.store = None
+        leave_together(job)
+        reject(str(error))
+    finally:
+        presence.end_joining()
+
+
+def leave_together(job):
+    """Let rank 0, which may keep the store, be the last to go, and wait for it at most GRACE."""
+    with suppress(RuntimeError):
+        job.store.add("leaving", 1)
+        deadline = time.monotonic() + GRACE
+        while (
+            job.rank == 0
+            and job.store.add("leaving", 0) < job.num_ranks
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+
+
+class Presence(threading.Thread):
+    """Ends this rank when its launcher is gone and, while it joins, when another rank is."""
+
+    def __init__(self, rank, num_ranks, timeout):
+        super().__init__(daemon=True, name="presence")
+        self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
+        self.parent = os.getppid()
+        self.store = None  # while this rank joins
+        self.arrived = set()  # the ranks that have said how they were started
+        self.processes = {}  # rank -> process id, of the ranks on this machine
+        self.looking = threading.Lock()
+
+    def begin(self, store):
+        """Give signs of life through `store` from now on."""
+        # A connection of its own for who gives signs and for who asks: one that waits is taken.
+        self.signs, self.asked, self.joined = (
+            dist.PrefixStore("presence", store.clone()) for _ in range(3)
+        )
+        self.signs.set(str(self.rank), "0")
+        self.began, self.store = time.monotonic(), store
+
+    def end_joining(self):
+        """Say that this rank has joined, and give no more signs."""
+        self.store = None
+        with suppress(RuntimeError):  # a store that is gone is found out by the next who needs it
+            self.joined.set(f"joined/{self.rank}", "")
+
+    def waits_too_long(self):
+        return self.store is not None and time.monotonic() - self.began > self.timeout
+
+    def run(self):
+        """The thread: look a few times a second whether the others are still there."""
+        count, gives_signs = 0, True
+        while launcher_lives(self.parent):
+            if self.store is not None and gives_signs:
+                count += 1
+                try:
+                    self.signs.set(str(self.rank), str(count))
+                except RuntimeError:
+                    gives_signs = False  # the store is gone, as this rank is about to find out
+            if self.waits_too_long() and not self.looking.locked():
+                threading.Thread(target=self.look_at_others, daemon=True).start()
+            time.sleep(SIGN_OF_LIFE)
+        os._exit(1)
+
+    def look_at_others(self):
+        """End this rank and those that are silent. A thread of its own: the signs have to go on."""
+        with self.looking:
+            silent, waited = self.find_silent(), f"rank {self.rank} waited {self.timeout:g} s for"
+            missing = sorted(set(range(self.num_ranks)) - self.arrived)
+            stopped, processes = stopped_among(missing) if missing else ("", [])
+            if not self.waits_too_long():
+                return
+            if silent:
+                who = ranks_text(silent)
+                self.end(f"{waited} {who} to join: {who} stopped answering", silent)
+            elif stopped:
+                who = ranks_text(missing)
+                end_process(f"{waited} {who} to start: {stopped}", partial(end_siblings, processes))
+
+    def explain_failure(self, error):
+        """End this rank with the sentence for an error while it joined."""
+        reason = str(error).splitlines()[0].split("] ", 1)[-1]
+        silent = self.find_silent()
+        who = ranks_text(silent) if silent else "the other ranks"
+        self.end(f"rank {self.rank} could not join {who} ({reason})", silent)
+
+    def end(self, sentence, silent):
+        """End this rank, and those of this machine that do not hear a launcher's request to end."""
+
+        def leave():
+            if 0 in (self.rank, *silent):  # the store may be there, and others are asking it
+                time.sleep(SILENCE)
+            end_siblings(self.processes[rank] for rank in silent if rank in self.processes)
+
+        end_process(sentence, leave)
+
+    def find_silent(self):
+        """The ranks that have not joined, and give no sign of life for SILENCE seconds."""
+        before, after, answered = {}, {}, threading.Event()
+
+        def ask():  # in a thread: a store that does not answer holds up who asks
+            with suppress(RuntimeError):
+                before.update(self.signs_in(self.asked))
+                time.sleep(SILENCE)
+                after.update(self.signs_in(self.asked))
+                answered.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        if answered.wait(SILENCE + 1.0):
+            return [rank for rank in after if rank != self.rank and after[rank] == before.get(rank)]
+        return [] if launcher_keeps_the_store() or self.rank == 0 else [0]
+
+    def signs_in(self, store):
+        """What the ranks that have begun to join, and have not joined, gave as their last sign."""
+        joining = [
+            rank
+            for rank in range(self.num_ranks)
+            if store.check([str(rank)]) and not store.check([f"joined/{rank}"])
+        ]
+        return {rank: store.get(str(rank)) for rank in joining}
