@@ -15,7 +15,7 @@ def answer_to(check, capsys, answer):
 
 @pytest.mark.parametrize(
     "check",
-    [lesson_06.held_with_recompute, lesson_06.throughput_left, lesson_06.best_checkpoints],
+    [lesson_06.held_with_recompute, lesson_06.best_checkpoints],
 )
 def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
     assert answer_to(check, capsys, lambda *arguments: ...) == NOT_ATTEMPTED
@@ -38,20 +38,6 @@ def waiting(schedule, rank, p, m):
 )
 def test_held_with_recompute_explains(held, sentence, capsys):
     answer = answer_to(lesson_06.held_with_recompute, capsys, held)
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-@pytest.mark.parametrize(
-    ("left", "sentence"),
-    [
-        (lambda f, b: (2 * f + b) / (f + b), "micro-batches a second are its inverse"),
-        (lambda f, b: 1 - f / (f + b), "divide, do not subtract"),
-        (lambda f, b: 0.5, "the backward does not, only the forward"),
-        (lambda f, b: 0.9, "the simulator says 0.75"),
-    ],
-)
-def test_throughput_left_explains(left, sentence, capsys):
-    answer = answer_to(lesson_06.throughput_left, capsys, left)
     assert answer.startswith("Not yet: ") and sentence in answer
 
 

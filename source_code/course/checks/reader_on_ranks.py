@@ -1,16 +1,19 @@
-"""Runs a function of the reader's on real ranks, through a script of course/building."""
+"""Runs functions of the reader's on real ranks, through a script of course/building."""
 
 import inspect
 import json
 import re
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
+from course.building import ANSWER, RAISED
 from course.checks.answer import NotAttempted, WrongAnswer
+from course.checks.build_text import collect, holes
 from course.failed_run import RunFailed
 from course.launch import run
 
-ANSWER = "answer "  # how the line begins in which rank 0 reports
+LIMIT = 30  # seconds of a whole run
 
 
 def source_of_function(function):
@@ -26,19 +29,68 @@ def source_of_function(function):
 def on_ranks(script, function, num_ranks, **more):
     """What rank 0 reports of the reader's function. Raises WrongAnswer with what went wrong."""
     request = {"source": source_of_function(function), "function": function.__name__, **more}
+    with requested(request) as file:
+        return answers_of(run_script(f"{script} {file}", num_ranks))[0]
+
+
+def request_of(functions, **more):
+    """What request.py needs to define the reader's functions, with what they use of the reader's.
+
+    Raises NotAttempted while every function still has its `...`.
+    """
+    sources, imports = {}, []
+    for function in functions:
+        if not inspect.isfunction(function) or function.__name__ == "<lambda>":
+            raise WrongAnswer("this exercise asks for a function, written with def in a cell")
+        texts, lines = collect(function)
+        sources |= dict(texts)
+        imports += [line for line in lines if line not in imports]
+    names = [function.__name__ for function in functions]
+    if all(holes(sources[name]) for name in names):
+        raise NotAttempted
+    for name, text in sources.items():
+        if holes(text):
+            raise WrongAnswer(f"line {holes(text)[0]} of {name} still has its ...")
+    return {"functions": names, "sources": list(sources.items()), "imports": imports, **more}
+
+
+def perform(script, request, num_ranks, limit=LIMIT):
+    """All that ranks report of a request. Raises WrongAnswer with what went wrong."""
+    with requested(request) as file:
+        return answers_of(
+            run_script(f"{script} {file}", num_ranks, dict(request["sources"]), limit)
+        )
+
+
+@contextmanager
+def requested(request):
+    """The name of a file with the request, as long as the block lasts."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "request.json"
         file.write_text(json.dumps(request))
-        try:
-            output = run(f"{script} {file}", num_ranks, warm=True, show=False, limit=30).output
-        except RunFailed as failed:
-            raise WrongAnswer(what_failed(str(failed))) from None
-    line = next(line for line in output.splitlines() if line.startswith(ANSWER))
-    return json.loads(line.removeprefix(ANSWER))
+        yield file
 
 
-def what_failed(said):
+def answers_of(output):
+    lines = [line for line in output.splitlines() if line.startswith(ANSWER)]
+    return [json.loads(line.removeprefix(ANSWER)) for line in lines]
+
+
+def run_script(command, num_ranks, sources=None, limit=LIMIT):
+    """What a script of course/building prints on warm ranks."""
+    try:
+        return run(command, num_ranks, warm=True, show=False, limit=limit).output
+    except RunFailed as failed:
+        raise WrongAnswer(what_failed(str(failed), sources or {})) from None
+
+
+def what_failed(said, sources=None):
     """The sentence about a wait in vain, or the reader's own error with its line."""
+    raised = re.findall(rf"^{RAISED}(.*)$", said, re.MULTILINE)
+    if raised:
+        name, number, error = json.loads(raised[0])
+        text = sources[name].splitlines()[number - 1].split("  #")[0].strip()
+        return f"line {number} of {name} (`{text}`) raised {error}"
     waits = re.findall(r"rank \d+ waited .*?(?=rank \d+ waited|\(rank|\n|$)", said)
     line = re.findall(r'File "your cell", line (\d+)', said)
     error = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", said, re.MULTILINE)

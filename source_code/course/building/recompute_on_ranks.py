@@ -1,0 +1,174 @@
+"""Runs a reader's recomputing backward on two ranks; lesson_06.py reads what came of it.
+
+One argument: a JSON file with the source of the function. Each rank has half of the model of
+my_pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
+reader's; beside it the same rank works out what a stage that keeps everything would have.
+"""
+
+import sys
+from datetime import timedelta
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+
+from course.building.my_pipeline import DIM, LENGTH, batch, build_stage, loss_of
+from course.building.request import errors_told, read_request, report
+
+RANKS, MICROBATCHES, SIZE = 2, 4, 2
+TIMEOUT = 5.0  # seconds that a rank may wait for another
+ORDERS = [[0, 1, 2, 3], [2, 0, 3, 1]]  # of the backwards, in two steps
+
+
+def main():
+    """Run both steps, and report from rank 0 what every rank has seen."""
+    _, (backward,) = read_request(sys.argv[1])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    torch.set_num_threads(1)
+    stage = build_stage(dist.get_rank(), RANKS)
+    seen = []
+    for step, order in enumerate(ORDERS):
+        stage.zero_grad()
+        seen += run_step(stage, step, order, backward)
+    reports = [None] * RANKS if dist.get_rank() == 0 else None
+    dist.gather_object(seen, reports)
+    if reports:
+        report(reports)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_step(stage, step, order, backward):
+    """All forwards, then the reader's backwards in `order`; returns a dictionary for each."""
+    whole = StageOfMicrobatch(stage, step)
+    inside = Inside(stage)
+    inputs, held, given = whole.inputs, {}, {}
+    for k in range(MICROBATCHES):
+        inputs.append(whole.tokens[k] if whole.is_first else receive())
+        held[k] = inputs[k].clone()
+        with inside, torch.no_grad():
+            output = whole(k, held[k])
+        if not whole.is_last:
+            dist.send(output, dist.get_rank() + 1)
+    seen = []
+    for k in order:
+        given[k] = None if whole.is_last else receive()
+        right = gradients_of(whole, k, inputs[k].clone(), given[k])
+        before = [weight.grad.clone() if weight.grad is not None else 0 for weight in right[1]]
+        inside.begin()
+        whole.calls = []
+        with inside:
+            found = backward(whole, k, given[k], held)
+        added = [w.grad - b if w.grad is not None else None for w, b in zip(right[1], before)]
+        seen.append(
+            {
+                "k": k,
+                "calls": list(whole.calls),
+                "held": sorted(map(str, held)),
+                "bytes": [inside.peak, right[2]],
+                "left": inside.now(),
+                "input": None if whole.is_first else factor_of([found], [right[0]]),
+                "weights": factor_of(added, list(right[1].values())),
+            }
+        )
+        if not whole.is_first:  # the right one, so that the rank before can be judged alone
+            dist.send(right[0], dist.get_rank() - 1)
+    return seen
+
+
+class StageOfMicrobatch:
+    """`stage(k, x)`: what the stage makes of micro-batch k; on the last one its share of the loss.
+
+    `calls` says of which micro-batch the inputs were on which the reader's backward has run it.
+    """
+
+    def __init__(self, stage, step):
+        self.stage, self.calls, self.inputs = stage, [], []
+        self.is_first, self.is_last = stage.previous is None, stage.following is None
+        self.tokens, self.targets = (
+            x.chunk(MICROBATCHES) for x in batch(step, MICROBATCHES * SIZE)
+        )
+
+    def __call__(self, k, x):
+        same = [j for j, other in enumerate(self.inputs) if torch.equal(x, other)]
+        self.calls.append(same[0] if same else None)
+        output = self.stage(x)
+        return loss_of(output, self.targets[k]) / MICROBATCHES if self.is_last else output
+
+
+class Inside:
+    """Counts the bytes that autograd has for later backwards of `stage`, now and at the peak."""
+
+    def __init__(self, stage):
+        self.weights = {weight.untyped_storage().data_ptr() for weight in stage.parameters()}
+        self.sizes, self.peak, self.hooks = {}, 0, []
+
+    def begin(self):
+        self.peak = self.now()
+
+    def now(self):
+        return sum(size for size, _ in self.sizes.values())
+
+    def __enter__(self):
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            kept = Kept(tensor.detach())
+            if tensor.is_floating_point() and address not in self.weights:
+                size, count = self.sizes.get(address, (storage.nbytes(), 0))
+                self.sizes[address] = size, count + 1
+                self.peak = max(self.peak, self.now())
+                finalize(kept, self.gone, address)
+            return kept
+
+        self.hooks.append(torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor))
+        self.hooks[-1].__enter__()
+
+    def __exit__(self, *error):
+        self.hooks.pop().__exit__(*error)
+
+    def gone(self, address):
+        size, count = self.sizes.pop(address)
+        if count > 1:
+            self.sizes[address] = size, count - 1
+
+
+class Kept:
+    """A tensor that autograd has saved; it is gone when autograd has let go of it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def receive():
+    tensor = torch.empty(SIZE, LENGTH, DIM, dtype=torch.float64)
+    dist.recv(tensor)
+    return tensor
+
+
+def gradients_of(whole, k, x, gradient):
+    """(gradient of x, {weight: its gradient}, bytes of the inside) when nothing is recomputed."""
+    inside = Inside(whole.stage)
+    weights = list(whole.stage.parameters())
+    asked = weights if whole.is_first else [*weights, x.requires_grad_()]
+    with inside:
+        found = torch.autograd.grad(whole(k, x), asked, gradient)
+    return found[-1], dict(zip(weights, found)), inside.peak
+
+
+def factor_of(found, right):
+    """[factor, "right"] where `found` is that multiple of `right`, else [None, what it is]."""
+    if not all(isinstance(one, torch.Tensor) for one in found):
+        return [None, "missing"]
+    if any(one.shape != other.shape for one, other in zip(found, right)):
+        return [None, f"of shape {tuple(found[0].shape)}"]
+    found, right = (torch.cat([one.flatten() for one in some]) for some in (found, right))
+    factor = ((found @ right) / (right @ right)).item()
+    if (found - factor * right).abs().max() <= 1e-12 * max(1.0, right.abs().max().item()):
+        return [round(factor, 9), "right"]
+    return [None, "else"]
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main()

@@ -1,0 +1,45 @@
+"""What a rank of an exercise is asked for, and how it answers (lessons 06, 07, 08 and 10)."""
+
+import json
+import sys
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+
+from course.building import ANSWER, RAISED, my_pipeline
+
+YOURS = "<your "  # how the file names of the reader's functions begin
+
+
+def read_request(path):
+    """(the whole request, the reader's functions) of a JSON file that reader_on_ranks.py wrote.
+
+    The functions find the names of my_pipeline.py, and what the reader has defined or imported.
+    """
+    request = json.loads(Path(path).read_text())
+    names = dict(vars(my_pipeline), __name__="yours")
+    exec("\n".join(request["imports"]), names)
+    for name, text in request["sources"]:
+        exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
+    return request, [names[name] for name in request["functions"]]
+
+
+def report(value):
+    """Print what the check reads."""
+    print(ANSWER + json.dumps(value), flush=True)
+
+
+@contextmanager
+def errors_told():
+    """Around all that a rank does: an error is told with the reader's line at which it came."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        places = [(frame.f_code.co_filename, line) for frame, line in frames]
+        own = [(file[len(YOURS) : -1], line) for file, line in places if file.startswith(YOURS)]
+        if own:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            line = RAISED + json.dumps([*own[-1], said])
+            print(line, file=sys.stderr, flush=True)
+        raise
