@@ -11,8 +11,7 @@ import sys
 import torch
 
 from lab import attach
-from pipeline.job import join_job
-from pipeline.training import parse_arguments, training_parser
+from pipeline.training import parse_arguments, start_job, training_parser
 
 
 def main():
@@ -20,14 +19,12 @@ def main():
     parser.add_argument("--at-once", action="store_true", help="let the sends return at once")
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(
-        arguments.device, arguments.timeout, None, (2, 2), torch.float32, arguments.meeting
-    )
+    job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "1f1b")
     other = 1 - job.rank
 
     def send(message):
-        sending = job.send(torch.zeros(2, 2), other, message)
+        sending = job.send(torch.zeros(2, 2, dtype=job.dtype), other, message)
         if not arguments.at_once:
             sending.wait()
 

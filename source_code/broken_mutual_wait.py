@@ -5,20 +5,15 @@ torchrun --standalone --nproc-per-node 2 source_code/broken_mutual_wait.py --tim
 
 import sys
 
-import torch
-
 from lab import attach
-from pipeline.job import join_job
-from pipeline.training import parse_arguments, training_parser
+from pipeline.training import parse_arguments, start_job, training_parser
 
 
 def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(
-        arguments.device, arguments.timeout, None, (2, 2), torch.float64, arguments.meeting
-    )
+    job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "naive")
     other = 1 - job.rank
     # What this waits for would be sent by the line after the other rank's wait.

@@ -10,8 +10,7 @@ import tempfile
 import torch
 
 from lab import attach
-from pipeline.job import join_job
-from pipeline.training import parse_arguments, training_parser
+from pipeline.training import parse_arguments, start_job, training_parser
 
 STUCK_RANK, STUCK_MICROBATCH = 2, 1
 
@@ -20,14 +19,12 @@ def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
-    job = join_job(
-        arguments.device, arguments.timeout, None, (2, 2), torch.float32, arguments.meeting
-    )
+    job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "gpipe")
     torch.distributed.barrier()  # a first collective, for the flight recorder
     if job.rank == 0:
         print("all ranks are there", flush=True)
-    activation = torch.zeros(2, 2)
+    activation = torch.zeros(2, 2, dtype=job.dtype)
     for k in range(arguments.microbatches):
         if job.rank > 0:
             activation = job.receive(job.rank - 1, f"activation {k}").wait()

@@ -117,10 +117,10 @@ def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.se
     return a
 
 
-def start_job(arguments, pairs=None):
+def start_job(arguments, pairs=None, shape=None):
     """Meet the other ranks, see `join_job`. An activation is (micro-batch size, length, dim)."""
     a = arguments
-    shape = a.microbatch_size, a.seq_len, a.dim
+    shape = shape or (a.microbatch_size, a.seq_len, a.dim)
     return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype, a.meeting)
 
 
