@@ -40,6 +40,7 @@ FLAGS = {  # script that attaches the lab: what it is called with
     "torch_pipelining.py": "--microbatches 4",
     "torch_pipelining_gpt2.py": "--microbatches 4",
     "train.py": "--microbatches 4 --schedule 1f1b --option depth=2",
+    "vocabulary_parallel.py": "--microbatches 4 --spread --tied",
     "zero_bubble.py": "--microbatches 4 --schedule zb-h2",
 }
 PRELOAD.append("torch.distributed.device_mesh")

@@ -44,6 +44,8 @@ EXTENDED = [
     "pipeline_with_data_parallel --replicas 2 --reduce ddp",
     "pipeline_with_data_parallel --replicas 2 --reduce fsdp2 --schedule zb-h1",
     "pipeline_with_data_parallel --replicas 2 --library",
+    "vocabulary_parallel --tied",
+    "vocabulary_parallel --tied --spread",
     "distributed_checkpointing --checkpoints {folder}",
     "pretrain_llama --replicas 2 --optimizer sgd --vocabulary 256 --clip 1",
 ]

@@ -51,11 +51,32 @@ class ShardedPart(ModelPart):
 
     def embed(self, tokens):
         """Each rank has some rows of the table, and adds zeros for all other tokens."""
-        rows = len(self.embedding.weight)
-        own = tokens - self.group.index * rows
-        elsewhere = (own < 0) | (own >= rows)
-        found = self.embedding(own.masked_fill(elsewhere, 0))
-        return self.group.leave(found.masked_fill(elsewhere[..., None], 0))
+        return self.group.leave(
+            look_up(self.embedding, tokens, self.group.index * len(self.embedding.weight))
+        )
+
+
+def look_up(embedding, tokens, first):
+    """The rows of `tokens` in a table that starts with token `first`, zeros where it has none."""
+    own, elsewhere = own_rows_of(tokens, first, len(embedding.weight))
+    return embedding(own).masked_fill(elsewhere[..., None], 0)
+
+
+def score_of_target(scores, targets, first):
+    """The score of each target, if the scores (..., rows), which start with token `first`, have it.
+
+    Else 0, so that the sum over all ranks is the target's score.
+    """
+    own, elsewhere = own_rows_of(targets, first, scores.shape[-1])
+    found = scores.gather(-1, own[..., None]).squeeze(-1)
+    return found.masked_fill(elsewhere, 0)
+
+
+def own_rows_of(tokens, first, count):
+    """The number of each token's row among `count` that start with `first`; which are not there."""
+    own = tokens - first
+    elsewhere = (own < 0) | (own >= count)
+    return own.masked_fill(elsewhere, 0), elsewhere
 
 
 class ShareOfSplitLoss:
@@ -73,10 +94,7 @@ class ShareOfSplitLoss:
         scores, targets = scores.flatten(0, -2), targets.flatten()
         largest = maximum(group, scores.detach().max(dim=-1).values)
         total = group.sum((scores - largest[:, None]).exp().sum(-1))
-        own = targets - group.index * width
-        elsewhere = (own < 0) | (own >= width)
-        found = scores.gather(-1, own.masked_fill(elsewhere, 0)[:, None]).squeeze(-1)
-        of_target = group.sum(found.masked_fill(elsewhere, 0))
+        of_target = group.sum(score_of_target(scores, targets, group.index * width))
         losses = total.log() + largest - of_target
         return losses[targets != PADDING].sum() / self.real_tokens
 

@@ -1,0 +1,1 @@
+"""Embedding and head spread over all ranks of a pipeline, or tied across its two ends."""

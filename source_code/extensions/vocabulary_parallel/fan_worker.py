@@ -1,0 +1,71 @@
+"""Performs the schedule of a pipeline whose vocabulary is spread over all ranks."""
+
+from functools import reduce
+
+import torch
+
+from pipeline.message import Message
+from pipeline.schedule import message_of
+from pipeline.worker import Worker
+
+
+class FanWorker(Worker):
+    """A Worker for a FanSchedule. What the S of a rank finds is (3, micro-batch size, length)."""
+
+    def __init__(self, job, schedule, stages):
+        super().__init__(job, schedule, stages)
+        self.loss_stage = 2 * schedule.num_ranks
+        self.found_shape = 3, *job.shape[:2]
+        self.found_dtype = torch.promote_types(job.dtype, torch.float32)
+        self.receive_activation, job.receive = job.receive, self.receive
+
+    def forward(self, action):
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        sources = self.schedule.inputs_of(action.stage)
+        found = [self.take("activation", source, microbatch) for source in sources]
+        if not sources:
+            inputs = self.inputs[microbatch]
+        else:  # the loss tells ranks apart; all else that comes from several ranks is a sum
+            inputs = torch.stack(found) if stage.is_last else reduce(torch.add, found)
+        output = stage.forward(microbatch, inputs, self.targets[microbatch])
+        if stage.is_last:
+            self.losses[microbatch] = output
+        else:
+            self.give(action, output)
+
+    def backward(self, action):
+        stage, microbatch = self.stages[action.stage], action.microbatch
+        users = self.schedule.outputs_of(action.stage)
+        found = [self.take("gradient", user, microbatch) for user in users]
+        gradient = stage.backward(microbatch, reduce(torch.add, found) if found else None)
+        if not stage.is_first:
+            self.give(action, gradient)
+
+    def give(self, action, tensor):
+        """Hand what `action` made to all that take it: each the whole, of the loss its own part."""
+        takers = self.schedule.takers_of(action)
+        parts = tensor.unbind() if action.stage == self.loss_stage else [tensor] * len(takers)
+        of_taker = dict(zip(takers, parts))
+        for route in self.routes_after[action]:
+            self.send(action, of_taker.pop(route.consumer_stage), self.named(route))
+        for part in of_taker.values():  # of a stage of this rank: there is one at most
+            self.results[message_of(action)] = part
+
+    def receive(self, source, message):
+        """What Worker receives, with the layout of what S has found, or of its gradient."""
+        name = self.name_of(message)
+        if name == message:
+            return self.receive_activation(source, message)
+        return self.receive_activation(source, name, self.found_shape, self.found_dtype)
+
+    def named(self, route):
+        return route._replace(message=self.name_of(route.message))
+
+    def name_of(self, message):
+        """A Message under the name of what is in it."""
+        what, stage, microbatch = message
+        if what == "activation" and stage >= self.schedule.num_ranks and stage < self.loss_stage:
+            return Message("softmax sums", stage, microbatch)
+        if what == "gradient" and stage == self.loss_stage:
+            return Message("gradient of the softmax sums", stage, microbatch)
+        return message

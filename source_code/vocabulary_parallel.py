@@ -1,0 +1,111 @@
+"""Unequal ends: a head that is worth several layers, and three cures (lesson 10c).
+
+    torchrun --standalone --nproc-per-node 4 source_code/vocabulary_parallel.py --verify
+    torchrun --standalone --nproc-per-node 4 source_code/vocabulary_parallel.py --spread --verify
+
+The last rank has the head, so 1F1B runs at its pace. --cut gives it fewer layers, --tied makes
+embedding and head one matrix, whose gradients the two ends add up, and --spread cuts both over the
+vocabulary onto all ranks, with actions of their own in the schedule. The losses are the same.
+--pace is the time of one layer, and of the head as many times that as it is worth.
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+from extensions.planning.known_models import of_the_course
+from extensions.vocabulary_parallel.fan import vocabulary_parallel
+from extensions.vocabulary_parallel.fan_worker import FanWorker
+from extensions.vocabulary_parallel.tied_weights import (
+    build_end_stage,
+    build_tied_model,
+    sum_tied_gradients,
+)
+from extensions.vocabulary_parallel.vocabulary_stages import build_spread_stages
+from lab import attach
+from pipeline.collectives import open_groups
+from pipeline.command_line import positive_integer, reject
+from pipeline.model import ModelConfig, cut_evenly
+from pipeline.schedules import one_f_one_b
+from pipeline.training import (
+    cut_layers,
+    parse_arguments,
+    start_job,
+    train,
+    train_one_process,
+    training_parser,
+)
+from pipeline.worker import Worker
+
+
+def main():
+    arguments = read_flags()
+    cut = cut_layers(arguments, arguments.num_ranks)
+    make_schedule = vocabulary_parallel if arguments.spread else one_f_one_b
+    schedule = make_schedule(arguments.num_ranks, arguments.microbatches)
+    pace_by_work(arguments, cut)
+    job = start_job(arguments, schedule.pairs)
+    ends = tuple(sorted({0, job.num_ranks - 1}))
+    if arguments.spread:
+        stages = build_spread_stages(arguments, schedule, job.rank, cut, job.device)
+    else:
+        stages = {job.rank: build_end_stage(arguments, job.rank, cut, job.device)}
+        open_groups(job, [ends] if arguments.tied and len(ends) > 1 else [])
+    attach.observe(arguments, job, stages.values(), schedule)
+    worker = (FanWorker if arguments.spread else Worker)(job, schedule, stages)
+    reference = partial(train_one_process, build=build_tied_model)
+    step = partial(run_step, arguments, worker, ends)
+    return train(arguments, job, stages.values(), step, reference)
+
+
+def run_step(arguments, worker, ends, inputs, targets):
+    """One step of this rank. Returns the loss on the last rank, None elsewhere."""
+    loss = worker.run_step(inputs, targets)
+    if arguments.tied and not arguments.spread:  # spread, a rank's rows of both are one matrix
+        sum_tied_gradients(worker.job, worker.stages[worker.job.rank].part, ends)
+    return loss
+
+
+def read_flags():
+    parser = training_parser(__doc__)
+    add = parser.add_argument
+    add("--vocabulary", type=positive_integer, default=928, metavar="N", help="tokens")
+    add("--spread", action="store_true", help="cut the vocabulary over all ranks")
+    add("--tied", action="store_true", help="let the head have the embedding's weights")
+    attach.add_flags(parser)
+    arguments = parse_arguments(parser)
+    least = max(ModelConfig.vocabulary, arguments.num_ranks)
+    if arguments.vocabulary < least:
+        reject(
+            f"--vocabulary {arguments.vocabulary} has no room for all bytes, or for a row per rank; "
+            f"use at least {least}"
+        )
+    return arguments
+
+
+def pace_by_work(arguments, cut):
+    """Make --pace, the time of a layer, the times of all stages, by what each has to compute."""
+    work = work_of_stages(arguments, cut)
+    pace, arguments.pace_per_layer = arguments.pace_costs, False
+    if pace is not None:
+        weight = pace.backward / 2 if pace.backward_weight is None else pace.backward_weight
+        times = {"forward": pace.forward, "backward": pace.backward, "backward_weight": weight}
+        by_stage = {name: [time * layers for layers in work] for name, time in times.items()}
+        arguments.pace_costs = replace(pace, **by_stage)
+
+
+def work_of_stages(arguments, cut):
+    """The work of each stage in layers, by the weights that multiply; the embedding has none."""
+    a = arguments
+    model = of_the_course(a.layers, a.dim, a.heads, a.kv_heads, a.vocabulary)
+    head = model.head_weights / model.layer_matrices
+    layers = [last - first for first, last in cut]
+    if not a.spread:
+        return [*layers[:-1], layers[-1] + head]
+    rows = [last - first for first, last in cut_evenly(a.vocabulary, len(cut))]
+    scores = [head * count / a.vocabulary for count in rows]
+    return [*layers, *scores, 0.0, *[0.0] * len(cut)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
