@@ -94,6 +94,8 @@ class Laboratory:
         job = self.job
         dump_stacks_when_asked()
         self.watch = watch_of(job)
+        self.observer = Observer(job, [self.watch])
+        self.watch.start()  # before the others are set up: from here on a lost rank is named
         self.network = attach_network(job)
         origin = shared_origin(job, self.network.nodes[job.rank])
         self.clock = Clock(job.rank, job.device, origin, self.pace)
@@ -111,8 +113,7 @@ class Laboratory:
             further.append(self.profile)
         bar = steps if steps and self.has_loss() else 0
         self.report = Report(job, self.schedule, self.clock, self.memory, self.network, what, bar)
-        self.observer = Observer(job, [self.watch, *further, self.report])
-        self.watch.start()
+        self.observer.add(*further, self.report)
         if self.profile:
             self.profile.begin()
         self.files = arguments.timeline, arguments.profile

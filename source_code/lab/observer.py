@@ -34,14 +34,17 @@ class Observer:
 
     def __init__(self, job, instruments):
         names = "acting", "waiting", "moved", "running_again", "pass_ended"
-        self.methods = {
-            name: [getattr(each, name) for each in instruments if hasattr(each, name)]
-            for name in names
-        }
+        self.methods = {name: [] for name in names}
+        self.add(*instruments)
         job.waiting = self.with_waiting(job.waiting)
         job.send = self.with_sent(job.send)
         job.receive = self.with_received(job.receive)
         job.complete_sends = self.with_pass_ended(job.complete_sends)
+
+    def add(self, *instruments):
+        """Show everything to these as well, from now on."""
+        for name, methods in self.methods.items():
+            methods += [getattr(each, name) for each in instruments if hasattr(each, name)]
 
     def entered(self, name, *arguments):
         """All instruments' contexts of that name, as one."""
