@@ -22,7 +22,7 @@ test: $(INSTALLED) ## set up .venv and run every test, the notebooks included
 	$(TESTS) $(PYTEST_FLAGS)
 
 soak: $(INSTALLED) ## damage every file that a reader opens 10,000 times, and a room on a cluster: half an hour
-	FUZZ_INPUTS=10000 $(BIN)/python -m pytest tests/test_damaged_files.py $(PYTEST_FLAGS)
+	FUZZ_INPUTS=10000 $(BIN)/python -m pytest tests/test_damaged_files.py tests/test_launchers.py $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest -k so_do_many tests/test_joining.py $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest -m soak tests $(PYTEST_FLAGS)
 

@@ -46,7 +46,13 @@ from lab.free_port import free_port
 from lab.presence import guarded
 from lab.variables import LAUNCHER_VARIABLE
 from pipeline.collectives import gather
-from pipeline.command_line import Parser, positive_number, ranks_from_environment
+from pipeline.command_line import (
+    LauncherError,
+    Parser,
+    meeting_point,
+    positive_number,
+    ranks_from_environment,
+)
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
 from pipeline.job import choose_device, join_job
 
@@ -376,7 +382,7 @@ def environment_of(rank, port):
 
 def failed_to_meet(reason):
     advice = f"what went wrong: {reason}; "
-    if "MASTER_ADDR" in reason:
+    if "MASTER_" in reason:
         advice += "start the ranks with torchrun, which tells them where they meet"
     else:
         advice += (
@@ -389,8 +395,10 @@ def failed_to_meet(reason):
 def checks_of_job(timeout, of_this_node):
     """The other nodes' lines, and the messages between all neighbours, on rank 0."""
     try:
+        if ranks_from_environment()[1] > 1:
+            meeting_point()
         job = join_job("auto", timeout, meeting=guarded)
-    except (RuntimeError, ValueError) as error:  # nobody there, or MASTER_ADDR is not set
+    except (RuntimeError, LauncherError) as error:  # nobody there, or MASTER_ADDR is not set
         yield failed_to_meet(str(error).splitlines()[0])
         return
     # Plain text: what a rank receives from another one is unpickled, and no class is let in.

@@ -133,7 +133,7 @@ def whole(name, default=None, least=0, most=2**31 - 1):
         and least <= int(digits) <= most
     ):
         return int(digits)
-    found = "is not set" if text is None else f"is '{text[:40]}'"
+    found = "is not set" if text is None else f"is {text[:40]!r}"
     raise LauncherError(
         f"{name} {found}, and has to be a whole number from {least} to {most}; start the ranks with "
         "torchrun or srun"
