@@ -1,0 +1,133 @@
+"""Runs a reader's loss over a split vocabulary on this rank; lesson_10c.py reads what came of it.
+
+One argument: a JSON file with the source of the function and its name. 50 tokens of the vocabulary
+are cut over three ranks, 17, 17 and 16, and 6 positions have a target on one of them.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from course.building import ANSWER
+from lab import attach
+from lab.presence import guarded
+from pipeline.collectives import gather, open_groups
+from pipeline.job import join_job
+from pipeline.model import cut_evenly, token_loss
+
+TIMEOUT = 3.0  # seconds that a rank may wait for another
+RANKS = 0, 1, 2
+VOCABULARY = 50
+TARGETS = [3, 20, 49, 17, 33, 16]
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def main():
+    """Give the reader's function this rank's scores, and report from rank 0."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    namespace = {"torch": torch}
+    exec(compile(request["source"], "your cell", "exec"), namespace)  # the reader's own program
+    job = join_job("cpu", TIMEOUT, meeting=guarded)
+    open_groups(job, [RANKS])
+    watch = attach.watch(job)
+    calls = []
+    function = partial(namespace[request["function"]], all_reduce=partial(all_reduce, job, calls))
+    reports = gather(job, [examine(job.rank, function, calls, scale) for scale in (1, 1000)])
+    if job.rank == 0:
+        print(ANSWER + json.dumps(reports), flush=True)
+    job.leave()
+    watch.stop()
+    return 0
+
+
+def all_reduce(job, calls, x, operation):
+    """The sum or the maximum of x over all ranks, as a new tensor; `calls` gets the operation."""
+    calls.append(operation)
+    total = x.detach().clone()
+    following = (job.rank + 1) % job.num_ranks
+    with job.waiting(following, f"its part of all_reduce number {len(calls)} ({operation})"):
+        dist.all_reduce(total, OPERATIONS[operation], group=job.groups[RANKS], async_op=True).wait()
+    return total
+
+
+def examine(rank, function, calls, scale):
+    """What the function makes of scores of that size, beside what it should, and what it might."""
+    whole = scale * draw_scores()
+    targets = torch.tensor(TARGETS)
+    first, last = cut_evenly(VOCABULARY, len(RANKS))[rank]
+    calls.clear()
+    result = function(whole[:, first:last].clone(), targets.clone(), first)
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        return None
+    loss, gradient = (torch.as_tensor(part).detach() for part in result)
+    right = gradient_of(whole, targets)[:, first:last]
+    report = {"loss": loss.item() if loss.numel() == 1 else None, "calls": len(calls)}
+    report["losses"] = losses_that_might_be(whole, targets, first, last)
+    report["gradient"] = compare(gradient, right, whole, targets, first, last)
+    return report
+
+
+def draw_scores():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(len(TARGETS), VOCABULARY, dtype=torch.float64, generator=generator)
+
+
+def gradient_of(scores, targets):
+    scores = scores.clone().requires_grad_()
+    token_loss(scores, targets).backward()
+    return scores.grad
+
+
+def losses_that_might_be(whole, targets, first, last):
+    """{what was left out: the loss that comes of it}, with what is right in front."""
+    parts = [whole[:, a:b] for a, b in cut_evenly(VOCABULARY, len(RANKS))]
+    scores, largest = whole[:, first:last], whole.max(-1).values
+    of_target = whole.gather(-1, targets[:, None]).squeeze(-1)
+    tops = [part.max(-1).values for part in parts]
+    unequal = sum((part - top[:, None]).exp().sum(-1) for part, top in zip(parts, tops))
+    here = (targets >= first) & (targets < last)
+    found = torch.where(here, of_target, 0.0)
+    right = token_loss(whole, targets)
+    return {
+        "right": right.item(),
+        "sum": (scores.logsumexp(-1) - of_target).mean().item(),
+        "target": (whole.logsumexp(-1) - found).mean().item(),
+        "tops": (unequal.log() + largest - of_target).mean().item(),
+        "total": (whole.logsumexp(-1) - of_target).sum().item(),
+    }
+
+
+def compare(gradient, right, whole, targets, first, last):
+    """What the gradient is: "right", a multiple of it, or right but for one part; else "else"."""
+    if gradient.shape != right.shape:
+        return ["shape", list(gradient.shape), list(right.shape)]
+    count = len(targets)
+    softmax = whole.softmax(-1)[:, first:last]
+    own = whole[:, first:last].softmax(-1)
+    hit = softmax - count * right  # one where the target is
+    if is_close(gradient, right):
+        return ["right"]
+    if is_close(gradient, count * right):
+        return ["sum", count]
+    for share in (1, count):
+        if is_close(gradient * share, softmax):
+            return ["softmax"]
+        if is_close(gradient * share, own - hit):
+            return ["own"]
+    wrong = (gradient - right).abs().amax(-1) > 1e-9
+    elsewhere = (targets < first) | (targets >= last)
+    if bool((wrong <= elsewhere).all()):
+        return ["elsewhere", wrong.nonzero().flatten().tolist()]
+    return ["else"]
+
+
+def is_close(a, b):
+    return bool((a - b).abs().max() < 1e-9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Checks of lesson 10c: the loss of a split vocabulary on three real ranks, and a cut by cost."""
+
+import math
+
+from course.checks.answer import call, checked, close
+from course.checks.reader_on_ranks import on_ranks
+
+RANKS, MOST_CALLS = 3, 3
+SCRIPT = "course/building/loss_on_ranks.py"
+LOSSES = {  # what is said of a loss that is none of the right ones, but one of these
+    "sum": "of this rank's rows alone: the sum of the exponentials needs those of all ranks",
+    "target": "without the score of most targets: the rank that has it must tell the others",
+    "tops": "from exponentials above different scores: all ranks must subtract the same one",
+    "total": "of all positions together: return the mean over the positions",
+}
+GRADIENTS = {
+    "softmax": "is the softmax alone: the target's score has a gradient of -1 on the rank that has it",
+    "own": "is made with the softmax of this rank's rows: divide by the sum over all ranks",
+    "else": "is no multiple of the right one: softmax, less 1 at the target, over the positions",
+}
+
+
+@checked("the loss and the gradient of the whole vocabulary, and no score has left its rank.")
+def split_loss(function):
+    """`function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
+    reports = on_ranks(SCRIPT, function, RANKS)
+    for rank, of_rank in enumerate(reports):
+        for size, report in zip(("", ", with scores a thousand times as large,"), of_rank):
+            if report is None:
+                return "return a pair: the mean loss, and the gradient of this rank's scores"
+            if complaint := complaint_of(report):
+                return f"on rank {rank}{size} {complaint}"
+    calls = reports[0][0]["calls"]
+    if calls > MOST_CALLS:
+        return f"all is right, but with {calls} calls of all_reduce; {MOST_CALLS} are enough"
+
+
+def complaint_of(report):
+    """What is wrong with the loss, or else with the gradient; None if nothing is."""
+    loss, losses = report["loss"], report["losses"]
+    if loss is None:
+        return "the loss is not one number"
+    if not math.isfinite(loss):
+        return (
+            f"the loss is {loss}: exp() of a large score overflows, so subtract the largest one of "
+            "all ranks first"
+        )
+    if not close(loss, losses["right"]):
+        for name, said in LOSSES.items():
+            if close(loss, losses[name]):
+                return f"the loss is that {said}"
+        return f"the loss is {loss:.6f}, and that of the whole vocabulary {losses['right']:.6f}"
+    return complaint_of_gradient(*report["gradient"])
+
+
+def complaint_of_gradient(what, *more):
+    if what == "right":
+        return None
+    if what == "shape":
+        return f"the gradient has the shape {tuple(more[0])}, and the scores have {tuple(more[1])}"
+    if what == "sum":
+        return f"the gradient is {more[0]} times the right one: the loss is a mean of {more[0]}"
+    if what == "elsewhere":
+        return (
+            f"the gradient is wrong at positions {', '.join(map(str, more[0]))} only, whose target "
+            "is on another rank: there is nothing to subtract there"
+        )
+    return f"the gradient {GRADIENTS[what]}"
+
+
+# The second exercise: a head that is worth `head` layers, on the last stage.
+
+CASES = [(8, 2.42, 4), (32, 0.65, 4), (32, 2.41, 8), (24, 9.13, 4), (24, 9.13, 8), (5, 0.1, 5)]
+
+
+def slowest_of(cut, head):
+    """The layers' worth of work of the slowest stage."""
+    return max(*cut[:-1], cut[-1] + head) if len(cut) > 1 else cut[0] + head
+
+
+def best_of(layers, head, stages):
+    """The least that the slowest stage of any cut can have, a layer or more per stage."""
+    best = math.inf
+    for last in range(1, layers - stages + 2):
+        others = -(-(layers - last) // (stages - 1)) if stages > 1 else 0
+        best = min(best, max(others, last + head))
+    return best
+
+
+@checked("no cut has a faster slowest stage; and for the last models even the best one is slow.")
+def cut_by_cost(function):
+    """`function(layers, head, stages)`: the layers of each stage, the head being on the last."""
+    for layers, head, stages in CASES:
+        case = f"{layers} layers, a head of {head}, {stages} stages"
+        cut = call(function, layers, head, stages)
+        if not isinstance(cut, (list, tuple)) or not all(isinstance(n, int) for n in cut):
+            return f"{case}: return a list with the number of layers of each stage"
+        if len(cut) != stages or sum(cut) != layers or min(cut) < 1:
+            return (
+                f"{case}: {list(cut)} has {len(cut)} stages, {sum(cut)} layers in all and "
+                f"{min(cut, default=0)} in the smallest stage; at least 1 is needed there"
+            )
+        ours, best = slowest_of(cut, head), best_of(layers, head, stages)
+        if ours > best + 1e-9:
+            return (
+                f"{case}: the slowest stage of {list(cut)} has {ours:.2f} layers' work, and a cut "
+                f"with {best:.2f} exists"
+            )

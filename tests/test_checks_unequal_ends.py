@@ -1,0 +1,182 @@
+"""Lesson 10c's checks answer wrong losses on three real ranks, each with what was left out."""
+
+import inspect
+import random
+import re
+
+import pytest
+
+from course.checks import lesson_10c as check
+
+
+def right(scores, targets, first, all_reduce):
+    rows = torch.arange(len(targets))  # noqa: F821 - the ranks have it
+    here = (targets >= first) & (targets < first + scores.shape[1])
+    own = (targets - first).where(here, 0)
+    largest = all_reduce(scores.max(1).values, "max")
+    exponentials = (scores - largest[:, None]).exp()
+    total = all_reduce(exponentials.sum(1), "sum")
+    of_target = all_reduce(scores[rows, own] * here, "sum")
+    gradient = exponentials / total[:, None]
+    gradient[rows, own] -= here.double()
+    return (total.log() + largest - of_target).mean(), gradient / len(targets)
+
+
+def stub(scores, targets, first, all_reduce): ...
+
+
+def changed(old, new, count=1):
+    """The right program with one thing changed, under the name of this lambda's place."""
+    return lambda text: text.replace(old, new, count)
+
+
+WRONG = {
+    "no sum of exponentials": (
+        changed('all_reduce(exponentials.sum(1), "sum")', "exponentials.sum(1)"),
+        ["rank 0", "this rank's rows alone", "sum of the exponentials"],
+    ),
+    "no maximum at all": (
+        changed('all_reduce(scores.max(1).values, "max")', "0 * scores.max(1).values"),
+        ["a thousand times as large", "overflows", "subtract the largest"],
+    ),
+    "each rank above its own maximum": (
+        changed(
+            "exponentials = (scores - largest[:, None]).exp()",
+            "exponentials = (scores - scores.max(1).values[:, None]).exp()",
+        ),
+        ["exponentials above different scores"],
+    ),
+    "the target is not told": (
+        changed('all_reduce(scores[rows, own] * here, "sum")', "scores[rows, own] * here"),
+        ["rank 0", "without the score of most targets"],
+    ),
+    "one is subtracted on every rank": (
+        changed("-= here.double()", "-= 1"),
+        ["gradient is wrong at positions", "on another rank"],
+    ),
+    "nothing is subtracted": (
+        changed("    gradient[rows, own] -= here.double()\n", ""),
+        ["gradient is the softmax alone"],
+    ),
+    "no mean": (changed("gradient / len(targets)", "gradient"), ["6 times the right one"]),
+    "a sum of losses": (changed(".mean()", ".sum()"), ["return the mean over the positions"]),
+    "a softmax of its own": (
+        changed("exponentials / total[:, None]", "exponentials / exponentials.sum(1)[:, None]"),
+        ["softmax of this rank's rows"],
+    ),
+    "four sums": (
+        changed("    gradient =", '    all_reduce(total, "sum")\n    gradient ='),
+        ["with 4 calls", "3 are enough"],
+    ),
+    "a rank that does not take part": (
+        changed(
+            'of_target = all_reduce(scores[rows, own] * here, "sum")',
+            'of_target = all_reduce(scores[rows, own] * here, "sum") if here.any() and first else 0',
+        ),
+        ["Not yet", "waited", "rank 1", "its part of all_reduce number"],
+    ),
+    "no gradient": (changed(", gradient / len(targets)", ""), ["return a pair"]),
+    "an error": (changed("targets - first", "targets - nothing"), ["raised NameError"]),
+}
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Let the check read a changed text of `right`."""
+    from course.checks import reader_on_ranks
+
+    plain = reader_on_ranks.source_of_function
+
+    def give(change):
+        monkeypatch.setattr(
+            reader_on_ranks, "source_of_function", lambda function: change(plain(function))
+        )
+        return right
+
+    return give
+
+
+def said_of(function, capsys):
+    check.split_loss(function)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    return said
+
+
+def test_the_solution_is_right_and_the_stub_not_attempted(capsys):
+    assert said_of(right, capsys).startswith("Right: the loss and the gradient")
+    assert said_of(stub, capsys).startswith("Not attempted yet")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_of_a_split_vocabulary_is_answered_by_what_was_left_out(name, program, capsys):
+    change, words = WRONG[name]
+    said = said_of(program(change), capsys)
+    for word in words:
+        assert word in said, said
+
+
+SWAPS = [("+", "-"), ("-", "+"), ('"sum"', '"max"'), ('"max"', '"sum"'), ("/", "*"), ("&", "|"),
+         (">=", ">"), ("< ", "<= "), (".log()", ".exp()"), ("first", "0"), ("* here", "")]  # fmt: skip
+
+
+def test_mutations_of_the_solution_are_never_called_right(program, capsys):
+    text = inspect.getsource(right)
+    body = text.index("rows =")
+    sites = [
+        (match.start(), old, new)
+        for old, new in SWAPS
+        for match in re.finditer(re.escape(old), text)
+        if match.start() > body
+    ]
+    for place, old, new in random.Random(0).sample(sites, 12):
+        mutated = text[:place] + new + text[place + len(old) :]
+        said = said_of(program(lambda _, mutated=mutated: mutated), capsys)
+        if harmless(mutated[body:].splitlines(), text[body:].splitlines()):
+            continue
+        assert said.startswith("Not yet: "), f"{old} -> {new} at {place}: {said}"
+
+
+def harmless(mutated, original):
+    """Whether the only changed line is the offset of a maximum, which may be any shared number."""
+    (line,) = [new for new, old in zip(mutated, original) if new != old]
+    return "largest = all_reduce" in line
+
+
+def by_search(layers, head, stages):
+    options = range(1, layers - stages + 2)
+    last = min(options, key=lambda n: max(-(-(layers - n) // (stages - 1)), n + head))
+    base, extra = divmod(layers - last, stages - 1)
+    return [base + (stage < extra) for stage in range(stages - 1)] + [last]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (by_search, "Right"),
+        (lambda layers, head, stages: ..., "Not attempted"),
+        (lambda layers, head, stages: [layers // stages] * stages, "a cut with 3.42 exists"),
+        (lambda layers, head, stages: [layers], "has 1 stages"),
+        (lambda layers, head, stages: [3, 3, 2, 0], "0 in the smallest stage"),
+        (lambda layers, head, stages: 7, "return a list"),
+    ],
+)
+def test_a_cut_by_cost_is_held_against_the_best_one(function, words, capsys):
+    check.cut_by_cost(function)
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", [case for case in check.CASES if case[2] < 6])
+def test_no_cut_of_all_cuts_is_better_than_the_best_one(case):
+    layers, head, stages = case
+
+    def cuts(left, count):
+        if count == 1:
+            yield [left]
+            return
+        for n in range(1, left - count + 2):
+            for rest in cuts(left - n, count - 1):
+                yield [n, *rest]
+
+    best = min(check.slowest_of(cut, head) for cut in cuts(layers, stages))
+    assert best == check.best_of(layers, head, stages)
