@@ -189,6 +189,43 @@ def test_a_rank_that_stops_while_it_joins_is_named_soon(victim, step):
     assert "Traceback" not in message
 
 
+def stop_before_joining(rank, victim):
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    join_job("cpu", timeout=TIMEOUT, meeting=guarded)
+
+
+@pytest.mark.parametrize("victim", [0, 1])  # the first keeps the store
+def test_a_rank_that_stops_before_it_joins_is_named_soon(victim):
+    _wait_for_fork_server()
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as failed:
+        run_on_ranks(stop_before_joining, 3, victim, timeout=60)
+    assert time.monotonic() - began < TIMEOUT + GRACE + 10
+    named = rf"rank \d waited {TIMEOUT} s for rank {victim} to start: process \d+ is stopped"
+    assert re.search(named, str(failed.value))
+
+
+def stop_before_watch(rank, victim):
+    import gpipe
+
+    if rank == victim:
+        gpipe.build_stage = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    sys.argv = ["gpipe.py", *SMALL.split(), "--timeout", str(TIMEOUT)]
+    return gpipe.main()
+
+
+def test_a_rank_that_stops_after_it_has_joined_and_before_the_first_step_is_named_soon():
+    _wait_for_fork_server()
+    began = time.monotonic()
+    with pytest.raises(RunFailed) as failed:
+        run_on_ranks(stop_before_watch, 3, 1, timeout=60)
+    assert time.monotonic() - began < TIMEOUT + GRACE + 10
+    message = str(failed.value)
+    assert re.search(rf"rank \d waited {TIMEOUT} s for .*: rank 1 has stopped answering", message)
+    assert "Traceback" not in message
+
+
 # Ports
 
 
