@@ -14,6 +14,7 @@ from course.checks import (
     lesson_02,
     lesson_03,
     lesson_04,
+    lesson_04b,
     lesson_07,
     lesson_11,
 )
@@ -38,7 +39,8 @@ CHECKS = [
     lesson_03.own_1f1b,
     lesson_03.most_microbatches,
     lesson_04.version_seen,
-    lesson_04.even_cut,
+    lesson_04b.best_cut,
+    lesson_04b.spare_ranks,
     lesson_11.crossings,
     lesson_11.to_blame,
     lesson_11.gpus_needed,
@@ -338,17 +340,52 @@ def test_version_seen_explains(version, sentence, capsys):
     assert answer.startswith("Not yet: ") and sentence in answer
 
 
+def even_counts(seconds, num_stages):
+    return [last - first for first, last in cut_evenly(len(seconds), num_stages)]
+
+
+def filled_to_the_average(seconds, num_stages):
+    counts, filled = [0], 0
+    for second in seconds:
+        if filled and filled + second > sum(seconds) / num_stages and len(counts) < num_stages:
+            counts, filled = [*counts, 0], 0
+        counts[-1] += 1
+        filled += second
+    return counts
+
+
 @pytest.mark.parametrize(
     ("cut", "sentence"),
     [
-        (lambda seconds: len(seconds) // 2, "count seconds, not layers: 3 s is possible"),
-        (lambda seconds: 0, "each of the two stages needs a layer"),
-        (lambda seconds: len(seconds), "each of the two stages needs a layer"),
-        (lambda seconds: len(seconds) - 1, "and the slower stage takes 5 s; 3 s is possible"),
+        (even_counts, "the slowest stage takes 8 s; 7 s is possible. Add up the seconds"),
+        (filled_to_the_average, "12 s; 8 s is possible. Your last stage gets what the others"),
+        (lambda seconds, n: [len(seconds)] + [0] * (n - 1), "each stage needs a layer"),
+        (lambda seconds, n: [1] * n, "which are 4 layers of 8"),
+        (lambda seconds, n: len(seconds) // n, "a list with one whole number per stage"),
+        (lambda seconds, n: [len(seconds)], "1 numbers for 4 stages"),
     ],
 )
-def test_even_cut_explains(cut, sentence, capsys):
-    answer = answer_to(lesson_04.even_cut, capsys, cut)
+def test_best_cut_explains(cut, sentence, capsys):
+    answer = answer_to(lesson_04b.best_cut, capsys, cut)
+    assert answer.startswith("Not yet: ") and sentence in answer
+
+
+def all_to_the_slowest(seconds, num_ranks):
+    spare = num_ranks - len(seconds)
+    return [1 + spare * (stage == seconds.index(max(seconds))) for stage in range(len(seconds))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sentence"),
+    [
+        (all_to_the_slowest, "every 20 ms is possible. After its first spare rank"),
+        (lambda s, n: even_counts(range(n), len(s)), "your ranks are spread evenly"),
+        (lambda s, n: [1] * len(s), "which are 3 ranks"),
+        (lambda s, n: [round(n * each / sum(s)) for each in s], "each stage needs a rank"),
+    ],
+)
+def test_spare_ranks_explains(ranks, sentence, capsys):
+    answer = answer_to(lesson_04b.spare_ranks, capsys, ranks)
     assert answer.startswith("Not yet: ") and sentence in answer
 
 

@@ -2,13 +2,15 @@
 
 import re
 
+import idea_pictures
 import make_images
 import pytest
+from idea_pictures import COSTS, IDEAS
 
 from course.launch import ROOT
 from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
-from pipeline.schedules import SCHEDULES
+from pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, pipedream
 
 FIGURES = sorted((ROOT / "images").glob("*.svg"))
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("notebooks/*.ipynb")]
@@ -16,7 +18,39 @@ TITLE = r"<title>(.*?)</title>"
 
 
 def test_every_figure_is_made_by_a_command_and_every_other_one_is_gone():
-    assert {path.stem for path in FIGURES} == set(SCHEDULES)
+    assert {path.stem for path in FIGURES} == {*SCHEDULES, *IDEAS}
+
+
+@pytest.mark.parametrize("name", IDEAS)
+def test_a_picture_of_an_idea_is_what_the_command_draws_and_stands_in_a_lesson(name):
+    picture = IDEAS[name]()
+    assert (ROOT / "images" / f"{name}.svg").read_text() == picture.svg
+    lessons = [path.read_text() for path in ROOT.glob("notebooks/*.ipynb")]
+    assert sum(f"![{picture.alt}](../images/{name}.svg)" in text for text in lessons) == 1
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (5, 4)])
+def test_every_rank_of_gpipe_waits_for_p_minus_1_forwards_and_p_minus_1_backwards(p, m):
+    timeline = simulate(gpipe(p, m), COSTS)
+    for rank in range(p):
+        kinds = [event.action.kind for event, *_ in idea_pictures.waited_for(timeline, rank)]
+        assert sorted(kinds) == ["B"] * (p - 1) + ["F"] * (p - 1)
+
+
+def test_a_micro_batch_of_1f1b_is_under_way_for_p_minus_r_times_a_forward_and_a_backward():
+    trips = idea_pictures.trips(simulate(one_f_one_b(4, 8), COSTS), 4)
+    assert [end - start for start, end in trips] == [120, 90, 60, 30]
+
+
+def test_rank_r_of_pipedream_has_at_most_p_minus_r_storages_and_the_last_clones_nothing():
+    timeline = simulate(pipedream(4, 8), COSTS)
+    for rank in range(4):
+        storages = idea_pictures.storages_of(timeline, rank)
+        spans = [(storage.versions[0][1], storage.end) for storage in storages]
+        assert max(sum(a <= t < b for a, b in spans) for t, _ in spans) == 4 - rank
+        versions = [version for storage in storages for version, _ in storage.versions]
+        assert versions == list(range(9))
+    assert len(storages) == 1
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)
@@ -32,7 +66,7 @@ def redrawn(name, monkeypatch):
         "perform",
         lambda name, schedule, script, costs: simulate(schedule, costs),
     )
-    monkeypatch.setattr(make_images.Path, "write_text", lambda path, text: saved.append(text))
+    monkeypatch.setattr(make_images.Path, "write_text", lambda path, text, **_: saved.append(text))
     make_images.draw(name, make_images.schedule_of(name), "", Costs(10, 20, 10))
     return saved[0]
 

@@ -1,4 +1,4 @@
-"""Draw every figure of images/: predicted by the simulator, performed by real processes.
+"""Draw every figure of images/: ideas, and schedules predicted and performed by real processes.
 
 make images
 """
@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
+
+from idea_pictures import IDEAS  # noqa: E402
 
 from course.launch import run  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
@@ -20,6 +22,8 @@ MICROBATCHES = {"naive": 1}  # 8 for the others
 
 
 def main():
+    for name, draw_idea in IDEAS.items():
+        draw_idea().save(ROOT / "images" / f"{name}.svg")
     for name in SCHEDULES:
         draw(name, schedule_of(name), script_of(name), Costs(10, 20, 10))
     return 0

@@ -31,6 +31,7 @@ PLANS = ROOT / "docs" / "lesson-plans.md"
 PACK = ROOT / "docs" / "instructors.md"
 MARK = r"<!-- slide: (.*?)(?:; (above|drawing|words))? -->"
 PARTS = r"(?=<!-- slide: )|(?=^#)|(?=^\*\*\d+\. )|(?=^\*\*Next\.\*\*)"
+NOT_SAID = r"```.*?```|^\|.*$|<!--.*?-->|\$\$.*?\$\$|!\[.*?\]\(.*?\)"  # of a note
 MOST_WORDS = 90  # of a note
 LONG = 30  # words, from which on a sentence alone is written smaller
 
@@ -154,8 +155,8 @@ def enough_of(text, most=42):
 
 
 def shortened(note):
-    """The first sentences of a note, without code, tables and marks."""
-    text = re.sub(r"```.*?```|^\|.*$|<!--.*?-->|\$\$.*?\$\$", "", note, flags=re.S | re.M)
+    """The first sentences of a note, without code, tables, pictures and marks."""
+    text = re.sub(NOT_SAID, "", note, flags=re.S | re.M)
     return enough_of(text, MOST_WORDS)
 
 

@@ -315,7 +315,7 @@ def _legend_of(timelines, longest_path=False):
     if any(event.recompute for timeline in timelines for event in timeline.events):
         entries.append(("recomputed", "recomputed forward"))
     if any(chunk for timeline in timelines for chunk in _chunks(timeline).values()):
-        entries.append(("shades", "stages of one rank"))
+        entries.append(("shades", "a rank's stages in turn"))
     entries.append(("waiting", "waiting"))
     entries += [("message", "message")] if few else []
     entries += [("longest path", "longest path")] if longest_path else []
@@ -333,13 +333,20 @@ def draw_legend(timelines, top, longest_path=False):
     """What the colours and marks mean, as a list of SVG elements."""
     parts = []
     entries, _, few = _legend_of(timelines, longest_path)
+    count = 1 + max(chunk for timeline in timelines for chunk in _chunks(timeline).values())
     for sign, words, left, line in entries:
         y = top + line * (18 + ROW_GAP)
         box = f'<rect x="{left:.1f}" y="{y}" width="{ROW}" height="18" '
         if sign == "shades":
-            for i in range(3):
-                part = f'<rect x="{left + i * ROW / 3:.1f}" y="{y}" width="{ROW / 3:.1f}" '
-                parts.append(f'{part}height="18" fill="{shade_of("F", i)}"/>')
+            kinds = [kind for kind in "FBIW" if kind in {entry[0] for entry in entries}]
+            for row, kind in enumerate(kinds):
+                height = 18 / len(kinds)
+                for i in range(count):
+                    parts.append(
+                        f'<rect x="{left + i * ROW / count:.1f}" y="{y + row * height:.1f}" '
+                        f'width="{ROW / count:.1f}" height="{height:.1f}" '
+                        f'fill="{shade_of(kind, i)}"/>'
+                    )
         elif sign == "waiting":
             parts.append(f'{box}fill="{TEXT}" fill-opacity="0.13"/>')
         elif sign == "message":

@@ -1,6 +1,6 @@
-"""Checks of lesson 04: versions of the weights, and an even cut. build_stash.py has the stash."""
+"""Check of lesson 04: versions of the weights. build_stash.py has the stash."""
 
-from course.checks.answer import call, call_for_number, checked
+from course.checks.answer import call_for_number, checked
 from pipeline.schedules import pipedream
 
 
@@ -36,24 +36,3 @@ def version_seen(version):
                 if answer == max(0, action.microbatch - (num_ranks - rank)):
                     return f"{case}, one too old: the mini-batch itself is not among the updates"
                 return f"{case}; {updates} updates stand before it in the rank's list"
-
-
-@checked("the slower of the two stages sets the pace, and no cut makes it faster than this one.")
-def even_cut(cut):
-    """`cut(seconds)`: how many layers the first of two stages gets. `seconds` is one a layer."""
-    profiles = ([3, 1, 1, 1], [1, 1, 1, 1, 4], [2, 2, 2, 2], [5, 4, 3, 2, 1], [1, 9])
-    for seconds in profiles:
-        answer = call(cut, list(seconds))
-        case = f"layers of {seconds} s: you give the first stage {answer}"
-        if answer not in range(1, len(seconds)):
-            return f"{case}; each of the two stages needs a layer, so 1 to {len(seconds) - 1}"
-        slower = max(sum(seconds[:answer]), sum(seconds[answer:]))
-        best = min(max(sum(seconds[:i]), sum(seconds[i:])) for i in range(1, len(seconds)))
-        if slower == best:
-            continue
-        if answer == len(seconds) // 2:
-            return (
-                f"{case}, half of the layers, and the slower stage takes {slower} s; count "
-                f"seconds, not layers: {best} s is possible"
-            )
-        return f"{case}, and the slower stage takes {slower} s; {best} s is possible"

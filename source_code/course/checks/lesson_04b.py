@@ -1,0 +1,95 @@
+"""Checks of lesson 04b: the cut with the fastest slowest stage, and who gets the spare ranks."""
+
+from itertools import accumulate, combinations
+
+from course.checks.answer import WrongAnswer, call, checked
+
+
+@checked("your slowest stage is as fast as that of the best of all cuts.")
+def best_cut(cut):
+    """`cut(seconds, num_stages)`: the number of layers of each stage, such as [3, 2, 1].
+
+    `seconds` has one number per layer. Compared with all cuts that there are.
+    """
+    for seconds, num_stages in (
+        ([2, 2, 2, 2, 2, 2, 2, 2], 4),
+        ([1, 1, 1, 1, 1, 7], 3),
+        ([6, 1, 1, 1, 1, 6], 3),
+        ([4, 4, 4, 4, 4], 3),
+        ([4, 3, 2, 1, 9, 2, 2, 5], 4),
+    ):
+        counts = _counts(call(cut, list(seconds), num_stages), num_stages)
+        case = f"layers of {seconds} s in {num_stages} stages: you say {counts}"
+        if sum(counts) != len(seconds):
+            return f"{case}, which are {sum(counts)} layers of {len(seconds)}"
+        if min(counts) < 1:
+            return f"{case}; each stage needs a layer"
+        slowest = _slowest(seconds, counts)
+        best = min(_slowest(seconds, each) for each in _all_cuts(len(seconds), num_stages))
+        if slowest == best:
+            continue
+        told = f"{case}, and the slowest stage takes {slowest} s; {best} s is possible"
+        if max(counts) - min(counts) <= 1:
+            return f"{told}. Add up the seconds, not the layers"
+        if _seconds_of(seconds, counts)[-1] == slowest:
+            return f"{told}. Your last stage gets what the others have left over"
+        return told
+
+
+def _counts(answer, length):
+    if not isinstance(answer, (list, tuple)) or not all(type(count) is int for count in answer):
+        raise WrongAnswer("return a list with one whole number per stage, such as [3, 2, 1]")
+    if len(answer) != length:
+        raise WrongAnswer(f"you return {len(answer)} numbers for {length} stages")
+    return list(answer)
+
+
+def _seconds_of(seconds, counts):
+    ends = list(accumulate(counts))
+    return [sum(seconds[end - count : end]) for count, end in zip(counts, ends)]
+
+
+def _slowest(seconds, counts):
+    return max(_seconds_of(seconds, counts))
+
+
+def _all_cuts(num_layers, num_stages):
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        ends = (0, *inner, num_layers)
+        yield [end - start for start, end in zip(ends, ends[1:])]
+
+
+@checked("no other way to hand out the ranks gives a faster slowest stage.")
+def spare_ranks(ranks):
+    """`ranks(seconds, num_ranks)`: how many ranks each stage gets, such as [2, 1, 1].
+
+    `seconds` has one number per stage. By the planner's estimate: seconds divided by ranks.
+    """
+    for seconds, num_ranks in (
+        ([60, 30, 30], 4),
+        ([30, 60, 20], 6),
+        ([90, 10, 50], 6),
+        ([20, 20], 4),
+        ([10, 70], 2),
+    ):
+        counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds))
+        case = f"stages of {seconds} ms on {num_ranks} ranks: you say {counts}"
+        if min(counts) < 1:
+            return f"{case}; each stage needs a rank"
+        if sum(counts) != num_ranks:
+            return f"{case}, which are {sum(counts)} ranks"
+        slowest = _pace(seconds, counts)
+        best = min(_pace(seconds, each) for each in _all_cuts(num_ranks, len(seconds)))
+        if slowest == best:
+            continue
+        told = f"{case}, and a mini-batch comes every {slowest:g} ms; every {best:g} ms is possible"
+        spare = num_ranks - len(seconds)
+        if max(counts) == spare + 1 and spare > 1:
+            return f"{told}. After its first spare rank, is that stage still the slowest?"
+        if max(counts) - min(counts) <= 1:
+            return f"{told}. The slowest stage sets the pace, and your ranks are spread evenly"
+        return told
+
+
+def _pace(seconds, counts):
+    return max(time / count for time, count in zip(seconds, counts))
