@@ -11,6 +11,7 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
+	@$(BIN)/python -m nbformat.sign notebooks/*.ipynb notebooks/solutions/*.ipynb >/dev/null # or it draws no stored picture
 	$(BIN)/python -m jupyterlab $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb
 
 check: $(INSTALLED) ## the linter, and every test that starts no process and no notebook: two minutes

@@ -115,11 +115,28 @@ def run_all_cells(page):
     page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
 
 
-def test_lesson_01_runs_in_jupyterlab_without_an_error_or_a_request_that_leaves(chromium, lab):
-    # A copy, since JupyterLab saves what it shows.
-    copy = ROOT / "build" / "browser" / "01_naive_model_parallelism.ipynb"
+def copy_of(name):
+    """A copy of a lesson, since JupyterLab saves what it shows, and of the pictures beside it."""
+    copy = ROOT / "build" / "browser" / f"{name}.ipynb"
     copy.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "notebooks" / copy.name, copy)
+    shutil.copytree(ROOT / "images", ROOT / "build" / "images", dirs_exist_ok=True)
+    return copy
+
+
+def test_a_lesson_that_was_never_run_shows_its_pictures(chromium, lab):
+    copy = copy_of("02_gpipe")
+    sign = [sys.executable, "-m", "nbformat.sign", copy]  # as make lab does
+    subprocess.run(sign, check=True, timeout=60, capture_output=True)
+    with open_notebook(chromium, lab, copy) as (page, problems, _):
+        picture = page.locator(".jp-RenderedSVG").first
+        picture.wait_for(timeout=30_000)
+        assert picture.locator("img, svg").count() > 0
+        assert problems == []
+
+
+def test_lesson_01_runs_in_jupyterlab_without_an_error_or_a_request_that_leaves(chromium, lab):
+    copy = copy_of("01_naive_model_parallelism")
     with open_notebook(chromium, lab, copy) as (page, problems, elsewhere):
         page.get_by_text("Edit", exact=True).first.click()
         page.locator('.lm-Menu-item[data-command="editmenu:clear-all"]').click()
