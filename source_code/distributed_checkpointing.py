@@ -8,9 +8,9 @@ ranks, with any schedule. A folder of another model is rejected; --fresh begins 
 there and --from-step N continues from an older checkpoint: both write to a new run-NNNN in the
 folder, and nothing that was saved is touched.
 
-SIGTERM or SIGUSR1, to any rank, lets the step end, saves, and ends every rank with status 75.
-torchrun turns every status into 1, so the file FOLDER/stopped says the same: it is there from such
-an end until the training is started again. A job script goes on with
+SIGTERM or SIGUSR1, to any rank, lets the step end, saves, and ends every rank with status 75, or
+with 0 under torchrun, which would report any other status as a failure. The file FOLDER/stopped is
+there from such an end until the training is started again. A job script goes on with
 
     srun bash -c 'trap "" USR1; exec torchrun ... --checkpoints FOLDER'; status=$?
     [ -e FOLDER/stopped ] && scontrol requeue "$SLURM_JOB_ID"

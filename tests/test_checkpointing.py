@@ -20,7 +20,7 @@ import torch
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
-from course.launch import run
+from course.launch import LaunchedRanks, _follow, launch_words, run
 from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from extensions.optimization.learning_rate import share_of_peak
@@ -413,10 +413,17 @@ def test_a_signal_to_any_rank_lets_the_step_end_saves_and_ends_all_with_75(
     assert after == {step: expected[step] for step in after}
 
 
-def test_under_torchrun_a_signal_to_one_rank_leaves_the_mark_that_torchruns_status_hides(tmp_path):
-    flags = f"{FLAGS} --steps 99 --checkpoints {tmp_path / 'saved'} --pace 10 20"
-    with pytest.raises(RunFailed, match="ended with exit status 75"):
-        run(flags, 2, warm=False, show=False, limit=60, send=("SIGUSR1", 1, "step 1"))
+def test_under_torchrun_a_stop_that_was_asked_for_is_a_success_of_one_line(tmp_path):
+    flags = f"{FLAGS} --steps 99 --checkpoints {tmp_path / 'saved'} --pace 10 20".split()
+    ranks = LaunchedRanks(launch_words(flags[0], flags[1:], 2))
+    errors = []
+    ranks.streams["stderr"] = (errors.append(line) or line for line in ranks.streams["stderr"])
+    try:
+        output = _follow(ranks, show=False, limit=60, send=("SIGUSR1", 1, "step 1"))
+    finally:
+        ranks.end()
+    assert output.count("stopped by SIGUSR1 after ") == 1
+    assert errors == []
     assert (tmp_path / "saved" / "stopped").read_text().startswith("SIGUSR1 after ")
 
 

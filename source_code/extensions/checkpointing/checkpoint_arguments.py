@@ -16,7 +16,7 @@ from extensions.checkpointing.checkpoint_folder import (
     run_to_write,
 )
 from extensions.checkpointing.exported import export, read_exported, take_exported
-from extensions.checkpointing.stop_request import STOPPED
+from extensions.checkpointing.stop_request import status_when_stopped
 from pipeline.command_line import positive_integer, reject
 from pipeline.paths import can_be_written, check_paths_apart
 
@@ -207,7 +207,7 @@ def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
     if job.rank == 0:
         mark_stopped(arguments.checkpoints, f"{stopped.name} after {training.step} steps")
         print(f"stopped by {stopped.name} after {training.step} steps, saved", flush=True)
-    return STOPPED
+    return status_when_stopped()
 
 
 def nothing_left(arguments, job, training):

@@ -3,9 +3,11 @@
 SLURM sends SIGTERM before it ends a job at its time limit, and with `sbatch --signal=USR1@120`
 SIGUSR1 two minutes before. A rank that gets either finishes the step that it is in. The signal may
 reach one rank before another, or one rank only, so after each step all ranks agree whether
-somebody was asked: then all stop after the same step, save it, and exit with status STOPPED.
+somebody was asked: then all stop after the same step, save it, and exit with status STOPPED, or
+with 0 under torchrun.
 """
 
+import os
 import signal
 
 import torch
@@ -13,6 +15,11 @@ import torch.distributed as dist
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: not finished, start it again
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+def status_when_stopped():
+    """STOPPED. Under torchrun 0, because torchrun turns any other status into 1 and 85 lines."""
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else STOPPED
 
 
 class StopRequest:
