@@ -86,6 +86,7 @@ def main():
         ("Two replicas", measure_replicas(repeats)),
         ("Inference", measure_inference(repeats)),
         ("Recording", measure_recording(repeats)),
+        ("The flight log of any program", measure_program_log(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
         ("The explorer", measure_explorer(repeats)),
@@ -425,6 +426,25 @@ def measure_recording(repeats):
             Row("recorded over not recorded", "under 1.05", ratios, "{:.3f}"),
         ]
     return rows
+
+
+def measure_program_log(repeats):
+    """What the flight log adds to a step of a program of two ranks that is not the course's."""
+    from benchmark_recording import program_steps_in_turns
+    from ranks import run_on_ranks
+
+    plain, recorded = [], []
+    for _ in each_round("a program with a flight log", max(5, repeats)):
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = run_on_ranks(program_steps_in_turns, 2, folder, 12, timeout=LIMIT)
+        for steps, medians in zip(ranks[0], (plain, recorded)):
+            medians.append(statistics.median(steps))
+    ratios = [more / less for less, more in zip(plain, recorded)]
+    return [
+        Row("2 ranks, 6 million weights, 1F1B by hand: step, no log", "", plain),
+        Row("the same with a flight log", "", recorded),
+        Row("with a flight log over without", "at most 1.05", ratios, "{:.3f}"),
+    ]
 
 
 def each_round(name, repeats):

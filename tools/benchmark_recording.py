@@ -1,4 +1,8 @@
-"""What benchmark.py lets four ranks do: paced steps of GPipe, every second one with a flight log."""
+"""What benchmark.py lets ranks do: steps of which every second one has a flight log.
+
+Four ranks of the course take paced steps of GPipe; two ranks of a program that is not the course's
+take steps at full speed.
+"""
 
 import shlex
 import sys
@@ -6,8 +10,13 @@ import time
 from unittest import mock
 
 import gpipe
+import plain_program
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from lab import attach
+from lab.flight_log_anywhere import record
 from pipeline.training import (
     build_optimizer,
     build_stage,
@@ -51,4 +60,36 @@ def steps_in_turns(rank, flags, folder):
         optimizer.step()
         times[records].append((time.perf_counter() - start) * 1000)
     job.leave()
+    return [each[1:] for each in times]
+
+
+def program_steps_in_turns(rank, folder, steps):
+    """The same of a program of two ranks, a transformer of 6 million weights, not paced."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo")
+    sizes = {"d_model": 256, "nhead": 8, "dim_feedforward": 1024, "dropout": 0.0}
+    layers = [nn.TransformerEncoderLayer(**sizes, batch_first=True) for _ in range(4)]
+    part = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(part.parameters(), 0.01)
+    log = record(folder, {rank: part})
+    observed, times = part.forward, ([], [])
+    run_step = plain_program.first_rank if rank == 0 else plain_program.last_rank
+    for step in range(steps):
+        records = step % 2 == 1
+        if records:
+            part.forward = observed
+        else:
+            del part.forward
+        rows = torch.randn(8, 2, 128, 256)
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        run_step(part, rows, rows.roll(1, 2), None)
+        if records:
+            log.end_step()
+        optimizer.step()
+        dist.barrier()  # the slower of the two ranks ends the step
+        times[records].append((time.perf_counter() - start) * 1000)
+    plain_program.leave()
     return [each[1:] for each in times]

@@ -36,13 +36,17 @@ class FlightLog:
     """
 
     def __init__(self, folder, rank, schedule, clock, memory, first_version=0):
+        run = {"name": schedule.name, "rows": to_csv(schedule).split()}
+        self.open(folder, rank, run, clock, memory, first_version)
+
+    def open(self, folder, rank, run, clock, memory, first_version=0, new=False):
+        """Begin the rank's file, which must not exist yet if it is to be `new`."""
         folder = Path(folder)
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            run = {"name": schedule.name, "rows": to_csv(schedule).split()}
             write_whole(folder / RUN_FILE, json.dumps(run) + "\n")
         self.path = folder / RANK_FILE.format(rank)
-        self.file = open(self.path, "w", buffering=1, encoding="utf-8")
+        self.file = open(self.path, "x" if new else "w", buffering=1, encoding="utf-8")
         self.clock, self.memory = clock, memory
         self.version = first_version  # of stages that do not count for themselves
         self.pending = []  # what has happened and is not written yet
@@ -55,12 +59,16 @@ class FlightLog:
         yield
         stage = work.stage
         version = getattr(stage, "version", self.version)
-        if stage.index not in self.stages:
+        if self.has_new_weights(stage, version):
             self.stages[stage.index] = stage
             self.pending.append((self.write_weights, stage, version))
         self.pending.append((self.write_action, work, version))
         if work.action.kind == "U":
             self.pending.append((self.write_weights, stage, version))
+
+    def has_new_weights(self, stage, version):
+        """Whether the weights have not been written yet in this pass; an update writes its own."""
+        return stage.index not in self.stages
 
     def moved(self, direction, message, peer, tensor):
         """A message has left or has arrived."""
@@ -103,7 +111,7 @@ class FlightLog:
             self.file.close()
 
     def write_weights(self, stage, version, known):
-        weights = {
+        weights = getattr(stage, "prints", None) or {
             name: fingerprint(weight) for name, weight in sorted(stage.part.named_parameters())
         }
         self.write(weights=weights, stage=stage.index, version=version)

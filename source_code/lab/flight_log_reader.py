@@ -5,19 +5,18 @@ flight_log.py writes them. A recording may end in the middle: the run was killed
 
 import math
 import os
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from lab.flight_log_lines import MOST_RANKS, RecordingError, check_line, forms_of_lines
 from lab.timeline import Event, Timeline
 from pipeline.inputs import (
     MEBIBYTE,
     InputError,
     is_count,
-    is_number,
     parse_json,
     read_json,
     read_text,
@@ -28,11 +27,6 @@ from pipeline.schedules.legal import check_legal
 RUN_FILE = "run.json"
 RANK_FILE = "rank{}.jsonl"
 LARGEST_FILE = 256 * MEBIBYTE
-LONGEST_TIME = 1e12  # milliseconds: thirty years
-
-
-class RecordingError(ValueError):
-    """A folder without a recording, or two recordings that cannot be compared; the text says why."""
 
 
 class Fingerprint(NamedTuple):
@@ -115,11 +109,16 @@ class Step:
 @dataclass
 class Recording:
     """`steps` are the passes through `schedule`, `unanswered` has what each rank waited for at the
-    end, by rank, for those that did."""
+    end, by rank, for those that did.
+
+    The log of a program without a schedule is `seen`: `schedule` has what its ranks did in the step
+    in which they did most.
+    """
 
     schedule: Schedule
     steps: list
     unanswered: dict
+    seen: bool = False
 
     def timeline(self, step=-1):
         """One step as a Timeline, to be drawn and measured like any other; it starts at 0."""
@@ -183,122 +182,85 @@ def message_in(text):
 def read_recording(folder):
     """The Recording in a folder. Raises RecordingError, with the file and the line that is damaged."""
     folder = Path(folder)
-    schedule = _read_run(folder)
+    name, num_ranks, schedule = _read_run(folder)
     steps, unanswered = [], {}
-    for rank in range(schedule.num_ranks):
-        unanswered[rank] = _read_rank(rank, _lines_of(folder, schedule, rank), steps)
-    for rank, order in enumerate(schedule.orders):
+    for rank in range(num_ranks):
+        forms = forms_of_lines(num_ranks, rank, schedule)
+        unanswered[rank] = _read_rank(
+            rank, _lines_of(folder / RANK_FILE.format(rank), forms), steps
+        )
+    seen = schedule is None
+    for rank in range(num_ranks):
+        order = None if seen else schedule.orders[rank]
         _check_complete(folder / RANK_FILE.format(rank), rank, order, steps)
+    steps = [step for step in steps if step.entries]
+    if seen:
+        schedule = _schedule_seen(folder, name, num_ranks, steps)
     waits = {rank: wait for rank, wait in unanswered.items() if wait}
-    return Recording(schedule, [step for step in steps if step.entries], waits)
+    return Recording(schedule, steps, waits, seen)
 
 
 def _read_run(folder):
-    """The schedule in run.json."""
+    """What is in run.json: the name, the number of ranks, and the schedule if there is one."""
     try:
         run = read_json(folder / RUN_FILE, LARGEST_FILE)
     except InputError as error:
         sentence = f"{folder} holds no recording: {error}; make one with --record {folder}"
         raise RecordingError(sentence) from None
-    rows = run.get("rows") if isinstance(run, dict) else None
-    if not isinstance(rows, list) or not {type(text) for text in [run.get("name"), *rows]} == {str}:
+    run = run if isinstance(run, dict) else {}
+    name, rows, num_ranks = run.get("name"), run.get("rows"), run.get("ranks")
+    if isinstance(name, str) and rows is None and is_count(num_ranks, MOST_RANKS) and num_ranks:
+        return name, num_ranks, None
+    if not isinstance(rows, list) or not {type(text) for text in [name, *rows]} == {str}:
         raise RecordingError(f"{folder / RUN_FILE} has no name and rows of a schedule; record anew")
     try:
-        return check_legal(from_csv("\n".join(rows), run["name"]))
+        schedule = check_legal(from_csv("\n".join(rows), name))
     except ScheduleError as error:
         raise RecordingError(f"{folder / RUN_FILE}: {error}; record anew") from None
+    return name, schedule.num_ranks, schedule
 
 
-def _lines_of(folder, schedule, rank):
+def _schedule_seen(folder, name, num_ranks, steps):
+    """What the ranks of a program did in the step with most actions, as a Schedule."""
+    if not steps:
+        raise RecordingError(f"{folder}: no rank has recorded an action; record anew")
+    most = max(steps, key=lambda step: len(step.entries))
+    events = [entry.event for entry in most.entries]
+    return Schedule(
+        name,
+        tuple(tuple(e.action for e in events if e.rank == rank) for rank in range(num_ranks)),
+    )
+
+
+def _lines_of(path, forms):
     """What the lines of a rank's file say, each a dictionary whose form has been checked."""
-    path = folder / RANK_FILE.format(rank)
     if not os.path.lexists(path):  # the run ended before the rank began
         return
-    forms = _forms_of_lines(schedule, rank)
     try:
         text = read_text(path, LARGEST_FILE)
         for number, row in enumerate(text.split("\n")[:-1], 1):  # the last one may be cut off
             where = f"{path}, line {number}"
             line = parse_json(row, where)
-            _check_line(line, forms, where)
+            check_line(line, forms, where)
             yield line
     except InputError as error:
         raise RecordingError(f"{error}; record anew") from None
 
 
-def _forms_of_lines(schedule, rank):
-    """{what a line is about: {field: whether a value may stand there}}, as flight_log.py writes."""
-    actions = set(map(str, schedule.orders[rank]))
-    stages = schedule.stages_of(rank)
-
-    def is_text(value):
-        return isinstance(value, str)
-
-    def is_rank(value):
-        return is_count(value, schedule.num_ranks - 1)
-
-    def is_stage(value):
-        return type(value) is int and value in stages
-
-    def is_action(value):
-        return is_text(value) and value in actions
-
-    def is_weights(value):
-        return isinstance(value, dict) and all(map(_is_print, value.values()))
-
-    did = {"did": is_action, "start": _is_time, "end": _is_time, "recompute": _is_time}
-    did |= {"used": _is_print, "made": _is_print, "version": is_count, "held": is_number}
-    return {
-        "did": {**did, "gradient": _is_norm},
-        "waits": {"waits": is_text, "from": is_rank, "at": _is_time},
-        "received": {"received": is_text, "from": is_rank, "is": _is_print},
-        "sent": {"sent": is_text, "to": is_rank, "is": _is_print},
-        "weights": {"weights": is_weights, "stage": is_stage, "version": is_count},
-        "updated": {"updated": is_stage, "gradient": _is_norm},
-        "ended": {"ended": is_count},
-    }
-
-
-def _is_time(value):
-    return is_number(value, -LONGEST_TIME, LONGEST_TIME)
-
-
-def _is_norm(value):
-    return value is None or is_number(value)
-
-
-def _is_print(value):
-    return value is None or (
-        isinstance(value, list)
-        and len(value) == 3
-        and isinstance(value[0], str)
-        and re.fullmatch("[0-9a-f]{16}", value[0]) is not None
-        and all(map(_is_norm, value[1:]))
-    )
-
-
-def _check_line(line, forms, where):
-    """Raise RecordingError for a line that flight_log.py would not write."""
-    form = next((forms[k] for k in forms if k in line), {}) if isinstance(line, dict) else {}
-    if set(line) != set(form) or not form:
-        raise RecordingError(f"{where} is none that a recording has; record anew")
-    for name, holds in form.items():
-        if not holds(line[name]):
-            raise RecordingError(f"{where}: {name} is {str(line[name])[:40]!r}; record anew")
-    if "did" in line and line["end"] < line["start"]:
-        raise RecordingError(f"{where}: {line['did']} ends before it starts; record anew")
-
-
 def _check_complete(path, rank, order, steps):
-    """Raise RecordingError where a step that a rank has ended lacks an action, or one is doubled."""
-    wanted = sorted(recorded_as(action) for action in order if action.kind != "W")
+    """Raise RecordingError where a step that a rank has ended lacks an action, or one is doubled.
+
+    `order` is None in a program without a schedule, of which nobody knows what a step lacks.
+    """
+    wanted = sorted(recorded_as(action) for action in order or () if action.kind != "W")
     for number, step in enumerate(steps):
         own = [entry.event.action for entry in step.entries if entry.event.rank == rank]
         doubled = [action for action, times in Counter(own).items() if times > 1]
         if doubled:
-            raise RecordingError(f"{path}: step {number} has {doubled[0]} twice; record anew")
+            hint = "record anew" if order else "call end_step() before each update, and record anew"
+            raise RecordingError(f"{path}: step {number} has {doubled[0]} twice; {hint}")
         taken = sorted(recorded_as(action) for action in own if action.kind != "W")
-        if rank in step.ended and taken != wanted:
+        if order is not None and rank in step.ended and taken != wanted:
             missing = next(iter(set(wanted) - set(taken)))
             raise RecordingError(f"{path}: step {number} lacks {missing}; record anew")
 

@@ -30,16 +30,17 @@ KINDS = {
 
 
 class Observer:
-    """Shows a job and its stages to `instruments`, in their order."""
+    """Shows a job, or a program that has none, and its stages to `instruments`, in their order."""
 
     def __init__(self, job, instruments):
         names = "acting", "waiting", "moved", "running_again", "pass_ended"
         self.methods = {name: [] for name in names}
         self.add(*instruments)
-        job.waiting = self.with_waiting(job.waiting)
-        job.send = self.with_sent(job.send)
-        job.receive = self.with_received(job.receive)
-        job.complete_sends = self.with_pass_ended(job.complete_sends)
+        if job is not None:
+            job.waiting = self.with_waiting(job.waiting)
+            job.send = self.with_sent(job.send)
+            job.receive = self.with_received(job.receive)
+            job.complete_sends = self.with_pass_ended(job.complete_sends)
 
     def add(self, *instruments):
         """Show everything to these as well, from now on."""

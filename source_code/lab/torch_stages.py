@@ -1,14 +1,14 @@
 """Shows the stages of torch.distributed.pipelining to the instruments.
 
 The library calls each of three methods of a stage as soon as the message that it needs has arrived,
-as the course's worker does. Its own messages stay unseen.
+as the course's worker does. Its own messages stay unseen; what a stage took in and gave does not.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from lab.work import Work
+from lab.work import Work, first_tensor
 from pipeline.schedule import Action
 
 
@@ -20,16 +20,20 @@ class StageView:
     part: torch.nn.Module
 
 
-def attach_torch_stage(observer, stage):
-    """Show a PipelineStage, cut by hand or traced.
+def attach_torch_stage(observer, stage, view=None):
+    """Show a PipelineStage, cut by hand or traced, as `view` or as a StageView.
 
     The library counts micro-batches from 0 in every replica; an attribute `first_microbatch` of the
-    stage says where its replica starts.
+    stage says where its replica starts. What a backward used is the gradient of the stage's output
+    as it arrives there; on the last stage, whose output is scores, only a `view` of its own asks.
     """
     forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
     backward_weight = stage.backward_weight_one_chunk
-    view = StageView(stage.stage_index, stage.submod)
+    shows_scores = view is not None
+    view = view or StageView(stage.stage_index, stage.submod)
     first = getattr(stage, "first_microbatch", 0)
+
+    under_way = []  # the Work of the backward that goes on
 
     def work_of(kind, microbatch):
         action = Action(stage.stage_index, kind, first + microbatch)
@@ -40,16 +44,31 @@ def attach_torch_stage(observer, stage):
             return forward(microbatch, *arguments, **keywords)
         with work_of("F", microbatch) as work:
             output = forward(microbatch, *arguments, **keywords)
-            if torch.is_tensor(output) and not stage.is_last:  # the last one's are scores
-                work.made = output
+            work.used = first_tensor(stage.fwd_cache[microbatch][1])
+            if shows_scores or not stage.is_last:
+                work.made = first_tensor(output)
+                watch_gradient(work.made)
         return output
+
+    def watch_gradient(made):
+        """Note the gradient with which the backward of an output begins."""
+
+        def arrived(gradient):
+            for work in under_way:
+                work.used = gradient
+
+        if made is not None and made.requires_grad:
+            made.register_hook(arrived)
 
     def observed_backward(microbatch, *arguments, full_backward=True, **keywords):
         keywords["full_backward"] = full_backward
         if not stage.has_backward:
             return backward(microbatch, *arguments, **keywords)
-        with work_of("B" if full_backward else "I", microbatch):
-            return backward(microbatch, *arguments, **keywords)
+        with work_of("B" if full_backward else "I", microbatch) as work:
+            under_way.append(work)
+            backward(microbatch, *arguments, **keywords)
+            under_way.clear()  # its tensors would otherwise stay
+            work.made = first_tensor(stage.bwd_cache.get(microbatch))
 
     def observed_backward_weight(microbatch, *arguments, **keywords):
         if not stage.has_backward:

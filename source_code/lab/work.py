@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from pipeline.schedule import Action
 
@@ -23,3 +24,8 @@ class Work:
     end: object = None
     again: list = field(default_factory=list)
     starts_now: bool = False
+
+
+def first_tensor(*values):
+    """The first tensor in arguments or in an output, however they are nested; None without one."""
+    return next((leaf for leaf in tree_leaves(values) if torch.is_tensor(leaf)), None)

@@ -30,7 +30,8 @@ def compare(one, other, tolerance=0.0):
     these the one that ended first. `tolerance` 0 asks for the same bits; 1e-9 lets tensors pass
     whose fingerprints are that close, as fractions of their norms: another cut or another device
     rounds differently. Times and held bytes are not compared. Raises RecordingError when the two
-    have different stages, ranks or micro-batches.
+    have different stages, ranks or micro-batches; logs of programs without a schedule may have
+    their stages on other ranks, as when one of the two ran in one process.
     """
     _check_comparable(one, other)
     for number in range(max(len(one.steps), len(other.steps))):
@@ -48,7 +49,14 @@ def compare(one, other, tolerance=0.0):
 
 def _check_comparable(one, other):
     passages = [recording.schedule.rank_of_passage for recording in (one, other)]
-    if passages[0] != passages[1]:
+    if one.seen or other.seen:  # a run that stopped early has not come to some of them
+        stages = [sorted({stage for stage, _ in each}) for each in passages]
+        if not set(stages[0]) & set(stages[1]):
+            raise RecordingError(
+                f"one has stages {stages[0]} and the other {stages[1]}; give the same part of the "
+                "model the same number in both programs"
+            )
+    elif passages[0] != passages[1]:
         raise RecordingError(
             f"{one.schedule.name} and {other.schedule.name} put other stages or micro-batches on "
             "their ranks; record two runs of the same cut"
@@ -65,12 +73,16 @@ def _check_comparable(one, other):
 
 def _names_of_weights(recording):
     """The names of each stage's weights, as far as the recording goes."""
+    if not recording.steps:
+        return {}
     step = recording.steps[0]
     return {stage: set(prints) for (stage, _), prints in step.weights.items()}
 
 
 def _layers(names):
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
+    if not layers:  # of a model that names its parts otherwise
+        return "weights " + ", ".join(sorted(names))
     return "layers " + ", ".join(sorted(layers, key=lambda layer: (len(layer), layer)))
 
 
@@ -112,16 +124,29 @@ def _first_weights(one, other, number, tolerance):
 
 def causes_among(differing, one, other, number):
     """Those of the `differing` actions that did not inherit it from anything they build on."""
-    before = {}  # the action before it on its rank
-    for recording in (other, one):
-        for events in recording.timeline(number).by_rank:
-            results = [recorded_as(event.action) for event in events]
-            before |= dict(zip(results[1:], results))
+    taken, before = one.steps[number].by_result, {}
+    for recording in (one, other):
+        for earlier, result in _followed(recording.timeline(number)):
+            if recording is one or earlier not in taken or result not in taken:
+                before.setdefault(result, set()).add(earlier)
 
     def builds_on(result):
-        return {before.get(result), *map(maker_of, one.schedule.needs_of(result))}
+        return {*before.get(result, ()), *map(maker_of, one.schedule.needs_of(result))}
 
     return [result for result in differing if not builds_on(result) & set(differing)]
+
+
+def _followed(timeline):
+    """Pairs of results: the action before on the same rank, the backward before of the same stage."""
+    for events in timeline.by_rank:
+        results = [recorded_as(event.action) for event in events]
+        yield from zip(results, results[1:])
+        last = {}  # stage -> its last backward: gradients add up from one to the next
+        for result in results:
+            if result.kind != "F":
+                if result.stage in last:
+                    yield last[result.stage], result
+                last[result.stage] = result
 
 
 def _first_action(one, other, number, tolerance):
@@ -132,9 +157,9 @@ def _first_action(one, other, number, tolerance):
         if (sentences := _differences(entry, theirs.get(result), one, number, tolerance))
     }
     differing |= {result: ["the other took it"] for result in theirs if result not in ours}
-    roots = causes_among(differing, one, other, number)
-    if not roots:
+    if not differing:
         return None
+    roots = causes_among(differing, one, other, number) or list(differing)
 
     def when(result):
         entry = ours.get(result)
@@ -211,8 +236,9 @@ def _how_far(here, there):
 
 def _never_taken(one, other, number, roots):
     """Some rank of the first recording stopped before the other did."""
-    result = min(roots, key=lambda r: (one.schedule.rank_of(r.stage, r.microbatch), r))
-    rank = one.schedule.rank_of(result.stage, result.microbatch)
+    ranks = other.schedule.rank_of_passage | one.schedule.rank_of_passage
+    result = min(roots, key=lambda r: (ranks[r.stage, r.microbatch], r))
+    rank = ranks[result.stage, result.microbatch]
     action = other.steps[number].by_result[result].event.action
     sentence = (
         f"step {number}: rank {rank} never came to {action.describe()}, and in the other it did"

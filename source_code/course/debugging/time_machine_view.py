@@ -174,7 +174,8 @@ def tell_made(recording, entry):
     action = entry.event.action
     if entry.made is None:
         return "no message"
-    if action.kind == "F" and action.stage == recording.schedule.num_stages - 1:
+    last = action.stage == recording.schedule.num_stages - 1
+    if action.kind == "F" and last and not recording.seen:
         return f"{entry.made.norm:.6f} of the loss"
     text = str(entry.made)
     if entry.sent is None:

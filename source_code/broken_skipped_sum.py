@@ -1,0 +1,59 @@
+"""Broken on purpose: one rank leaves out a sum, and the flight recorder of torch names it (lesson 12b).
+
+    torchrun --standalone --nproc-per-node 4 source_code/broken_skipped_sum.py --recorder build/flight
+
+Two replicas of two stages: ranks 0 and 2 sum the gradients of the first stage, ranks 1 and 3 those
+of the second. In the second step one rank finds no gradient and sums nothing. Nothing here is the
+course's: after --timeout seconds each rank writes what torch's flight recorder has, and ends.
+"""
+
+import argparse
+import os
+import sys
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SKIPS = 3  # the rank that leaves its sum out
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recorder", metavar="FOLDER", required=True, help="for rankN.json")
+    parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="longest wait")
+    arguments = parser.parse_args()
+    if os.environ.get("WORLD_SIZE") != "4":
+        sys.exit("this program is two replicas of two stages; start it with --nproc-per-node 4")
+    os.makedirs(arguments.recorder, exist_ok=True)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=arguments.timeout + 30))
+    rank = dist.get_rank()
+    groups = [
+        dist.new_group([stage, stage + 2], group_desc=f"replicas of stage {stage}")
+        for stage in (0, 1)
+    ]
+    dist.barrier()
+    watch = threading.Timer(arguments.timeout, write_flight_recorder, (arguments.recorder, rank))
+    watch.start()
+    for step in range(3):
+        gradient = None if (rank, step) == (SKIPS, 1) else torch.ones(4)
+        if gradient is not None:
+            dist.all_reduce(gradient, group=groups[rank % 2])
+        dist.barrier()
+    watch.cancel()
+    dist.destroy_process_group()
+    return 0
+
+
+def write_flight_recorder(folder, rank):
+    """What a rank was last told to send or sum, as JSON; then the process ends."""
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    with open(os.path.join(folder, f"rank{rank}.json"), "wb") as file:
+        file.write(_dump_fr_trace_json())
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
