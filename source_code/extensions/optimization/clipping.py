@@ -23,11 +23,11 @@ def squares_of(named_parameters):
     with_gradient = {name: p.grad for name, p in named_parameters if p.grad is not None}
     if not with_gradient:
         return {}
-    squares = [whole(gradient.pow(2).sum()).double() for gradient in with_gradient.values()]
+    squares = [whole_sum(gradient.pow(2).sum()).double() for gradient in with_gradient.values()]
     return dict(zip(with_gradient, torch.stack(squares).tolist()))
 
 
-def whole(total):
+def whole_sum(total):
     """A sum over all shards: `item()` of a sharded one would be that of this rank's shard."""
     return total.full_tensor() if hasattr(total, "full_tensor") else total
 
