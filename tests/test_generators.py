@@ -24,6 +24,8 @@ from pipeline.schedules import (
     looped_bfs,
     one_f_one_b,
     synchronous_schedules,
+    v_half,
+    v_min,
     zb_h1,
     zb_h2,
     zb_v,
@@ -148,7 +150,7 @@ def test_every_stage_is_where_its_placement_puts_it(name):
         ranks = build_schedule(name, p, m, v).ranks_of_stage
         in_loops = {stage: (stage % p,) for stage in range(p * (v or 1))}
         in_a_v = {stage: (min(stage, 2 * p - 1 - stage),) for stage in range(2 * p)}
-        assert ranks == (in_a_v if name.endswith("-v") else in_loops)
+        assert ranks == (in_a_v if SCHEDULES[name].fixed_chunks else in_loops)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -174,11 +176,13 @@ def test_without_a_number_of_chunks_there_are_2(name):
 
 REFUSED = {
     ("gpipe", 4, 8, 2): "gpipe has one stage a rank, not 2 chunks; use one of interleaved-1f1b, "
-    "looped-bfs, zb-v, dualpipe-v for several",
+    "looped-bfs, zb-v, v-half, v-min, dualpipe-v for several",
     ("interleaved-1f1b", 4, 8, 1): "interleaved-1f1b has at least 2 chunks a rank, not 1; with one "
     "it is 1f1b",
     ("looped-bfs", 4, 8, 1): "looped-bfs has at least 2 chunks a rank, not 1; with one it is gpipe",
     ("zb-v", 4, 8, 3): "zb-v has 2 chunks a rank, one on each side of the V, not 3",
+    ("v-half", 4, 8, 1): "v-half has 2 chunks a rank, one on each side of the V, not 1",
+    ("v-min", 4, 8, 3): "v-min has 2 chunks a rank, one on each side of the V, not 3",
     ("dualpipe-v", 4, 8, 1): "dualpipe-v has 2 chunks a rank, one on each side of the V, not 1",
     ("dualpipe-v", 4, 7, 2): "dualpipe-v needs at least two micro-batches a rank, 8 for 4 ranks, "
     "not 7; use more micro-batches or fewer ranks",
@@ -291,6 +295,8 @@ GOLDEN = {
     ("interleaved-1f1b", 4): (105, 9, 0.0857, 0.0857, [19, 17, 15, 13], [19, 17, 15, 13]),
     ("looped-bfs", 2): (57, 9, 0.1579, 0.1579, [16, 16, 16, 16], [16, 16, 16, 16]),
     ("zb-v", 2): (51, 3, 0.0588, 0, [8, 8, 8, 8], [8, 8, 8, 8]),
+    ("v-half", 2): (53, 5, 0.0943, 0.0943, [6, 6, 6, 6], [6, 6, 6, 6]),
+    ("v-min", 2): (59, 11, 0.1864, 0.1864, [4, 4, 4, 4], [4, 4, 4, 4]),
     # As one block of 3 each, DeepSeek's overlapped pairs make it 54.
     ("dualpipe-v", 2): (51, 3, 0.0588, 0.0588, [9, 9, 9, 9], [9, 9, 9, 9]),
 }
@@ -418,7 +424,8 @@ def test_zb_v_holds_2p_chunks_on_every_rank_the_memory_of_1f1bs_first_zero_bubbl
 def test_a_v_sends_4m_times_p_minus_1_messages_and_turns_round_without_one():
     for p in RANKS:
         m = 2 * p
-        for schedule in (zb_v(p, m), dualpipe_v(p, m)):
+        for make in (zb_v, v_half, v_min, dualpipe_v):
+            schedule = make(p, m)
             assert len(schedule.messages) == 4 * m * (p - 1)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.model import cut_evenly
 
-V_SHAPED = ("zb-v", "dualpipe-v")
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 SHARDINGS = ("none", "optimizer", "hybrid", "full")
 
 

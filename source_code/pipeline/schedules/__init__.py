@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.schedule import ScheduleError
+from pipeline.schedules.controllable_memory import v_half, v_min
 from pipeline.schedules.dualpipe_v import dualpipe_v
 from pipeline.schedules.gpipe import gpipe
 from pipeline.schedules.interleaved_1f1b import interleaved_1f1b
@@ -40,6 +41,8 @@ __all__ = [
     "pipedream_round_robin",
     "round_robin_warm_up",
     "synchronous_schedules",
+    "v_half",
+    "v_min",
     "zb_h1",
     "zb_h2",
     "zb_v",
@@ -75,6 +78,8 @@ SCHEDULES = {
     "zb-h1": Generator(zb_h1),
     "zb-h2": Generator(zb_h2),
     "zb-v": Generator(zb_v, chunks=2, fixed_chunks=True),
+    "v-half": Generator(v_half, chunks=2, fixed_chunks=True),
+    "v-min": Generator(v_min, chunks=2, fixed_chunks=True),
     "dualpipe-v": Generator(dualpipe_v, chunks=2, fixed_chunks=True),
 }
 

@@ -1,0 +1,134 @@
+"""V-Half and V-Min: the V of ZB-V with about half and a third of 1F1B's activation memory.
+
+Controllable Memory: Qi et al. 2024, arXiv 2405.15362.
+
+A building block says in which time slots a micro-batch passes each rank. It is repeated every six
+slots, since a rank has six actions per micro-batch: F, I and W of two stages. A rank holds a
+micro-batch from its F to its W, so the shorter the block, the fewer are held at once. Rank i has
+stage i, `down`, and, counted from the end, stage i again, `up`.
+"""
+
+from collections import deque
+
+from pipeline.schedule import Action, Schedule, message_of, needs_of
+from pipeline.schedules.order import require_two_chunks
+
+INTERVAL = 6  # slots from one micro-batch to the next
+HELD = {"F": 1, "I": 0, "W": -1}  # what an action adds to the activations of a rank
+
+
+def v_half(num_ranks, num_microbatches, num_chunks=2):
+    """Every rank holds floor((p + 2) / 2) micro-batches at most, about half of 1F1B's p.
+
+    Forward and gradient take two slots per rank towards the last rank and one on the way back. So
+    the 6p - 1 slots from F to I, summed over both stages, are the same number on every rank.
+    """
+    require_two_chunks("v-half", num_ranks, num_microbatches, num_chunks)
+    p, shift = num_ranks, 0 if num_ranks % 2 else 3
+
+    def slots(rank):
+        turn = 3 * p - 1
+        return 2 * rank, turn - 1 - rank, turn + shift + 2 * rank, 2 * turn + shift - rank
+
+    return _repeated("v-half", num_ranks, num_microbatches, slots)
+
+
+def v_min(num_ranks, num_microbatches, num_chunks=2):
+    """Every rank holds floor((p + 4) / 3) micro-batches at most, about a third of 1F1B's p.
+
+    Forward and gradient take one slot per rank, so that no block is shorter: 4p slots from F to I,
+    summed over both stages, on every rank. The schedule suits equal times of F, I and W: if F or I
+    takes more than a third of the three, the ranks wait in every micro-batch.
+    """
+    require_two_chunks("v-min", num_ranks, num_microbatches, num_chunks)
+    p, shift = num_ranks, 0 if num_ranks % 3 else 2
+
+    def slots(rank):
+        return rank, 2 * p - 1 - rank, 2 * p + shift + rank, 4 * p - 1 + shift - rank
+
+    return _repeated("v-min", num_ranks, num_microbatches, slots)
+
+
+def _repeated(name, num_ranks, num_microbatches, slots):
+    """The block of every micro-batch, `INTERVAL` slots after the one before, without empty slots.
+
+    `slots(rank)` gives the slots of micro-batch 0: F down, F up, I up and I down.
+    """
+    orders = []
+    for rank in range(num_ranks):
+        down, up = rank, 2 * num_ranks - 1 - rank
+        block = zip(((down, "F"), (up, "F"), (up, "I"), (down, "I")), slots(rank))
+        taken = {
+            slot + INTERVAL * microbatch: Action(stage, kind, microbatch)
+            for (stage, kind), slot in block
+            for microbatch in range(num_microbatches)
+        }
+        orders.append(_with_weights_in_free_slots(taken))
+    limit = max(_most_held(order) for order in orders)
+    return Schedule(name, _pulled_forward(orders, limit))
+
+
+def _with_weights_in_free_slots(taken):
+    """The order of a rank: the W of the oldest I that has none runs in the first free slot."""
+    order, delayed = [], deque()
+    for slot in range(max(taken) + 1):
+        if slot in taken:
+            order.append(taken[slot])
+            if taken[slot].kind == "I":
+                delayed.append(taken[slot]._replace(kind="W"))
+        elif delayed:
+            order.append(delayed.popleft())
+    return order + list(delayed)
+
+
+def _most_held(order):
+    held = most = 0
+    for action in order:
+        held += HELD[action.kind]
+        most = max(most, held)
+    return most
+
+
+def _pulled_forward(orders, limit):
+    """Let a rank that would wait take a later action of its order, if that has what it needs.
+
+    The blocks leave slots empty before the first gradient comes back and after the last forward.
+    All ranks go through the slots together. Whatever a rank takes first, its stages keep the order
+    of the micro-batches, and the rest of its order never holds more than `limit`.
+    """
+    remaining, performed = [deque(order) for order in orders], [[] for _ in orders]
+    held, made = [0] * len(orders), set()
+    forwards = [sum(action.kind == "F" for action in order) for order in orders]
+    while any(remaining):
+        messages = []
+        for rank, order in enumerate(remaining):
+            places = _possible(order, made, limit - held[rank], 2 * len(orders))
+            if forwards[rank]:
+                place = next(places, None)
+            else:  # cool-down: weights wait, as nobody waits for them
+                place = min(places, key=lambda place: order[place].kind != "I", default=None)
+            if place is None:
+                continue
+            action = order[place]
+            del order[place]
+            performed[rank].append(action)
+            held[rank] += HELD[action.kind]
+            forwards[rank] -= action.kind == "F"
+            messages.append(message_of(action))
+        made.update(messages)
+    return tuple(map(tuple, performed))
+
+
+def _possible(order, made, room, num_stages):
+    """The places in `order` of the actions that can be taken now, in turn."""
+    met, held, most = set(), 0, 0
+    for place, action in enumerate(order):
+        if action[:2] not in met:  # else one of the same stage and kind comes first
+            met.add(action[:2])
+            has_room = action.kind != "F" or most < room
+            if has_room and made.issuperset(needs_of(action, num_stages)):
+                yield place
+            if len(met) == INTERVAL:  # both stages, F, I and W
+                return
+        held += HELD[action.kind]
+        most = max(most, held)
