@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 
 from lab.variables import LAUNCHER_VARIABLE
-from pipeline.command_line import LauncherError, whole
+from pipeline.command_line import LauncherError, whole_number
 
 
 def launcher_lives(parent):
@@ -17,7 +17,7 @@ def launcher_lives(parent):
     if os.getppid() != parent:
         return False
     try:
-        launcher = whole(LAUNCHER_VARIABLE, 0)
+        launcher = whole_number(LAUNCHER_VARIABLE, 0)
     except LauncherError:  # somebody else's variable
         return True
     if not launcher or sys.platform == "win32":  # where signal 0 is Ctrl-C

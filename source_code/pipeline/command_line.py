@@ -86,19 +86,19 @@ def read_ranks():
     """The same. Raises LauncherError where the environment names no rank that there can be."""
     on_slurm = "SLURM_STEP_NUM_TASKS" in os.environ
     if "RANK" in os.environ:
-        num_ranks = whole("WORLD_SIZE", least=1)
-        rank = whole("RANK", most=num_ranks - 1)
-        local_rank = whole("LOCAL_RANK", rank, most=num_ranks - 1)
-        local = local_rank, whole("LOCAL_WORLD_SIZE", 1, 1, num_ranks)
+        num_ranks = whole_number("WORLD_SIZE", least=1)
+        rank = whole_number("RANK", most=num_ranks - 1)
+        local_rank = whole_number("LOCAL_RANK", rank, most=num_ranks - 1)
+        local = local_rank, whole_number("LOCAL_WORLD_SIZE", 1, 1, num_ranks)
         if on_slurm:
             from pipeline.slurm import rank_in_node_order
 
-            rank = rank_in_node_order(rank, *local, num_ranks, whole)
+            rank = rank_in_node_order(rank, *local, num_ranks, whole_number)
         return rank, num_ranks, *local
-    if on_slurm and whole("SLURM_STEP_NUM_TASKS", least=1) > 1:
+    if on_slurm and whole_number("SLURM_STEP_NUM_TASKS", least=1) > 1:
         from pipeline.slurm import ranks_from_slurm
 
-        return ranks_from_slurm(whole)
+        return ranks_from_slurm(whole_number)
     return 0, 1, 0, 1
 
 
@@ -108,7 +108,7 @@ def meeting_point():
         if "SLURM_STEP_NODELIST" in os.environ:
             from pipeline.slurm import set_meeting_point
 
-            set_meeting_point(whole)
+            set_meeting_point(whole_number)
         address = os.environ.get("MASTER_ADDR", "")
         address.encode("idna")
     except ValueError as error:
@@ -117,10 +117,10 @@ def meeting_point():
         raise LauncherError(
             "MASTER_ADDR is not set, so the ranks cannot meet; start them with torchrun"
         )
-    return address, whole("MASTER_PORT", most=65535)
+    return address, whole_number("MASTER_PORT", most=65535)
 
 
-def whole(name, default=None, least=0, most=2**31 - 1):
+def whole_number(name, default=None, least=0, most=2**31 - 1):
     """The whole number in the environment variable `name`, or `default`. Raises LauncherError."""
     text = os.environ.get(name)
     if text is None and default is not None:

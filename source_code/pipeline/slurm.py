@@ -1,6 +1,6 @@
 """What SLURM says in the environment where srun, not torchrun, has started the ranks.
 
-`whole(name, default, least, most)` is that of command_line.py, which reads a variable.
+`whole_number(name, default, least, most)` is that of command_line.py, which reads a variable.
 """
 
 import os
@@ -10,18 +10,18 @@ import socket
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that the system hands out
 
 
-def ranks_from_slurm(whole):
+def ranks_from_slurm(whole_number):
     """(rank, number of ranks, rank on this node, ranks on this node) of a step of srun."""
-    num_ranks = whole("SLURM_STEP_NUM_TASKS", least=1)
-    rank = whole("SLURM_PROCID", most=num_ranks - 1)
-    local_rank = whole("SLURM_LOCALID", most=num_ranks - 1)
+    num_ranks = whole_number("SLURM_STEP_NUM_TASKS", least=1)
+    rank = whole_number("SLURM_PROCID", most=num_ranks - 1)
+    local_rank = whole_number("SLURM_LOCALID", most=num_ranks - 1)
     # The most ranks of any node: "4(x2),3" are two nodes of four ranks and one of three.
     counts = re.findall(r"\d+(?=[(,]|$)", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     local_ranks = max([int(count[:9]) for count in counts], default=1)
     return rank, num_ranks, local_rank, max(1, min(local_ranks, num_ranks))
 
 
-def rank_in_node_order(rank, local_rank, local_ranks, num_ranks, whole):
+def rank_in_node_order(rank, local_rank, local_ranks, num_ranks, whole_number):
     """torchrun's `rank`, or the one that follows SLURM's order of the nodes.
 
     torchrun sorts nodes by name as text, pp10 before pp9. Neighbours in the pipeline should be
@@ -33,17 +33,19 @@ def rank_in_node_order(rank, local_rank, local_ranks, num_ranks, whole):
     if nodes == "1" or not one_per_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return rank
     last_node = (num_ranks - 1 - local_rank) // local_ranks
-    return whole("SLURM_NODEID", most=last_node) * local_ranks + local_rank
+    return whole_number("SLURM_NODEID", most=last_node) * local_ranks + local_rank
 
 
-def set_meeting_point(whole):
+def set_meeting_point(whole_number):
     """Ranks meet on the first node of the step, at a port that follows from job and step.
 
     Raises ValueError, and says what to set, where that node cannot be found.
     """
     env = os.environ
     if "MASTER_PORT" not in env:
-        number = whole("SLURM_JOB_ID") + 7919 * (1 + whole("SLURM_STEP_ID", 0, most=2**32 - 1))
+        number = whole_number("SLURM_JOB_ID") + 7919 * (
+            1 + whole_number("SLURM_STEP_ID", 0, most=2**32 - 1)
+        )
         env["MASTER_PORT"] = str(FIRST_PORT + number % PORTS)
     if "MASTER_ADDR" not in env:
         name = first_node(env["SLURM_STEP_NODELIST"])
