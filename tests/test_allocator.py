@@ -14,11 +14,13 @@ from test_pipedream import arguments_of, pipedream
 from test_recompute import PARTS, WAYS, build_stage
 
 from course.launch import SCRIPTS
+from extensions.pretraining import padding
 from extensions.recompute import MODES, recomputing
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly, token_loss
 from pipeline.schedules import build_schedule
 from pipeline.split_stage import stage_class_for
+from pipeline.stage import Stage
 from pipeline.training import LossLog, cut_layers, start_job
 from pipeline.worker import Worker
 
@@ -97,7 +99,7 @@ def peaks(rank, name):
     return found
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-min"])
 def test_at_its_peak_the_allocator_has_little_more_than_what_is_counted(name):
     ranks = run_on_ranks(peaks, 4, name, timeout=120)
     for rank, found in enumerate(ranks):
@@ -105,6 +107,33 @@ def test_at_its_peak_the_allocator_has_little_more_than_what_is_counted(name):
             more = (allocated - counted) / ACTIVATION
             # Messages on their way, and what one layer's backward makes for the moment.
             assert 0 < more < 28, f"{mode}, rank {rank}: {more:.1f} activations more"
+
+
+def with_32000_tokens(rank, dtype):
+    """What a last stage has after its forward, and at most, in multiples of its float32 scores."""
+    torch.set_num_threads(1)
+    padding.MOST_NUMBERS = 2**20
+    config = ModelConfig(layers=1, dim=16, heads=2, kv_heads=1, seq_len=512, vocabulary=32_000)
+    share = padding.ShareOfLoss()
+    share.real_tokens = 512
+    stage = with_gradients(Stage(build_part(config, 0, 1, dtype=dtype), 0, 1, share))
+    tokens = torch.randint(config.vocabulary, (1, 512))
+    with Allocator() as allocator:
+        stage.forward(0, tokens, tokens)
+        allocator.mark("forward")
+        stage.backward(0)
+    whole = 512 * config.vocabulary * 4
+    return allocator.at["forward"] / whole, allocator.peak / whole
+
+
+def test_the_float32_copy_of_the_scores_of_32000_tokens_never_exists():
+    ((held, peak),) = run_on_ranks(with_32000_tokens, 1, torch.bfloat16)
+    # The scores in 16 bits are half of it, and their gradient is another half in the backward.
+    assert 0.5 <= held < 0.6
+    assert 1.0 <= peak < 1.3
+    ((held, peak),) = run_on_ranks(with_32000_tokens, 1, torch.float32)
+    assert 1.0 <= held < 1.1  # the scores themselves
+    assert 2.0 <= peak < 2.3  # without pieces there are three
 
 
 def peak_and_weights(rank, flags):

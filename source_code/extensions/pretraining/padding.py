@@ -9,12 +9,14 @@ So the number has to be known before the first micro-batch's loss is computed.
 
 from dataclasses import dataclass
 
+import torch
 from torch.nn import functional as F
 
 from pipeline.data import Text
 
 PADDING = -100  # as a target; the number that torch's cross_entropy leaves out unless told
 FULL_STOP = ord(".")
+MOST_NUMBERS = 2**24  # of scores, that are looked at together: 64 MiB in float32
 
 
 def count_real_tokens(targets):
@@ -34,9 +36,46 @@ class ShareOfLoss:
         self.real_tokens = None
 
     def __call__(self, scores, targets):
-        scores, targets = scores.flatten(0, -2), targets.flatten()
-        total = F.cross_entropy(scores, targets, ignore_index=PADDING, reduction="sum")
-        return total / self.real_tokens
+        return SummedLoss.apply(scores.flatten(0, -2), targets.flatten()) / self.real_tokens
+
+
+class SummedLoss(torch.autograd.Function):
+    """The sum of the cross-entropies of scores (tokens, vocabulary), computed in pieces.
+
+    At 8,192 tokens and a vocabulary of 32,000 the scores are the largest tensor of a training: a
+    gigabyte in float32. Of bfloat16 no sum can be made, so there cross_entropy would need such a
+    copy, and keep another one, its logarithms, until the backward. Here the forward keeps only the
+    scores themselves, and float32 copies of them exist a piece at a time.
+    """
+
+    @staticmethod
+    def forward(context, scores, targets):
+        context.save_for_backward(scores, targets)
+        total = 0
+        for some, of_them in pieces(scores, targets):
+            total = total + F.cross_entropy(some, of_them, ignore_index=PADDING, reduction="sum")
+        return total
+
+    @staticmethod
+    def backward(context, gradient):
+        """Softmax less one at the target, for each token that is no padding."""
+        scores, targets = context.saved_tensors
+        of_scores, done = torch.empty_like(scores), 0
+        for some, of_them in pieces(scores, targets):
+            real = of_them != PADDING
+            slope = some.softmax(-1)
+            slope[torch.arange(len(some), device=some.device), of_them.where(real, 0)] -= 1
+            of_scores[done : done + len(some)] = slope.mul_((real * gradient)[:, None])
+            done += len(some)
+        return of_scores, None
+
+
+def pieces(scores, targets):
+    """Some scores at a time, in float32 at least, with their targets."""
+    count = max(1, MOST_NUMBERS // scores.shape[-1])
+    width = torch.promote_types(scores.dtype, torch.float32)
+    for some, of_them in zip(scores.split(count), targets.split(count)):
+        yield some.to(width), of_them
 
 
 @dataclass(frozen=True)
