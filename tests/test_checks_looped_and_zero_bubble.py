@@ -19,8 +19,6 @@ def answer_to(check, capsys, answer):
     "check",
     [
         lesson_05.best_chunks,
-        lesson_09.zero_bubble_idle,
-        lesson_09.best_that_fits,
     ],
 )
 def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
@@ -88,54 +86,10 @@ def test_fill_the_bubble_explains(rows, sentence, capsys):
 
 
 @pytest.mark.parametrize(
-    ("idle", "sentence"),
-    [
-        (lambda name, p, f, i, w: (p - 1) * (f + i + w), "all of 1F1B's"),
-        (
-            lambda name, p, f, i, w: (p - 1) * (f + i + w) / (1 if name == "1f1b" else 3),
-            "a third of 1F1B's, which holds only where",
-        ),
-        (
-            lambda name, p, f, i, w: (p - 1) * (f + i + (w if name == "1f1b" else 0)),
-            "it does not fill yet",
-        ),
-        (lambda name, p, f, i, w: 0, "the simulator says 9"),
-    ],
-)
-def test_zero_bubble_idle_explains(idle, sentence, capsys):
-    answer = answer_to(lesson_09.zero_bubble_idle, capsys, idle)
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-@pytest.mark.parametrize(
-    ("best", "sentence"),
-    [
-        (lambda p, m, room: "zb-h2", "but a rank holds up to 7 there"),
-        (lambda p, m, room: "1f1b", "zb-h1 fits too and has"),
-        (lambda p, m, room: "none", "but zb-h1 fits"),
-        (lambda p, m, room: "gpipe", 'choose from "1f1b"'),
-    ],
-)
-def test_best_that_fits_explains(best, sentence, capsys):
-    answer = answer_to(lesson_09.best_that_fits, capsys, best)
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-@pytest.mark.parametrize(
     ("check", "answer"),
     [
         (lesson_05.best_chunks, with_simulator),
         (lesson_09.fill_the_bubble, rows_of(zb_h1(3, 4))),
-        (
-            lesson_09.zero_bubble_idle,
-            lambda name, p, f, i, w: (p - 1) * (f + i + {"1f1b": w, "zb-h1": -w}.get(name, -2 * w)),
-        ),
-        (
-            lesson_09.best_that_fits,
-            lambda p, m, room: (
-                "zb-h2" if room >= min(m, 2 * p - 1) else "zb-h1" if room >= min(m, p) else "none"
-            ),
-        ),
     ],
 )
 def test_right_answers_are_right(check, answer, capsys):
@@ -181,7 +135,6 @@ def test_fill_the_bubble_names_a_w_that_was_kept_while_its_rank_waited(capsys):
         lesson_07.files_to_open,
         lesson_08.placement,
         lesson_08.what_to_pass,
-        lesson_09.best_that_fits,
     ],
 )
 def test_an_answer_of_another_form_is_told_so_and_raises_nothing(check, answer, capsys):

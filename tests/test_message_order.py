@@ -35,6 +35,8 @@ MOST_POSTED = {  # for a multiple of p micro-batches
     "zb-h1": 2,
     "zb-h2": 3,
     "zb-v": 3,
+    "v-half": 3,
+    "v-min": 3,
     "dualpipe-v": 3,
 }
 

@@ -1,4 +1,4 @@
-"""Pictures of ideas for lessons 01 to 05, as make_images.py saves them: images/idea-NAME.svg.
+"""Pictures of ideas for lessons 01 to 05 and 09, as make_images.py saves them: images/idea-NAME.svg.
 
 What has a time axis is drawn from a predicted schedule, so it shows what that schedule does.
 """
@@ -20,10 +20,11 @@ from lab.drawing import (
     wrap,
 )
 from lab.figures import Picture
+from lab.lives import draw_lives
 from lab.longest_path import bubbles_of
 from lab.simulator import Costs, simulate
 from lab.story import waits_of
-from pipeline.schedules import gpipe, one_f_one_b, pipedream
+from pipeline.schedules import gpipe, one_f_one_b, pipedream, zb_v
 
 COSTS = Costs(forward=10, backward=20)
 GROUND = f'fill="{TEXT}" fill-opacity="0.13"'
@@ -363,10 +364,21 @@ def chunk_loop():
     return Picture(wrap(parts, 272, alt), alt)
 
 
+def long_and_short():
+    """How long each rank holds a micro-batch, with one stage and with both ends of a V (lesson 09)."""
+    one, both = Costs(20, 40), Costs(10, 20)  # two stages per rank, each half as long
+    timelines = {
+        "1F1B": simulate(one_f_one_b(4, 16), one),
+        "ZB-V": simulate(zb_v(4, 16), both),
+    }
+    return draw_lives(timelines, microbatch=8)
+
+
 IDEAS = {
     "idea-cut-graph": cut_graph,
     "idea-bubble": bubble,
     "idea-round-trip": round_trip,
     "idea-versions": versions,
     "idea-chunk-loop": chunk_loop,
+    "idea-long-and-short": long_and_short,
 }

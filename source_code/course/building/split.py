@@ -14,7 +14,7 @@ from course.building.my_pipeline import backward, forward
 
 
 def input_half(gradient, inputs, weight, deferred):
-    """Backward of y = x Wᵀ for x: returns its gradient, and leaves in `deferred` what W needs."""
+    """Backward of y = x Aᵀ for x: returns its gradient, and leaves in `deferred` what W needs."""
     deferred.append((weight, inputs, gradient))
     return gradient @ weight
 
@@ -28,7 +28,7 @@ def weight_half(deferred):
 
 
 class SplitLinear(torch.autograd.Function):
-    """x Wᵀ, of which the backward runs the half for x only."""
+    """x Aᵀ, of which the backward runs the half for x only."""
 
     @staticmethod
     def forward(ctx, inputs, weight, stage):

@@ -1,19 +1,18 @@
-"""Checks of lesson 09: a backward in halves, moving them by hand, what is left idle, what fits."""
+"""Checks of lesson 09: a backward in halves, and moving the weights' halves by hand."""
 
-from course.checks.answer import WrongAnswer, call, call_for_number, checked, close
+from course.checks.answer import WrongAnswer, call, checked
 from lab.simulator import Costs, simulate
 from lab.story import waits_of
 from pipeline.schedule import ScheduleError, from_csv
-from pipeline.schedules import one_f_one_b, zb_h1, zb_h2
+from pipeline.schedules import one_f_one_b, zb_h1
 from pipeline.schedules.legal import check_legal
 
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
-SCHEDULES = {"1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
 
 
 @checked("the half that somebody waits for comes first, and the other one loses nothing.")
 def split_backward(input_half, weight_half):
-    """`input_half(gradient, inputs, weight, deferred)`, `weight_half(deferred)`, of y = x Wᵀ.
+    """`input_half(gradient, inputs, weight, deferred)`, `weight_half(deferred)`, of y = x Aᵀ.
 
     Two micro-batches, compared with autograd in float64, to 1e-12.
     """
@@ -32,7 +31,7 @@ def split_backward(input_half, weight_half):
             shape = tuple(getattr(made, "shape", ()))
             return f"the gradient of x has the shape of x, {tuple(x.shape)}; you return {shape}"
         if not (made - g @ weight).abs().max() <= 1e-12:
-            return "that is not the gradient of x: y = x Wᵀ, so each g is multiplied with W"
+            return "that is not the gradient of x: y = x Aᵀ, so each g is multiplied with A"
         if weight.grad.any():
             return "the first half has computed the gradient of the weight, too: defer it"
         if not deferred[k]:
@@ -63,7 +62,7 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
     more = again - before
     factor = ((more * wanted[k]).sum() / (wanted[k] * wanted[k]).sum()).item()
     if not (more - factor * wanted[k]).abs().max() <= 1e-9:
-        return "that is not the gradient of W: sum gᵀ x over all positions of all sequences"
+        return "that is not the gradient of A: sum gᵀ x over all positions of all sequences"
     if abs(factor - 1) > 1e-9:
         return f"the gradient of micro-batch {k} counts {factor:.4g} times"
     if twice:
@@ -126,72 +125,3 @@ def _where_time_is_lost(timeline):
                 f"{waiting.rank} has to wait with {waiting.action}"
             )
         event = before
-
-
-@checked("each step of delay that a rank can fill with W is a step that it does not wait.")
-def zero_bubble_idle(idle):
-    """`idle(schedule, num_ranks, forward, backward_input, backward_weight)` of a rank's span.
-
-    `schedule` is "1f1b", "zb-h1" or "zb-h2"; times are those of one action.
-    """
-    for num_ranks, forward, for_input, weight in [(4, 1, 1, 1), (8, 3, 3, 2), (2, 5, 4, 4)]:
-        for name, make in SCHEDULES.items():
-            timeline = simulate(
-                make(num_ranks, 4 * num_ranks), Costs(forward, for_input + weight, weight)
-            )
-            right = max(timeline.span_per_rank) - timeline.ideal
-            answer = call_for_number(idle, name, num_ranks, forward, for_input, weight)
-            if close(answer, right):
-                continue
-            case = (
-                f"{name}, {num_ranks} ranks, F {forward}, I {for_input}, W {weight}: "
-                f"you say {answer:g}"
-            )
-            whole = (num_ranks - 1) * (forward + for_input + weight)
-            if close(answer, whole):
-                return f"{case}, all of 1F1B's; a W fills some of the time, and so it is not idle"
-            if close(answer, whole / 3):
-                return f"{case}, a third of 1F1B's, which holds only where F, I and W are equal"
-            if close(answer, (num_ranks - 1) * (forward + for_input)):
-                return f"{case}; there the W is no longer waited for, but it does not fill yet"
-            return f"{case}, and the simulator says {right:g}"
-
-
-@checked("ZB-H2 buys the rest of the bubble with nearly twice the memory.")
-def best_that_fits(best):
-    """`best(num_ranks, num_microbatches, room)`: "1f1b", "zb-h1", "zb-h2" or "none".
-
-    `room` is what any rank can hold, in micro-batches counted until their weights' half is done.
-    """
-    for num_ranks, num_microbatches, room in [
-        (4, 8, 4),
-        (4, 8, 6),
-        (4, 8, 7),
-        (8, 32, 15),
-        (8, 9, 7),
-    ]:
-        fits = {"none": float("inf")}
-        for name, make in SCHEDULES.items():
-            timeline = simulate(make(num_ranks, num_microbatches), EQUAL)
-            if max(timeline.peak_held_until_weight_per_rank) <= room:
-                fits[name] = timeline.bubble_by_span
-        right = min(fits, key=fits.get)
-        answer = call(best, num_ranks, num_microbatches, room)
-        if answer == right:
-            continue
-        case = f"{num_ranks} ranks, {num_microbatches} micro-batches, room for {room}: you say {answer!r}"
-        if answer not in (*SCHEDULES, "none"):
-            return f'{case}; choose from "1f1b", "zb-h1", "zb-h2" and "none"'
-        if answer not in fits:
-            held = max(
-                simulate(
-                    SCHEDULES[answer](num_ranks, num_microbatches), EQUAL
-                ).peak_held_until_weight_per_rank
-            )
-            return f"{case}, but a rank holds up to {held} there"
-        if answer == "none":
-            return f"{case}, but {right} fits"
-        return (
-            f"{case}, a bubble of {fits[answer]:.3f} of the span; {right} fits too and has "
-            f"{fits[right]:.3f}"
-        )
