@@ -1,4 +1,4 @@
-"""Plan a pipeline: which layers make a stage, and how many workers replicate it (lesson 04).
+"""Plan a pipeline: which layers make a stage, and how many workers replicate it (lesson 04b).
 
     python source_code/plan_partition.py --workers 4 --bandwidth 1e9 --straight
     python source_code/plan_partition.py --workers 4 --bandwidth 1e9 \\

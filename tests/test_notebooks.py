@@ -146,6 +146,14 @@ def test_every_figure_has_a_text_equivalent(path):
             assert "image/png" not in data, "a figure without words; use picture_of"
 
 
+@every_notebook
+def test_every_cell_that_draws_has_its_picture_stored(path):
+    for cell in cells_of(path):
+        last = cell.source.rstrip().splitlines()[-1:] if cell.cell_type == "code" else []
+        if last and re.match(r"(draw_timelines|picture_of|explore)\(", last[0]):
+            assert "image/svg+xml" in cell.outputs[-1]["data"], cell.source
+
+
 @every_lesson
 def test_the_code_that_a_lesson_shows_is_the_scripts_code_as_it_is(path):
     cells = [c for c in cells_of(path) if c.cell_type == "code"]
