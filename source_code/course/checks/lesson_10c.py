@@ -54,6 +54,7 @@ def complaint_of(report):
 
 
 def complaint_of_gradient(what, *more):
+    """What is wrong with the gradient, from what `compare` in loss_on_ranks.py has found."""
     if what == "right":
         return None
     if what == "shape":

@@ -130,6 +130,7 @@ class Playing:
         return False
 
     def is_possible(self, action, rank):
+        """Whether all that an action needs is made, and there is room for what it keeps."""
         stage, kind, microbatch = action
         if microbatch == self.num_microbatches:
             return False

@@ -20,12 +20,13 @@ class FanWorker(Worker):
         self.receive_activation, job.receive = job.receive, self.receive
 
     def forward(self, action):
+        """Run a stage forward: the loss has the parts of all ranks, other inputs are their sum."""
         stage, microbatch = self.stages[action.stage], action.microbatch
         sources = self.schedule.inputs_of(action.stage)
         found = [self.take("activation", source, microbatch) for source in sources]
         if not sources:
             inputs = self.inputs[microbatch]
-        else:  # the loss tells ranks apart; all else that comes from several ranks is a sum
+        else:
             inputs = torch.stack(found) if stage.is_last else reduce(torch.add, found)
         output = stage.forward(microbatch, inputs, self.targets[microbatch])
         if stage.is_last:
