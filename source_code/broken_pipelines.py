@@ -20,10 +20,10 @@ from broken.pipelines.faulty_stash import train_without_flush
 from broken.pipelines.faulty_worker import WorkerWithPieces, choose_reference
 from lab import attach
 from pipeline.command_line import reject
+from pipeline.one_process import build_optimizer
 from pipeline.schedules import one_f_one_b
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     microbatches_of,
     parse_arguments,
     start_job,

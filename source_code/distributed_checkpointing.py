@@ -50,17 +50,16 @@ from extensions.optimization.update import (
     clip_and_set_rate,
 )
 from lab import attach
+from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     build_stage,
     cut_layers,
     microbatches_of,
     parse_arguments,
     start_job,
-    train_one_process,
     training_parser,
 )
 from pipeline.worker import Worker

@@ -16,9 +16,9 @@ from lab import attach
 from pipeline.command_line import positive_integer, reject
 from pipeline.message import Message
 from pipeline.model import build_part, token_loss
+from pipeline.one_process import build_optimizer
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     build_stage,
     cut_layers,
     parse_arguments,

@@ -21,12 +21,12 @@ from lab import attach
 from pipeline.collectives import open_groups
 from pipeline.message import Message
 from pipeline.model import build_part
+from pipeline.one_process import build_optimizer
 from pipeline.receives import OrderedReceives
 from pipeline.schedule import Action
 from pipeline.schedules import pipedream, pipedream_round_robin, round_robin_warm_up
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     cut_layers,
     microbatches_of,
     parse_arguments,

@@ -42,15 +42,14 @@ from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_to
 from lab import attach
 from pipeline.command_line import positive_integer, positive_number
 from pipeline.model import build_part
+from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     cut_layers,
     parse_arguments,
     start_job,
-    train_one_process,
     training_parser,
 )
 

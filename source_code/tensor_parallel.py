@@ -41,13 +41,13 @@ from extensions.tensor_parallel.tensor_group import describe, tensor_group_of
 from lab import attach
 from pipeline.collectives import connect_group
 from pipeline.command_line import positive_integer, positive_number
+from pipeline.one_process import train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
     LossLog,
     cut_layers,
     parse_arguments,
-    train_one_process,
     training_parser,
 )
 

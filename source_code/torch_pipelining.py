@@ -25,9 +25,9 @@ from extensions.torch_pipelining.optimizer import build_optimizer_and_rates
 from extensions.torch_pipelining.paragraphs import keywords_of
 from lab import attach
 from pipeline.model import token_loss
+from pipeline.one_process import build_model
 from pipeline.training import (
     LossLog,
-    build_model,
     cut_layers,
     parse_arguments,
     training_parser,

@@ -32,9 +32,9 @@ from extensions.torch_pipelining.library import (
 from lab import attach
 from pipeline.command_line import reject
 from pipeline.model import token_loss
+from pipeline.one_process import build_optimizer
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     cut_layers,
     parse_arguments,
     training_parser,

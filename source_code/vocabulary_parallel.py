@@ -26,13 +26,13 @@ from lab import attach
 from pipeline.collectives import open_groups
 from pipeline.command_line import positive_integer, reject
 from pipeline.model import ModelConfig, cut_evenly
+from pipeline.one_process import train_one_process
 from pipeline.schedules import one_f_one_b
 from pipeline.training import (
     cut_layers,
     parse_arguments,
     start_job,
     train,
-    train_one_process,
     training_parser,
 )
 from pipeline.worker import Worker

@@ -26,7 +26,8 @@ from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import PADDING, Sentences, ShareOfLoss, count_real_tokens
 from pipeline.data import load_text
 from pipeline.model import token_loss
-from pipeline.training import LossLog, build_model, train_one_process
+from pipeline.one_process import build_model, train_one_process
+from pipeline.training import LossLog
 
 PRELOAD.extend(
     [

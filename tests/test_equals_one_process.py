@@ -23,15 +23,13 @@ from ranks import run_on_ranks
 from lab.activation_memory import ActivationMemory
 from pipeline import schedules
 from pipeline.model import token_loss
+from pipeline.one_process import build_model, build_optimizer, train_one_process
 from pipeline.training import (
-    build_model,
-    build_optimizer,
     build_stage,
     cut_layers,
     microbatches_of,
     parse_arguments,
     start_job,
-    train_one_process,
     training_parser,
 )
 from pipeline.worker import Worker

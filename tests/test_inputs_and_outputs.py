@@ -477,7 +477,8 @@ def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path,
     ],
 )
 def test_1e_12_is_promised_from_dim_16_up_to_32_layers_and_3_times_the_rate(flags, promised):
-    from pipeline.training import is_promised, training_parser
+    from pipeline.one_process import is_promised
+    from pipeline.training import training_parser
 
     arguments = training_parser("").parse_args(flags.split())
     arguments.learning_rate = arguments.learning_rate or 0.2

@@ -23,6 +23,7 @@ from extensions.asynchronous.pipedream_flags import add_pipedream_flags, losses_
 from extensions.asynchronous.weight_stash import forward_version
 from lab.simulator import Costs, simulate
 from pipeline.collectives import open_groups
+from pipeline.one_process import train_one_process
 from pipeline.schedule import Action
 from pipeline.schedules import one_f_one_b
 from pipeline.schedules import pipedream as pipedream_schedule
@@ -31,7 +32,6 @@ from pipeline.training import (
     microbatches_of,
     parse_arguments,
     start_job,
-    train_one_process,
     training_parser,
 )
 from pipeline.worker import Worker

@@ -36,8 +36,9 @@ from pipeline import schedules
 from pipeline.command_line import ranks_from_environment
 from pipeline.job import join_job
 from pipeline.model import token_loss
+from pipeline.one_process import train_one_process
 from pipeline.schedules.legal import check_legal
-from pipeline.training import parse_arguments, train_one_process, training_parser
+from pipeline.training import parse_arguments, training_parser
 
 PRELOAD.extend(
     ["torch.distributed.pipelining", "extensions.torch_pipelining.library", "transformers"]

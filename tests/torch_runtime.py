@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 from extensions.torch_pipelining.library import join_library_job, mean_of
 from pipeline.command_line import ranks_from_environment
 from pipeline.model import build_part, token_loss
+from pipeline.one_process import build_optimizer
 from pipeline.schedules.from_flags import read_schedule
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     complete_arguments,
     cut_layers,
     training_parser,

@@ -17,8 +17,8 @@ from torch import nn
 
 from lab import attach
 from lab.flight_log_anywhere import record
+from pipeline.one_process import build_optimizer
 from pipeline.training import (
-    build_optimizer,
     build_stage,
     cut_layers,
     microbatches_of,

@@ -3,7 +3,7 @@
 from broken.pipelines.faults import RANKS
 from pipeline.message import Message
 from pipeline.model import starting_weight
-from pipeline.training import build_model
+from pipeline.one_process import build_model
 
 
 def start_tied(part, arguments):

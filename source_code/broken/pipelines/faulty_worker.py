@@ -4,7 +4,7 @@ from functools import partial
 
 from broken.pipelines.faulty_clipping import clip_gradients, clip_gradients_in_one_process
 from broken.pipelines.faulty_tying import build_tied_model, exchange_tied_gradient
-from pipeline.training import train_one_process
+from pipeline.one_process import train_one_process
 from pipeline.worker import Worker
 
 ASKING_RANK = {1: 1, 4: 2, 5: 2}  # {case: the rank whose worker asks the piece}

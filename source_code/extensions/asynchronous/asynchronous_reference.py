@@ -10,7 +10,8 @@ from torch.func import functional_call
 
 from extensions.asynchronous.weight_stash import forward_version
 from pipeline.model import build_part, token_loss
-from pipeline.training import build_model, build_optimizer, cut_layers
+from pipeline.one_process import build_model, build_optimizer
+from pipeline.training import cut_layers
 
 
 def train_by_rule(arguments, device="cpu"):

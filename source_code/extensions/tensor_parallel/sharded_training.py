@@ -13,7 +13,7 @@ from extensions.checkpointing.checkpoint import Training
 from extensions.optimization.learning_rate import ConstantRate
 from extensions.tensor_parallel.sharded_part import split_dimension
 from pipeline.collectives import Summing
-from pipeline.training import build_optimizer
+from pipeline.one_process import build_optimizer
 
 
 @dataclass
