@@ -1,0 +1,99 @@
+"""One process that trains the whole model, and how closely the losses of a pipeline agree with it."""
+
+import torch
+
+from pipeline.model import build_part, token_loss
+
+LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
+# Largest difference from one process: absolute in the first ten steps, relative to the loss up to
+# step 200. Narrow types have a tolerance, and no digits are promised.
+TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
+# That holds within these settings. Beyond them rounding may grow from layer to layer and from step
+# to step until no digit is left: a model of width 2 then differs from itself with another batch cut.
+NARROWEST, DEEPEST, FASTEST, LONGEST_RUN = 16, 32, 3, 200
+
+
+def is_promised(arguments):
+    """Whether TOLERANCES hold for the model and the learning rate of these flags."""
+    a = arguments
+    fastest = FASTEST * LEARNING_RATES[a.optimizer]
+    return a.dim >= NARROWEST and a.layers <= DEEPEST and a.learning_rate <= fastest
+
+
+def losses_agree(dtype, losses, expected, first_step=0, promised=True):
+    """Print the losses beside those of one process, and say whether they agree as promised."""
+    print("step  pipeline  one process  difference")
+    agree, largest = True, 0.0
+    early, late = TOLERANCES[dtype]
+    for step, (ours, theirs) in enumerate(zip(losses, expected[first_step:]), first_step):
+        difference = abs(ours - theirs)
+        print(f"{step:4}  {ours:.6f}  {theirs:11.6f}  {difference:.1e}")
+        largest = max(largest, difference)
+        within = difference <= (early if step < 10 else late * abs(theirs))  # false for NaN
+        agree &= within or step >= LONGEST_RUN
+    verdict = "as promised" if agree else "MORE THAN PROMISED"
+    if not promised:
+        verdict = (
+            f"and nothing is promised here, but from --dim {NARROWEST} on, up to {DEEPEST} layers "
+            f"and {FASTEST} times the --learning-rate of the optimizer"
+        )
+    print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
+    return agree or not promised
+
+
+def train_one_process(
+    arguments, device="cpu", before_update=None, build=None, loss_of=None, **options
+):
+    """The loss of every step in nats, without a pipeline: the whole model, the whole batch.
+
+    `before_update(model, optimizer, step)` runs between backward and update; `build(arguments,
+    device)` may return another model, `loss_of(model, inputs, targets)` another loss; `options` go
+    to AdamW.
+    """
+    a, loss_of = arguments, loss_of or (lambda model, *batch: token_loss(model(batch[0]), batch[1]))
+    model = (build or build_model)(a, device)
+    optimizer = build_optimizer(a.optimizer, model.parameters(), a.learning_rate, **options)
+    losses = []
+    for step in range(a.steps):
+        inputs, targets = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
+        loss = loss_of(model, inputs.to(device), targets.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        if before_update:
+            before_update(model, optimizer, step)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def build_model(arguments, device="cpu"):
+    """The whole model in one part."""
+    a = arguments
+    return build_part(a.config, 0, a.layers, a.seed, a.torch_dtype, device)
+
+
+def build_optimizer(name, parameters, learning_rate, **options):
+    """`sgd`, `momentum` (0.9) or `adamw` over `parameters`; `options` are those of AdamW."""
+    if name == "sgd":
+        return SGD(parameters, learning_rate)
+    if name == "momentum":
+        return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=learning_rate, **options)
+
+
+class SGD:
+    """torch.optim.SGD without options, to the last digit, and without the 1.8 s of its import."""
+
+    def __init__(self, parameters, learning_rate):
+        self.param_groups = [{"params": list(parameters), "lr": learning_rate}]
+        self.state = {}  # stays empty
+
+    def zero_grad(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-self.param_groups[0]["lr"])
