@@ -61,6 +61,7 @@ def prepare(arguments):
         held_out_bytes += len(text.encode()) if part == "held_out" else 0
         for piece in pieces_of(text):
             writers[part].write(encode(tokenizer, piece) if tokenizer else list(piece.encode()))
+        writers[part].end_document()
     for writer in writers.values():
         writer.close()
     for part, writer in writers.items():

@@ -58,8 +58,9 @@ from extensions.planning.footprint import (
     memory_table,
     predict_memory,
 )
-from extensions.pretraining.forward_only import ForwardOnly
+from extensions.pretraining.forward_only import ForwardOnly, activations_of
 from extensions.pretraining.metrics import Metrics
+from extensions.pretraining.packing import keep_documents_apart, masked_loss, packed
 from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
 from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import (
@@ -69,6 +70,15 @@ from extensions.pretraining.tokens import (
     read_content,
     stream_content,
 )
+from extensions.real_models.library_model import check_library, library_model
+from extensions.real_models.saved_folder import settings_of_course, take_model, tokenizer_of
+from extensions.real_models.saved_output import (
+    check_new_folder,
+    config_in,
+    config_of,
+    save_model,
+)
+from extensions.real_models.tied_ends import tie_ends_of
 from extensions.recompute import MODES, recomputing
 from lab import attach
 from pipeline.collectives import gather
@@ -79,15 +89,14 @@ from pipeline.command_line import (
     reject,
 )
 from pipeline.model import build_part
+from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
     LossLog,
-    build_optimizer,
     complete_arguments,
     cut_layers,
     start_job,
-    train_one_process,
     training_parser,
 )
 
@@ -116,6 +125,7 @@ def main():
     reduction = AllReduce(replicas, schedule)
     masters, stages = build_stages(arguments, job, schedule, cut, share_of_loss, reduction)
     training = build_training(arguments, masters)
+    tied = tie_ends_of(job, arguments.config, training.parameters, schedule, arguments.replicas)
     checkpoints = continue_training(arguments, job, training)
     update_copies(stages, masters)
     worker = DataParallelWorker(job, schedule, stages, reduction)
@@ -146,7 +156,8 @@ def main():
         share_of_loss.real_tokens = count_real_tokens([batch[1]])
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(run_passes(passes_of(arguments, replicas, batch), worker))
-        norm = clip_gradients(job, training.parameters.items(), arguments.clip)
+        tied.sum_gradients()
+        norm = clip_gradients(job, tied.named_once(), arguments.clip)
         if update_check.allows(step, loss, norm):
             training.optimizer.step()
             update_copies(stages, masters)
@@ -169,6 +180,7 @@ def main():
             break
     if not stopped and not diverged:
         show_sample(arguments, forward_only, training.step)
+        save_for_hf(arguments, job, stages)
     if log.has_loss and not nothing:
         print(metrics.summary(), flush=True)
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
@@ -185,6 +197,9 @@ def read_flags():
     add("--vocabulary", help="256: bytes; more: byte pairs", **count)
     add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
     add("--documents", action="store_true", help="a row is one document, between blank lines")
+    add(
+        "--packed", action="store_true", help="the same with several to a row, kept apart by a mask"
+    )
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
     add("--characters", default=10_000_000, help="of --dataset", **count)
     add_schedule_flags(parser, default="1f1b")
@@ -198,6 +213,8 @@ def read_flags():
     add("--sample", help="write N tokens, before and after", **count)
     add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
+    add("--from-hf", metavar="DIR", help="begin with a saved Llama or Qwen2 of transformers")
+    add("--to-hf", metavar="DIR", help="write the model for transformers, in --dtype; a new folder")
     add("--plan", type=positive_integer, metavar="RANKS", help="say what each would hold, and end")
     add_checkpoint_arguments(parser)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
@@ -206,17 +223,28 @@ def read_flags():
     arguments = parser.parse_args()
     complete_sizes(arguments)
     complete_arguments(parser, arguments, read_corpus)
+    if arguments.saved:
+        arguments.config = arguments.saved.settings
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
     schedule = choose_replicated_schedule(arguments)
     if not arguments.plan:
         further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
-        check_checkpoint_arguments(arguments, {"vocabulary": 0, "documents": 0, **further})
+        further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}
+        check_checkpoint_arguments(arguments, further)
         check_rate(arguments)
+        if arguments.from_hf and not arguments.saved:
+            reject(f"--from-hf {arguments.from_hf} began what is continued; give it again")
     return arguments, schedule
 
 
 def complete_sizes(arguments):
     """Fill in what --model and the machine say, and reject what does not fit together."""
+    arguments.saved = None
+    if arguments.from_hf:
+        check_library(arguments)
+        take_model(arguments, "--from-hf", arguments.from_hf)
+    if arguments.to_hf:
+        check_new_folder("--to-hf", arguments.to_hf)
     names = ("layers", "dim", "heads", "kv_heads", "vocabulary")
     for name, size in zip(names, MODELS[arguments.model]):
         if getattr(arguments, name) is None:
@@ -237,7 +265,7 @@ def complete_sizes(arguments):
     if is_token_folder(arguments.data) and (arguments.tokenizer or arguments.documents):
         reject(
             f"--data {arguments.data} has tokens already, one text of all documents; leave out "
-            "--tokenizer and --documents"
+            "--tokenizer, and use --packed in place of --documents"
         )
     if arguments.dataset and arguments.data:
         reject("--dataset and --data both say what to learn; use one of them")
@@ -260,14 +288,23 @@ def read_corpus(arguments):
     if arguments.plan:
         return None
     if is_token_folder(arguments.data):
-        return load_tokens(arguments.data, arguments.vocabulary, arguments.seq_len)
+        sizes = arguments.vocabulary, arguments.seq_len
+        return load_tokens(arguments.data, *sizes, arguments.packed)
     if arguments.dataset:
         content = stream_content(arguments.dataset, arguments.characters, arguments.seq_len)
     else:
         content = read_content(arguments.data, arguments.seq_len)
-    return load_corpus(
-        content, arguments.vocabulary, arguments.tokenizer, arguments.documents, arguments.seq_len
+    tokenizer = arguments.tokenizer or tokenizer_of(arguments.from_hf)
+    if arguments.from_hf and not tokenizer and arguments.vocabulary > BYTES:
+        reject(f"--from-hf {arguments.from_hf} has no tokenizer.json; name one with --tokenizer")
+    corpus = load_corpus(
+        content,
+        arguments.vocabulary,
+        tokenizer,
+        arguments.documents or arguments.packed,
+        arguments.seq_len,
     )
+    return packed(corpus, arguments.seq_len) if arguments.packed else corpus
 
 
 def build_model_part(arguments, first, last, device="cpu"):
@@ -280,25 +317,24 @@ def build_model_part(arguments, first, last, device="cpu"):
     forward(x, start=0, end=None), which runs only these of them; selective wants attention.mix.
     """
     dtype = torch.float32 if arguments.dtype == "bfloat16" else arguments.torch_dtype
+    if arguments.saved:
+        return arguments.saved.build_part(first, last, dtype, device)
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
 
 
 def build_stages(arguments, job, schedule, cut, loss_function, reduction):
     """By index, the parts that are updated and the stages that compute with them or a copy."""
-
-    def share_of_loss(scores, targets):
-        # Of bfloat16 no sum over a vocabulary can be made.
-        return loss_function(scores.float() if arguments.dtype == "bfloat16" else scores, targets)
-
     masters, stages = {}, {}
     stage_class = stage_class_for(schedule)
     for index in schedule.stages_of(job.rank):
         master = build_model_part(arguments, *cut[index], job.device)
         masters[index] = reduction.wrap(master, index)
         part = computing_copy(master, arguments.torch_dtype)
-        stage = stage_class(part, index, schedule.num_stages, share_of_loss)
+        stage = stage_class(part, index, schedule.num_stages, loss_function)
         stages[index] = recomputing(stage, arguments.recompute)
         hand_over_deferred(stages[index], master)
+        if arguments.packed:
+            keep_documents_apart(stages[index])
     return masters, stages
 
 
@@ -338,7 +374,10 @@ def run_passes(passes, worker):
     losses = []
     for number, (inputs, targets) in enumerate(passes, 1):
         worker.sums = number == len(passes)  # replicas exchange gradients once they are whole
-        losses.append(worker.run_step(inputs, targets))
+        # Every rank knows how long the rows are, and so what the others send.
+        length = next(iter(inputs.values())).shape[1]
+        with activations_of(worker.job, (*worker.job.shape[:1], length, *worker.job.shape[2:])):
+            losses.append(worker.run_step(inputs, targets))
     return None if losses[0] is None else sum(losses)
 
 
@@ -408,14 +447,30 @@ def print_memory(arguments, job, schedule, cut, stages, masters, training, activ
         print(memory_table({"measured": measured, "predicted": predicted}))
 
 
+def save_for_hf(arguments, job, stages):
+    """Write the model as transformers reads it, where --to-hf asks for it."""
+    if not arguments.to_hf:
+        return
+    saved, dtype = arguments.saved, arguments.torch_dtype
+    settings = saved.settings if saved else settings_of_course(arguments.config)
+    config = config_in(saved.config, dtype) if saved else config_of(settings, dtype)
+    parts = [stage.part for stage in stages.values()]
+    beside = arguments.from_hf or arguments.text.tokenizer
+    ranks = job.num_ranks // arguments.replicas
+    save_model(job, "--to-hf", arguments.to_hf, config, parts, settings, beside, ranks)
+
+
 def one_process(arguments, device):
     """The losses of one process with the same model, batches, clipping and rates."""
 
     def build_whole(arguments, device):
+        if arguments.saved:
+            return library_model(arguments.from_hf, arguments.torch_dtype, device)
         return build_model_part(arguments, 0, arguments.layers, device)
 
     before_update = clip_and_set_rate(arguments)
-    return train_one_process(arguments, device, before_update, build_whole, **ADAMW)
+    loss_of = masked_loss if arguments.packed else None
+    return train_one_process(arguments, device, before_update, build_whole, loss_of, **ADAMW)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import run_on_ranks
+from saved_models import write_model
 
 from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
@@ -118,9 +119,20 @@ def schedule_file(ranks):
     return str(path)
 
 
+@functools.cache
+def saved_model():
+    """A model for finetune.py, of the sizes that the flags of others have by default."""
+    folder = Path(tempfile.mkdtemp()) / "model"
+    return str(write_model(folder, layers=8, dim=32, head_dim=8, longest=128))
+
+
 def call_of(script, ranks=1):
     """The script and what it cannot do without."""
-    return [f"{script}.py", *([schedule_file(ranks)] if script == "train" else [])]
+    needed = {
+        "train": lambda: [schedule_file(ranks)],
+        "finetune": lambda: ["--model", saved_model()],
+    }
+    return [f"{script}.py", *needed.get(script, list)()]
 
 
 def options_of(monkeypatch, script):

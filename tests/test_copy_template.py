@@ -16,6 +16,7 @@ from unittest import mock
 import copy_template
 import pytest
 from ranks import PRELOAD, run_on_ranks
+from saved_models import write_model
 
 PRELOAD.extend(["torch.distributed.pipelining", "transformers"])
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +26,7 @@ OWN = ("pipeline", "extensions", "lab")
 SMALL = "--steps 3 --batch-size 4 --microbatches 2 --layers 4 --dim 16 --seq-len 8 --device cpu"
 NO_LOSSES = {"inference.py", "torch_pipelining_mlp.py"}  # scripts without --losses
 FLAGS = {
+    "finetune.py": f"{SMALL} --dtype float64",
     "inference.py": "--requests 3 --tokens 5 --layers 4 --dim 16 --seq-len 32 --device cpu",
     "pipedream.py": "--steps 4 --batch-size 4 --layers 4 --dim 16 --seq-len 8 --device cpu",
     "pipeline_with_data_parallel.py": f"{SMALL} --replicas 2",
@@ -58,6 +60,8 @@ def train(script, name, folder):
     """The losses or texts that a script prints, or writes in full precision if it can; it verifies."""
     printed, written = folder / "printed.txt", folder / "losses.jsonl"
     flags = f"{FLAGS.get(name, SMALL)} --verify".split()
+    if name == "finetune.py":
+        flags += ["--model", str(write_model(folder / "model"))]
     if name not in NO_LOSSES:
         flags += ["--losses", str(written)]
     run_on_ranks(perform, 2 + (name == "torch_pipelining_mlp.py"), script, flags, str(printed))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from ranks import PRELOAD, run_on_ranks
+from saved_models import write_model
 
 from course.launch import ROOT
 
@@ -28,6 +29,7 @@ WRITING = {"inference.py"}  # instead of losses it prints texts, a line for each
 FLAGS = {  # script that attaches the lab: what it is called with
     "activation_checkpointing.py": "--microbatches 4 --schedule zb-v",
     "distributed_checkpointing.py": "--microbatches 4 --clip 0.5",
+    "finetune.py": "--microbatches 4 --dtype float64 --model {model}",
     "gpipe.py": "--microbatches 4",
     "inference.py": "--requests 3 --slots 2 --tokens 5",
     "interleaved_1f1b.py": "--microbatches 4",
@@ -157,6 +159,8 @@ def run_script(rank, folder, script, flags):
 def results_of(folder, script):
     """The three losses or texts of a script on two ranks, and how each rank ended."""
     flags = f"{SIZES} {FLAGS[script]}"
+    if "{model}" in flags:
+        flags = flags.replace("{model}", str(write_model(folder / "model")))
     if script not in WRITING:
         flags += f" {TRAINING} --losses {folder}/results"
     ended = run_on_ranks(run_script, 2, str(folder), script, flags, timeout=90)

@@ -61,6 +61,7 @@ ALSO_ALLOWED = {
     "extensions.planning.forecast": {"lab", "lab.simulator"},
     "extensions.planning.reasons": {"lab", "lab.simulator"},
     "extensions.planning.confirming": {"lab", "lab.simulator", "lab.variables"},
+    "extensions.planning.bounded_search": {"lab", "lab.simulator"},
 }
 
 
@@ -193,7 +194,7 @@ BY_HAND = (
     "interleaved_1f1b",
     "zero_bubble",
 )
-LONGER = {"pipeline_with_data_parallel", "pretrain_llama"}
+LONGER = {"finetune", "pipeline_with_data_parallel", "pretrain_llama"}
 TOOLS = {"copy_template", "inference", "plan", "plan_partition", "predict", "preflight"} | {
     "prepare_data"
 }

@@ -11,12 +11,15 @@ READ = {
     "--data": "data",
     "--tokenizer": "tokenizer",
     "--pretrained": "pretrained",
+    "--model": "model_folder",
+    "--from-hf": "from_hf",
     "--import": "import_file",
     "--repair": "repair",
     "FILE.csv": "file",
     "--checkpoints": "checkpoints",
 }
 WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export"}
+WRITTEN |= {"--save": "save", "--to-hf": "to_hf"}
 
 
 def check_paths_apart(arguments, written=WRITTEN, read=READ):

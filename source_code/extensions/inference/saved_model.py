@@ -22,6 +22,8 @@ def take_sizes(arguments):
     if arguments.saved is None:
         reject(f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first")
     flags = arguments.saved.description["configuration"]
+    if flags.get("--from-hf"):
+        reject("--checkpoints: that model was begun with --from-hf; write it out with --to-hf")
     for name in SIZES:
         setattr(arguments, name, flags.get(f"--{name.replace('_', '-')}", getattr(arguments, name)))
 

@@ -37,7 +37,7 @@ def count_weights(config, first=0, last=None):
     """
     last = config.layers if last is None else last
     kv_dim = config.kv_heads * config.head_dim
-    attention = 2 * config.dim**2 + 2 * config.dim * kv_dim
+    attention = 2 * config.dim * (config.heads * config.head_dim + kv_dim)
     layer = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
     numbers, tensors = (last - first) * layer, (last - first) * 9
     if first == 0:
@@ -81,10 +81,9 @@ class ActivationSizes:
         return (last - first) * layer + (self.end() if last == config.layers else 0)
 
     def end(self):
-        """The last norm, the head, and the logarithms of all tokens' probabilities."""
+        """The last norm, the head, and the scores of all tokens."""
         config = self.config
-        logarithms = config.vocabulary * max(self.width, 4)
-        return self.tokens * ((3 * config.dim + 1) * self.width + logarithms)
+        return self.tokens * (3 * config.dim + 1 + config.vocabulary) * self.width
 
     def deferred(self, first, last):
         """What a split backward keeps from I to W: each matrix's input and its output's gradient."""

@@ -4,6 +4,7 @@
     FOLDER/tokenizer.json      what made the tokens, unless they are bytes
     FOLDER/training-00000.bin  tokens, two or four bytes each, little-endian, without a header
     FOLDER/held_out-00000.bin
+    FOLDER/training-ends.bin   where each document ends, eight bytes each; held_out-ends.bin
 
 The files are mapped into memory: the system reads the pages that are looked at, shares them among
 all ranks of a machine, and takes them back when memory is short. So a rank's own memory does not
@@ -13,12 +14,14 @@ grow with the text, and the first batch does not wait for it.
 import hashlib
 import os
 import sys
+from array import array
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
+from extensions.pretraining.packing import PackedDocuments
 from extensions.pretraining.tokens import Corpus, read_tokenizer
 from pipeline.data import DataError
 from pipeline.files import to_json, write_whole
@@ -64,12 +67,21 @@ class MappedCorpus(Corpus):
     fingerprint: str = ""
 
 
+@dataclass(frozen=True)
+class MappedDocuments(PackedDocuments):
+    """A PackedDocuments whose tokens and ends of documents stay in their files."""
+
+    fingerprint: str = ""
+
+
 def is_token_folder(path):
     return path is not None and os.path.isfile(os.path.join(path, TOKENS_FILE))
 
 
-def load_tokens(folder, vocabulary, seq_len):
+def load_tokens(folder, vocabulary, seq_len, packed=False):
     """The MappedCorpus in a folder that prepare_data.py has made. Raises DataError.
+
+    With `packed` it is a MappedDocuments, which knows where its documents end.
 
     The names, lengths and sizes of the files are checked; `check_folder` compares their content.
     """
@@ -77,6 +89,7 @@ def load_tokens(folder, vocabulary, seq_len):
     try:
         description = read_tokens_file(folder)
         tokens = {part: map_part(folder, description, part) for part in TOKEN_PARTS}
+        ends = tuple(map_ends(folder, description, part) for part in TOKEN_PARTS if packed)
     except InputError as error:
         raise DataError(f"--data: {error}; make the folder anew with prepare_data.py") from None
     if description["num_tokens"] > vocabulary:
@@ -93,10 +106,13 @@ def load_tokens(folder, vocabulary, seq_len):
     tokenizer = None
     if description["tokenizer"]:
         tokenizer = read_tokenizer(folder / TOKENIZER)
-    return MappedCorpus(
+    corpus = (
         tokens["training"], tokens["held_out"], tokenizer, description["num_tokens"],
-        description["bytes_per_token"], description["checksum"],
+        description["bytes_per_token"],
     )  # fmt: skip
+    if packed:
+        return MappedDocuments(*corpus, ends, f"{description['checksum']} packed")
+    return MappedCorpus(*corpus, description["checksum"])
 
 
 def read_tokens_file(folder):
@@ -106,6 +122,7 @@ def read_tokens_file(folder):
     if not isinstance(found, dict) or found.get("checksum") != checksum_of_tokens_file(found):
         raise InputError(f"{path} has been changed or is not whole")
     width, files = found.get("bytes_per_number"), found.get("files")
+    ends = found.get("ends", {})
     whole = (
         width in DTYPE_OF_WIDTH
         and is_count(found.get("num_tokens"), MOST_TOKENS[width])
@@ -116,6 +133,8 @@ def read_tokens_file(folder):
         and all(
             isinstance(shards, list) and all(map(is_shard, shards)) for shards in files.values()
         )
+        and isinstance(ends, dict)
+        and all(map(is_shard, ends.values()))
     )
     if not whole:
         raise InputError(f"{path} does not describe tokens")
@@ -140,19 +159,32 @@ def checksum_of_tokens_file(description):
 
 def map_part(folder, description, part):
     """The MappedTokens of "training" or "held_out"."""
-    width, shards = description["bytes_per_number"], []
+    dtype = DTYPE_OF_WIDTH[description["bytes_per_number"]]
+    shards = [map_file(folder, shard, dtype) for shard in description["files"][part]]
+    return MappedTokens([shard for shard in shards if len(shard)])
+
+
+def map_ends(folder, description, part):
+    """Where the documents of a part end, as PackedDocuments has it."""
+    shard = description.get("ends", {}).get(part)
+    if shard is None:
+        raise InputError(f"{folder} does not say where its documents end")
+    return map_file(folder, shard, torch.int64)
+
+
+def map_file(folder, shard, dtype):
+    """The numbers of one file, mapped into memory."""
+    path, wanted = folder / shard["file"], shard["tokens"] * dtype.itemsize
     if sys.byteorder != "little":
         raise InputError(f"{folder} is little-endian, and this machine is not")
-    for shard in description["files"][part]:
-        path = folder / shard["file"]
-        with open_input(path) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size != shard["tokens"] * width:
-            raise InputError(f"{path} has {size:,} bytes instead of {shard['tokens'] * width:,}")
-        if size:
-            storage = torch.UntypedStorage.from_file(str(path), False, size)
-            shards.append(torch.empty(0, dtype=DTYPE_OF_WIDTH[width]).set_(storage))
-    return MappedTokens(shards)
+    with open_input(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if size != wanted:
+        raise InputError(f"{path} has {size:,} bytes instead of {wanted:,}")
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    storage = torch.UntypedStorage.from_file(str(path), False, size)
+    return torch.empty(0, dtype=dtype).set_(storage)
 
 
 def check_folder(folder):
@@ -161,7 +193,8 @@ def check_folder(folder):
     description = read_tokens_file(folder)
     for part in TOKEN_PARTS:
         map_part(folder, description, part)
-        for shard in description["files"][part]:
+        ends = description.get("ends", {})
+        for shard in [*description["files"][part], *([ends[part]] if part in ends else [])]:
             digest = hashlib.sha256()
             with open_input(folder / shard["file"]) as file:
                 while block := file.read(MEBIBYTE):
@@ -176,7 +209,7 @@ class TokenWriter:
 
     def __init__(self, folder, part, width, most):
         self.folder, self.part, self.width, self.most = Path(folder), part, width, most
-        self.shards, self.file = [], None
+        self.shards, self.file, self.ends = [], None, array("q")
 
     def write(self, tokens):
         """Append a list of tokens."""
@@ -191,6 +224,20 @@ class TokenWriter:
             self.count += len(part)
             if self.count == self.most:
                 self.close()
+
+    def end_document(self):
+        """Note that a document ends here."""
+        self.ends.append(self.total + (self.count if self.file else 0))
+
+    def write_ends(self):
+        """Write where the documents end; the entry of tokens.json."""
+        name, content = f"{self.part}-ends.bin", self.ends.tobytes()
+        with open(self.folder / name, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        digest = hashlib.sha256(content).hexdigest()
+        return {"file": name, "tokens": len(self.ends), "sha256": digest}
 
     def open(self):
         name = f"{self.part}-{len(self.shards):05}.bin"
@@ -215,9 +262,10 @@ class TokenWriter:
 def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, tokenizer):
     """Write tokens.json, with which the folder begins to exist; `writers` by part."""
     files = {part: writer.shards for part, writer in writers.items()}
+    ends = {part: writer.write_ends() for part, writer in writers.items()}
     description = {
         "bytes_per_number": width, "num_tokens": num_tokens, "bytes_per_token": bytes_per_token,
-        "tokenizer": tokenizer, "files": files,
+        "tokenizer": tokenizer, "files": files, "ends": ends,
     }  # fmt: skip
     description["checksum"] = checksum_of_tokens_file(description)
     write_whole(Path(folder) / TOKENS_FILE, to_json(description, indent=1) + "\n")

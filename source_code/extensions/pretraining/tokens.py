@@ -53,11 +53,16 @@ class Documents(Corpus):
     held_out_documents: tuple = ()
 
     def batch(self, step, batch_size, seq_len, seed=0):
-        """As that of Text; the targets behind the end of a document are PADDING."""
+        """As that of Text; the targets behind the end of a document are PADDING.
+
+        The rows are as long as the longest document, `seq_len` at most.
+        """
         generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
         count = len(self.training_documents)
         drawn = torch.randint(count, (batch_size,), generator=generator).tolist()
-        return in_rows([self.training_documents[index] for index in drawn], seq_len)
+        documents = [self.training_documents[index] for index in drawn]
+        longest = max(len(document) for document in documents) - 1  # of what has a next token
+        return in_rows(documents, max(1, min(seq_len, longest)))
 
     def windows(self, seq_len, most):
         return in_rows(self.held_out_documents[:most], seq_len)
@@ -79,10 +84,13 @@ def in_rows(documents, seq_len):
 
 
 def filled_up(batch, rows):
-    """Inputs and targets with rows of padding at the end, to a multiple of `rows`."""
+    """Inputs and targets with rows of padding at the end, to a multiple of `rows`.
+
+    A row of targets may have any shape: tokens, or one label.
+    """
     missing = -len(batch[0]) % rows
     return tuple(
-        torch.cat([tokens, torch.full((missing, tokens.shape[1]), filler)])
+        torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), filler)])
         for tokens, filler in zip(batch, (0, PADDING))
     )
 

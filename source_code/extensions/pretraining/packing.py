@@ -1,0 +1,101 @@
+"""Rows that hold several documents, and a mask that keeps each document to itself.
+
+Documents of unequal length waste what padding fills up; packed one behind the other they waste
+nothing. Without a mask a document would look at the one before it, which has nothing to do with it
+(a choice that Llama 3 made for its training, too: 2407.21783, section 3.2).
+
+The last token of a document has no next one: its target is PADDING, so that no loss counts it. By
+that mark every stage finds the documents of a row again, because every rank has the targets of its
+micro-batches: no mask travels.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from extensions.pretraining.padding import PADDING
+from extensions.pretraining.tokens import Corpus
+from pipeline.data import DataError
+from pipeline.model import token_loss
+
+
+@dataclass(frozen=True)
+class PackedDocuments(Corpus):
+    """A Corpus whose documents lie one behind the other, in rows without padding.
+
+    `ends` has for the training part and for the held-out one where each document ends: int64,
+    rising, the place of the first token behind it.
+    """
+
+    ends: tuple = ()
+
+    def batch(self, step, batch_size, seq_len, seed=0):
+        """As that of Text; the target of a document's last token is PADDING."""
+        generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
+        last_start = len(self.training) - seq_len - 1
+        starts = torch.randint(last_start + 1, (batch_size,), generator=generator).tolist()
+        return self.rows(self.training, self.ends[0], starts, seq_len)
+
+    def windows(self, seq_len, most):
+        count = min(most, (len(self.held_out) - 1) // seq_len)
+        starts = range(0, count * seq_len, seq_len)
+        return self.rows(self.held_out, self.ends[1], starts, seq_len)
+
+    def rows(self, tokens, ends, starts, seq_len):
+        """Inputs and targets, each (number of starts, seq_len), from these places of `tokens`."""
+        rows = torch.stack([tokens[start : start + seq_len + 1] for start in starts])
+        inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        for row, start in zip(targets, starts):
+            first, behind = torch.searchsorted(ends, torch.tensor([start + 1, start + seq_len + 1]))
+            row[ends[first:behind] - 1 - start] = PADDING
+        return inputs, targets
+
+
+def packed(documents, seq_len):
+    """The PackedDocuments of a Documents (tokens.py). Raises DataError where they fill no row."""
+    parts = documents.training_documents, documents.held_out_documents
+    whole = [torch.cat(part) for part in parts]
+    if min(map(len, whole)) < seq_len + 1:
+        raise DataError(
+            f"--packed: the held-out documents have {len(whole[1])} tokens, and --seq-len {seq_len} "
+            "needs one more than itself; use a longer text or a smaller --seq-len"
+        )
+    ends = tuple(torch.tensor(list(accumulate(map(len, part)))) for part in parts)
+    further = documents.tokenizer, documents.num_tokens, documents.bytes_per_token
+    return PackedDocuments(*whole, *further, ends)
+
+
+def document_mask(targets):
+    """True where a position may look: at itself and before, in its own document.
+
+    Targets (rows, length), PADDING at the end of each document; the mask is (rows, 1, length,
+    length).
+    """
+    ends = (targets == PADDING).long()
+    document = ends.cumsum(1) - ends
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril()[:, None]
+
+
+def keep_documents_apart(stage):
+    """Let `stage`, also one that recomputes, make the mask of a micro-batch from its targets."""
+    part = stage.part
+    name = "run_piece" if hasattr(stage, "run_piece") else "run_forward"
+    run = getattr(stage, name)
+
+    def run_masked(first, x, targets):
+        if targets is not None:  # as when a text is generated
+            stage.part = partial(part, mask=document_mask(targets))
+        try:
+            return run(first, x, targets)
+        finally:
+            stage.part = part
+
+    setattr(stage, name, run_masked)
+
+
+def masked_loss(model, inputs, targets):
+    """The same for one process: the loss of a whole `model`, which takes a mask as well."""
+    return token_loss(model(inputs, document_mask(targets)), targets)

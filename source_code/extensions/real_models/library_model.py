@@ -1,0 +1,38 @@
+"""The same model as transformers builds it, in one process: what --verify compares with."""
+
+import os
+
+from torch import nn
+
+from pipeline.command_line import reject
+
+
+def check_library(arguments):
+    """Reject --verify where transformers, which only --verify needs, is not installed."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # it reads both when it is imported; nothing is downloaded
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    if not arguments.verify:
+        return
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        reject("--verify needs the package transformers; install it, or leave --verify out")
+
+
+def library_model(folder, dtype, device):
+    """The model in `folder` as a module from tokens (b, length), and maybe a mask, to scores."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return ScoresOfLibrary(model.train().to(device))
+
+
+class ScoresOfLibrary(nn.Module):
+    """A model of transformers, whose output has more than scores."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, mask=None):
+        return self.model(tokens, attention_mask=mask, use_cache=False).logits

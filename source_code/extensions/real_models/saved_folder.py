@@ -1,0 +1,143 @@
+"""A folder with a saved model: which file has which tensor, and whether all are there.
+
+The headers of all files are read by every rank, so that each knows the same before the first
+message. Of the tensors a rank then reads those of its own layers.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from extensions.real_models.saved_part import fill_part, lay_out, name_in_file
+from extensions.real_models.saved_settings import CONFIG_FILE, SavedSettings, read_settings
+from extensions.real_models.tensor_files import stored_tensors
+from pipeline.command_line import reject
+from pipeline.inputs import MEBIBYTE, InputError, read_json
+
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+LARGEST_INDEX = 64 * MEBIBYTE
+TOKENIZER_OF_MODEL = "tokenizer.json"
+SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """`config` is the JSON object of config.json, `tensors` has a StoredTensor by its name there."""
+
+    folder: Path
+    settings: SavedSettings
+    config: dict
+    tensors: dict
+
+    def weight(self, name):
+        """The parameter of the course's name `name`, read from its file."""
+        return self.tensors[self.stored_name(name)].read()
+
+    def stored_name(self, name):
+        """Its name in the files; a tied head lies there as the embedding."""
+        return name_in_file("embedding.weight" if is_tied_copy(self.settings, name) else name)
+
+    def build_part(self, first, last, dtype, device):
+        """Layers `first` to `last` - 1 with their weights; nothing else is read."""
+        return fill_part(lay_out(self.settings, first, last), self.weight, dtype, device)
+
+
+def is_tied_copy(settings, name):
+    """Whether a parameter is the copy of the embedding that the last stage has as its head."""
+    return settings.tied and name == "head.weight"
+
+
+def read_model(folder, seq_len):
+    """The SavedModel in `folder`. Raises InputError where something is missing or does not fit."""
+    folder = Path(folder)
+    settings, config = read_settings(folder, seq_len)
+    model = SavedModel(folder, settings, config, find_tensors(folder))
+    for name, layout in lay_out(settings).named_parameters():
+        stored = model.tensors.get(model.stored_name(name))
+        if stored is None:
+            raise InputError(f"{folder} has no tensor {model.stored_name(name)}")
+        if stored.shape != tuple(layout.shape):
+            raise InputError(
+                f"{stored.path}: {model.stored_name(name)} has the shape {stored.shape}, and "
+                f"{CONFIG_FILE} wants {tuple(layout.shape)}"
+            )
+    check_tied(model)
+    return model
+
+
+def find_tensors(folder):
+    """{name: StoredTensor} of model.safetensors, or of the files that its index names."""
+    if os.path.lexists(folder / ONE_FILE):
+        return stored_tensors(folder / ONE_FILE)
+    if not os.path.lexists(folder / INDEX):
+        raise InputError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
+    index = read_json(folder / INDEX, LARGEST_INDEX)
+    file_of = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(file_of, dict) or not all(map(is_file_name, file_of.values())):
+        raise InputError(f"{folder / INDEX} has no weight_map with names of files in the folder")
+    files = {name: stored_tensors(folder / name) for name in sorted(set(file_of.values()))}
+    missing = next((name for name, file in file_of.items() if name not in files[file]), None)
+    if missing is not None:
+        raise InputError(f"{folder / file_of[missing]} has no {missing}, which {INDEX} says it has")
+    return {name: files[file][name] for name, file in file_of.items()}
+
+
+def is_file_name(name):
+    return isinstance(name, str) and os.path.basename(name) == name != ""
+
+
+def check_tied(model):
+    """Raise InputError where a tied head is there a second time, and is another matrix."""
+    embedding, head = name_in_file("embedding.weight"), name_in_file("head.weight")
+    if not model.settings.tied or head not in model.tensors:
+        return
+    if not torch.equal(model.tensors[embedding].read(), model.tensors[head].read()):
+        raise InputError(
+            f"{model.folder}: tie_word_embeddings is true, and {head} is not {embedding}"
+        )
+
+
+def take_model(arguments, flag, folder):
+    """Take the sizes of the model in `folder`, which `flag` named; it stays as `arguments.saved`.
+
+    A size flag that says something else is rejected, and so is a folder without a whole model.
+    """
+    try:
+        arguments.saved = read_model(folder, arguments.seq_len)
+    except InputError as error:
+        reject(f"{flag}: {error}; name a folder with a whole Llama or Qwen2")
+    settings = arguments.saved.settings
+    sizes = {name: getattr(settings, name) for name in SIZE_FLAGS}
+    given = {name: getattr(arguments, name, None) for name in sizes}
+    others = [name for name in sizes if given[name] not in (None, sizes[name])]
+    if others:
+        flags = ["--" + name.replace("_", "-") for name in others]
+        reject(
+            f"{flags[0]} {given[others[0]]} contradicts {flag} {folder}, which has "
+            f"{sizes[others[0]]}; leave out {', '.join(flags)}"
+        )
+    vars(arguments).update(sizes)
+    if arguments.seq_len > settings.longest:
+        reject(
+            f"--seq-len {arguments.seq_len} is more than the {settings.longest} positions of {flag} "
+            f"{folder}; use fewer"
+        )
+
+
+def tokenizer_of(folder):
+    """The path of the folder's tokenizer.json, or None where there is none, or no folder."""
+    if folder is None:
+        return None
+    path = Path(folder) / TOKENIZER_OF_MODEL
+    return str(path) if os.path.lexists(path) else None
+
+
+def settings_of_course(config):
+    """The SavedSettings of a model that was built by the course from a ModelConfig."""
+    return SavedSettings(
+        **{name: getattr(config, name) for name in (*SIZE_FLAGS, "seq_len", "head_dim")},
+        hidden_dim=config.hidden_dim,
+        longest=config.seq_len,
+    )

@@ -1,0 +1,134 @@
+"""Writes a model that lies on many ranks as a folder of which every rank writes a file.
+
+No rank has the model, so each writes the layers that it has, and rank 0 the index of all files.
+config.json comes last: without it nothing is a model.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from extensions.real_models.saved_folder import (
+    INDEX,
+    ONE_FILE,
+    TOKENIZER_OF_MODEL,
+    is_tied_copy,
+)
+from extensions.real_models.saved_part import name_in_file
+from extensions.real_models.saved_settings import CONFIG_FILE
+from extensions.real_models.tensor_files import write_tensors
+from pipeline.collectives import gather
+from pipeline.command_line import reject
+from pipeline.files import not_written, to_json, write_whole
+from pipeline.inputs import InputError, read_bytes
+from pipeline.paths import can_be_written
+
+# Files beside the weights, copied unchanged where the folder of the start has them.
+BESIDE = (
+    "generation_config.json", TOKENIZER_OF_MODEL, "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja",
+)  # fmt: skip
+
+
+def check_new_folder(flag, folder):
+    """Reject a folder that has something in it, or that could not be made."""
+    whole = os.path.abspath(folder)
+    parent = os.path.dirname(whole)
+    if not os.path.isdir(parent):
+        reject(f"{flag} {folder}: the folder {parent} does not exist; make it first")
+    if os.path.lexists(whole) and (not os.path.isdir(whole) or os.listdir(whole)):
+        reject(f"{flag} {folder}: there is something already; name a new folder")
+    if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, "model")):
+        reject(f"{flag} {folder} cannot be written; name a folder of yours")
+
+
+def save_model(job, flag, folder, config, parts, settings, beside=None, writers=None):
+    """Write the model whose layers on this rank are `parts`; all ranks call it.
+
+    `config` is the JSON object of config.json. `beside` is where the tokenizer comes from: a folder,
+    or a tokenizer with a method `save`. The first `writers` ranks, by default all, have the model.
+    """
+    folder, writers = Path(folder), writers or job.num_ranks
+    own, problem = {}, None
+    for part in parts if job.rank < writers else ():
+        named = part.named_parameters()
+        own |= {name_in_file(n): w.detach() for n, w in named if not is_tied_copy(settings, n)}
+    file = f"model-{job.rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ONE_FILE
+    total = sum(weight.numel() * weight.element_size() for weight in own.values())
+    try:
+        folder.mkdir(exist_ok=True)
+        if own:
+            write_tensors(folder / file, own)
+    except OSError as error:
+        problem = f"{flag} {folder}: {file} was not written ({error.strerror})"
+    written = gather(job, (file, list(own), total, problem))
+    if job.rank == 0 and not any(each[3] for each in written):
+        problem = finish_folder(flag, folder, config, beside, written[:writers])
+        if problem is None:
+            print(f"the model is in {folder}", flush=True)
+    if problem:
+        not_written.append(flag)
+        print(problem, file=sys.stderr, flush=True)
+
+
+def finish_folder(flag, folder, config, beside, written):
+    """Write what is not a tensor. Returns a sentence about what went wrong, or None."""
+    try:
+        for file, *_ in written:
+            if not (folder / file).is_file():
+                return f"{flag} {folder}: {file} of another node is not there; use a shared folder"
+        if hasattr(beside, "save"):
+            beside.save(str(folder / TOKENIZER_OF_MODEL))
+        elif beside:
+            for name in BESIDE:
+                if os.path.lexists(Path(beside) / name):
+                    (folder / name).write_bytes(read_bytes(Path(beside) / name))
+        if len(written) > 1:
+            file_of = {name: file for file, names, *_ in written for name in names}
+            index = {
+                "metadata": {"total_size": sum(each[2] for each in written)},
+                "weight_map": dict(sorted(file_of.items())),
+            }
+            write_whole(folder / INDEX, to_json(index, indent=2) + "\n")
+        write_whole(folder / CONFIG_FILE, to_json(config, indent=2) + "\n")
+    except OSError as error:
+        return f"{flag} {folder} is not whole ({error.strerror})"
+    except InputError as error:
+        return f"{flag} {folder} is not whole ({error})"
+    return None
+
+
+def config_in(config, dtype):
+    """`config`, the object of a config.json, for weights of `dtype`."""
+    name = str(dtype).removeprefix("torch.")
+    older = {"torch_dtype": name} if "torch_dtype" in config else {}
+    return {**config, **older, "dtype": name}
+
+
+def config_of(settings, dtype):
+    """The object of a config.json for SavedSettings of the course's own model."""
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": None,
+        "dtype": name,
+        "eos_token_id": None,
+        "head_dim": settings.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": settings.dim,
+        "intermediate_size": settings.hidden_dim,
+        "max_position_embeddings": settings.longest,
+        "mlp_bias": False,
+        "num_attention_heads": settings.heads,
+        "num_hidden_layers": settings.layers,
+        "num_key_value_heads": settings.kv_heads,
+        "rms_norm_eps": settings.epsilon,
+        "rope_parameters": {"rope_theta": settings.rotary_base, "rope_type": "default"},
+        "rope_theta": settings.rotary_base,
+        "tie_word_embeddings": False,
+        "torch_dtype": name,
+        "vocab_size": settings.vocabulary,
+    }

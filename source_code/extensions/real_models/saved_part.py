@@ -1,0 +1,96 @@
+"""The course's layers with the settings of a saved model, and its arithmetic to the last bit.
+
+transformers computes a norm in float32 even in a float64 model, and works the rotary embedding's
+tables out in float32 before it rounds them. With both the same, float64 and bfloat16 results are
+bit-equal, gradients included. The parameters keep the course's names; NAMES says those in a file.
+"""
+
+import torch
+from torch import nn
+
+from extensions.real_models.saved_settings import frequencies
+from pipeline.model import DecoderLayer, ModelPart, RMSNorm
+
+NAMES = {  # the course's name of a module: that in a file
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+
+
+def name_in_file(name):
+    """layers.3.attention.query.weight -> model.layers.3.self_attn.q_proj.weight."""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("layers."):
+        return f"{NAMES[module]}.{kind}"
+    _, layer, module = module.split(".", 2)
+    return f"model.layers.{layer}.{NAMES[module]}.{kind}"
+
+
+class NormInFloat32(RMSNorm):
+    """RMSNorm as transformers computes it, in whatever type the model is."""
+
+    def __init__(self, dim, epsilon):
+        super().__init__(dim)
+        self.epsilon = epsilon
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * h.to(x.dtype)
+
+
+class SavedLayer(DecoderLayer):
+    """A DecoderLayer with the widths, biases and norms of `settings`."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        dim, inner = settings.dim, settings.hidden_dim
+        width, kv_width = (n * settings.head_dim for n in (settings.heads, settings.kv_heads))
+        attention, feed_forward = self.attention, self.feed_forward
+        self.attention_norm = NormInFloat32(dim, settings.epsilon)
+        self.feed_forward_norm = NormInFloat32(dim, settings.epsilon)
+        attention.query = nn.Linear(dim, width, bias=settings.query_bias)
+        attention.key = nn.Linear(dim, kv_width, bias=settings.query_bias)
+        attention.value = nn.Linear(dim, kv_width, bias=settings.query_bias)
+        attention.output = nn.Linear(width, dim, bias=settings.output_bias)
+        feed_forward.gate = nn.Linear(dim, inner, bias=settings.feed_forward_bias)
+        feed_forward.up = nn.Linear(dim, inner, bias=settings.feed_forward_bias)
+        feed_forward.down = nn.Linear(inner, dim, bias=settings.feed_forward_bias)
+
+
+class SavedPart(ModelPart):
+    """A ModelPart of SavedLayers; a tied head is a second copy of the embedding (tied_ends.py)."""
+
+    def __init__(self, settings, first, last):
+        super().__init__(settings, first, last)
+        self.layers = nn.ModuleDict({str(i): SavedLayer(settings) for i in range(first, last)})
+        if self.is_last:
+            self.norm = NormInFloat32(settings.dim, settings.epsilon)
+
+
+def lay_out(settings, first=0, last=None):
+    """The part on torch's meta device: shapes and names, and no memory."""
+    with torch.device("meta"):
+        return SavedPart(settings, first, settings.layers if last is None else last)
+
+
+def fill_part(part, weight_of, dtype, device):
+    """Give a part that is laid out its memory; `weight_of(name)` returns each weight."""
+    for path, module in part.named_modules():
+        for name, _ in list(module.named_parameters(recurse=False)):
+            weight = weight_of(f"{path}.{name}")
+            setattr(module, name, nn.Parameter(weight.to(device, dtype)))
+    positions = torch.arange(part.config.seq_len, dtype=torch.float32)
+    angle = positions[:, None] * frequencies(part.config)
+    part.cosine, part.sine = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    return part

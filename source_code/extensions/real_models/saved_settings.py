@@ -1,0 +1,159 @@
+"""What a config.json of transformers says of a Llama or a Qwen2, for the course's layers.
+
+Both are the model of model.py with other numbers: the width of the gated layer, the width of a
+head, biases, the frequencies of the rotary embedding, one matrix at both ends.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
+from pipeline.model import ModelConfig
+
+CONFIG_FILE = "config.json"
+LARGEST_CONFIG = 16 * MEBIBYTE
+MOST = 2**31  # of a size
+# The settings that the parts of a rotary embedding of such a type need.
+ROTARY_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SavedSettings(ModelConfig):
+    """The sizes of ModelConfig, two of which do not follow from others, and what else is said."""
+
+    head_dim: int = 8
+    hidden_dim: int = 96
+    epsilon: float = 1e-6  # in the root of a norm
+    rotary_base: float = 10000.0
+    rotary: tuple = (("type", "default"),)  # pairs, so that it can be compared and hashed
+    query_bias: bool = False  # of the projections to queries, keys and values
+    output_bias: bool = False
+    feed_forward_bias: bool = False
+    tied: bool = False  # embedding and head are one matrix
+    longest: int = 2048  # positions
+
+
+def read_settings(folder, seq_len):
+    """(SavedSettings, the JSON object) of a folder, for sequences of `seq_len` tokens.
+
+    Raises InputError for a model that the course's layers would not compute.
+    """
+    path = Path(folder) / CONFIG_FILE
+    saved = read_json(path, LARGEST_CONFIG)
+    if not isinstance(saved, dict):
+        raise InputError(f"{path} is no JSON object")
+    family = saved.get("model_type")
+    if family not in ("llama", "qwen2"):
+        raise InputError(f"{path}: the model_type is {str(family)[:40]}, and not llama or qwen2")
+    if saved.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{path}: the hidden_act is {str(saved['hidden_act'])[:40]}, and not silu")
+    if family == "qwen2" and saved.get("use_sliding_window"):
+        raise InputError(f"{path}: use_sliding_window is set, and the course's attention has none")
+    sizes = sizes_in(path, saved)
+    base, rotary = rotary_in(path, saved)
+    biases = {name: saved.get(name, False) for name in ("attention_bias", "mlp_bias")}
+    tied, epsilon = saved.get("tie_word_embeddings", False), saved.get("rms_norm_eps", 1e-6)
+    for name, value in {**biases, "tie_word_embeddings": tied}.items():
+        if not isinstance(value, bool):
+            raise InputError(f"{path}: {name} is {str(value)[:40]}, and not true or false")
+    if not is_number(epsilon, 0, 1):
+        raise InputError(f"{path}: rms_norm_eps is {str(epsilon)[:40]}, and not between 0 and 1")
+    is_qwen = family == "qwen2"
+    settings = SavedSettings(
+        **sizes,
+        seq_len=seq_len,
+        epsilon=epsilon,
+        rotary_base=base,
+        rotary=rotary,
+        query_bias=is_qwen or biases["attention_bias"],
+        output_bias=not is_qwen and biases["attention_bias"],
+        feed_forward_bias=not is_qwen and biases["mlp_bias"],
+        tied=tied,
+    )
+    return settings, saved
+
+
+def sizes_in(path, saved):
+    """The sizes of SavedSettings, each checked."""
+
+    def size(name, otherwise=None):
+        value = otherwise if saved.get(name) is None else saved[name]
+        if not is_count(value, MOST) or value < 1:
+            raise InputError(f"{path}: {name} is {str(value)[:40]}, and not a whole number from 1")
+        return value
+
+    dim, heads = size("hidden_size"), size("num_attention_heads")
+    kv_heads = size("num_key_value_heads", heads)
+    head_dim = size("head_dim", dim // heads or 1)
+    if heads % kv_heads or (dim % heads and saved.get("head_dim") is None) or head_dim % 2:
+        raise InputError(
+            f"{path}: {heads} heads, {kv_heads} of them for keys, do not fit a width of {dim}"
+        )
+    return {
+        "layers": size("num_hidden_layers"),
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_dim": size("intermediate_size"),
+        "vocabulary": size("vocab_size"),
+        "longest": size("max_position_embeddings", 2048),
+    }
+
+
+def rotary_in(path, saved):
+    """(base, pairs of settings) of the rotary embedding.
+
+    Files of transformers 5 say it in `rope_parameters`, older ones in `rope_theta` and
+    `rope_scaling`; the last named counts where there are several, as it does in the library.
+    """
+    newer, older = saved.get("rope_parameters") or {}, saved.get("rope_scaling") or {}
+    if not isinstance(newer, dict) or not isinstance(older, dict):
+        raise InputError(f"{path}: rope_parameters and rope_scaling have to be JSON objects")
+    said = {"rope_theta": saved.get("rope_theta", 10000.0), **newer, **older}
+    kind = older.get("rope_type", older.get("type", said.get("rope_type", "default")))
+    if kind not in ROTARY_TYPES:
+        known = ", ".join(ROTARY_TYPES)
+        raise InputError(f"{path}: the rope_type is {str(kind)[:40]}, and none of {known}")
+    if said.get("partial_rotary_factor", saved.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise InputError(f"{path}: a partial_rotary_factor, of which the course's layers have none")
+    pairs = [("type", kind)]
+    for name in ("rope_theta", *ROTARY_TYPES[kind]):
+        value = said.get(name)
+        if name == "original_max_position_embeddings" and value is None:
+            value = saved.get(name, saved.get("max_position_embeddings"))
+        if not is_number(value, 1e-6):
+            raise InputError(f"{path}: {name} of the rotary embedding is {str(value)[:40]}")
+        pairs.append((name, value))
+    return pairs[1][1], (pairs[0], *pairs[2:])
+
+
+def frequencies(settings):
+    """The rotary embedding's frequencies, float32, (head_dim / 2,), to the last bit of transformers.
+
+    llama3 stretches the slow ones by `factor`, leaves the fast ones, and blends between them.
+    """
+    steps = torch.arange(0, settings.head_dim, 2, dtype=torch.float32) / settings.head_dim
+    plain = 1.0 / (settings.rotary_base**steps)
+    said = dict(settings.rotary)
+    if said["type"] == "default":
+        return plain
+    if said["type"] == "linear":
+        return plain / said["factor"]
+    low, high = said["low_freq_factor"], said["high_freq_factor"]
+    before = said["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / plain
+    stretched = torch.where(wavelength > before / low, plain / said["factor"], plain)
+    share = (before / wavelength - low) / (high - low)
+    blended = (1 - share) * stretched / said["factor"] + share * stretched
+    is_between = ~(wavelength < before / high) & ~(wavelength > before / low)
+    return torch.where(is_between, blended, stretched)

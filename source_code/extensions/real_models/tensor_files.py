@@ -1,0 +1,122 @@
+"""Reads and writes safetensors files, a tensor at a time.
+
+    8 bytes   the length of the header, a whole number, little-endian
+    header    JSON: {name: {"dtype", "shape", "data_offsets": [first, last] after the header}}
+    data      the tensors, one after the other, little-endian, without gaps
+
+(Format: huggingface.co/docs/safetensors.) A header says where each tensor lies, so a rank reads its
+own tensors and no others, and a file that is not whole is found before anything is read. Nothing in
+such a file is ever run.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, parse_json
+
+LARGEST_HEADER = 100 * MEBIBYTE  # of the format
+ALIGNMENT = 8  # bytes: where the data begin
+DTYPE_OF_CODE = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `length` bytes of the file `path`, from byte `start` on."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple
+    start: int
+    length: int
+
+    def read(self):
+        """The tensor, in memory of its own. Raises InputError where the file has become shorter."""
+        content = torch.empty(self.length, dtype=torch.uint8)
+        view, done = memoryview(content.numpy()), 0
+        with open_input(self.path) as file:
+            file.seek(self.start)
+            while done < self.length:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise InputError(f"{self.path} has changed while it was read")
+                done += count
+        return content.view(self.dtype).view(self.shape)
+
+
+def stored_tensors(path):
+    """{name: StoredTensor} of a safetensors file. Raises InputError for one that is not whole."""
+    with open_input(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
+            raise InputError(f"{path} is no whole safetensors file")
+        text = file.read(length)
+    try:
+        header = parse_json(text.decode(), f"the header of {path}")
+    except UnicodeDecodeError:
+        raise InputError(f"the header of {path} is no text in UTF-8") from None
+    if not isinstance(header, dict):
+        raise InputError(f"the header of {path} is no JSON object")
+    header.pop("__metadata__", None)
+    found = {name: stored(path, 8 + length, name, entry) for name, entry in header.items()}
+    needed = max((tensor.start + tensor.length for tensor in found.values()), default=8 + length)
+    if needed > size:
+        raise InputError(
+            f"{path} is truncated: it has {size:,} bytes, and its tensors need {needed:,}"
+        )
+    return found
+
+
+def stored(path, data, name, entry):
+    """The StoredTensor of an entry of a header; the data of the file begin at byte `data`."""
+    entry = entry if isinstance(entry, dict) else {}
+    dtype, shape = DTYPE_OF_CODE.get(str(entry.get("dtype"))), entry.get("shape")
+    offsets = entry.get("data_offsets")
+    if dtype is None:
+        known = ", ".join(DTYPE_OF_CODE)
+        raise InputError(f"{path}: the type of {name} is none of {known}")
+    if not all(isinstance(each, list) and all(map(is_count, each)) for each in (shape, offsets)):
+        raise InputError(f"{path}: the header does not say where {name} lies")
+    length = math.prod(shape) * dtype.itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != length:
+        raise InputError(f"{path}: {name} of shape {tuple(shape)} does not have {length:,} bytes")
+    return StoredTensor(Path(path), dtype, tuple(shape), data + offsets[0], length)
+
+
+def write_tensors(path, tensors):
+    """Write a safetensors file with `tensors`, {name: tensor}: whole, or not at all.
+
+    One tensor at a time is brought to the CPU. Returns the number of bytes of all tensors.
+    """
+    path, header, total = Path(path), {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        length = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": CODE_OF_DTYPE[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [total, total + length],
+        }
+        total += length
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                plain = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                file.write(memoryview(plain.numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return total

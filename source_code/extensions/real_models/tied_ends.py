@@ -1,0 +1,63 @@
+"""One matrix at both ends of a pipeline: the embedding of the first stage, the head of the last.
+
+Each end has a copy. Copies that start equal stay equal when both take the sum of the two gradients
+and make the same update with it (Press and Wolf 2017, 1608.05859, ties the two; Megatron-LM sums
+the gradients of its copies, too). The matrix is one parameter all the same, so the norm of the
+gradient counts it once, and one copy is saved.
+"""
+
+from pipeline.collectives import Summing, open_groups
+
+ENDS = "embedding.weight", "head.weight"
+
+
+class TiedEnds:
+    """The copies of the matrix on this rank: none, one, or both. `parameters` are this rank's.
+
+    `ranks` are those of the first and the last stage, one of the job's groups, or None where the
+    model's ends are two matrices.
+    """
+
+    def __init__(self, job, parameters, ranks):
+        self.job, self.parameters, self.ranks = job, parameters, ranks
+        self.copies = [parameters[n] for n in ENDS if n in parameters] if ranks else []
+
+    def sum_gradients(self):
+        """Give both copies the sum of their gradients. Between the last backward and the update."""
+        if len(self.copies) == 2:  # one rank has both
+            total = self.copies[0].grad + self.copies[1].grad
+            for copy in self.copies:
+                copy.grad = total.clone()
+        elif self.copies:
+            what = "its gradient of the tied embedding"
+            Summing(self.job, [self.copies[0].grad], self.ranks, what).wait()
+
+    def named_once(self):
+        """(name, parameter) of this rank, with the name of the embedding for both copies.
+
+        What adds up squares by name counts them once, and what scales gradients scales both.
+        """
+        return [
+            (ENDS[0] if self.copies and name == ENDS[1] else name, parameter)
+            for name, parameter in self.parameters.items()
+        ]
+
+
+def tie_ends_of(job, settings, parameters, schedule, pipelines=1):
+    """The TiedEnds of this rank. Every rank calls it.
+
+    `schedule` is that of all ranks, which are `pipelines` equal pipelines one after the other.
+    """
+    if not getattr(settings, "tied", False):
+        return TiedEnds(job, parameters, None)
+    size, own = job.num_ranks // pipelines, None
+    last_stage, microbatches = schedule.num_stages - 1, schedule.num_microbatches
+    for pipeline in range(pipelines):
+        first = pipeline * microbatches // pipelines
+        ends = {schedule.rank_of(stage, first) for stage in (0, last_stage)}
+        group = tuple(sorted(ends))
+        if len(group) > 1:
+            open_groups(job, [group])
+        if job.rank // size == pipeline:
+            own = group
+    return TiedEnds(job, parameters, own)

@@ -1,0 +1,486 @@
+"""A Hugging Face Llama or Qwen2 goes through a pipeline and comes out as one, to the last digit."""
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import finetune
+import pytest
+import torch
+from ranks import PRELOAD, run_on_ranks
+from saved_models import library_config, library_model_with, save_library_model, write_model
+
+from course.failed_run import RunFailed
+from extensions.pretraining.forward_only import forwards_of, nothing_kept
+from extensions.real_models import saved_output, tensor_files
+from extensions.real_models.saved_folder import read_model
+from extensions.real_models.saved_part import fill_part, lay_out, name_in_file
+from extensions.real_models.saved_settings import frequencies, read_settings
+from extensions.real_models.tensor_files import StoredTensor, stored_tensors, write_tensors
+from pipeline.inputs import InputError
+from pipeline.worker import Worker
+
+PRELOAD.extend(["transformers", "torch._dynamo"])
+FLAGS = "--seq-len 16 --batch-size 8 --microbatches 4 --device cpu --learning-rate 0.003"
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """{(family, number of files): folder} of saved models."""
+    return {
+        (family, shards): save_library_model(
+            tmp_path_factory.mktemp(f"{family}-{shards}"), family, shards
+        )
+        for family in ("llama", "qwen2")
+        for shards in (1, 3)
+    }
+
+
+def fine_tune(rank, flags, folder, script="finetune"):
+    """In a rank: run a script; before it saves, leave the logits of a batch in `folder`.
+
+    Returns the status, the names that this rank has read, and its parameters when it saves.
+    """
+    workers, reads, saved = [], [], []
+    module = importlib.import_module(script)
+    read, save = StoredTensor.read, module.save_model
+    worker_class = "Worker" if script == "finetune" else "DataParallelWorker"
+
+    class Remembered(getattr(module, worker_class)):
+        def __init__(self, *words):
+            super().__init__(*words)
+            workers.append(self)
+
+    def noted(self):
+        reads.append((self.path.name, self.start, self.length))
+        return read(self)
+
+    def scored_and_saved(job, flag, out, config, parts, *rest):
+        saved.append(sum(weight.numel() for part in parts for weight in part.parameters()))
+        worker = workers[0]
+        rows = tokens_of_test().chunk(worker.schedule.num_microbatches)
+        scoring = Worker(job, forwards_of(worker.schedule), worker.stages)
+        with nothing_kept(worker.stages, last_result=lambda scores, targets: scores):
+            scoring.run_step(rows, rows)
+        if scoring.losses:
+            scores = [scoring.losses[number] for number in sorted(scoring.losses)]
+            torch.save(torch.cat(scores), Path(folder, "logits"))
+        save(job, flag, out, config, parts, *rest)
+
+    with (
+        mock.patch.object(sys, "argv", [f"{script}.py", *flags.split()]),
+        mock.patch.object(module, worker_class, Remembered),
+        mock.patch.object(module, "save_model", scored_and_saved),
+        mock.patch.object(StoredTensor, "read", noted),
+        open(Path(folder, f"printed {rank}"), "w") as printed,
+        mock.patch.object(sys, "stdout", printed),
+    ):
+        status = module.main()
+    return status, reads, saved
+
+
+def tokens_of_test():
+    return torch.randint(256, (8, 16), generator=torch.Generator().manual_seed(5))
+
+
+def loaded(folder, dtype):
+    """The model that transformers loads, after it has said that nothing is missing or left over."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model
+
+
+def largest_difference(printed):
+    return float(re.search(r"largest difference from one process: (\S+),", printed)[1])
+
+
+# There and back
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_ten_steps_have_the_losses_of_transformers_and_the_saved_model_the_pipeline_s_logits(
+    folders, tmp_path, family, shards, ranks
+):
+    folder, out = folders[family, shards], tmp_path / "out"
+    flags = f"--model {folder} --save {out} {FLAGS} --dtype float64 --steps 10 --clip 0.3 --verify"
+    results = run_on_ranks(fine_tune, ranks, flags, str(tmp_path), timeout=90)
+    assert [status for status, *_ in results] == [0] * ranks
+    printed = "".join((tmp_path / f"printed {rank}").read_text() for rank in range(ranks))
+    assert largest_difference(printed) <= 1e-12 and "as promised" in printed
+    assert len(list(out.glob("*.safetensors"))) == ranks
+    logits = torch.load(tmp_path / "logits")
+    with torch.no_grad():
+        theirs = loaded(out, torch.float64)(tokens_of_test()).logits
+    assert (logits - theirs).abs().max() <= 1e-12
+    check_what_ranks_read(folder, results)
+
+
+def check_what_ranks_read(folder, results):
+    """Every tensor is read once, a tied one by both ends; no rank has the model, alone one has."""
+    files = [stored_tensors(path) for path in folder.glob("*.safetensors")]
+    lies_at = {(t.path.name, t.start, t.length): name for file in files for name, t in file.items()}
+    read = [[lies_at[where] for where in reads] for _, reads, _ in results]
+    tied = {name for file in files for name in file} - {"lm_head.weight"} == set(lies_at.values())
+    times = Counter(name for names in read for name in names)
+    assert set(times) == set(lies_at.values())
+    assert {name for name, count in times.items() if count != 1} == (
+        {"model.embed_tokens.weight"} if tied else set()
+    )
+    numbers = sum(
+        weight.numel() for weight in lay_out(read_model(folder, 16).settings).parameters()
+    )
+    held = [saved[0] for _, _, saved in results]
+    assert sum(held) == numbers
+    if len(held) > 1:
+        assert max(held) < 0.8 * numbers
+        layers = [set(re.findall(r"layers\.(\d+)", " ".join(names))) for names in read]
+        assert not set.intersection(*layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_in_bfloat16_the_saved_model_has_the_pipeline_s_logits_and_float32_masters_trained_it(
+    folders, tmp_path, family
+):
+    out = tmp_path / "out"
+    flags = f"--model {folders[family, 1]} --save {out} {FLAGS} --dtype bfloat16 --steps 3"
+    run_on_ranks(fine_tune, 2, flags, str(tmp_path), timeout=90)
+    model = loaded(out, "auto")
+    assert model.dtype == torch.bfloat16 and json.loads((out / "config.json").read_text())["dtype"]
+    with torch.no_grad():
+        theirs = model(tokens_of_test()).logits
+    logits = torch.load(tmp_path / "logits")
+    assert logits.dtype == torch.bfloat16 and (logits - theirs).abs().max() <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "flags"),
+    [
+        ("qwen2", 2, "--schedule zb-v"),  # both ends are on rank 0
+        ("qwen2", 2, "--schedule interleaved-1f1b --chunks 2 --recompute layer"),
+        ("qwen2", 4, "--schedule zb-h2 --recompute selective --optimizer sgd"),
+        ("llama", 4, "--schedule gpipe --recompute stage --documents"),
+        ("llama", 2, "--schedule zb-v --recompute layer --packed"),
+        ("qwen2", 2, "--schedule 1f1b --packed --recompute selective"),
+        ("qwen2", 3, "--cut 2,1,1 --warm-up-steps 2 --decay-steps 3"),
+    ],
+)
+def test_every_kind_of_schedule_and_recomputation_has_the_losses_of_transformers(
+    folders, tmp_path, family, ranks, flags
+):
+    command = f"--model {folders[family, 1]} {FLAGS} --dtype float64 --steps 3 --verify {flags}"
+    results = run_on_ranks(fine_tune, ranks, command, str(tmp_path), timeout=90)
+    assert [status for status, *_ in results] == [0] * ranks
+    printed = "".join((tmp_path / f"printed {rank}").read_text() for rank in range(ranks))
+    assert largest_difference(printed) <= 1e-12
+
+
+def count_twice(rank, flags, folder, what):
+    """In a rank: fine_tune with a tied embedding that is treated as two matrices."""
+    wrong = {"sum_gradients": lambda self: None, "named_once": lambda self: self.parameters.items()}
+    from extensions.real_models.tied_ends import TiedEnds
+
+    with mock.patch.object(TiedEnds, what, wrong[what]):
+        return fine_tune(rank, flags, folder)[0]
+
+
+@pytest.mark.parametrize("what", ["sum_gradients", "named_once"])
+def test_gradients_that_are_not_summed_and_a_norm_that_counts_twice_are_found(
+    folders, tmp_path, what
+):
+    flags = f"{FLAGS} --dtype float64 --steps 3 --clip 0.3 --verify --optimizer sgd"
+    command = f"--model {folders['qwen2', 1]} {flags} --learning-rate 0.3"
+    assert sum(run_on_ranks(count_twice, 2, command, str(tmp_path), what, timeout=90)) == 1
+    printed = (tmp_path / "printed 1").read_text()
+    assert largest_difference(printed) > 1e-6 and "MORE THAN PROMISED" in printed
+
+
+# pretrain_llama.py
+
+PRETRAINING = f"{FLAGS} --dtype float64 --warm-up-steps 1 --evaluate-windows 8"
+
+
+def pretrained(tmp_path, ranks, flags):
+    """What pretrain_llama.py prints on so many ranks."""
+    command = f"{PRETRAINING} {flags}"
+    results = run_on_ranks(fine_tune, ranks, command, str(tmp_path), "pretrain_llama", timeout=90)
+    assert [status for status, *_ in results] == [0] * ranks
+    return "".join((tmp_path / f"printed {rank}").read_text() for rank in range(ranks))
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen2", 1e-12), (None, 1e-5)])
+def test_pretraining_on_four_ranks_leaves_a_folder_with_the_pipeline_s_logits(
+    folders, tmp_path, family, most
+):
+    """The course's own norm is not rounded to float32 as that of transformers is."""
+    out = tmp_path / "out"
+    start = f"--from-hf {folders[family, 3]}" if family else "--layers 4 --dim 16 --heads 2"
+    printed = pretrained(tmp_path, 4, f"{start} --to-hf {out} --steps 3 --verify")
+    assert "as promised" in printed and len(list(out.glob("*.safetensors"))) == 4
+    with torch.no_grad():
+        theirs = loaded(out, torch.float64)(tokens_of_test()).logits
+    assert (torch.load(tmp_path / "logits") - theirs).abs().max() <= most
+
+
+def test_a_tied_model_in_replicas_is_continued_on_other_ranks_and_needs_its_folder_again(
+    folders, tmp_path
+):
+    start = f"--from-hf {folders['qwen2', 1]} --decay-steps 5 --clip 0.3"
+    saved = f"--checkpoints {tmp_path / 'saved'}"
+    printed = pretrained(tmp_path, 4, f"{start} {saved} --steps 2 --replicas 2 --verify")
+    assert largest_difference(printed) <= 1e-12
+    printed = pretrained(tmp_path, 3, f"{start} {saved} --steps 4 --verify")
+    assert "continues after 2 steps" in printed and largest_difference(printed) <= 1e-12
+    with pytest.raises(RunFailed, match="--from-hf .* give it again|--from-hf"):
+        rest = start.split(" ", 2)[2]
+        pretrained(tmp_path, 2, f"{rest} {saved} --layers 4 --dim 32 --steps 6")
+
+
+# The same arithmetic
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+ROTARY = {
+    "default": {"rope_type": "default", "rope_theta": 10_000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+    "llama3": LLAMA3,
+}
+
+
+def saved_config(folder, config):
+    config.save_pretrained(folder)
+    return read_settings(folder, 64)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ROTARY)
+def test_the_rotary_tables_are_those_of_transformers_bit_by_bit(tmp_path, kind, dtype):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = library_config("llama", rope_parameters=ROTARY[kind], head_dim=32)
+    settings = saved_config(tmp_path, config)
+    layout = lay_out(settings, 1, 2)
+    part = fill_part(layout, lambda name: torch.zeros(1), dtype, "cpu")
+    cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), torch.arange(64)[None])
+    for ours, theirs in ((part.cosine, cosine), (part.sine, sine)):
+        assert ours.dtype == dtype and torch.equal(torch.cat([ours, ours], -1), theirs[0])
+
+
+def test_a_file_of_an_older_transformers_says_the_same_in_other_words(tmp_path):
+    saved_config(tmp_path, library_config("llama", rope_parameters=LLAMA3))
+    path = tmp_path / "config.json"
+    new = json.loads(path.read_text())
+    rope = new.pop("rope_parameters")
+    old = {**new, "rope_theta": rope.pop("rope_theta"), "torch_dtype": new.pop("dtype", None)}
+    old["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    before = read_settings(tmp_path, 64)[0]
+    path.write_text(json.dumps(old))
+    after = read_settings(tmp_path, 64)[0]
+    assert after == before and torch.equal(frequencies(after), frequencies(before))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+        ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+        ("qwen2", {"num_key_value_heads": 4}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_logits_are_those_of_transformers_bit_by_bit_and_gradients_to_rounding(
+    tmp_path, family, changes, dtype
+):
+    theirs = library_model_with(library_config(family, **changes))
+    theirs.save_pretrained(tmp_path)
+    theirs = loaded(tmp_path, dtype).train()
+    ours = read_model(tmp_path, 16).build_part(0, 4, dtype, "cpu")
+    logits = ours(tokens_of_test()), theirs(tokens_of_test()).logits
+    assert torch.equal(*logits)
+    for scores in logits:
+        scores.float().logsumexp(-1).mean().backward()
+    of_theirs = {name: weight.grad for name, weight in theirs.named_parameters()}
+    for name, weight in ours.named_parameters():
+        if name not in ("embedding.weight", "head.weight"):  # a tied one's has two halves here
+            close = {"rtol": 0, "atol": 1e-14} if dtype == torch.float64 else {}
+            torch.testing.assert_close(weight.grad, of_theirs[name_in_file(name)], **close)
+
+
+# Files
+
+
+def test_safetensors_are_those_of_the_library_both_ways(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tensors = {
+        name: torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+        for name, dtype in tensor_files.DTYPE_OF_CODE.items()
+    }
+    tensors |= {"a number": torch.tensor(2.5), "nothing": torch.empty(0, 4)}
+    write_tensors(tmp_path / "ours", tensors)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    ours = {name: stored.read() for name, stored in stored_tensors(tmp_path / "theirs").items()}
+    for found in (load_file(tmp_path / "ours"), ours):
+        assert set(found) == set(tensors)
+        for name, tensor in tensors.items():
+            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="asks Linux what was read")
+def test_a_stage_reads_the_bytes_of_its_own_tensors_and_the_headers(tmp_path):
+    def bytes_read():
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+    folder = write_model(tmp_path / "model", layers=8, dim=64, head_dim=16)
+    whole = (folder / "model.safetensors").stat().st_size
+    before = bytes_read()
+    part = read_model(folder, 16).build_part(2, 4, torch.float64, "cpu")
+    own = sum(weight.nbytes for weight in part.parameters())
+    assert own <= bytes_read() - before < own + 50_000 < whole / 3
+
+
+# What is rejected
+
+
+def spoil(folder, how):
+    """Damage a folder with three files."""
+    config, index = folder / "config.json", folder / "model.safetensors.index.json"
+    first, second, _ = sorted(folder.glob("*.safetensors"))
+    said, listed = json.loads(config.read_text()), json.loads(index.read_text())
+    if how == "missing shard":
+        second.unlink()
+    elif how == "truncated":
+        os.truncate(second, second.stat().st_size - 100)
+    elif how == "empty":
+        os.truncate(second, 0)
+    elif how == "no header":
+        first.write_bytes(b"\xff" * 1000)
+    elif how == "no JSON":
+        first.write_bytes((20).to_bytes(8, "little") + b"{" * 20)
+    elif how == "no config":
+        config.unlink()
+    elif how == "no index":
+        index.unlink()
+    elif how == "missing tensor":
+        listed["weight_map"].pop("model.norm.weight")
+    elif how == "wrong file":
+        names = listed["weight_map"]
+        names["model.norm.weight"] = next(
+            n for n in names.values() if n != names["model.norm.weight"]
+        )
+    elif how == "another folder":
+        listed["weight_map"]["model.norm.weight"] = "../secret"
+    elif how == "pipe":
+        second.unlink()
+        os.mkfifo(second)
+    else:
+        said.update(how)
+    if index.exists():
+        index.write_text(json.dumps(listed))
+    if config.exists():
+        config.write_text(json.dumps(said))
+
+
+SPOILED = [
+    ("missing shard", "model-00002-of-00003.safetensors cannot be read"),
+    ("truncated", "model-00002-of-00003.safetensors is truncated"),
+    ("empty", "no whole safetensors file"),
+    ("no header", "no whole safetensors file"),
+    ("no JSON", "no JSON"),
+    ("no config", "config.json cannot be read"),
+    ("no index", "has neither model.safetensors nor"),
+    ("missing tensor", "no tensor model.norm.weight"),
+    ("wrong file", "has no model.norm.weight"),
+    ("another folder", "weight_map"),
+    ("pipe", "no regular file"),
+    ({"model_type": "gpt2"}, "model_type is gpt2"),
+    ({"intermediate_size": 96}, "has the shape"),
+    ({"hidden_size": 0}, "hidden_size"),
+    ({"num_key_value_heads": 3}, "heads"),
+    ({"vocab_size": "many"}, "vocab_size"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is yarn"),
+    ({"rope_scaling": [1]}, "rope_scaling"),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+    ({"tie_word_embeddings": True}, "is not model.embed_tokens"),
+]
+
+
+def flags_rejected(capsys, *words):
+    """What finetune.py says before it meets other ranks; it has to be one sentence, status 2."""
+    with mock.patch.object(sys, "argv", ["finetune.py", *map(str, words)]):
+        with pytest.raises(SystemExit) as ended:
+            finetune.read_flags()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize(("how", "words"), SPOILED, ids=[str(how) for how, _ in SPOILED])
+def test_a_malformed_folder_is_rejected_in_one_sentence(folders, tmp_path, capsys, how, words):
+    import shutil
+
+    folder = shutil.copytree(folders["llama", 3], tmp_path / "model")
+    spoil(folder, how)
+    said = flags_rejected(capsys, "--model", folder)
+    assert words in said and said.startswith("--model") and "name a folder" in said
+
+
+def test_flags_that_do_not_fit_the_model_are_rejected(tmp_path, capsys):
+    folder = write_model(tmp_path / "model")
+    model = ("--model", folder, "--seq-len", 16)
+    assert "--layers 5 contradicts" in flags_rejected(capsys, *model, "--layers", 5)
+    assert "64 positions" in flags_rejected(capsys, *model, "--seq-len", 65)
+    assert "something already" in flags_rejected(capsys, *model, "--save", folder)
+    beyond = tmp_path / "no" / "folder"
+    assert "does not exist" in flags_rejected(capsys, *model, "--save", beyond)
+    inside = folder / "out"
+    assert "lies in" in flags_rejected(capsys, *model, "--save", inside)
+    large = write_model(tmp_path / "large", vocabulary=300)
+    assert "no tokenizer.json" in flags_rejected(capsys, "--model", large, "--seq-len", 16)
+
+
+def test_a_type_that_the_course_does_not_compute_with_is_named(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2, dtype=torch.int64)}, tmp_path / "file")
+    with pytest.raises(InputError, match="type of a is none of F64"):
+        stored_tensors(tmp_path / "file")
+
+
+def save_without_room(rank, folder):
+    """In a rank: save, where the second rank's disk is full."""
+    from pipeline.job import join_job
+
+    job = join_job("cpu", pairs=[])
+    part = lay_out(read_model(folder, 16).settings, *[(0, 2), (2, 4)][rank])
+    part = read_model(folder, 16).build_part(*[(0, 2), (2, 4)][rank], torch.float64, "cpu")
+
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(saved_output, "write_tensors", full if rank else write_tensors):
+        settings = read_model(folder, 16).settings
+        saved_output.save_model(job, "--save", f"{folder}-out", {}, [part], settings)
+    job.leave()
+    return list(saved_output.not_written)
+
+
+def test_a_full_disk_on_one_rank_leaves_no_folder_that_looks_like_a_model(tmp_path):
+    folder = write_model(tmp_path / "model")
+    assert run_on_ranks(save_without_room, 2, str(folder)) == [[], ["--save"]]
+    assert not list(Path(f"{folder}-out").glob("*.json"))
