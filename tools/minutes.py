@@ -3,11 +3,11 @@
 python tools/minutes.py             # a table of all lessons
 python tools/minutes.py --write     # the same, and put them into each lesson's head and the README
 
-Reading, watching and running: 150 words a minute, 15 lines of code a minute, the notebook's own and
-those that it shows of a script, and 12 seconds for each cell that one runs; rounded to 5 minutes.
-The sources at the end are not read. Exercises come on top, with the minutes that stand at each: 15
-to 20 for a program that runs on real ranks, 5 to 15 for a function or a schedule, 5 for a number
-or a choice; the longest puzzles and faults have 20. All of it is an estimate; nobody was timed.
+A lesson without its exercises: 150 words a minute, 15 lines of code a minute, those that it shows of
+a script included, and 12 seconds for each cell that one runs, rounded to 5 minutes. Sources are not
+read. Exercises come on top, with the minutes that stand at each: 5 for a number or a choice, 10 to 15
+for a function or a schedule, up to 20 for a program on real ranks or a long puzzle. All of it is an
+estimate; nobody was timed.
 """
 
 import json
@@ -22,7 +22,8 @@ README = ROOT / "README.md"
 WORDS, LINES, CELLS = 150, 15, 5  # per minute
 NOT_READ = r"<!--.*?-->|!\[.*?\]\(.*?\)|\$\$.*?\$\$|(?<=\])\(.*?\)"
 EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+) minutes\)"
-HEAD = r"\*\*Time:\*\* (\d+) minutes, and (\d+) more for the exercises, both estimated\."
+HEAD = r"\*\*Time:\*\* (\d+) minutes, and (\d+) more for the exercises, both estimated\. "
+ANY_HEAD = r"\*\*Time:\*\* [^*]*(?=\*\*Builds on:)"
 
 
 class Minutes(NamedTuple):
@@ -68,14 +69,27 @@ def stated_in(path):
 
 def write(path, minutes):
     """Put `minutes` into the head of a notebook and into its row of the README."""
+    head = (
+        f"**Time:** {minutes.lesson} minutes, and {minutes.exercises} more for the exercises, "
+        "both estimated. "
+    )
     text = path.read_text(encoding="utf-8")
-    head = HEAD.replace("\\*", "*").replace("\\.", ".")
-    head = head.replace("(\\d+)", str(minutes.lesson), 1).replace("(\\d+)", str(minutes.exercises))
-    path.write_text(re.sub(HEAD, head, text, count=1), encoding="utf-8")
+    path.write_text(re.sub(ANY_HEAD, head, text, count=1), encoding="utf-8")
     readme = README.read_text(encoding="utf-8")
-    row = rf"(\]\(notebooks/{re.escape(path.name)}\)) \| \d+ \| \d+ \|"
+    row = rf"(\]\(notebooks/{re.escape(path.name)}\)) \| \d+ \|(?: \d+ \|)?"
     readme = re.sub(row, rf"\1 | {minutes.lesson} | {minutes.exercises} |", readme)
-    README.write_text(readme, encoding="utf-8")
+    README.write_text(with_totals(readme), encoding="utf-8")
+
+
+def with_totals(readme):
+    """The README with the minutes of its routes added up; ◐ is a part, whose minutes it states."""
+    part = int(re.search(r"◐ is lesson .*?, (\d+) minutes", readme)[1])
+    lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", readme, re.M)
+    for column, route in enumerate(("90 minutes", "one day", "everything"), 1):
+        spent = {"": lambda _: 0, "●": int, "◐": lambda _: part}
+        total = sum(spent[marks.split("|")[column].strip()](each) for each, marks in lessons)
+        readme = re.sub(rf"(?m)^(\| {route} \|) \d+ \|", rf"\1 {total} |", readme)
+    return readme
 
 
 def main():
