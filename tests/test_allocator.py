@@ -147,7 +147,7 @@ def peak_and_weights(rank, flags):
     cut = cut_layers(arguments, schedule.num_stages)
     stage = pipedream.build_stashing_stage(arguments, job, schedule, cut)
     with Allocator() as allocator:
-        pipedream.run_training(arguments, job, stage, schedule.ranks_of_stage)
+        pipedream.run_training(arguments, job, stage, schedule)
     job.leave()
     return allocator.peak, num_bytes(stage.part.parameters())
 

@@ -33,6 +33,7 @@ KINDS = [
         r"make (slides|site|handout)\b",
         "test_instructors.py, test_site.py and test_handout.py make them",
     ),
+    (r"python source_code/prepare_data\.py ", "test_token_files.py makes tokens of other texts"),
     (r"(torchrun .*|python )source_code/", RUN),
     (
         r"(torchrun .*|python )gpipe\.py",

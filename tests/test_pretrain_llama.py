@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path):
         (1, "--vocabulary 100", "--vocabulary 100"),
         (1, "--dataset a/b", "pip install datasets"),
         (1, "--dataset a/b --data x", "use one of them"),
-        (1, "--tokenizer nowhere.json", "--tokenizer: cannot read nowhere.json"),
+        (1, "--tokenizer nowhere.json", "--tokenizer: nowhere.json cannot be read"),
         (1, "--warm-up-steps 8", "--decay-steps 8"),
         (1, "--metrics nowhere/log", "--metrics"),
         (1, "--seq-len 30000", "--seq-len 30000"),
