@@ -196,7 +196,8 @@ BY_HAND = (
 )
 LONGER = {"finetune", "pipeline_with_data_parallel", "pretrain_llama"}
 TOOLS = {"copy_template", "inference", "plan", "plan_partition", "predict", "preflight"} | {
-    "prepare_data"
+    "prepare_data",
+    "search_schedule",
 }
 
 

@@ -21,6 +21,7 @@ the search finite, and the tests compare it with trying everything:
 3. Actions can be written down in the order in which they start, whatever rank they are on.
 """
 
+import time
 from typing import NamedTuple
 
 from pipeline.schedule import Action, Schedule
@@ -62,10 +63,11 @@ class Moment(NamedTuple):
 class SearchResult(NamedTuple):
     """The best schedule found, its makespan, and a makespan that none can be below.
 
-    `proven` says that no legal schedule is shorter, `moments` how many were looked at.
+    `proven` says that no legal schedule is shorter, `moments` how many were looked at. `schedule`
+    is None if nothing shorter was found than what was known before.
     """
 
-    schedule: Schedule
+    schedule: Schedule | None
     makespan: float
     bound: float
     proven: bool
@@ -117,37 +119,45 @@ class Problem:
         self.side_of = {way.index((stage, "I")): len(way) + stage for stage, _ in sides}
 
 
-def best_schedule(problem, name="found", most_moments=500_000):
+def best_schedule(
+    problem, name="found", most_moments=500_000, below=float("inf"), seconds=float("inf")
+):
     """The best schedule of a Problem, as a SearchResult; None where none is found, as there is no room.
 
     One sweep goes through all actions and keeps only the `width` most promising moments after
     each; the next keeps ten times as many. A sweep that had to drop none of them for their number
     is a proof; so is a schedule as short as the bound of the empty pipeline. Without either the
-    search gives up after `most_moments`, and what it found is only the best that it knows.
+    search gives up after `most_moments`, or after `seconds`, and what it found is only the best
+    that it knows. `below` is the makespan of a schedule that is known already: only shorter ones
+    are looked for.
     """
+    deadline = time.monotonic() + seconds
     start = first_moment(problem)
     bound = bound_of(problem, start)
-    best, makespan, proven, moments = None, float("inf"), False, 0
-    for width in WIDTHS:
-        end, complete, looked_at = sweep(problem, start, width, makespan)
+    best, makespan, moments = None, below, 0
+    proven = makespan <= bound
+    for width in () if proven else WIDTHS:
+        end, complete, looked_at = sweep(problem, start, width, makespan, deadline)
         moments += looked_at
         if end is not None:
             best, makespan = end, max(end.free)
         proven = complete or makespan == bound
-        if proven or moments > most_moments:
+        if proven or moments > most_moments or time.monotonic() > deadline:
             break
-    if best is None:
+    if best is None and below == float("inf"):
         return None
-    schedule = schedule_of(problem, best, name)
+    schedule = schedule_of(problem, best, name) if best else None
     return SearchResult(schedule, makespan, makespan if proven else bound, proven, moments)
 
 
-def sweep(problem, start, width, below):
+def sweep(problem, start, width, below, deadline=float("inf")):
     """The best last moment that ends before `below`, or None; whether none was dropped for width."""
     layer, complete, looked_at = [start], True, 0
     for _ in range(problem.num_microbatches * len(problem.stations)):
         following = {}
-        for moment in layer:
+        for number, moment in enumerate(layer):
+            if number % 1000 == 0 and time.monotonic() > deadline:
+                return None, False, looked_at
             for later in moments_after(problem, moment):
                 looked_at += 1
                 key = what_matters(later)

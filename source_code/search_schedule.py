@@ -1,0 +1,192 @@
+"""Search the best order of actions for a pipeline: uneven stages, slow hops, little room.
+
+    python source_code/search_schedule.py --ranks 3 --microbatches 4 --forward 4,9,4 \\
+        --backward 8,18,8 --hop 1,2=10 --room 4,3,2 --csv build/best.csv
+    torchrun --standalone --nproc-per-node 3 source_code/train.py build/best.csv --verify
+
+Costs are given, or measured: --timeline takes what a training script wrote. The result is never
+longer than the shortest schedule with a name that fits, and beside it stands a bound that no
+schedule can be below. If they meet, the schedule is proven to be best.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from extensions.planning.bounded_search import Question, search
+from lab.known_schedules import TITLES
+from lab.printing import keep_running_unheard
+from lab.report import measured_costs
+from lab.simulator import Costs
+from lab.timeline import TimelineError, read_timeline
+from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.files import not_written, to_json, write_output
+from pipeline.schedule import to_csv
+
+PLACEMENTS = {
+    "loop": lambda stage, ranks: stage % ranks,
+    "v": lambda stage, ranks: stage % ranks if stage < ranks else 2 * ranks - 1 - stage,
+}
+LARGEST = 4096  # actions: more are looked at too slowly to find anything
+
+
+def main():
+    keep_running_unheard()
+    arguments = parse_arguments()
+    question = question_of(arguments)
+    if 3 * question.num_microbatches * len(question.rank_of_stage) > LARGEST:
+        reject(
+            f"{len(question.rank_of_stage)} stages and {question.num_microbatches} micro-batches "
+            "are too many actions to search; use fewer of either"
+        )
+    answer = search(question, arguments.seconds)
+    if answer.schedule is None:
+        reject("--room leaves no schedule that can run, or none was found; allow more of it")
+    if arguments.csv:
+        write_output("--csv", arguments.csv, to_csv(answer.schedule))
+    print(to_json(figures(answer)) if arguments.json else in_words(arguments, answer))
+    return int(bool(not_written))
+
+
+def parse_arguments():
+    parser = Parser(__doc__)
+    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
+    add("--ranks", default=4, **count)
+    add("--microbatches", default=8, **count)
+    add("--chunks", default=1, help="stages per rank", **count)
+    add("--placement", choices=list(PLACEMENTS), default="loop", help="of several stages per rank")
+    add("--forward", type=costs, default=[1.0], metavar="T,...", help="of each stage, or of all")
+    add("--backward", type=costs, default=[2.0], metavar="T,...", help="full, likewise")
+    add("--backward-weight", type=costs, metavar="T,...", help="its part for the weights")
+    add("--split", action="store_true", help="let a backward come in two halves")
+    add("--transfer", type=positive_number, default=0.0, metavar="T", help="latency of a message")
+    add("--hop", type=hop, action="append", metavar="A,B=T", help="the same between two ranks")
+    add("--room", type=rooms, metavar="N,...", help="micro-batches of stages that a rank may hold")
+    add("--until-weight", action="store_true", help="hold them until the weights' half has run")
+    add("--timeline", metavar="FILE", help="take stages, ranks and costs from a run's --timeline")
+    add("--seconds", type=positive_number, default=10.0, metavar="S", help="to search")
+    add("--csv", metavar="FILE", help="write the schedule, for train.py")
+    add("--json", action="store_true", help="print the figures as JSON")
+    return parser.parse_args()
+
+
+def costs(text):
+    return [positive_number(value) for value in text.split(",")]
+
+
+def rooms(text):
+    return [positive_integer(value) for value in text.split(",")]
+
+
+def hop(text):
+    """((rank, rank), time) of A,B=T."""
+    pair, equals, time = text.partition("=")
+    ends = pair.split(",")
+    if not equals or len(ends) != 2 or not all(end.isdecimal() for end in ends):
+        raise argparse.ArgumentTypeError(f"must be A,B=T with two ranks, not '{text}'")
+    return tuple(map(int, ends)), positive_number(time)
+
+
+def question_of(arguments):
+    """The Question that the flags, or a run's timeline, ask."""
+    a = arguments
+    if a.timeline:
+        places, m, given, split = from_timeline(a.timeline)
+        a.ranks = 1 + max(places)
+    else:
+        stages, m, split = a.ranks * a.chunks, a.microbatches, a.split
+        if a.placement == "v" and a.chunks != 2:
+            reject("--placement v has two stages per rank; add --chunks 2")
+        places = tuple(PLACEMENTS[a.placement](stage, a.ranks) for stage in range(stages))
+        columns = [
+            spread(flag, values, stages)
+            for flag, values in (("--forward", a.forward), ("--backward", a.backward))
+        ]
+        weight = spread("--backward-weight", a.backward_weight, stages) or [
+            time / 2 for time in columns[1]
+        ]
+        if any(part >= whole for part, whole in zip(weight, columns[1])):
+            reject("--backward-weight must be less than --backward, of which it is a part")
+        given = Costs(*columns, weight if split else None)
+    given = Costs(given.forward, given.backward, given.backward_weight, hops(a))
+    room = tuple(spread("--room", a.room, a.ranks)) if a.room else None
+    return Question(places, m, given, split, room, a.until_weight)
+
+
+def spread(flag, values, count):
+    """A value for each of `count` stages or ranks; one stands for all."""
+    if values is None or len(values) == count:
+        return values
+    if len(values) != 1:
+        reject(f"{flag} has {len(values)} values; give one, or {count}")
+    return values * count
+
+
+def hops(arguments):
+    """{(rank, rank): latency}, both ways, as --transfer and --hop say."""
+    ranks = range(arguments.ranks)
+    found = {(a, b): arguments.transfer for a in ranks for b in ranks if a != b}
+    for pair, time in arguments.hop or []:
+        if pair not in found:
+            reject(f"--hop {pair[0]},{pair[1]}: use two of the ranks 0 to {arguments.ranks - 1}")
+        found[pair] = found[pair[::-1]] = time
+    return {pair: time for pair, time in found.items() if time}
+
+
+def from_timeline(path):
+    """(rank of each stage, micro-batches, Costs, whether backwards are split) of a run's file."""
+    try:
+        timeline = read_timeline(path)
+    except TimelineError as error:
+        reject(f"--timeline {error}; name a file that a training script wrote")
+    kinds = {event.action.kind for event in timeline.events}
+    places = {event.action.stage: event.rank for event in timeline.events}
+    m = 1 + max(event.action.microbatch for event in timeline.events)
+    if "U" in kinds or sorted(places) != list(range(len(places))) or not kinds & {"B", "I"}:
+        reject(f"--timeline {path} is not that of one synchronous training step; name another one")
+    measured = measured_costs([timeline])
+    whole = [time + more for time, more in zip(measured.backward, measured.recompute)]
+    if not min(*measured.forward, *whole) > 0:
+        reject(f"--timeline {path} has a stage without a forward or a backward; name another one")
+    split = "I" in kinds
+    weight = measured.backward_weight if split else None
+    return (
+        tuple(places[stage] for stage in range(len(places))),
+        m,
+        Costs(measured.forward, whole, weight),
+        split,
+    )
+
+
+def figures(answer):
+    """What was found, under the names that --json prints."""
+    return {
+        "makespan": answer.makespan,
+        "bound": answer.bound,
+        "proven": answer.proven,
+        "distance_from_bound": answer.distance,
+        "named_schedules": answer.known,
+        "schedule": to_csv(answer.schedule).split(),
+        "moments": answer.moments,
+    }
+
+
+def in_words(arguments, answer):
+    """What is printed without --json."""
+    lines = [f"{answer.makespan:10.6g}  the best that was found, {answer.schedule.name}"]
+    if answer.proven:
+        lines.append("            proven: no schedule is shorter")
+    else:
+        lines.append(
+            f"{answer.bound:10.6g}  no schedule can be below: at most {answer.distance:.1%} are lost"
+        )
+    for name, makespan in sorted(answer.known.items(), key=lambda pair: pair[1]):
+        longer = makespan / answer.makespan - 1
+        lines.append(f"{makespan:10.6g}  {TITLES.get(name, name)}, {longer:+.1%}")
+    if arguments.csv and "--csv" not in not_written:
+        lines.append(f"written to {Path(arguments.csv)}; train with: train.py {arguments.csv}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Writes docs/certificates.md: the proven optimum of small pipelines, beside the named schedules.
+
+python tools/certificates.py                 # all, in some minutes
+python tools/certificates.py --ranks 2       # some, on standard output only
+"""
+
+import sys
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from extensions.planning.bounded_search import Question, search  # noqa: E402
+from lab.known_schedules import TITLES  # noqa: E402
+from lab.simulator import Costs  # noqa: E402
+from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
+from pipeline.files import write_whole  # noqa: E402
+
+PAGE = ROOT / "docs" / "certificates.md"
+MOST_RANKS, MOST_MICROBATCHES = 4, 8
+TOP = """# Certificates: how good the named schedules are
+
+Which schedule is best for so many ranks, so many micro-batches and so much room? The
+[exact search](../source_code/extensions/planning/exact_search.py) looks at every order of actions,
+so its answer is a certificate: no schedule with these stages on these ranks is shorter. Each cell
+has the shortest makespan, and below it the named schedules that reach it within the room, or how
+much longer the shortest named one is. "≤ 29, ≥ 27" is an open case: 29 is the best that is known,
+and no schedule is below 27; "–" is one in which nothing was found in time. A forward takes 1, a backward 2, and where it is split each half takes 1.
+Messages are free. *Room k*: every rank may hold k micro-batches at a time.
+
+`python tools/certificates.py` writes this page. `python source_code/search_schedule.py` does the
+same for costs of your own.
+"""
+
+
+def main():
+    parser = Parser(__doc__)
+    count = {"type": positive_integer, "metavar": "N"}
+    parser.add_argument("--ranks", help="of these pipelines only", **count)
+    parser.add_argument("--most", default=MOST_MICROBATCHES, help="micro-batches", **count)
+    parser.add_argument("--seconds", type=positive_number, default=10.0, help="for each cell")
+    arguments = parser.parse_args()
+    ranks = [arguments.ranks] if arguments.ranks else range(2, MOST_RANKS + 1)
+    page = TOP + "".join(part(p, arguments.most, arguments.seconds) for p in ranks)
+    if arguments.ranks:
+        print(page)
+    else:
+        write_whole(PAGE, page)
+
+
+def part(p, most, seconds):
+    """The tables of pipelines of `p` ranks with up to `most` micro-batches."""
+    tables = [
+        ("whole backwards", range(1, p + 1), partial(question_in_line, p, split=False)),
+        ("split backwards", range(1, 2 * p), partial(question_in_line, p, split=True)),
+        (
+            "split backwards, two stages per rank in a V, room in halves of a rank's model",
+            range(2, 2 * p + 1),
+            partial(question_in_v, p),
+        ),
+    ]
+    text = ""
+    for title, rooms, question in tables:
+        text += f"\n## {p} ranks, {title}\n\n"
+        text += "| micro-batches |" + "".join(f" room {room} |" for room in rooms) + "\n"
+        text += "|---|" + "---|" * len(rooms) + "\n"
+        for m in range(1, most + 1):
+            cells = row([question(m, room) for room in rooms], seconds)
+            text += f"| {m} |" + "".join(f" {one} |" for one in cells) + "\n"
+            print(f"{p} ranks, {title}, {m} micro-batches", file=sys.stderr, flush=True)
+    return text
+
+
+def question_in_line(p, m, room, split):
+    """One stage per rank. Split backwards hold until the weights' half, as the papers count."""
+    costs = Costs([1] * p, [2] * p, [1] * p if split else None, {})
+    return Question(tuple(range(p)), m, costs, split, (room,) * p, split)
+
+
+def question_in_v(p, m, room):
+    """Two stages per rank, there and back."""
+    places = (*range(p), *reversed(range(p)))
+    costs = Costs([1] * 2 * p, [2] * 2 * p, [1] * 2 * p, {})
+    return Question(places, m, costs, True, (room,) * p, True)
+
+
+def row(questions, seconds):
+    """The cells of questions that differ in their room, the least first.
+
+    What fits into less room fits into more. And no schedule with less room is shorter than the
+    bound of one with more.
+    """
+    answers = [search(question, seconds) for question in questions]
+    makespans = list(accumulate((one.makespan for one in answers), min))
+    bounds = list(accumulate((one.bound for one in reversed(answers)), max))[::-1]
+    return [cell(*three) for three in zip(answers, makespans, bounds)]
+
+
+def cell(answer, makespan, bound):
+    """The makespan and who reaches it, as a cell of a table."""
+    if makespan == float("inf"):
+        return "–"
+    best = [TITLES[name] for name, length in answer.known.items() if length == makespan]
+    told = ", ".join(best)
+    if not best and answer.known:
+        name = min(answer.known, key=answer.known.get)
+        told = f"{TITLES[name]} {answer.known[name]:g}"
+    number = f"**{makespan:g}**" if makespan <= bound else f"≤ {makespan:g}, ≥ {bound:g}"
+    return f"{number}<br>{told}" if told else number
+
+
+if __name__ == "__main__":
+    main()
