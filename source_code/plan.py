@@ -5,30 +5,40 @@
 Thousands of plans are compared on paper: replicas x stages x tensor parallelism in a node x
 schedule x micro-batch x cut x recomputation x sharding. MODEL is a name, sizes such as
 layers=32,hidden=4096,vocabulary=32000, or a config.json of transformers; --machine is a name or a
-JSON file. Nothing is started but by --confirm, which performs the best pipelines on this machine.
+JSON file. --this-machine measures the one you sit at, half a minute, and --save keeps the result as
+such a file. --confirm performs the best plans: those of a measured machine at full speed, those of
+any other one with real ranks whose actions last as long as forecast. Else nothing is started.
 """
 
 import sys
 from dataclasses import asdict, replace
 from subprocess import SubprocessError
 
-from extensions.planning.bound import memory_bound
+from extensions.planning.bound import lower_bound, memory_bound
 from extensions.planning.candidates import all_plans, search_plans
 from extensions.planning.confirming import bad_plan, can_be_performed, confirm
 from extensions.planning.known_models import find_model, names
-from extensions.planning.machine import machine_names, read_machine
+from extensions.planning.machine import machine_from, machine_names, read_machine
+from extensions.planning.measured_runs import (
+    measure_machine,
+    perform_here,
+    ranks_of_this_machine,
+)
 from extensions.planning.plan_tables import (
     command_of,
     confirmed_line,
+    error_line,
     memory_lines,
+    performed_line,
     published_lines,
+    range_of,
     reason_lines,
     table_lines,
 )
 from extensions.planning.reasons import limit_of
 from lab.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
-from pipeline.files import not_written, to_json
+from pipeline.files import not_written, to_json, write_output
 from pipeline.inputs import InputError
 
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
@@ -40,9 +50,9 @@ def main():
     if arguments.published:
         print("\n".join(published_lines()))
         return int(bool(not_written))
+    machine = machine_of(arguments)
     try:
         model = find_model(arguments.model, arguments.seq_len, arguments.batch_size)
-        machine = read_machine(arguments.machine, arguments.gpus)
     except InputError as error:
         reject(str(error))
     if arguments.gpus > machine.gpus_per_node and arguments.gpus % machine.gpus_per_node:
@@ -53,17 +63,21 @@ def main():
     room = arguments.memory * 1e9 if arguments.memory else USABLE * machine.memory
     machine = replace(machine, memory=room)
     plans = list(all_plans(model, machine))
+    if machine.measured:  # of the rest nothing was measured
+        plans = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
     found = search_plans(model, machine, plans, arguments.count)
     if not found.best:
         print(nothing_fits(model, machine, found))
         return 1
-    started = [plan for plan in plans if command_of(arguments.model, model, plan)]
+    started = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
     ours = search_plans(model, machine, started, arguments.count) if started else None
     if arguments.json:
         print(to_json(figures(arguments.model, model, machine, found, ours)))
     else:
         print("\n".join(in_words(arguments, model, machine, found, ours)))
-        if arguments.confirm:
+        if arguments.confirm and machine.measured:
+            print_performed(model, machine, plans, found, arguments.confirm)
+        elif arguments.confirm:
             performable = [plan for plan in plans if can_be_performed(plan)]
             print_confirmed(model, machine, performable, arguments.confirm)
     return int(bool(not_written))
@@ -74,9 +88,11 @@ def parse_arguments():
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("model", nargs="?", metavar="MODEL", help=f"{names()}, sizes, or a config.json")
     add("--machine", default="dgx-a100-80gb", help=f"{', '.join(machine_names())}, or a file")
-    add("--gpus", default=8, help="to use, all of them", **count)
-    add("--batch-size", default=128, help="sequences per update", **count)
-    add("--seq-len", default=4096, help="tokens per sequence", **count)
+    add("--this-machine", action="store_true", help="measure this one first, and plan for it")
+    add("--save", metavar="FILE", help="keep what --this-machine measures, for --machine")
+    add("--gpus", help="to use, all of them; 8, or all that were measured", **count)
+    add("--batch-size", help="sequences per update; 128, or 32 if measured", **count)
+    add("--seq-len", help="tokens per sequence; 4096, or 128 if measured", **count)
     add("--memory", type=positive_number, metavar="GB", help="of a GPU, else 0.9 of the machine's")
     add("--count", default=8, help="plans to show", **count)
     add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
@@ -91,12 +107,46 @@ def parse_arguments():
     arguments = parser.parse_args()
     if arguments.model is None and not arguments.published:
         reject(f"a model is missing; give {names()}, sizes, or a config.json")
+    if arguments.save and not arguments.this_machine:
+        reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
     for flag in ("why", "bytes"):
         if (getattr(arguments, flag) or 0) > arguments.count:
             reject(
                 f"--{flag} {getattr(arguments, flag)} is not among the --count {arguments.count}"
             )
     return arguments
+
+
+def machine_of(arguments):
+    """The Machine that the flags name, or this one, measured. Fills in what follows from it."""
+    a = arguments
+    if a.this_machine:
+        ranks = ranks_of_this_machine()
+        if a.gpus and a.gpus > ranks:
+            reject(f"--gpus {a.gpus}: {ranks} can compute at once here; use at most {ranks}")
+        ranks = a.gpus or ranks
+        print(f"measuring this machine with {ranks} at once ...", file=sys.stderr, flush=True)
+        try:
+            text = measure_machine(ranks, a.seq_len or 128)
+        except (OSError, SubprocessError) as error:
+            reject(f"--this-machine: it could not be measured: {error}")
+        if a.save:
+            write_output("--save", a.save, to_json(text, indent=1) + "\n")
+        machine = machine_from(text, ranks, "this machine")
+    else:
+        try:
+            machine = read_machine(a.machine, a.gpus or 8)
+        except InputError as error:
+            reject(str(error))
+    if machine.measured:
+        most = machine.gpus_per_node
+        if (a.gpus or most) != most:
+            reject(f"--gpus {a.gpus}: this machine was measured with {most} at once; use {most}")
+        machine = replace(machine, gpus=most)
+    a.gpus = machine.gpus
+    a.batch_size = a.batch_size or (32 if machine.measured else 128)
+    a.seq_len = a.seq_len or (128 if machine.measured else 4096)
+    return machine
 
 
 def in_words(arguments, model, machine, found, ours):
@@ -107,13 +157,13 @@ def in_words(arguments, model, machine, found, ours):
         f"{model.batch} sequences of {model.length} tokens per update, "
         f"{machine.memory / 1e9:.0f} GB usable; {found.compared:,} plans compared",
         *table_lines(model, machine, best),
-        f"All seconds +-{machine.error:.0%}: what forecasts for this machine were off by at most.",
+        error_line(machine, best),
         *([] if found.proven else ["Not proven: a plan that was not played could be faster."]),
     ]
     if ours and ours.best:
         lines += ["", "What a script of the course starts, the fastest first:"]
         lines += table_lines(model, machine, ours.best[:3])
-        lines += [command_of(arguments.model, model, one.plan) for one in ours.best[:1]]
+        lines += [command_of(arguments.model, model, machine, one.plan) for one in ours.best[:1]]
     else:
         lines += ["", "Paper only: no script of the course starts one of these plans."]
     for number, more in ((arguments.why, reason_lines), (arguments.bytes, memory_lines)):
@@ -139,6 +189,19 @@ def print_confirmed(model, machine, plans, count):
     for plan in [*best, bad_plan(model, best[0])]:
         try:
             print(confirmed_line(confirm(model, machine, plan)), flush=True)
+        except (OSError, SubprocessError) as error:
+            print(f"{plan.schedule} could not be performed: {error}", flush=True)
+
+
+def print_performed(model, machine, plans, found, count):
+    """Train a few steps of the best plans and of the worst, and print each beside its forecast."""
+    print("\nPerformed here: a training at full speed, no part of which was measured before")
+    print("replicas x stages x tensor  schedule            forecast  performed  difference")
+    worst = max(plans, key=lambda plan: lower_bound(model, machine, plan))
+    for plan in [*(one.plan for one in found.best[:count]), worst]:
+        try:
+            performed = perform_here(model, machine, plan)
+            print(performed_line(plan, performed, machine.error), flush=True)
         except (OSError, SubprocessError) as error:
             print(f"{plan.schedule} could not be performed: {error}", flush=True)
 
@@ -170,13 +233,13 @@ def figures(name, model, machine, found, ours):
         return {
             **asdict(one.plan),
             "seconds": one.update,
-            "seconds_range": [one.update * (1 - machine.error), one.update * (1 + machine.error)],
+            "seconds_range": range_of(machine, one),
             "tokens_per_second": one.tokens_per_second(model),
             "mfu": one.utilisation(model, machine),
             "bytes": one.memory,
             "bubble_over_ideal": one.bubble_over_ideal,
             "limit": limit_of(model, machine, one),
-            "command": command_of(name, model, one.plan),
+            "command": command_of(name, model, machine, one.plan),
         }
 
     return {

@@ -25,6 +25,7 @@ from pipeline.model import ModelConfig
 from pipeline.schedule import ScheduleError
 
 SMALL = Model(8, 1024, batch=16, vocabulary=32_000)
+MACHINE = Machine(8)
 
 
 def run(flags, capsys):
@@ -201,13 +202,13 @@ def test_the_command_of_a_plan_is_one_that_pretrain_llama_takes():
         Plan("zb-v", 4, 2, 1, microbatch=4, recompute="full"),
         Plan(replicas=4, microbatch=8),
     ):
-        words = shlex.split(command_of("1m", model, plan))
+        words = shlex.split(command_of("1m", model, MACHINE, plan))
         at = words.index("source_code/pretrain_llama.py")
         flags = [*words[at + 1 :], "--plan", str(plan.gpus)]
         with mock.patch.object(sys, "argv", ["pretrain_llama.py", *flags]):
             assert pretrain_llama.main() == 0
-    assert command_of("1m", model, Plan(tensor=4)) is None
-    assert command_of("llama-3-8b", model, Plan(ranks=4)) is None
+    assert command_of("1m", model, MACHINE, Plan(tensor=4)) is None
+    assert command_of("llama-3-8b", NAMED["llama-3-8b"], MACHINE, Plan(ranks=4)) is None
 
 
 def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):

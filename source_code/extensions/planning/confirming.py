@@ -74,6 +74,20 @@ def confirm(model, machine, plan, limit=120.0):
     return Confirmed(plan, factor, forecast, performed / 1000 / factor)
 
 
+def perform_schedule(schedule, costs, limit=120.0):
+    """Milliseconds of a step of `schedule` with real ranks, whose actions last as `costs` say.
+
+    `costs` in milliseconds, a list per kind and no messages. Raises subprocess.SubprocessError.
+    """
+    halves = [time / 2 for time in costs.backward]
+    costs = replace(costs, backward_weight=costs.backward_weight or halves)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "times.json"
+        file.write_text(json.dumps(times_of(schedule, costs, 1.0)))
+        output = launch(file, schedule.num_ranks, dict(os.environ), limit)
+    return float(re.search(r"^step ([\d.]+) ms", output, re.MULTILINE)[1])
+
+
 def far_hops_only(machine, plan, costs):
     """`costs` without the links inside a node, which this machine plays by itself, and with the
     second forward as a part of the backward."""
@@ -109,8 +123,13 @@ def perform(file, plan, machine, costs, factor, limit):
             DELAY_VARIABLE: str(factor * max(costs.transfer.values())),
             OCCUPANCY_VARIABLE: str(factor * max(costs.occupancy.values())),
         }
+    return launch(file, plan.ranks, environment, limit)
+
+
+def launch(file, ranks, environment, limit):
+    """What the run prints that performs a file of times."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(plan.ranks), "-m", "lab.paced_schedule", str(file)]
+    command += ["--nproc-per-node", str(ranks), "-m", "lab.paced_schedule", str(file)]
     done = subprocess.run(
         command, cwd=SOURCE, env=environment, timeout=limit, capture_output=True, text=True
     )

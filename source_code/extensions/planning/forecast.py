@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from extensions.planning.closed_forms import SECONDS_PER_DAY
-from extensions.planning.plan_memory import memory_per_rank, shard_group, weights_of
+from extensions.planning.measured import (
+    embedding_quantities,
+    head_quantities,
+    layer_quantities,
+)
+from extensions.planning.plan_memory import SPLIT, memory_per_rank, shard_group, weights_of
 from extensions.planning.traffic import all_reduce_time, gather_time, message_costs
 from extensions.planning.training_plan import Plan
 from extensions.planning.transformer import (
@@ -26,6 +31,7 @@ from pipeline.schedules import build_schedule
 
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+TENSORS_PER_LAYER = 9  # of a layer of the course's own model
 ROUNDS = 4  # of p micro-batches, after which a steady phase is one
 
 
@@ -104,6 +110,8 @@ known_schedule = lru_cache(maxsize=64)(build_schedule)  # plans that are compare
 
 def stage_costs(model, machine, plan):
     """Costs for the simulator: each stage with its own layers and its part of the ends."""
+    if machine.measured:
+        return measured_costs(model, machine, plan)
     forward, given, weight, again = layer_times(model, machine, plan)
     layers = plan.layers_of(model)
     forwards = [count * forward for count in layers]
@@ -118,14 +126,45 @@ def stage_costs(model, machine, plan):
             work = backwards[stage] + recomputed[stage]
             longer = beside(work, gathering + scattering, layers[stage]) - work
             backwards[stage] += longer
+    return Costs(
+        forwards, backwards, weights, recompute=recomputed, **all_hops(model, machine, plan)
+    )
+
+
+def all_hops(model, machine, plan):
+    """Latency and occupancy of every pair of ranks that exchange activations, as Costs take them."""
     messages = {
         pair: hop_costs(model, machine, plan, *pair)
         for stage in range(plan.stages - 1)
         for pair in both_ways(plan.rank_of(stage), plan.rank_of(stage + 1))
     }
-    latency = {pair: costs[0] for pair, costs in messages.items()}
-    occupancy = {pair: costs[1] for pair, costs in messages.items()}
-    return Costs(forwards, backwards, weights, latency, recomputed, occupancy)
+    return {
+        "transfer": {pair: costs[0] for pair, costs in messages.items()},
+        "occupancy": {pair: costs[1] for pair, costs in messages.items()},
+    }
+
+
+def measured_costs(model, machine, plan):
+    """Costs for the simulator on a machine that was measured: see measured.py."""
+    b, split = plan.microbatch, plan.schedule in SPLIT
+    times = {kind: [] for kind in "FBIW"}
+    again = []
+    for stage, layers in enumerate(plan.layers_of(model)):
+        quantities = {"action": 1, **layer_quantities(model, b, layers)}
+        inside = layer_quantities(model, b, layers)
+        if stage == 0:
+            quantities |= embedding_quantities(model, b)
+        if stage == plan.stages - 1:
+            quantities |= head_quantities(model, b)
+        for kind, column in times.items():
+            column.append(machine.measured.seconds(kind, quantities))
+        again.append(machine.measured.seconds("F", inside) if plan.recompute == "full" else 0.0)
+    whole, weights = times["B"], [one / 2 for one in times["B"]]
+    if split:
+        weights = times["W"]
+        whole = [one + other for one, other in zip(times["I"], weights)]
+    hops = all_hops(model, machine, plan)
+    return Costs(times["F"], whole, weights, recompute=again, **hops)
 
 
 def both_ways(one, other):
@@ -143,8 +182,20 @@ def layer_times(model, machine, plan):
     For one micro-batch. A backward has two products for each one of the forward, and attention in
     one kernel works its scores out again (FlashAttention). Two sums over the tensor group each way.
     """
+    if machine.measured:
+        return measured_layer_times(model, machine.measured, plan)
     kernels = plan.fused_attention, plan.sequence_parallel
     return _layer_times(model, machine, plan.microbatch, plan.tensor, plan.recompute, *kernels)
+
+
+def measured_layer_times(model, measured, plan):
+    """The same for a layer on a machine that was measured."""
+    quantities = layer_quantities(model, plan.microbatch)
+    forward, whole, first, weight = (measured.seconds(kind, quantities) for kind in "FBIW")
+    again = forward if plan.recompute == "full" else 0.0
+    if plan.schedule in SPLIT:
+        return forward, first, weight, again
+    return forward, whole / 2, whole / 2, again
 
 
 @lru_cache(maxsize=10_000)
@@ -163,6 +214,10 @@ def _layer_times(model, machine, b, t, recompute, fused, parallel):
 
 def head_times(model, machine, plan):
     """(forward, backward, the weights' part of it) of head and loss, for one micro-batch."""
+    if machine.measured:
+        quantities = head_quantities(model, plan.microbatch)
+        forward, whole, weight = (machine.measured.seconds(kind, quantities) for kind in "FBW")
+        return forward, whole, weight
     product = model.head_flops(plan.microbatch) / plan.tensor / machine.flops
     loss = logit_bytes(model, plan.microbatch, plan.tensor) / machine.memory_speed / 2
     return product + loss, 2 * product + loss, product
@@ -170,7 +225,7 @@ def head_times(model, machine, plan):
 
 def hop_costs(model, machine, plan, source, destination):
     """(latency, occupancy) of an activation, or its gradient, from one rank to another."""
-    size = BYTES_PER_VALUE * plan.microbatch * model.length * model.hidden
+    size = machine.bytes_per_value * plan.microbatch * model.length * model.hidden
     far = plan.is_far(machine, source, destination)
     return message_costs(machine, size, far, plan.tensor, plan.senders(machine))
 
@@ -194,7 +249,8 @@ def exposed_reduction(model, machine, plan, rank, last_backward):
     Gradients are ready layer by layer, so all but the sum of the last layer can run beside it.
     """
     sums = reduction_time(model, machine, plan, plan.stages_of(rank))
-    hidden = last_backward * (1 - 1 / model.layers) if plan.overlap else 0.0
+    overlap = plan.overlap and not machine.measured  # there a stage's gradients are one message
+    hidden = last_backward * (1 - 1 / model.layers) if overlap else 0.0
     return max(sums - hidden, 0.0)
 
 
@@ -204,6 +260,8 @@ def reduction_time(model, machine, plan, stages):
     weights = weights_of(model, plan, stages)
     if plan.sharding == "full" or copies == 1:
         return 0.0  # already scattered, or nothing to sum
+    if machine.measured:
+        return machine.measured.sum + machine.measured.sum_byte * 4 * weights
     if plan.sharding == "hybrid":
         size = plan.gradient_bytes * weights / inside
         return all_reduce_time(machine, size, copies // inside, 1)
@@ -217,4 +275,8 @@ def optimizer_time(model, machine, plan):
     """Seconds of the update on the rank with the most weights."""
     group = plan.replicas if plan.sharding == "optimizer" else shard_group(machine, plan)
     most = max(weights_of(model, plan, plan.stages_of(rank)) for rank in range(plan.ranks))
+    if machine.measured:
+        one = machine.measured
+        tensors = TENSORS_PER_LAYER * model.layers / plan.ranks
+        return one.update + one.update_tensor * tensors + one.update_weight * most + one.step
     return OPTIMIZER_PASS * most / group / machine.memory_speed

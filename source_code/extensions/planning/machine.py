@@ -8,6 +8,7 @@ machines/dgx-a100-80gb.json. Sizes are in bytes, times in seconds, rates per sec
 from dataclasses import dataclass
 from pathlib import Path
 
+from extensions.planning.measured import Measured, measured_from
 from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
 
 MACHINES = Path(__file__).parent / "machines"
@@ -30,7 +31,8 @@ class Machine:
     whole training reaches end to end: bubble, messages and everything that is no matrix product
     are counted apart. `peak` is the data sheet's number, which only MFU needs. `memory_speed` is
     what operations reach that only read and write. `error` is the relative error that forecasts
-    for this machine had on published runs.
+    for this machine had on published runs. `measured`, where it is there, takes the place of
+    `flops` and `memory_speed`, and `bytes_per_value` is that of an activation or a weight.
     """
 
     gpus: int
@@ -42,6 +44,8 @@ class Machine:
     memory_speed: float = 1.8e12
     peak: float = 312e12
     error: float = 0.05
+    measured: Measured | None = None
+    bytes_per_value: int = 2
 
     @property
     def card_share(self):
@@ -70,7 +74,11 @@ def read_machine(name, gpus):
     path = MACHINES / f"{name}.json" if name in known else Path(name)
     if name not in known and not path.exists():
         raise InputError(f"{name} is neither a file nor one of {', '.join(known)}")
-    text = read_json(path, MEBIBYTE)
+    return machine_from(read_json(path, MEBIBYTE), gpus, name)
+
+
+def machine_from(text, gpus, name):
+    """The Machine of a parsed JSON file. Raises InputError."""
     if not isinstance(text, dict):
         raise InputError(f"{name} holds no JSON object")
     values = {key: _number(text, key, unit, name) for key, unit in FIELDS.items()}
@@ -86,7 +94,16 @@ def read_machine(name, gpus):
         memory_speed=values["memory_gigabytes_per_second"],
         peak=values["peak_teraflops"],
         error=values["error"],
+        measured=measured_from(text["measured"], name) if "measured" in text else None,
+        bytes_per_value=_bytes_per_value(text, name),
     )
+
+
+def _bytes_per_value(text, name):
+    value = text.get("bytes_per_value", 2)
+    if value not in (2, 4, 8):
+        raise InputError(f"{name} has no 2, 4 or 8 as 'bytes_per_value'")
+    return value
 
 
 def _link(text, key, name):

@@ -15,7 +15,9 @@ from extensions.planning.transformer import (
 )
 
 STATE_BYTES = 12  # per weight: 32-bit weight, mean, mean of squares
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v")  # whose backwards have two halves
+STATE_BYTES_WHOLE = 8  # the same where the weights themselves have 32 bits
+# Schedules whose backwards have two halves.
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 FLUSHED = ("gpipe", "looped-bfs")  # all forwards first, so that all losses wait
 
 
@@ -45,15 +47,18 @@ def memory_per_rank(model, machine, plan):
     kept = kept_bytes(model, plan.microbatch, plan.tensor, plan.recompute, *kernels)
     at_work = kept_bytes(model, plan.microbatch, plan.tensor, "none", *kernels)
     loss = kept_by_loss(model, plan.microbatch, plan.tensor)
-    deferred = deferred_bytes(model, plan.microbatch, plan.tensor) / kept
+    value = machine.bytes_per_value
+    wider = value / BYTES_PER_VALUE
+    kept, at_work, loss = kept * wider, at_work * wider, loss * wider
+    deferred = wider * deferred_bytes(model, plan.microbatch, plan.tensor) / kept
     shape = plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model)
     held = held_by(*shape, deferred)
     found = []
     for rank in range(plan.ranks):
         stages = plan.stages_of(rank)
         weights = weights_of(model, plan, stages)
-        states = weights * (BYTES_PER_VALUE + plan.gradient_bytes) / group
-        states += weights * STATE_BYTES / state_group
+        states = weights * (value + plan.gradient_bytes) / group
+        states += weights * (STATE_BYTES if value < 4 else STATE_BYTES_WHOLE) / state_group
         if group > 1:  # two layers whole: one at work, one on its way
             states += (
                 2 * (BYTES_PER_VALUE + plan.gradient_bytes) * model.layer_weights / plan.tensor
@@ -67,7 +72,8 @@ def memory_per_rank(model, machine, plan):
         elif own_loss and plan.schedule in SPLIT and plan.chunks == 1:
             whole = own * kept + loss
             later = (
-                own * deferred * kept + deferred_by_loss(model, plan.microbatch, plan.tensor)
+                own * deferred * kept
+                + wider * deferred_by_loss(model, plan.microbatch, plan.tensor)
             ) / whole
             activations = held_by(*shape, later)[rank] * whole
         else:

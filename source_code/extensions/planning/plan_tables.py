@@ -1,13 +1,17 @@
 """What plan.py prints: tables of plans, the reasons of one, its memory, and the command for it."""
 
+from dataclasses import replace
+
 from extensions.planning.forecast import stage_costs
 from extensions.planning.held import held_by
+from extensions.planning.known_models import of_the_course
 from extensions.planning.plan_memory import memory_per_rank
 from extensions.planning.published import error_of, published_runs
 from extensions.planning.reasons import changes, limit_of, parts_of, rank_work
 from pipeline.schedules import SCHEDULES
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
+SHARDED_LONGER = 0.5  # than their forecast: torchtitan and MPT, of published.json
 HEADING = (
     "    replicas x stages x tensor  schedule           size  recompute  sharding   "
     "seconds  tokens/s    MFU     GB   idle  limited by"
@@ -21,7 +25,7 @@ def table_lines(model, machine, found):
         plan = one.plan
         schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
         shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
-        idle = one.bubble_over_ideal / (1 + one.bubble_over_ideal)
+        idle = max(0.0, one.bubble_over_ideal / (1 + one.bubble_over_ideal))
         lines.append(
             f"{number:2}  {shape:26}  {schedule if plan.ranks > 1 else '-':18}{plan.microbatch:5}"
             f"  {plan.recompute:9}  {plan.sharding:9}  {one.update:8.3g}"
@@ -29,6 +33,23 @@ def table_lines(model, machine, found):
             f"  {one.memory / 1e9:5.1f}  {idle:5.1%}  {limit_of(model, machine, one)}"
         )
     return lines
+
+
+def range_of(machine, found):
+    """(least, most) seconds of a Forecast: its own, and how far off those like it were at most."""
+    sharded = found.plan.sharding in ("hybrid", "full")
+    most = max(machine.error, SHARDED_LONGER if sharded else 0.0)
+    return found.update * (1 - machine.error), found.update * (1 + most)
+
+
+def error_line(machine, found):
+    """What is to be thought of the seconds in a table."""
+    line = (
+        f"All seconds +-{machine.error:.0%}: what forecasts for this machine were off by at most."
+    )
+    if any(one.plan.sharding in ("hybrid", "full") for one in found):
+        line += f" Sharded trainings of others took up to {SHARDED_LONGER:.0%} longer."
+    return line
 
 
 def reason_lines(model, machine, found):
@@ -75,24 +96,56 @@ def confirmed_line(confirmed):
     )
 
 
-def command_of(name, model, plan):
+def performed_line(plan, performed, error):
+    """A row for what was Performed at full speed; `error` is the forecast's own interval."""
+    shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
+    schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
+    inside = "inside" if abs(performed.error) <= error else "OUTSIDE"
+    most = max(performed.bytes_forecast) / max(performed.bytes_counted) - 1
+    return (
+        f"{shape:26}  {schedule:18} {performed.forecast:8.3g} s {performed.seconds:8.3g} s"
+        f" {performed.error:+10.1%}  {inside} +-{error:.0%}; bytes {most:+.1%}"
+    )
+
+
+def command_of(name, model, machine, plan):
     """The command that starts a plan, or None where no script of the course does."""
-    if name not in OF_THE_COURSE or plan.tensor > 1 or plan.sharding != "none":
+    if course_flags(name, model) is None or plan.tensor > 1 or plan.sharding != "none":
         return None
     if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute == "selective":
         return None
-    m = plan.microbatches(model)
+    start = f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
+    return " ".join([start, *flags_of(model, machine, plan, course_flags(name, model))])
+
+
+def course_flags(name, model):
+    """The flags of pretrain_llama.py for a model; None for one that is built in another way."""
+    if name in OF_THE_COURSE:
+        return ["--model", name]
+    sizes = model.layers, model.hidden, model.head_count, model.kv_heads or model.head_count
+    ours = of_the_course(*sizes, model.vocabulary)
+    if replace(ours, length=model.length, batch=model.batch) != model:
+        return None
+    words = zip(("--layers", "--dim", "--heads", "--kv-heads"), map(str, sizes))
+    return [*(word for pair in words for word in pair), "--vocabulary", str(model.vocabulary)]
+
+
+def flags_of(model, machine, plan, sizes=None):
+    """The flags with which pretrain_llama.py trains as a plan says."""
     chunks = SCHEDULES[plan.schedule].chunks and not SCHEDULES[plan.schedule].fixed_chunks
-    return " ".join(
-        [
-            f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py",
-            f"--model {name} --replicas {plan.replicas} --schedule {plan.schedule}",
-            *([f"--chunks {plan.chunks}"] if chunks else []),
-            f"--batch-size {model.batch} --microbatches {m} --seq-len {model.length}",
-            f"--recompute {'layer' if plan.recompute == 'full' else 'none'} --dtype bfloat16",
-            f"--cut {','.join(map(str, plan.layers_of(model)))}",
-        ]
-    )
+    flags = {
+        "--replicas": plan.replicas,
+        "--schedule": plan.schedule,
+        **({"--chunks": plan.chunks} if chunks else {}),
+        "--batch-size": model.batch,
+        "--microbatches": plan.microbatches(model),
+        "--seq-len": model.length,
+        "--recompute": "layer" if plan.recompute == "full" else "none",
+        "--dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[machine.bytes_per_value],
+        "--cut": ",".join(map(str, plan.layers_of(model))),
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    return [*(sizes or course_flags(None, model)), *words]
 
 
 def published_lines():

@@ -153,9 +153,13 @@ def deferred_bytes(model, sequences, tensor):
 
 
 def kept_by_loss(model, sequences, tensor):
-    """What norm, head and loss keep: three values of the width, and 32-bit logarithms of all tokens."""
+    """What norm, head and loss keep: three values of the width, and the scores of all tokens.
+
+    A GPT's in 32 bits. The course's own loss keeps them as they are, and looks at a piece at a time.
+    """
     tokens = sequences * model.length
-    return tokens * (3 * BYTES_PER_VALUE * model.hidden + 4 * model.vocabulary / tensor)
+    width = BYTES_PER_VALUE if model.gated else 4
+    return tokens * (3 * BYTES_PER_VALUE * model.hidden + width * model.vocabulary / tensor)
 
 
 def deferred_by_loss(model, sequences, tensor):

@@ -1,0 +1,167 @@
+"""A machine is measured, fitted, kept as a file, and forecasts what was not measured."""
+
+import json
+import math
+import random
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from extensions.planning import measuring
+from extensions.planning.forecast import forecast, stage_costs
+from extensions.planning.known_models import of_the_course
+from extensions.planning.machine import Machine, machine_from
+from extensions.planning.measured import (
+    KINDS,
+    REST,
+    TERMS,
+    Measured,
+    as_text,
+    embedding_quantities,
+    head_quantities,
+    layer_quantities,
+)
+from extensions.planning.measured_runs import measure_machine, perform_here
+from extensions.planning.plan_tables import flags_of
+from extensions.planning.training_plan import Plan
+from pipeline.inputs import InputError
+
+MODEL = replace(of_the_course(8, 96, 4, 2, 256), length=64, batch=16)
+# Seconds of each term; a backward twice a forward, its halves half of that.
+FORWARD = (1e-4, 2e-4, 3e-11, 1e-10, 5e-5, 2e-10, 3e-4, 4e-11, 2e-10)
+ACTIONS = tuple(tuple(factor * one for one in FORWARD) for factor in (1, 2, 1, 1))
+MEASURED = Measured(ACTIONS, 1e-3, 1e-5, 1e-8, 2e-4, 3e-10, 5e-4)
+HERE = Machine(2, gpus_per_node=2, memory=1e10, measured=MEASURED, bytes_per_value=4)
+
+
+def seconds_of(**amounts):
+    return sum(dict(zip(TERMS, FORWARD))[term] * amount for term, amount in amounts.items())
+
+
+def test_a_stage_costs_its_action_its_layers_and_its_ends():
+    plan = Plan("1f1b", 2, microbatch=2, cut=(5, 3))
+    costs = stage_costs(MODEL, HERE, plan)
+    first = seconds_of(action=1, **layer_quantities(MODEL, 2, 5), **embedding_quantities(MODEL, 2))
+    last = seconds_of(action=1, **layer_quantities(MODEL, 2, 3), **head_quantities(MODEL, 2))
+    assert costs.forward == pytest.approx([first, last], rel=1e-12)
+    assert costs.backward == pytest.approx([2 * first, 2 * last], rel=1e-12)
+    again = stage_costs(MODEL, HERE, replace(plan, recompute="full")).recompute
+    assert again[1] == pytest.approx(seconds_of(**layer_quantities(MODEL, 2, 3)), rel=1e-12)
+    split = stage_costs(MODEL, HERE, replace(plan, schedule="zb-h1"))
+    assert split.backward_weight == pytest.approx([first, last], rel=1e-12)
+
+
+def test_a_step_adds_sums_update_and_what_it_takes_besides():
+    alone = forecast(MODEL, replace(HERE, gpus=1), Plan(microbatch=4))
+    actions = stage_costs(MODEL, HERE, Plan(microbatch=4))
+    work = 4 * (actions.forward[0] + actions.backward[0])
+    weights = MODEL.parameters
+    update = 1e-3 + 1e-5 * 9 * 8 + 1e-8 * weights + 5e-4
+    assert alone.update == pytest.approx(work + update, rel=1e-3)
+    two = forecast(replace(MODEL, batch=32), HERE, Plan(replicas=2, microbatch=4))
+    assert two.update - alone.update == pytest.approx(2e-4 + 3e-10 * 4 * weights, rel=1e-2)
+
+
+def rows(noise=0.0, seed=0):
+    """Rows as measure_stages gives them, of a machine with these terms."""
+    draw = random.Random(seed)
+    found = []
+    for width in (64, 128, 256):
+        model = measuring.of_the_course_at(width, 64)
+        for count in (1, 4, 16):
+            ends = ({}, head_quantities(model, count), embedding_quantities(model, count))
+            for layers, end in ((1, 0), (3, 0), (1, 1), (1, 2)):
+                quantities = {"action": 1, **layer_quantities(model, count, layers), **ends[end]}
+                for kind in KINDS:
+                    seconds = MEASURED.seconds(kind, quantities)
+                    seconds *= 1 + noise * draw.uniform(-1, 1)
+                    found.append((width, count, kind, quantities, seconds))
+    return found
+
+
+def test_the_fit_finds_the_machine_again_and_forecasts_sizes_that_it_has_not_seen():
+    fitted = Measured(measuring.fit_actions(rows()), 0, 0, 0, 0, 0, 0)
+    unseen = {"action": 1, **layer_quantities(measuring.of_the_course_at(192, 64), 6, 2)}
+    for kind in KINDS:
+        expected = MEASURED.seconds(kind, unseen)
+        assert fitted.seconds(kind, unseen) == pytest.approx(expected, rel=1e-6)
+    assert max(measuring.left_out_errors(rows())) < 1e-6
+    noisy = sorted(measuring.left_out_errors(rows(noise=0.05)))
+    assert 0.01 < noisy[len(noisy) // 2] < 0.06
+
+
+def test_no_coefficient_is_below_0():
+    found = measuring.least_squares([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]], [3.0, 2.0, 1.0])
+    assert min(found) >= 0
+
+
+def text_of_here():
+    text = {
+        "gpus_per_node": 2,
+        "memory_gigabytes": 10,
+        "teraflops": 0.05,
+        "peak_teraflops": 0.05,
+        "memory_gigabytes_per_second": 10,
+        "inside": {"gigabytes_per_second": 2, "microseconds": 50},
+        "between": {"gigabytes_per_second": 2, "microseconds": 50},
+        "error": 0.1,
+        "bytes_per_value": 4,
+        "measured": as_text(MEASURED),
+    }
+    return json.loads(json.dumps(text))
+
+
+def test_what_was_measured_is_read_back_as_it_was():
+    machine = machine_from(text_of_here(), 2, "file")
+    assert machine.measured == MEASURED and machine.bytes_per_value == 4
+
+
+DAMAGE = [
+    (lambda text: text.update(measured=3), "'measured' of file is no JSON object"),
+    (lambda text: text["measured"].pop("actions"), "has no 'actions' with F, B, I, W"),
+    (lambda text: text["measured"]["actions"].pop("W"), "has no 'actions' with F, B, I, W"),
+    (lambda text: text["measured"]["actions"].update(F=[]), "F is no JSON object"),
+    (lambda text: text["measured"]["actions"]["B"].pop("layer"), "B of file has no 'layer'"),
+    (lambda text: text["measured"]["actions"]["I"].update(head=-1), "I of file has no 'head'"),
+    (lambda text: text["measured"].update(step=math.inf), "file has no 'step'"),
+    (lambda text: text.update(bytes_per_value=3), "has no 2, 4 or 8 as 'bytes_per_value'"),
+    *((lambda text, term=term: text["measured"].pop(term), f"has no '{term}'") for term in REST),
+]
+
+
+@pytest.mark.parametrize(("damage", "sentence"), DAMAGE, ids=[words for _, words in DAMAGE])
+def test_a_malformed_measured_machine_is_rejected_in_one_sentence(damage, sentence):
+    text = text_of_here()
+    damage(text)
+    with pytest.raises(InputError, match=sentence) as error:
+        machine_from(text, 2, "file")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.processes
+def test_this_machine_is_measured_by_two_ranks_at_once_and_a_plan_is_performed():
+    try:
+        text = measure_machine(2, 16)
+    except subprocess.SubprocessError as error:
+        pytest.fail(str(error))
+    machine = machine_from(json.loads(json.dumps(text)), 2, "this machine")
+    assert machine.gpus_per_node == 2 and machine.error >= 0.05
+    assert 0 < text["error_left_out"]["median"] <= text["error_left_out"]["nine_tenths"]
+    model = replace(of_the_course(4, 80, 2, 1, 256), length=16, batch=8)
+    plan = Plan("1f1b", 2, microbatch=2, cut=(3, 1))
+    assert "--cut" in flags_of(model, machine, plan)
+    performed = perform_here(model, machine, plan, steps=4)
+    assert performed.seconds > 0 and len(performed.bytes_counted) == 2
+    # A loaded machine may double a time, and hardly ever makes it a tenth.
+    assert -0.9 < performed.error < 2
+    for forecast_, counted in zip(performed.bytes_forecast, performed.bytes_counted):
+        assert forecast_ == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.processes
+def test_a_measurement_without_a_length_is_rejected_in_one_sentence():
+    from extensions.planning.measured_runs import launch
+
+    with pytest.raises(subprocess.SubprocessError, match="give the length of the sequences"):
+        launch(["-m", "extensions.planning.measuring", "x", "y"], 1)
