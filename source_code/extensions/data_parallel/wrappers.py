@@ -71,17 +71,31 @@ class WithDDP:
         """Nothing to wait for: the last backward has waited for the sums."""
 
 
+NEEDS_WEIGHTS = "FBI"  # a backward's half for the weights needs only what the other has left
+
+
+def freed_after(order, gathered):
+    """The actions of a rank after which a stage's weights are given up, before its last backward."""
+    using = [action for action in order if action.kind in NEEDS_WEIGHTS]
+    if gathered == "action":
+        return set(using)
+    turns = zip(using, using[1:]) if gathered == "turn" else ()
+    return {action for action, following in turns if action.stage != following.stage}
+
+
 class WithFSDP2:
     """Shards weights, gradients and the optimizer's state over the replicas, by `fully_shard`.
 
-    Each rank keeps 1 / replicas of its stages between steps. A stage's weights are collected once
-    a step and stay until its last backward (reshard_after_forward=False): collected anew for each
-    micro-batch they would travel as many times.
+    Each rank keeps 1 / replicas of its stages between steps. `gathered` says for how long a stage's
+    weights are whole once they were gathered: the "step", until its last backward; its "turn", until
+    this rank works on another stage; or one "action". The less long, the less memory, and the more
+    often they travel: weight_gathers in planning/bytes_sent.py counts it.
     """
 
-    def __init__(self, replicas, schedule):
+    def __init__(self, replicas, schedule, gathered="step"):
         self.replicas = replicas
         self.last = last_backwards(schedule, replicas.job.rank)
+        self.freed = freed_after(schedule.orders[replicas.job.rank], gathered)
         self.parts = {}
 
     def wrap(self, part, index):
@@ -99,14 +113,16 @@ class WithFSDP2:
         """Around each action of the worker."""
         part = self.parts[action.stage]
         is_last = action in self.last
-        if action.kind == "F":
-            self.collect(part)  # nothing to do after the first forward
+        if action.kind in NEEDS_WEIGHTS:
+            self.collect(part)  # nothing to do where they are whole
         if action.kind in "BI":
             part.set_is_last_backward(is_last)
             part.set_reshard_after_backward(is_last)
             part.set_requires_gradient_sync(is_last)
         if not is_last:
             yield
+            if action in self.freed:
+                self.free(part)
             return
         with awaiting_peers(self.replicas, f"its gradients of stage {action.stage}"):
             yield
@@ -119,6 +135,12 @@ class WithFSDP2:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
+
+    def free(self, part):
+        """Keep this rank's shards only, until the weights are collected again."""
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def finish(self):
         """Nothing to wait for: the last backward has waited for the sums."""

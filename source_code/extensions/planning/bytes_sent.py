@@ -48,6 +48,23 @@ def bytes_per_node(model, machine, plan):
     return sent
 
 
+def weight_gathers(order, gathered="step"):
+    """How often the weights of each stage of a rank are gathered in a step, by stage: FSDP2.
+
+    `order` has the rank's actions. "step": once, and kept until its last backward. "turn": anew
+    whenever the rank comes back from another stage, so GPipe and 1F1B with one stage per rank gather
+    once, looped BFS twice, but for the stage at which it turns round, and interleaved 1F1B at each
+    change of chunks (Lamy-Poirier 2022, arXiv 2211.05953, section 3). "action": for each forward and
+    backward. A backward's half for the weights needs no weights.
+    """
+    using = [action.stage for action in order if action.kind in "FBI"]
+    if gathered == "step":
+        return dict.fromkeys(using, 1)
+    if gathered == "turn":
+        using = [stage for stage, before in zip(using, [None, *using]) if stage != before]
+    return {stage: using.count(stage) for stage in using}
+
+
 def activation(model, plan):
     """Bytes of one micro-batch between two stages."""
     return BYTES_PER_VALUE * plan.microbatch * model.length * model.hidden
