@@ -3,9 +3,8 @@
     torchrun --standalone --nproc-per-node 2 source_code/broken_unknown_program.py
     python source_code/broken_unknown_program.py
 
-With two ranks the library trains two stages. As one process the program trains both stages itself,
-as its authors did before they had two GPUs. Of this course it has the three lines of the flight log
-that --record asks for. Whoever wants to find the fault does not read `run_schedule`.
+With two ranks the library trains two stages; as one process the program trains both itself. Of this
+course it has the three lines of the flight log. Do not read `run_schedule` if you look for the fault.
 """
 
 import argparse
@@ -58,20 +57,6 @@ class SecondHalf(nn.Module):
         return self.head(self.block(hidden, mask))
 
 
-def batch(step):
-    """Tokens and targets (rows, length), and the mask: a row holds two texts that do not mix."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, WORDS, (ROWS, LENGTH + 1), generator=generator)
-    starts = torch.randint(4, LENGTH - 4, (ROWS, 1), generator=generator)
-    text = torch.arange(LENGTH) >= starts
-    same = text[:, :, None] == text[:, None, :]
-    return tokens[:, :-1], tokens[:, 1:], same & torch.ones(LENGTH, LENGTH).tril().bool()
-
-
-def loss_of(scores, targets):
-    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--record", metavar="FOLDER", help="write a flight log")
@@ -88,16 +73,15 @@ def main():
     if num_ranks == 1:
         return train_whole(halves, arguments.record)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    step_of = run_schedule
-    if arguments.repair:
-        step_of = runpy.run_path(arguments.repair)["run_schedule"]
-    train_stage(halves[rank], rank, step_of, arguments.record)
+    defined = runpy.run_path(arguments.repair) if arguments.repair else globals()
+    train_stage(halves[rank], rank, defined["run_schedule"], arguments.record)
     dist.barrier()
     dist.destroy_process_group()
     return 0
 
 
 def train_stage(half, rank, step_of, folder):
+    """Train one half with the library; the last rank prints the losses."""
     tokens = torch.zeros(ROWS // MICROBATCHES, LENGTH, dtype=torch.long)
     between = torch.zeros(*tokens.shape, WIDTH, requires_grad=True)
     shapes = (
@@ -146,6 +130,20 @@ def train_whole(halves, folder):
         optimizer.step()
         print(f"step {step}  loss {sum(losses).item() / MICROBATCHES:.6f}", flush=True)
     return 0
+
+
+def batch(step):
+    """Tokens and targets (rows, length), and the mask: a row holds two texts that do not mix."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, WORDS, (ROWS, LENGTH + 1), generator=generator)
+    starts = torch.randint(4, LENGTH - 4, (ROWS, 1), generator=generator)
+    text = torch.arange(LENGTH) >= starts
+    same = text[:, :, None] == text[:, None, :]
+    return tokens[:, :-1], tokens[:, 1:], same & torch.ones(LENGTH, LENGTH).tril().bool()
+
+
+def loss_of(scores, targets):
+    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 if __name__ == "__main__":

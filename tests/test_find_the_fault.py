@@ -138,8 +138,23 @@ def answer_to(capsys, ask, *answers):
     return capsys.readouterr().out.strip()
 
 
-def test_the_checks_know_the_pieces_of_the_script():
-    assert {number: case.piece for number, case in check.CASES.items()} == PIECES
+@pytest.fixture(autouse=True)
+def nothing_asked():
+    check.asked.clear()
+    check.wrong.clear()
+
+
+def second_answer_to(capsys, case, *answer):
+    """What is said of a diagnosis that is not the first wrong one of its case."""
+    check.wrong[case] = [("another", ())]
+    return answer_to(capsys, check.diagnosis, case, *answer)
+
+
+def test_the_checks_know_the_pieces_of_the_scripts():
+    assert {number: case.piece for number, case in check.CASES.items()} == {
+        **PIECES,
+        check.UNKNOWN: "run_schedule",
+    }
     named = {case.fault for case in check.CASES.values()}
     assert named == set(check.FAULTS) - {"micro-batch lost"}  # which nobody commits
 
@@ -152,12 +167,12 @@ def test_a_diagnosis_is_not_attempted_right_or_explained(capsys, case):
     assert answer == f"Right: {right.found}"
     for fault in check.FAULTS:
         if fault != right.fault:
-            answer = answer_to(capsys, check.diagnosis, case, fault, right.ranks)
+            answer = second_answer_to(capsys, case, fault, right.ranks)
             assert answer.startswith(f"Not yet: '{fault}' would show ") and ". Here " in answer
             assert answer.endswith("The ranks are right")
             assert right.fault not in answer  # a colleague does not tell
     for rank in set(range(4)) - set(right.ranks):
-        answer = answer_to(capsys, check.diagnosis, case, right.fault, rank)
+        answer = second_answer_to(capsys, case, right.fault, rank)
         assert answer.startswith(f"Not yet: the fault is right, and rank {rank} does not commit it")
 
 
@@ -179,16 +194,51 @@ def test_a_diagnosis_is_not_attempted_right_or_explained(capsys, case):
             "all",
             "rank 1 does not commit it: its update took what it should",
         ),
-        (2, "the loss", 3, "choose the fault from FAULTS: swapped messages, "),
+        (2, "the loss", 3, "choose the fault from those that faults() prints; not 'the loss'"),
         (2, "scale forgotten", 4, 'name a rank from 0 to 3, a list of them or "all"; not 4'),
         (2, "scale forgotten", "rank 3", "name a rank from 0 to 3"),
-        (2, ["scale forgotten"], 3, "choose the fault from FAULTS: swapped messages, "),
-        (9, "scale forgotten", 3, "there is no case 9; they are 1 to 8"),
+        (2, ["scale forgotten"], 3, "choose the fault from those that faults() prints"),
+        (9, "swapped messages", 0, "the first difference is 1F0, which used the right input"),
+        (9, "argument left out", 0, "what differs there came from rank 1"),
+        (10, "scale forgotten", 3, "there is no case 10; they are 1 to 9"),
     ],
 )
 def test_diagnosis_explains(capsys, case, fault, ranks, sentence):
-    answer = answer_to(capsys, check.diagnosis, case, fault, ranks)
+    answer = second_answer_to(capsys, case, fault, ranks)
     assert answer.startswith("Not yet: ") and sentence in answer
+
+
+@pytest.mark.parametrize("case", list(check.CASES)[1:])
+def test_the_first_wrong_diagnosis_is_answered_with_a_question_that_tells_nothing(capsys, case):
+    right = check.CASES[case]
+    wrong_rank = next(rank for rank in range(4) if (rank,) != right.ranks)
+    for fault, ranks in [("micro-batch lost", right.ranks), (right.fault, wrong_rank)]:
+        check.wrong.clear()
+        first = answer_to(capsys, check.diagnosis, case, fault, ranks)
+        assert first.startswith(f"Not yet: '{fault}' on ") and "shows you that? " in first
+        assert not any(told in first for told in (right.shows, right.elsewhere, "The ranks are"))
+        assert (
+            answer_to(capsys, check.diagnosis, case, fault, ranks) == first
+        )  # not by asking twice
+    assert answer_to(capsys, check.diagnosis, case, "micro-batch lost", "all") != first
+    answer = answer_to(capsys, check.diagnosis, case, right.fault, right.ranks)
+    assert answer == f"Right: {right.found} (It took 2 wrong diagnoses.)"
+
+
+@pytest.mark.parametrize("case", list(check.CASES)[1:])
+def test_hints_come_one_by_one_are_counted_and_name_no_fault(capsys, case):
+    told = [answer_to(capsys, check.hint, case) for _ in range(4)]
+    for number, line in enumerate(told[:3], 1):
+        assert line.startswith(f"Hint {number} of 3 on case {case}: ")
+        assert not any(fault in line for fault in check.FAULTS)
+    assert told[3] == f"Case {case} has no further hint; you have had 3."
+    right = check.CASES[case]
+    answer = answer_to(capsys, check.diagnosis, case, right.fault, right.ranks)
+    assert answer == f"Right: {right.found} (It took 3 hints.)"
+
+
+def test_the_list_of_faults_is_printed_when_it_is_asked_for(capsys):
+    assert answer_to(capsys, check.faults).splitlines() == list(check.FAULTS)
 
 
 def test_the_broken_code_is_shown_after_the_diagnosis_only(capsys):
@@ -235,6 +285,13 @@ def before_update(weights, users):
 
 def tied_gradient(mine, other):
     return mine + other
+
+
+def run_schedule(schedule, rank, tokens, targets, mask, losses):
+    if rank == 0:
+        schedule.step(tokens, mask=mask)
+    else:
+        schedule.step(target=targets, losses=losses, mask=mask)
 
 
 @pytest.mark.parametrize("case", check.CASES)
@@ -291,6 +348,28 @@ def wrong(name):
 
         return before_update
 
+    def by_eight():
+        def loss_to_go_back_from(mean_loss, num_microbatches):
+            return mean_loss / 8
+
+        return loss_to_go_back_from
+
+    def nothing_collected():
+        def run_schedule(schedule, rank, tokens, targets, mask, losses):
+            further = {} if rank == 0 else {"target": targets}
+            schedule.step(*([tokens] if rank == 0 else []), mask=mask, **further)
+
+        return run_schedule
+
+    def mask_of_words():
+        def run_schedule(schedule, rank, tokens, targets, mask, losses):
+            if rank == 0:
+                schedule.step(tokens, mask=mask)
+            else:
+                schedule.step(target=targets, losses=losses, mask=mask | ~mask)
+
+        return run_schedule
+
     def by_ranks():
         def loss_to_go_back_from(mean_loss, num_microbatches):
             return mean_loss / (num_microbatches - 1)
@@ -310,13 +389,20 @@ def wrong(name):
     ("case", "name", "sentence"),
     [
         (1, "twice", "with your piece the ranks still wait: rank "),
-        (2, "by_ranks", "first difference from a healthy run: step 0, 3F0 on rank 3: made"),
+        (2, "by_ranks", "8 micro-batches with a mean loss of 6: you go back from 0.857143"),
+        (
+            2,
+            "by_eight",
+            "4 micro-batches with a mean loss of 6: you go back from 0.75, and the shar",
+        ),
         (3, "too_many", "11 layers on 4 stages: you cut [3, 3, 3, 3], which is 4 stages with 12"),
         (4, "no_memory", "first difference from a healthy run: step 0, 2F0 on rank 2: received"),
         (5, "backwards_first", "with your piece the ranks still wait: rank "),
         (6, "largest", "every action of step 0 is the same, and the update after it is not"),
         (7, "nothing_kept", "1B1 on rank 1: made"),
         (8, "mean", "it took a gradient of norm"),
+        (9, "nothing_collected", "append them to `losses`"),
+        (9, "mask_of_words", "the first difference from one process: step 0, 1F0 on rank 1: made"),
         (8, "raises", "with your piece a rank ended with NameError: name 'missing' is not defined"),
     ],
 )
@@ -332,6 +418,15 @@ def test_the_broken_pieces_are_no_repairs(capsys):
     assert "all others wait for stage 3, which has 5" in answer_to(
         capsys, check.repair, 3, Broken.layers_of_stages
     )
+
+
+def test_a_cut_whose_slowest_stage_is_no_slower_is_even_enough():
+    def fill_from_the_front(num_layers, num_stages):
+        most = -(-num_layers // num_stages)
+        return [max(0, min(most, num_layers - most * stage)) for stage in range(num_stages)]
+
+    assert fill_from_the_front(11, 4) == [3, 3, 3, 2] and fill_from_the_front(10, 4) == [3, 3, 3, 1]
+    assert check._uneven(fill_from_the_front) is None
 
 
 def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys):

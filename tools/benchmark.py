@@ -436,12 +436,12 @@ def measure_program_log(repeats):
     plain, recorded = [], []
     for _ in each_round("a program with a flight log", max(5, repeats)):
         with tempfile.TemporaryDirectory() as folder:
-            ranks = run_on_ranks(program_steps_in_turns, 2, folder, 12, timeout=LIMIT)
+            ranks = run_on_ranks(program_steps_in_turns, 2, folder, 8, timeout=LIMIT)
         for steps, medians in zip(ranks[0], (plain, recorded)):
             medians.append(statistics.median(steps))
     ratios = [more / less for less, more in zip(plain, recorded)]
     return [
-        Row("2 ranks, 6 million weights, 1F1B by hand: step, no log", "", plain),
+        Row("2 ranks, 6 million weights, 8,192 positions, 1F1B by hand: step, no log", "", plain),
         Row("the same with a flight log", "", recorded),
         Row("with a flight log over without", "at most 1.05", ratios, "{:.3f}"),
     ]

@@ -81,7 +81,7 @@ def program_steps_in_turns(rank, folder, steps):
             part.forward = observed
         else:
             del part.forward
-        rows = torch.randn(8, 2, 128, 256)
+        rows = torch.randn(8, 8, 128, 256)  # 8,192 positions
         dist.barrier()
         start = time.perf_counter()
         optimizer.zero_grad()

@@ -98,9 +98,11 @@ class WatchedStage:
         A program that writes into `weight.data` is not counted by autograd; so a few values are
         looked at, too.
         """
-        weights = [w.detach() for w in self.part.parameters()]
-        few = [w.reshape(-1)[: 1 if w.numel() < 64 else 2].double() for w in weights]
-        counted = [(w.data_ptr(), w._version) for w in self.part.parameters()]
+        weights = list(self.part.parameters())
+        few = [
+            weight.detach().view(-1)[:2].double() for weight in weights if weight.is_contiguous()
+        ]
+        counted = [(weight.data_ptr(), weight._version) for weight in weights]
         return counted, torch.cat(few).tolist() if few else []
 
 

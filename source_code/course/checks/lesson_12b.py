@@ -8,7 +8,8 @@ import shutil
 import textwrap
 
 from course import launch
-from course.checks.answer import NotAttempted, WrongAnswer, call, checked
+from course.checks.answer import NotAttempted, WrongAnswer, call, checked, close, many
+from course.debugging.cases import CASES, FAULTS, IN_ACTIONS, IN_UPDATES
 from course.debugging.comparing import compare
 from course.source import source_of
 from lab.flight_log_reader import RecordingError, read_recording
@@ -16,126 +17,42 @@ from lab.flight_log_reader import RecordingError, read_recording
 SCRIPT = "broken_pipelines.py"
 FAULTY_CODE = "broken/pipelines/faults.py"
 RANKS = 4
-# What each fault would show, for those who name it where it is not.
-FAULTS = {
-    "swapped messages": "a rank that sends what it made of another micro-batch",
-    "scale forgotten": "on the last rank a share of the loss that is too large by a whole factor",
-    "uneven cut": "the right losses, and a rank that works while all others wait for it",
-    "buffer used twice": "a forward that is right in all it used and made, and a backward of the "
-    "same micro-batch that is wrong although it received the right gradient",
-    "receives in the wrong order": "a recording that ends in the middle, with ranks that wait",
-    "clipping by stage": "actions that are right, and updates that take another fraction of what "
-    "was gathered on each stage",
-    "no stash": "a backward that used another version of the weights than its forward",
-    "tied weights drift": "actions that are right, and an update that takes another gradient on "
-    "the two ranks that share a matrix, and only there",
-    "micro-batch lost": "a rank that has gathered nothing new after one of its backwards",
-}
+UNKNOWN = 9  # the case that is no script of the course: two ranks, and one process beside it
+UNKNOWN_SCRIPT = "broken_unknown_program.py"
+asked = {}  # case -> how many hints have been asked for
+wrong = {}  # case -> the wrong diagnoses so far, each once
 
 
-class Case:
-    """One broken pipeline: what is wrong where, what a recording shows of it, what it teaches."""
-
-    def __init__(self, piece, fault, ranks, shows, elsewhere, found, cured):
-        self.piece, self.fault, self.ranks = piece, fault, ranks
-        self.shows = shows  # of the first difference, without naming the fault
-        self.elsewhere = elsewhere  # said to whom names another rank
-        self.found, self.cured = found, cured
+def faults():
+    """Print the faults to choose from. One of them nobody has committed."""
+    print("\n".join(FAULTS))
 
 
-CASES = {
-    1: Case(
-        "next_to_send",
-        "swapped messages",
-        (1,),
-        "the first difference is 1F0, which used and made what it should",
-        "rank 1 already put the wrong tensor on the wire; what differs on other ranks came in with it",
-        "rank 1 sends what it made of micro-batch 1 as if it were that of micro-batch 0.",
-        "first in, first out: a receiver knows messages by their order alone.",
-    ),
-    2: Case(
-        "loss_to_go_back_from",
-        "scale forgotten",
-        (3,),
-        "the first difference is 3F0, which used what it should, and what it made is exactly eight "
-        "times as large",
-        "its gradients are eight times too large as they arrive; follow the messages back to where "
-        "they begin",
-        "every gradient begins at the loss, on the last rank, and there the eighth is missing. That "
-        "the loss falls faster is no comfort: it is a step of eight times the length.",
-        "the sum over micro-batches is the gradient of the batch's mean again.",
-    ),
-    3: Case(
-        "layers_of_stages",
-        "uneven cut",
-        (3,),
-        "all losses are those of one process; nothing is computed wrongly, it takes too long",
-        "look at who waits: that rank does, in every round, and for whom?",
-        "rank 3 has five of eleven layers, and a pipeline is as fast as its slowest stage.",
-        "no stage has more than one layer beyond any other.",
-    ),
-    4: Case(
-        "keep_activation",
-        "buffer used twice",
-        (2,),
-        "the first difference is 2B0, which received the right gradient; its forward used and made "
-        "what it should",
-        "what differs on that rank came with a gradient; go back to the first action that received "
-        "what it should and made something else",
-        "by the time of 2B0 the memory that 2F0 had used holds the activation of another micro-batch.",
-        "what a backward will need belongs to it until then.",
-    ),
-    5: Case(
-        "order_of_receives",
-        "receives in the wrong order",
-        (2,),
-        "the recording ends in the middle, and up to there nothing differs",
-        "that rank waits for what its next action needs, as it should; one rank waits for something "
-        "that its next action does not need",
-        "rank 2 has its next backward before it and waits for the activation of a later forward.",
-        "a rank waits for its messages in the order in which its actions need them.",
-    ),
-    6: Case(
-        "norm_to_clip_by",
-        "clipping by stage",
-        (0, 1, 2, 3),
-        "every action of the first step is the same, and then every update takes another gradient",
-        "compare what was gathered with what the update took, rank by rank",
-        "each rank shortened its gradient by a factor of its own, so that the direction changed.",
-        "one norm of the whole model, one factor for all.",
-    ),
-    7: Case(
-        "before_update",
-        "no stash",
-        (1,),
-        "the first difference is 1B1, which received the right gradient and used version 1 of the "
-        "weights; 1F1 used version 0",
-        "its backwards use the version of their forwards; look for the rank where they do not",
-        "on rank 1 the update changed the weights in place while mini-batches were under way.",
-        "who still needs the old version keeps its memory, and the update writes into new.",
-    ),
-    8: Case(
-        "tied_gradient",
-        "tied weights drift",
-        (0, 3),
-        "every action of the first step is the same, and the update takes another gradient on "
-        "ranks 0 and 3, while on ranks 1 and 2 it takes the right one",
-        "its update took what it should; the two that did not share something",
-        "the embedding and the head began as one matrix, and after the first update they are two.",
-        "both add the gradients of both, and so both stay one matrix.",
-    ),
-}
-IN_ACTIONS = ("swapped messages", "scale forgotten", "buffer used twice", "no stash")
-IN_UPDATES = ("clipping by stage", "tied weights drift")
+def hint(case):
+    """Print the next hint on a case, and which of how many it is."""
+    try:
+        hints = _case(case).hints
+    except WrongAnswer as error:
+        print(error)
+        return
+    number = asked.get(case, 0)
+    if number == len(hints):
+        print(f"Case {case} has no further hint; you have had {number}.")
+        return
+    asked[case] = number + 1
+    print(f"Hint {number + 1} of {len(hints)} on case {case}: {hints[number]}")
 
 
 def diagnosis(case, fault, ranks):
-    """`fault` is one of FAULTS; `ranks` is the rank that commits it, a list of several, or "all"."""
-    checked(lambda *_: CASES[case].found, "diagnosis")(_check_diagnosis)(case, fault, ranks)
+    """`fault` is one of those that faults() prints; `ranks` is the rank that commits it, a list of
+    several, or "all"."""
+    checked(lambda *_: f"{CASES[case].found}{_tally(case)}", "diagnosis")(_check_diagnosis)(
+        case, fault, ranks
+    )
 
 
 def repair(case, function):
-    """`function` takes the place of the broken piece, under its name; four ranks train with it."""
+    """`function` takes the place of the broken piece, under its name; the ranks train with it."""
     checked(lambda *_: CASES[case].cured, "repair")(_check_repair)(case, function)
 
 
@@ -143,8 +60,11 @@ def broken_piece(case, fault, ranks):
     """The code with the fault, for those who have found it: what a notebook shows."""
     try:
         found = None not in (fault, ranks) and ... not in (fault, ranks)
-        if found and _check_diagnosis(case, fault, ranks) is None:
-            return source_of(FAULTY_CODE, f"Broken.{CASES[case].piece}")
+        if found and _complaint_on(case, fault, ranks) is None:
+            piece = CASES[case].piece
+            if case == UNKNOWN:
+                return source_of(UNKNOWN_SCRIPT, piece)
+            return source_of(FAULTY_CODE, f"Broken.{piece}")
     except WrongAnswer:
         pass
     print("The broken code is shown here once the diagnosis is right.")
@@ -157,10 +77,45 @@ def _case(number):
     return CASES[number]
 
 
+def _tally(case):
+    """What a right diagnosis has taken, if more than a look at the recordings."""
+    taken = []
+    if asked.get(case):
+        taken.append(many(asked[case], "hint"))
+    if wrong.get(case):
+        count = len(wrong[case])
+        taken.append(f"{count} wrong diagnos{'is' if count == 1 else 'es'}")
+    return f" (It took {' and '.join(taken)}.)" if taken else ""
+
+
 def _check_diagnosis(number, fault, ranks):
+    """The first wrong diagnosis of a case is answered with a question, the next with evidence."""
+    complaint = _complaint_on(number, fault, ranks)
+    if complaint is None:
+        return None
+    answers = wrong.setdefault(number, [])
+    answer = fault, _as_ranks(ranks)
+    if answer not in answers:
+        answers.append(answer)
+    if answer != answers[0]:
+        return complaint
+    return (
+        f"'{fault}' on {_in_words(answer[1])} would show {FAULTS[fault]}. Which action, or which "
+        "number of the run, shows you that? Look again; your next answer is answered with evidence"
+    )
+
+
+def _in_words(ranks):
+    if len(ranks) == RANKS:
+        return "all ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+
+
+def _complaint_on(number, fault, ranks):
+    """What the recording says against a diagnosis; None for the right one."""
     case = _case(number)
     if fault not in list(FAULTS):
-        raise WrongAnswer(f"choose the fault from FAULTS: {', '.join(FAULTS)}; not {fault!r}")
+        raise WrongAnswer(f"choose the fault from those that faults() prints; not {fault!r}")
     named = _as_ranks(ranks)
     if fault != case.fault:
         sentence = f"'{fault}' would show {FAULTS[fault]}. Here {_against(number, fault)}"
@@ -195,7 +150,7 @@ def _as_ranks(ranks):
 def _against(number, fault):
     """What the recording of a case shows that speaks against a fault."""
     case = CASES[number]
-    if number == 5:
+    if number in (5, UNKNOWN):
         return case.shows
     if fault == "receives in the wrong order":
         return "every rank comes to the end of its recording"
@@ -213,10 +168,11 @@ def _against(number, fault):
 def _check_repair(number, function):
     case = _case(number)
     file = _write_piece(case.piece, function)
-    if number == 3:
-        complaint = _uneven(function)
-        if complaint:
-            return complaint
+    complaint = {2: _unscaled, 3: _uneven}.get(number, lambda _: None)(function)
+    if complaint:
+        return complaint
+    if number == UNKNOWN:
+        return _explain_unknown(file)
     folder = file.with_name(f"repaired_{number}")
     try:
         _run(f"--case {number} --repair {file} --verify --timeout 5 --record {folder}", folder)
@@ -273,6 +229,47 @@ def _uneven(function):
         if most > math.ceil(num_layers / num_stages):  # the slowest stage sets the pace
             stage = layers.index(most)
             return f"{case}; all others wait for stage {stage}, which has {most}"
+    return None
+
+
+def _unscaled(function):
+    """What is wrong with a share of the loss, for other numbers of micro-batches than the run's."""
+    for count in (8, 4, 5):
+        answer = call(function, 6.0, count)
+        try:
+            right = close(float(answer), 6.0 / count)
+        except (TypeError, ValueError):
+            raise WrongAnswer(f"a mean loss of 6 gives {answer!r}; return a number") from None
+        if not right:
+            return (
+                f"{count} micro-batches with a mean loss of 6: you go back from {float(answer):g}, "
+                "and the shares of all have to add up to the mean of the batch"
+            )
+    return None
+
+
+def _explain_unknown(file):
+    """What is still wrong with the program that is not the course's, beside one process."""
+    folder, healthy = file.with_name("repaired_9"), file.with_name("healthy_9")
+    for each in (folder, healthy):
+        shutil.rmtree(each, ignore_errors=True)
+    try:
+        run = launch.run(
+            f"{UNKNOWN_SCRIPT} --record {folder} --repair {file}",
+            2,
+            warm=True,
+            show=False,
+            limit=60,
+        )
+    except launch.RunFailed as failed:
+        raised = re.findall(r"^(\w*(?:Error|Exception)\b.+)$", str(failed), re.MULTILINE)
+        return f"with your piece a rank ended with {raised[-1] if raised else str(failed)}"
+    whole = launch.run(f"{UNKNOWN_SCRIPT} --record {healthy}", 1, warm=True, show=False, limit=60)
+    first = compare(read_recording(folder), read_recording(healthy))
+    if first:
+        return f"the first difference from one process: {first.sentence}"
+    if run.losses != whole.losses:
+        return "every action is right, and the losses are not printed: append them to `losses`"
     return None
 
 

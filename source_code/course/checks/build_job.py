@@ -1,0 +1,176 @@
+"""Lesson 11's job script: what SLURM would do with it, and on a cluster what it did with it."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from course.checks.answer import WrongAnswer, checked
+from course.launch import ROOT
+
+NODES, RANKS = 2, 4
+PROGRAM = ["source_code/gpipe.py", "--steps", "2"]
+LOSSES = [5.929890, 5.242678]  # of lesson 02, whose model it trains
+LONGEST = 30  # minutes that a job of two steps may ask for
+FAILED = 3  # the status of the srun that stands in for a rank that fails
+SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
+# Stands in for srun: writes its words down, one per line, and fails as a rank would.
+STAND_IN = f"""#!/bin/sh
+printf '%s\\n' "$@" > "$SRUN_WORDS"
+exit {FAILED}
+"""
+
+
+@checked(
+    "four ranks start on two nodes, neighbours side by side, and a rank that fails fails the job."
+)
+def job_script(job, cluster):
+    """`job` is the text of a job script; the words after its name are what the ranks are to run.
+
+    The script runs once with a srun that only writes down how it was called, and on a real
+    `cluster` (course/cluster.py) as a job.
+    """
+    if not isinstance(job, str):
+        raise WrongAnswer("give the script as a text, in three quotes")
+    text = job.strip() + "\n"
+    complaint = _complaint_on_options(text) or _complaint_on_call(text)
+    if complaint or not (cluster and cluster.is_real):
+        return complaint
+    return _complaint_on_job(text, cluster)
+
+
+def options_of(text):
+    """{long name: value} of the options that SLURM reads: up to the first command."""
+    options = {}
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            break
+        if line.startswith("#SBATCH"):
+            options |= _options_in(line.removeprefix("#SBATCH").split("#")[0].split())
+    return options
+
+
+def _options_in(words):
+    """The same in a list of words, as in ["--nodes=2", "-t", "10"]."""
+    options = {}
+    for word, following in zip(words, [*words[1:], ""]):
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("--"):
+            options[name] = value if equals else following
+        elif word.startswith("-") and name[:1] in SHORT:
+            options[SHORT[name[0]]] = name[1:] or following
+    return options
+
+
+def _complaint_on_options(text):
+    lines, options = text.splitlines(), options_of(text)
+    if not lines[0].startswith("#!"):
+        return "sbatch takes a script only if its first line names a shell, as in #!/bin/bash"
+    for number, line in enumerate(lines, 1):
+        if re.match(r"#\s+SBATCH\b|##+\s*SBATCH\b", line):
+            return f"line {number}, '{line}', is a comment to SLURM: an option begins with #SBATCH"
+    commands = [number for number, line in enumerate(lines) if line.strip() and line[0] != "#"]
+    for number, line in enumerate(lines):
+        if line.startswith("#SBATCH") and commands and number > commands[0]:
+            return f"SLURM reads options up to the first command; line {number + 1} comes after it"
+    if options.get("nodes") != str(NODES):
+        asked = f"{options['nodes']} nodes" if "nodes" in options else "no number of nodes"
+        return f"your script asks for {asked}; the ranks are to be on {NODES}"
+    per_node, total = options.get("ntasks-per-node"), options.get("ntasks")
+    if per_node != str(RANKS // NODES) and (per_node or total != str(RANKS)):
+        return f"srun starts a process for each task: ask for {RANKS // NODES} tasks per node"
+    minutes = _minutes(options.get("time", ""))
+    if minutes is None:
+        return "your script names no time limit, or none that SLURM reads: a job that hangs costs all of it"
+    if minutes > LONGEST:
+        return f"two steps take seconds, and your job may hold its nodes for {minutes:g} minutes"
+    return None
+
+
+def _minutes(limit):
+    """SLURM's MINUTES, MINUTES:SECONDS or HOURS:MINUTES:SECONDS in minutes; None for other text."""
+    if not re.fullmatch(r"\d+(:\d\d){0,2}", limit):
+        return None
+    parts = [int(part) for part in limit.split(":")]
+    hours = parts.pop(0) if len(parts) == 3 else 0
+    return 60 * hours + parts[0] + (parts[1] / 60 if len(parts) > 1 else 0)
+
+
+def _complaint_on_call(text):
+    """Run the script with a srun that fails; look at how it was called and what came of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "srun").write_text(STAND_IN)
+        (folder / "srun").chmod(0o755)
+        (folder / "job.sbatch").write_text(text)
+        words = folder / "words"
+        environment = {
+            **os.environ,
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "SRUN_WORDS": str(words),
+            **{"SLURM_JOB_ID": "4711", "SLURM_NNODES": str(NODES), "SLURM_NTASKS": str(RANKS)},
+        }
+        ended = _run(["bash", str(folder / "job.sbatch"), *PROGRAM], environment)
+        called = words.read_text().splitlines() if words.exists() else None
+    if called is None:
+        last = (ended.stderr.strip().splitlines() or [""])[-1]
+        return "your script calls no srun, so its program runs once, on the first node only" + (
+            f" ({last})" if last else ""
+        )
+    own = options_of(text) | _options_in([word for word in called if word not in PROGRAM])
+    if called[-len(PROGRAM) :] != PROGRAM:
+        return (
+            f"the ranks were to run '{' '.join(PROGRAM)}', the words after the script's name, and "
+            f"srun was told '{' '.join(called)[:80]}'; pass them on with \"$@\""
+        )
+    if not any("python" in Path(word).name for word in called[: -len(PROGRAM)]):
+        return 'srun is to start "$PYTHON" with these words: a .py file is no program by itself'
+    if not own.get("distribution", "").startswith("block"):
+        return (
+            "nothing says how ranks are numbered: where SLURM's default is cyclic, every message "
+            "of the pipeline crosses the network"
+        )
+    if not {"-K", "-K1", "--kill-on-bad-exit", "--kill-on-bad-exit=1"} & set(called):
+        return "one rank fails, and the others wait for it until the limit: srun has an option for that"
+    if ended.returncode == 0:
+        return (
+            f"srun ended with status {FAILED}, and your script with 0: SLURM would call the job "
+            "COMPLETED. The status of a script is that of its last command"
+        )
+    return None
+
+
+def _run(words, environment):
+    try:
+        return subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=20,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise WrongAnswer(
+            "your script waits for something without end, before it starts a rank"
+        ) from None
+
+
+def _complaint_on_job(text, cluster):
+    file = ROOT / "build" / "11_my_job.sbatch"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    words = f"--export=ALL,PYTHON={sys.executable} {file.relative_to(ROOT)} {' '.join(PROGRAM)}"
+    with contextlib.redirect_stdout(io.StringIO()):
+        answer = cluster.submit("", words, may_fail=True, show=False)
+    lines = [line for line in answer.output.splitlines() if line.strip()]
+    if answer.state != "COMPLETED":
+        return f"the job ended as {answer.state}; its last line: {lines[-1] if lines else 'none'}"
+    nodes = re.search(r"of nodes (.*), ", answer.output)
+    names = nodes[1].split() if nodes else []
+    if len(names) != RANKS or names != sorted(names) or len(set(names)) != NODES:
+        return f"the ranks were on {', '.join(names) or 'one node'}, not two on each of two nodes"
+    if [round(loss, 6) for loss in answer.losses] != LOSSES:
+        return f"the losses were {answer.losses}, and those of lesson 02 are {LOSSES}"
+    return None

@@ -1,0 +1,105 @@
+"""What is said of job scripts for lesson 11, without a cluster."""
+
+import pytest
+
+from course.checks import build_job
+from course.cluster import Answer
+
+RIGHT = """\
+#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=10
+srun --distribution=block --kill-on-bad-exit=1 "$PYTHON" "$@"
+"""
+
+
+def answer_to(capsys, text):
+    build_job.job_script(text, 0)
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("--ntasks-per-node=2", "--ntasks=4"),
+        ("--time=10", "--time=00:10:00"),
+        ("--time=10", "-t 5:30"),
+        ("--nodes=2", "-N 2  # two of them"),
+        ("#SBATCH --time=10", "#SBATCH --time=10\n#SBATCH --distribution=block:block\n# a word"),
+        ("srun ", "export OMP_NUM_THREADS=1\nexec srun "),
+        ('"$PYTHON" "$@"', '"$PYTHON" "$@" || exit $?\necho done'),
+        ("--kill-on-bad-exit=1", "--kill-on-bad-exit"),
+        ("--kill-on-bad-exit=1", "-K1"),
+    ],
+)
+def test_job_scripts_that_do_it(capsys, before, after):
+    answer = answer_to(capsys, RIGHT.replace(before, after, 1))
+    assert answer.startswith("Right: four ranks start on two nodes"), answer
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ("#!/bin/bash\n", "", "its first line names a shell"),
+        ("#SBATCH --nodes", "# SBATCH --nodes", "line 2, '# SBATCH --nodes=2', is a comment"),
+        ("#SBATCH --time", "cd build\n#SBATCH --time", "line 5 comes after it"),
+        ("#SBATCH --nodes=2\n", "", "asks for no number of nodes; the ranks are to be on 2"),
+        ("--nodes=2", "--nodes=4", "asks for 4 nodes"),
+        ("--ntasks-per-node=2", "--ntasks-per-node=4", "ask for 2 tasks per node"),
+        ("#SBATCH --time=10\n", "", "names no time limit"),
+        ("--time=10", "--time=12:00:00", "may hold its nodes for 720 minutes"),
+        ('srun --distribution=block --kill-on-bad-exit=1 "$PYTHON" "$@"', "true", "calls no srun"),
+        ('"$@"', "source_code/gpipe.py", 'pass them on with "$@"'),
+        ('"$PYTHON" "$@"', '"$@"', 'srun is to start "$PYTHON"'),
+        ("--distribution=block ", "", "every message of the pipeline crosses the network"),
+        ("--distribution=block", "--distribution=cyclic", "crosses the network"),
+        ("--kill-on-bad-exit=1 ", "", "the others wait for it until the limit"),
+        ("--kill-on-bad-exit=1", "--kill-on-bad-exit=0", "the others wait for it until the limit"),
+        ('"$@"\n', '"$@"\necho done\n', "srun ended with status 3, and your script with 0"),
+    ],
+)
+def test_job_scripts_that_do_not(capsys, before, after, sentence):
+    assert before in RIGHT
+    answer = answer_to(capsys, RIGHT.replace(before, after, 1))
+    assert answer.startswith("Not yet: ") and sentence in answer, answer
+
+
+def test_a_script_is_a_text_and_a_stub_is_not_attempted(capsys):
+    assert "give the script as a text" in answer_to(capsys, 3)
+    assert answer_to(capsys, ...).startswith("Not attempted yet")
+
+
+class Queue:
+    """A cluster that answers with what a test says."""
+
+    is_real = True
+
+    def __init__(self, output, state="COMPLETED"):
+        self.answer = Answer(output, state)
+
+    def submit(self, name, words, may_fail, show):
+        assert words.endswith("build/11_my_job.sbatch source_code/gpipe.py --steps 2")
+        return self.answer
+
+
+RAN = "gpipe: 4 ranks on cpu of nodes a a b b, gloo messages\nstep 0  loss 5.929890\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("output", "state", "sentence"),
+    [
+        (f"{RAN}step 1  loss 5.242678\n", "COMPLETED", "Right: "),
+        (f"{RAN}step 1  loss 5.242679\n", "COMPLETED", "those of lesson 02 are"),
+        ("python: no such file", "FAILED", "ended as FAILED; its last line: python: no such file"),
+        (RAN.replace("a a b b", "a b a b"), "COMPLETED", "the ranks were on a, b, a, b, not two"),
+        ("gpipe: 1 rank on cpu", "COMPLETED", "the ranks were on one node"),
+    ],
+)
+def test_what_a_cluster_says_is_told(capsys, output, state, sentence):
+    build_job.job_script(RIGHT, Queue(output, state))
+    assert sentence in capsys.readouterr().out
