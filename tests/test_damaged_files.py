@@ -15,6 +15,7 @@ import zipfile
 import pytest
 import torch
 from damage import INPUTS, damaged, generator, replace
+from test_measured import MODEL, text_of_here
 
 from course import launch
 from course.debugging.comparing import compare
@@ -22,7 +23,11 @@ from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
 from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.checkpointing.exported import export, read_exported
+from extensions.planning.forecast import forecast
+from extensions.planning.known_models import find_model
+from extensions.planning.machine import Machine, read_machine
 from extensions.planning.partition import PartitionError, plan_stages, read_profile
+from extensions.planning.training_plan import Plan
 from extensions.pretraining.token_files import check_folder, load_tokens
 from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
 from lab.figures import draw_timelines
@@ -149,6 +154,31 @@ def test_profiles(tmp_path):
         return plan_stages(read_profile(path), 2, 1e9).seconds_per_minibatch >= 0
 
     assert all(attack("profiles", path, read, PartitionError))
+
+
+def test_machines_that_were_measured(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(text_of_here()))
+    model, plan = MODEL, Plan("1f1b", 2, microbatch=2)
+
+    def read(path):
+        machine = read_machine(str(path), 2)
+        return forecast(model, machine, plan).update >= 0
+
+    assert all(attack("machines", path, read, InputError))
+
+
+def test_configs_of_models(tmp_path):
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    path.write_text(json.dumps({**sizes, "hidden_act": "silu", "vocab_size": 300}))
+    machine = Machine(2)
+
+    def read(path):
+        model = find_model(str(path), 32, 4)
+        return model.parameters > 0 and forecast(model, machine, Plan()).update > 0
+
+    assert all(attack("configs", path, read, InputError))
 
 
 def test_tokenizers(tmp_path):
