@@ -8,18 +8,27 @@ import importlib.util
 import itertools
 import json
 import multiprocessing
+import re
 import sys
 
 import pytest
 import torch
 from mutated import mutated
 
-from course.checks import lesson_06
+from course.checks import (
+    build_library,
+    build_recompute,
+    build_save,
+    build_sums,
+    library_mistakes,
+)
 from course.checks.answer import NOT_ATTEMPTED
+from course.checks.reader_on_ranks import run_script
 from course.launch import ROOT, warm_up
+from pipeline.schedules import gpipe, zb_v
 
 pytestmark = pytest.mark.processes
-warm_up("torch._dynamo")
+warm_up("torch._dynamo", "torch.distributed.pipelining", "extensions.torch_pipelining.library")
 numbers = itertools.count()
 
 
@@ -38,22 +47,47 @@ def solution(notebook, *names):
     return "\n\n\n".join(found)
 
 
+def solution_file(notebook, name):
+    """The program that a cell of a solutions notebook writes into the file `name`."""
+    cells = json.loads((ROOT / f"notebooks/solutions/{notebook}.ipynb").read_text())["cells"]
+    first = f"%%writefile {{{name}}}\n"
+    (text,) = (t for t in ("".join(cell["source"]) for cell in cells) if t.startswith(first))
+    return text.removeprefix(first)
+
+
 SOLUTIONS = {
     "recomputing_backward": solution("06_activation_checkpointing", "backward"),
+    "training_program": solution_file("08_torch_pipelining", "mine"),
+    "clipping_program": solution_file("08_torch_pipelining", "clipped"),
+    "save_and_restore": solution("07_distributed_checkpointing", "save", "restore"),
+    "sums_in_time": solution("10_data_parallel", "after"),
 }
-NAMES = {"recomputing_backward": ["backward"]}
-CHECKS = {"recomputing_backward": lesson_06.recomputing_backward}
+NAMES = {  # of functions; the others are whole files
+    "recomputing_backward": ["backward"],
+    "save_and_restore": ["save", "restore"],
+    "sums_in_time": ["after"],
+}
+CHECKS = {
+    "recomputing_backward": build_recompute.recomputing_backward,
+    "training_program": build_library.training_program,
+    "clipping_program": build_library.clipping_program,
+    "save_and_restore": build_save.save_and_restore,
+    "sums_in_time": build_sums.sums_in_time,
+}
 
 
-def written(tmp_path, text, names):
-    """The functions `names` of a file with `text`, as a reader's cell defines them."""
+def written(tmp_path, text, exercise):
+    """What the check of `exercise` is given: the functions in `text`, or the path of a file."""
     path = tmp_path / f"cell_{next(numbers)}.py"
+    if exercise not in NAMES:
+        path.write_text(text)
+        return [path]
     path.write_text("import torch\n\n\n" + text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    return [getattr(module, name) for name in names]
+    return [getattr(module, name) for name in NAMES[exercise]]
 
 
 def answer_to(tmp_path, capsys, exercise, *edits):
@@ -61,7 +95,7 @@ def answer_to(tmp_path, capsys, exercise, *edits):
     for old, new in edits:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    CHECKS[exercise](*written(tmp_path, text, NAMES[exercise]))
+    CHECKS[exercise](*written(tmp_path, text, exercise))
     assert multiprocessing.active_children() == []
     return capsys.readouterr().out.strip()
 
@@ -71,15 +105,40 @@ def test_a_solution_is_right(exercise, tmp_path, capsys):
     assert answer_to(tmp_path, capsys, exercise).startswith("Right: ")
 
 
-@pytest.mark.parametrize("exercise", SOLUTIONS)
+@pytest.mark.parametrize("exercise", NAMES)
 def test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted(exercise, tmp_path, capsys):
     count = len(NAMES[exercise])
     for nonsense in ("0F0", 3, lambda: 1, print, int):
         CHECKS[exercise](*[nonsense] * count)
         assert capsys.readouterr().out.startswith("Not yet: this exercise asks for a function")
     stubs = "\n\n\n".join(f"def {name}(*all):\n    ..." for name in NAMES[exercise])
-    CHECKS[exercise](*written(tmp_path, stubs, NAMES[exercise]))
+    CHECKS[exercise](*written(tmp_path, stubs, exercise))
     assert capsys.readouterr().out.strip() == NOT_ATTEMPTED
+
+
+@pytest.mark.parametrize("check", [build_library.training_program, build_library.clipping_program])
+def test_a_file_is_not_attempted_unfinished_or_no_python(check, tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    for text, sentence in [
+        (None, NOT_ATTEMPTED),
+        ("...\n", NOT_ATTEMPTED),
+        ("import torch\n...\n", "Not yet: line 2 of mine.py still has its ..."),
+        ("import torch\nfor step in\n", "Not yet: line 2 of mine.py is no Python"),
+    ]:
+        if text:
+            path.write_text(text)
+        check(path)
+        assert capsys.readouterr().out.startswith(sentence)
+
+
+def test_every_mistake_with_the_library_has_losses_of_its_own():
+    """So that the check never blames one for another, on four ranks and on two."""
+    for num_ranks, clip in itertools.product((4, 2), (None, "whole")):
+        more = library_mistakes.CLIPS if clip else []
+        changes = [{}, *(changed for changed, _ in [*library_mistakes.MISTAKES, *more])]
+        losses = [library_mistakes.losses_of(num_ranks, **({"clip": clip} | c)) for c in changes]
+        steps = [one[: library_mistakes.STEPS] for one in losses]
+        assert not any(library_mistakes.agree(*two) for two in itertools.combinations(steps, 2))
 
 
 WRONG = {
@@ -100,6 +159,58 @@ WRONG = {
         ([("    output = stage(k, x)\n", "    with torch.no_grad():\n        output = stage(k, x)\n")],
          "line 7 of backward (`output.backward(gradient)`) raised RuntimeError: element 0"),
     ],
+    "training_program": [
+        ([("    optimizer.zero_grad()\n", "")], "on 4 ranks the gradients of the step before are"),
+        ([("    optimizer.step()\n", "")], "on 4 ranks nothing learns"),
+        ([("    if stage.is_last:\n", "    if rank in (0, ranks - 1):\n")],
+         "(`print(f\"step {step}  loss {torch.stack(losses).mean():.6f}\", flush=True)`) raised"),
+        ([("torch.stack(losses).mean()", "torch.stack(losses).sum()")], "not their mean"),
+        ([("torch.stack(losses).mean()", "losses[-1]")], "the last micro-batch alone"),
+        ([("loss_fn=loss_of)", "loss_fn=loss_of, scale_grads=False)")], "8 times too large"),
+        ([("    else:\n        schedule.step()\n", "")], "waited in vain for another rank at"),
+        ([("range(6)", "range(1, 7)")], "the lines are those of steps [1, 2, 3, 4, 5, 6]"),
+        ([("batch(step)", "batch(0)")], "every step learns batch(0)"),
+        ([("target=targets", "target=targets[:-1]")], "raised"),
+        ([("loss {torch", "mean {torch")], "no line `step 0  loss 5.123456` was printed"),
+    ],
+    "clipping_program": [
+        ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
+        ([("        weight.grad *= factor\n", "        pass\n")], "nothing has been clipped"),
+        ([("min(1.0, 1.3 / square.sqrt().item())", "1.3 / square.sqrt().item()")],
+         "the factor is at most 1"),
+        ([(".sqrt()", "")], "from the square of the norm"),
+        ([("run(schedule.eval, 6)", "run(schedule.eval, 5)")], "which batch was it"),
+        ([("held_out = run(schedule.eval, 6)\n", ""), ("{held_out:", "{loss:")], "batch 6 is"),
+        ([("print(f\"held out", "print(f\"later")], "0 lines begin with `held out`"),
+    ],
+    "save_and_restore": [
+        ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',
+           'folder / f"step-{step:04}", None'), ("        writing.rename(whole)\n", "        pass\n")],
+         "rank 1 got SIGKILL with its file half written; started again, line"),
+        ([("    wait_for_all()\n    if rank == 0:", "    if rank == 0:")], "started again, line"),
+        ([(', "optimizer": optimizer.state_dict()', ""),
+          ('    optimizer.load_state_dict(state["optimizer"])\n', "")],
+         "the weights were right, so something else was not restored"),
+        ([('    model.load_state_dict(state["model"])\n', "")], "not the weights of that step"),
+        ([('return int(whole[-1].name.removeprefix("step-"))', "return 0")], "begins anew, and"),
+        ([('    writing.mkdir(exist_ok=True)\n', '    import shutil\n    for old in '
+           'folder.glob("step-*"):\n        shutil.rmtree(old, ignore_errors=True)\n'
+           "    writing.mkdir(exist_ok=True)\n")], "begins anew, and 1 steps had been saved"),
+        ([("        return 0\n", "        return None\n")], "restore returns None on rank"),
+        ([("whole[-1] / f", "whole[0] / f")], "these are not the weights of that step"),
+    ],
+    "sums_in_time": [
+        ([("action == adding[-1]", 'action.kind == "B"')], "is started twice, after 0B0 and after 0B1"),
+        ([("    adding = [each for each in order if each.stage == action.stage and each.kind in "
+           '"BW"]\n    if action == adding[-1]:\n        start(action.stage)',
+           "    if action == order[-1]:\n        for stage in {each.stage for each in order}:\n"
+           "            start(stage)")], "and its sum is started after 0B3, 40 ms later"),
+        ([('"BW"', '"BI"')], "still adds to that gradient"),
+        ([("adding[-1]", "adding[0]")], "0B7 still adds to that gradient"),
+        ([("start(action.stage)", "start(action.stage + 1)")], "the sum of stage 1; it has [0]"),
+        ([("start(action.stage)", "pass")], "is never started, so it leaves at the end of the step"),
+        ([("adding[-1]", "adding[8]")], "your function raised IndexError"),
+    ],
 }  # fmt: skip
 
 
@@ -118,7 +229,7 @@ def test_a_typical_wrong_program_gets_its_own_sentence(exercise, edits, sentence
 def test_no_mutation_hangs_and_none_is_accepted_that_is_wrong(exercise, seeds, tmp_path, capsys):
     for seed in seeds:
         text = mutated(SOLUTIONS[exercise], f"{exercise} {seed}")
-        functions = written(tmp_path, text, NAMES[exercise])
+        functions = written(tmp_path, text, exercise)
         CHECKS[exercise](*functions)
         said = capsys.readouterr().out.strip().splitlines()[-1]
         assert said.startswith(("Right: ", "Not yet: ")), said
@@ -138,4 +249,44 @@ def recomputes_as_autograd_keeps(backward):
     return torch.equal(found, kept.grad) and torch.equal(layer.weight.grad, wanted)
 
 
-ORACLES = {"recomputing_backward": recomputes_as_autograd_keeps}
+def trains_as_one_process(path):
+    """Whether the losses on eight ranks, which the check does not try, are those of one."""
+    shown = run_script(f"course/building/program_on_ranks.py {request_file(path)}", 8)
+    wanted = library_mistakes.losses_of(8, clip="whole" if "held out" in shown else None)
+    found = [float(loss) for loss in re.findall(r"loss (\S+)", shown)]
+    return library_mistakes.agree(found, wanted)
+
+
+def request_file(path):
+    file = path.with_suffix(".json")
+    file.write_text(json.dumps({"sources": [["mine", path.read_text()]]}))
+    return file
+
+
+def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):
+    """It divides by the norm and 1e-6, which a check of the factor once called wrong."""
+    edit = "1.3 / square.sqrt().item()", "1.3 / (square.sqrt().item() + 1e-6)"
+    assert answer_to(tmp_path, capsys, "clipping_program", edit).startswith("Right: ")
+
+
+def survives_other_moments(save, restore):
+    return build_save.survives(save, restore, build_save.moments(1)) is None
+
+
+def starts_in_time_elsewhere(after):
+    """In schedules that the check does not play."""
+    schedules = [gpipe(3, 5), zb_v(2, 4)]
+    return not any(
+        build_sums.misplaced(after, schedule, rank, order)
+        for schedule in schedules
+        for rank, order in enumerate(schedule.orders)
+    )
+
+
+ORACLES = {
+    "save_and_restore": survives_other_moments,
+    "sums_in_time": starts_in_time_elsewhere,
+    "recomputing_backward": recomputes_as_autograd_keeps,
+    "training_program": trains_as_one_process,
+    "clipping_program": trains_as_one_process,
+}

@@ -134,7 +134,6 @@ def test_fill_the_bubble_names_a_w_that_was_kept_while_its_rank_waited(capsys):
         lesson_06.best_checkpoints,
         lesson_07.files_to_open,
         lesson_08.placement,
-        lesson_08.what_to_pass,
     ],
 )
 def test_an_answer_of_another_form_is_told_so_and_raises_nothing(check, answer, capsys):

@@ -22,12 +22,16 @@ class Source:
         }
 
 
-def source_of(file, name):
+def source_of(file, name=None):
     """The text of function, class or method `name` (`Class.method`) of a file in source_code.
+
+    Without a name it is the whole file.
 
     Raises LookupError when the file has no such definition.
     """
     text = (SOURCE_CODE / file).read_text()
+    if name is None:
+        return Source(f"source_code/{file}", text.rstrip())
     body = ast.parse(text).body
     node = None
     for part in name.split("."):

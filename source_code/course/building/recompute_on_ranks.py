@@ -1,4 +1,4 @@
-"""Runs a reader's recomputing backward on two ranks; lesson_06.py reads what came of it.
+"""Runs a reader's recomputing backward on two ranks; build_recompute.py reads what came of it.
 
 One argument: a JSON file with the source of the function. Each rank has half of the model of
 my_pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the

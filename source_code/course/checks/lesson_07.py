@@ -1,8 +1,6 @@
-"""Checks of lesson 07: what must come before what, who reads what, and how often to save."""
+"""Checks of lesson 07: what must come before what, and who reads what."""
 
-import math
-
-from course.checks.answer import WrongAnswer, call, call_for_number, checked
+from course.checks.answer import WrongAnswer, call, checked
 from pipeline.model import cut_evenly
 
 CALLS = ["write", "sync", "wait for all ranks", "rename", "move latest", "remove the oldest"]
@@ -76,37 +74,3 @@ def files_to_open(files):
                     hint = f"the file of rank {extra} has none of its layers"
             return f"{case} has layers {first} to {last - 1}, and you open {answer}: {hint}"
     return None
-
-
-@checked("the square root of twice the cost times the time between failures (Young 1974).")
-def time_between_saves(seconds):
-    """`seconds(cost, node_hours, nodes)` between two saves, so that the least time is lost.
-
-    A save holds training up for `cost` seconds; a node fails every `node_hours` hours. Lost are a
-    share cost / T to saving and, after a failure, half of T on average. Accepted is what loses at
-    most 1 % more than the best.
-    """
-    for cost, node_hours, nodes in [(30, 25_000, 125), (5, 25_000, 125), (30, 25_000, 1)]:
-        answer = call_for_number(seconds, cost, node_hours, nodes)
-        between = node_hours * 3600 / nodes
-        best = math.sqrt(2 * cost * between)
-        case = f"{cost} s a save, a node fails every {node_hours} h, {nodes} nodes"
-        if answer <= 0:
-            return f"{case}: {answer:g} s is no time between two saves"
-        lost = cost / answer + answer / (2 * between)
-        least = cost / best + best / (2 * between)
-        if lost <= 1.01 * least:
-            continue
-        hint = f"with that {lost:.2%} of the time is lost; {least:.2%} is possible"
-        if nodes > 1 and _near(answer, math.sqrt(2 * cost * node_hours * 3600)):
-            hint = f"that is right for one node; of {nodes}, one fails {nodes} times as often"
-        elif _near(answer, math.sqrt(2 * cost * between / 3600)):
-            hint = "an hour has 3600 seconds"
-        elif _near(answer, math.sqrt(cost * between)):
-            hint = "after a failure half of an interval is lost on average, not all of it"
-        return f"{case}: you say {answer:.0f} s; {hint}"
-    return None
-
-
-def _near(value, wanted):
-    return abs(value - wanted) <= 0.02 * wanted

@@ -86,11 +86,16 @@ def run_script(command, num_ranks, sources=None, limit=LIMIT):
 
 def what_failed(said, sources=None):
     """The sentence about a wait in vain, or the reader's own error with its line."""
-    raised = re.findall(rf"^{RAISED}(.*)$", said, re.MULTILINE)
-    if raised:
-        name, number, error = json.loads(raised[0])
+    told = errors_in(said)
+    if told:
+        rank, name, number, error = own_error(said) or told[0]
         text = sources[name].splitlines()[number - 1].split("  #")[0].strip()
-        return f"line {number} of {name} (`{text}`) raised {error}"
+        at = f"line {number} of {name} (`{text}`)"
+        if is_late(error):
+            return (
+                f"rank {rank} waited in vain for another rank at {at}: does every rank get there?"
+            )
+        return f"{at} raised {error}"
     waits = re.findall(r"rank \d+ waited .*?(?=rank \d+ waited|\(rank|\n|$)", said)
     line = re.findall(r'File "your cell", line (\d+)', said)
     error = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", said, re.MULTILINE)
@@ -99,3 +104,19 @@ def what_failed(said, sources=None):
     if waits:
         return f"the ranks did not come to an end: {max(waits, key=len).strip()}"
     return " ".join(said.split())[-300:]
+
+
+def errors_in(said):
+    """[rank, function, line, error] of each error that came up in the reader's own code."""
+    raised = re.findall(rf"^{RAISED}(.*)$", said, re.MULTILINE)
+    return [json.loads(line) for line in raised]
+
+
+def own_error(said):
+    """The first of these that does not only say that another rank is missing, or None."""
+    return next((one for one in errors_in(said) if not is_late(one[-1])), None)
+
+
+def is_late(error):
+    """Whether an error only says that another rank did not come, or is gone."""
+    return "Timed out waiting" in error or "by peer" in error

@@ -1,0 +1,132 @@
+"""Trains two ranks with a reader's save and restore, and kills one of them; see build_save.py.
+
+One argument: a JSON file with the sources, the folder to save into, how many steps to train, and
+the moment of the SIGKILL: a rank, a save counted from 0, and what it is about to do by then.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from course.building.my_pipeline import batch, build_stage, naive_step
+from course.building.request import errors_told, read_request, report
+
+TIMEOUT = 4.0  # seconds that a rank may wait for another
+LATER = 0.2  # seconds after which a rank is killed, so that the other comes as far as it can
+CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
+
+
+def main():
+    """Restore, train and save after each step; tell each step with its loss."""
+    request, (save, restore) = read_request(sys.argv[1])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    torch.set_num_threads(1)
+    rank, folder = dist.get_rank(), Path(request["folder"])
+    model = build_stage(rank, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    moment = Moment(rank, folder, *request["kill"])
+    first = restore(folder, model, optimizer, rank)
+    report({"rank": rank, "starts": first if type(first) is int else repr(first)[:80]})
+    for step in range(first, request["steps"]):
+        optimizer.zero_grad()
+        loss = naive_step(model, *batch(step))
+        optimizer.step()
+        report({"rank": rank, "step": step, "loss": loss})
+        with moment:
+            save(folder, step + 1, model, optimizer, rank, moment.wait_for_all)
+            moment.passes("end")
+        report({"rank": rank, "saved": step + 1, "did": moment.did})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Moment:
+    """Sends this rank SIGKILL in a save: `before` is "write", "half", "rename", "end" or a number.
+
+    A number from 0 to 1 is a share of all that the save before did to the folder. `did` has what
+    the save has done so far.
+    """
+
+    def __init__(self, rank, folder, killed, save, before):
+        self.wanted = killed == rank
+        self.folder, self.save, self.before = os.path.realpath(folder), save, before
+        self.saves, self.did, self.last, self.inside = -1, [], [], False
+        sys.addaudithook(self.audit)
+        self.torch_save, torch.save = torch.save, self.save_with_torch
+
+    def __enter__(self):
+        self.saves, self.last, self.did, self.inside = self.saves + 1, self.did, [], True
+
+    def __exit__(self, *error):
+        self.inside = False
+
+    def audit(self, event, arguments):
+        """Called by Python before each thing that it does to a file."""
+        if not self.inside or event not in CHANGES or not arguments:
+            return
+        if event == "open" and not is_for_writing(arguments):
+            return
+        if self.is_own(arguments[0]):
+            self.passes({"os.rename": "rename", "open": "write"}.get(event, event))
+
+    def save_with_torch(self, value, file, *arguments, **options):
+        """torch.save, which writes from C++, where Python sees no file."""
+        named = isinstance(file, (str, os.PathLike))
+        if self.inside and named and self.is_own(file):
+            self.passes("write")
+        self.inside, before = False, self.inside
+        self.torch_save(value, file, *arguments, **options)
+        self.inside = before
+        if self.inside and self.is_due("half"):
+            if named:
+                os.truncate(file, os.path.getsize(file) // 2)
+            self.kill()
+        self.did.append("half")
+
+    def wait_for_all(self):
+        """Given to the reader: it returns when both ranks have called it."""
+        self.passes("wait")
+        dist.barrier()
+
+    def is_own(self, path):
+        try:
+            return os.path.realpath(os.fsdecode(path)).startswith(self.folder)
+        except TypeError:
+            return False
+
+    def passes(self, what):
+        """Note that `what` comes next, and end here if this is the moment."""
+        if self.is_due(what):
+            self.kill()
+        self.did.append(what)
+
+    def is_due(self, what):
+        if not self.wanted or self.saves != self.save:
+            return False
+        before = self.before
+        if isinstance(before, float):
+            return len(self.did) == int(before * len(self.last))
+        missing = before not in self.last  # what the reader's save never does
+        return what == before or (missing and what == "end")
+
+    def kill(self):
+        self.inside = False
+        time.sleep(LATER)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_for_writing(arguments):
+    """Whether the arguments of an audit event "open" name a file to be written."""
+    _, mode, flags = arguments
+    return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main()

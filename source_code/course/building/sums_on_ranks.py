@@ -1,0 +1,132 @@
+"""Lets a reader's hook start the sums of gradients on four ranks; build_sums.py reads the report.
+
+One argument: a JSON file with the source of the hook. Two pipelines of two ranks with two stages
+each perform an interleaved schedule, once with the reader's hook and once with all sums at the end.
+"""
+
+import sys
+import time
+from contextlib import contextmanager
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from course.building.request import errors_told, read_request, report
+from extensions.data_parallel.replicas import (
+    AllReduce,
+    DataParallelWorker,
+    form_replicas,
+    replicate,
+)
+from lab import attach
+from lab.presence import guarded
+from pipeline.collectives import gather
+from pipeline.job import join_job
+from pipeline.model import ModelConfig, build_part, cut_evenly
+from pipeline.schedules import interleaved_1f1b
+from pipeline.stage import Stage
+
+CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=2, seq_len=8)
+REPLICAS, RANKS, CHUNKS, MICROBATCHES, SIZE, STEPS = 2, 2, 2, 4, 1, 3
+PACE = {"F": 0.005, "B": 0.010}  # seconds of an action
+ON_ITS_WAY = 0.030  # seconds that a sum takes; those of a rank travel one after the other
+TIMEOUT = 5.0  # seconds that a rank may wait for another
+
+
+def main():
+    """Run steps with the hook and steps without it in turns, and report from rank 0."""
+    _, (after,) = read_request(sys.argv[1])
+    schedule = replicate(interleaved_1f1b(RANKS, MICROBATCHES, CHUNKS), REPLICAS)
+    shape = SIZE, CONFIG.seq_len, CONFIG.dim
+    job = join_job("cpu", TIMEOUT, schedule.pairs, shape, torch.float64, meeting=guarded)
+    watch = attach.watch(job)
+    sums = PacedSums(form_replicas(job, REPLICAS), schedule, after)
+    cut = cut_evenly(CONFIG.layers, schedule.num_stages)
+    stages = {
+        index: Stage(
+            sums.wrap(build_part(CONFIG, *cut[index]), index), index, len(cut), share_of_loss
+        )
+        for index in schedule.stages_of(job.rank)
+    }
+    worker = DataParallelWorker(job, schedule, stages, sums)
+    tokens, targets = batch_of_all()
+    waits = {True: [], False: []}
+    for step in range(2 * STEPS):
+        sums.by_hook = step % 2 == 0
+        for stage in stages.values():
+            stage.part.zero_grad()
+        worker.run_step(tokens, targets)
+        waits[sums.by_hook].append(sums.waited)
+        if step == 0:
+            factors = {index: factor_of(index, stage) for index, stage in stages.items()}
+    reports = gather(job, [factors, min(waits[True]), min(waits[False])])
+    if job.rank == 0:
+        report(reports)
+    job.leave()
+    watch.stop()
+
+
+class PacedSums(AllReduce):
+    """Sums that take their time, begun by the reader's hook or, for comparison, at the end."""
+
+    def __init__(self, replicas, schedule, after):
+        super().__init__(replicas, schedule)
+        self.order, self.after = schedule.orders[replicas.job.rank], after
+        self.by_hook, self.free_at, self.waited = True, 0.0, 0.0
+
+    @contextmanager
+    def around(self, action):
+        """Around each action: it lasts as long as PACE says, and then comes the hook."""
+        begun = time.perf_counter()
+        yield
+        time.sleep(max(0.0, begun + PACE[action.kind] - time.perf_counter()))
+        if self.by_hook:
+            self.after(action, self.order, self.start)
+
+    def start(self, index):
+        """Send the gradients of stage `index` on their way, behind those that still travel."""
+        super().start(index)
+        self.free_at = max(self.free_at, time.perf_counter()) + ON_ITS_WAY
+
+    def finish(self):
+        """Wait for all sums; `waited` is for how long."""
+        begun = time.perf_counter()
+        for index in self.parts:
+            if index not in self.sums:
+                self.start(index)
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+        super().finish()
+        self.waited = time.perf_counter() - begun
+
+
+def share_of_loss(scores, targets):
+    """Of the mean over both replicas' micro-batches."""
+    whole = REPLICAS * MICROBATCHES * targets.numel()
+    return cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / whole
+
+
+def batch_of_all():
+    """Tokens and targets of all micro-batches, by their number in the replicated schedule."""
+    draw = torch.Generator().manual_seed(0)
+    count = REPLICAS * MICROBATCHES
+    text = torch.randint(256, (count, SIZE, CONFIG.seq_len + 1), generator=draw)
+    return tuple(dict(enumerate(part)) for part in (text[..., :-1], text[..., 1:]))
+
+
+def factor_of(index, stage):
+    """The summed gradient of a stage as a multiple of one process's; None where it is none."""
+    whole = build_part(CONFIG, 0, CONFIG.layers)
+    tokens, targets = batch_of_all()
+    for k in tokens:
+        share_of_loss(whole(tokens[k]), targets[k]).backward()
+    gradients = {name: weight.grad for name, weight in whole.named_parameters()}
+    names = [name for name, _ in stage.part.named_parameters()]
+    right = torch.cat([gradients[name].flatten() for name in names])
+    found = torch.cat([weight.grad.flatten() for weight in stage.part.parameters()])
+    factor = (found @ right / (right @ right)).item()
+    return round(factor, 9) if (found - factor * right).abs().max() < 1e-12 else None
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main()

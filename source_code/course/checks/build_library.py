@@ -1,0 +1,78 @@
+"""Checks of whole programs with torch.distributed.pipelining, on real ranks (lesson 08)."""
+
+import re
+from pathlib import Path
+
+from course.checks.answer import NotAttempted, WrongAnswer, checked
+from course.checks.build_text import holes
+from course.checks.library_mistakes import LIMIT, STEPS, losses_of, mistake_in
+from course.checks.reader_on_ranks import requested, run_script
+
+SCRIPT = "course/building/program_on_ranks.py"
+
+
+@checked("the losses of one process on four ranks and on two, with nothing between you and torch.")
+def training_program(path):
+    """The file `path`: a training with the library. It prints the loss of each step."""
+    name, text = text_of(path)
+    for num_ranks in (4, 2):
+        found, _ = printed_by(name, text, num_ranks)
+        if complaint := mistake_in(found, num_ranks, clipped=False):
+            return f"on {num_ranks} ranks {complaint}"
+
+
+@checked("one norm for the whole model, and a forward that nobody learns from.")
+def clipping_program(path):
+    """The same with clipped gradients, and a last line `held out  loss ...`."""
+    name, text = text_of(path)
+    for num_ranks in (4, 2):
+        found, held_out = printed_by(name, text, num_ranks)
+        if complaint := mistake_in(found, num_ranks, clipped=True):
+            return f"on {num_ranks} ranks {complaint}"
+        if len(held_out) != 1:
+            return (
+                f"on {num_ranks} ranks the losses are right, but {len(held_out)} lines begin with "
+                "`held out`; the rank of the last stage prints one, `held out  loss 3.123456`"
+            )
+        *_, wanted = losses_of(clip="whole")
+        if abs(held_out[0] - wanted) > LIMIT:
+            return (
+                f"on {num_ranks} ranks the losses are right, but {of_held_out(held_out[0], wanted)}"
+            )
+
+
+def of_held_out(found, wanted):
+    """What is wrong with the loss on text that nobody has learnt."""
+    case = f"that of batch {STEPS} is {found:.6f}, and one process has {wanted:.6f}"
+    if abs(found - 8 * wanted) < 10 * LIMIT:
+        return f"{case}: that is the sum over its 8 micro-batches"
+    if abs(found - losses_of(clip="whole", steps=STEPS - 1)[-1]) < LIMIT:
+        return f"{case}: that is batch {STEPS - 1}, before the last update"
+    return f"{case}; which batch was it, and had every update been made?"
+
+
+def text_of(path):
+    """(name, text) of the reader's file. Raises NotAttempted while only the ... is there."""
+    path = Path(path)
+    text = path.read_text() if path.is_file() else "..."
+    try:
+        left = holes(text)
+    except SyntaxError as error:
+        raise WrongAnswer(f"line {error.lineno} of {path.name} is no Python: {error.msg}") from None
+    if left and len(text.split()) <= 1:
+        raise NotAttempted
+    if left:
+        raise WrongAnswer(f"line {left[0]} of {path.name} still has its ...")
+    return path.name, text
+
+
+def printed_by(name, text, num_ranks):
+    """([(step, loss)], [held-out losses]) that the program prints on so many ranks."""
+    with requested({"sources": [(name, text)]}) as file:
+        output = run_script(f"{SCRIPT} {file}", num_ranks, {name: text}, limit=40)
+    steps = re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)
+    held_out = re.findall(r"^held out  loss (\S+)$", output, re.MULTILINE)
+    try:
+        return [(int(step), float(loss)) for step, loss in steps], [float(x) for x in held_out]
+    except ValueError:
+        raise WrongAnswer("a line of the form `step 0  loss 5.123456` ends in no number") from None

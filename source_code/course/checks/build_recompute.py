@@ -1,0 +1,60 @@
+"""The check of a backward that recomputes, on two real ranks (lesson 06)."""
+
+from course.checks.answer import checked
+from course.checks.reader_on_ranks import perform, request_of
+
+SCRIPT = "course/building/recompute_on_ranks.py"
+
+
+@checked("the gradients of a stage that keeps everything, and one inside at a time.")
+def recomputing_backward(backward):
+    """`backward(stage, k, gradient, held)` on two ranks, four micro-batches, in two orders."""
+    (reports,) = perform(SCRIPT, request_of([backward]), 2)
+    for judge in (wrong_gradient, wrong_bytes):
+        for rank in reversed(range(2)):
+            for seen in reports[rank]:
+                if complaint := judge(seen):
+                    return f"rank {rank}, backward of micro-batch {seen['k']}: {complaint}"
+
+
+def wrong_gradient(seen):
+    """What is wrong with the gradients of one backward, or None."""
+    for what, name in (("weights", "the weights"), ("input", "the input")):
+        if seen[what] is None:
+            continue
+        factor, of = seen[what]
+        if of == "missing" and what == "weights":
+            return "the weights have no gradient; was there a backward through the second forward?"
+        if of == "missing":
+            return (
+                "it returns no gradient of its input, which the rank before waits for; does the "
+                "input ask for one, and is it what the second forward was run on?"
+            )
+        if of == "right" and factor == 0:
+            return "the weights have no gradient; was there a backward through the second forward?"
+        if of == "right" and factor != 1:
+            return f"the gradient of {name} is {factor:g} times the right one"
+        if of == "else" and seen["calls"] and seen["calls"][0] not in (None, seen["k"]):
+            return f"the second forward ran on the input of micro-batch {seen['calls'][0]}"
+        if of != "right":
+            said = "points another way than the right one" if of == "else" else f"is {of}"
+            return f"the gradient of {name} {said}; which gradient did the backward start from?"
+
+
+def wrong_bytes(seen):
+    """What one backward holds too much of, or None."""
+    k, (peak, inside) = str(seen["k"]), seen["bytes"]
+    if seen["left"]:
+        return (
+            f"the gradients are right, but {seen['left']:,} bytes of a graph are still there "
+            "afterwards; what still refers to its output?"
+        )
+    if k in seen["held"]:
+        return "the gradients are right, but its input is still in held afterwards; pop it"
+    if peak > inside:
+        return (
+            f"the gradients are right, but {peak:,} bytes of insides are there at once, and one "
+            f"inside has {inside:,}; run only its own forward again, and only once"
+        )
+    if len(seen["calls"]) > 1:
+        return "the gradients are right, but the forward was run again more than once"

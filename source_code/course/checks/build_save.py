@@ -1,0 +1,138 @@
+"""The check of a save and a restore that survive a SIGKILL at any moment (lesson 07)."""
+
+import random
+import tempfile
+
+from course.checks.answer import checked
+from course.checks.reader_on_ranks import (
+    answers_of,
+    own_error,
+    request_of,
+    requested,
+    what_failed,
+)
+from course.failed_run import RunFailed
+from course.launch import run
+
+SCRIPT = "course/building/save_on_ranks.py"
+STEPS, LIMIT = 12, 30
+KILLED = "was ended by SIGKILL"
+WORDS = {
+    "write": "before it wrote its file",
+    "half": "with its file half written",
+    "rename": "between write and rename",
+    "end": "right after its save, while the other may still be at it",
+}
+
+
+def moments(seed):
+    """Five moments of a SIGKILL: (rank, save of that run, before what it did)."""
+    draw = random.Random(seed)
+    return [
+        (1, 1, "half"),
+        (0, 1, "rename"),
+        (1, 1, round(draw.random(), 3)),
+        (0, 1, round(draw.random(), 3)),
+        (draw.randrange(2), 1, draw.choice(["end", "write"])),
+    ]
+
+
+@checked("killed at five moments, and the losses are those of a training that nothing disturbed.")
+def save_and_restore(save, restore):
+    """`save(folder, step, model, optimizer, rank, wait_for_all)`, `restore(folder, model, ...)`."""
+    return survives(save, restore, moments(0))
+
+
+def survives(save, restore, kills):
+    """What is wrong with a training that is killed at these moments, one after the other."""
+    request = request_of([save, restore])
+    wanted, saved, kill = undisturbed(), 0, None
+    with tempfile.TemporaryDirectory() as folder:
+        for following in [*kills, None]:
+            told, failed = one_run(request, folder, following)
+            case = after(kill)
+            if complaint := wrong_start(told, saved, case):
+                return complaint
+            if complaint := wrong_losses(told, wanted, case):
+                return complaint
+            if failed:
+                return f"{case}{failed}"
+            done = [[e["saved"] for e in told if "saved" in e and e["rank"] == r] for r in (0, 1)]
+            saved = min(max(steps, default=saved) for steps in done)
+            kill = following
+    return None
+
+
+def after(kill):
+    """How a sentence about the start after a SIGKILL begins."""
+    if kill is None:
+        return ""
+    rank, _, before = kill
+    when = WORDS.get(before, "in the middle of a save")
+    return f"rank {rank} got SIGKILL {when}; started again, "
+
+
+def one_run(request, folder, kill):
+    """(what the ranks told, what was wrong at its end or None) of a start with this folder."""
+    asked = request | {"folder": folder, "steps": STEPS, "kill": kill or (-1, -1, "end")}
+    with requested(asked) as file:
+        try:
+            return answers_of(run(f"{SCRIPT} {file}", 2, True, False, LIMIT).output), None
+        except RunFailed as error:
+            told, said = answers_of(error.output), str(error)
+    expected = kill and KILLED in said and own_error(said) is None
+    return told, None if expected else what_failed(said, dict(request["sources"]))
+
+
+def wrong_start(told, saved, case):
+    """What is wrong with the steps at which the ranks start, or None."""
+    starts = {event["rank"]: event["starts"] for event in told if "starts" in event}
+    for rank, start in starts.items():
+        if type(start) is not int:
+            return (
+                f"{case}restore returns {start} on rank {rank}; it returns the number of steps "
+                "that are saved, 0 when there are none"
+            )
+        if start == 0 < saved:
+            return f"{case}rank {rank} begins anew, and {saved} steps had been saved"
+        if start < saved:
+            return (
+                f"{case}rank {rank} goes back to step {start}, and {saved} steps had been saved; "
+                "what was whole has to stay until the next is whole"
+            )
+        if start > saved + 1:
+            return f"{case}rank {rank} continues with step {start}, which nobody has reached"
+    if len(set(starts.values())) > 1:
+        return f"{case}rank 0 continues with step {starts[0]} and rank 1 with step {starts[1]}"
+
+
+def wrong_losses(told, wanted, case):
+    """What is wrong with the losses of one start, or None."""
+    losses = {event["step"]: event["loss"] for event in told if event.get("loss") is not None}
+    for number, (step, loss) in enumerate(sorted(losses.items())):
+        if abs(loss - wanted[step]) <= 1e-9:
+            continue
+        found = (
+            f"{case}step {step} has the loss {loss:.6f}, and undisturbed it is {wanted[step]:.6f}"
+        )
+        if number == 0:
+            return f"{found}: these are not the weights of that step"
+        return f"{found}: the weights were right, so something else was not restored"
+
+
+def undisturbed():
+    """The losses of a training in one process that nothing disturbs."""
+    from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it
+
+    model, losses = build_stage(0, 1), []
+    speed = [0] * len(list(model.parameters()))
+    for step in range(STEPS):
+        tokens, targets = batch(step)
+        model.zero_grad()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        losses.append(loss.item())
+        for number, weight in enumerate(model.parameters()):
+            speed[number] = 0.9 * speed[number] + weight.grad
+            weight.data -= 0.2 * speed[number]
+    return losses

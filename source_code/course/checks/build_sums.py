@@ -1,0 +1,74 @@
+"""The check of a hook that starts the sums of gradients in time (lesson 10)."""
+
+from course.checks.answer import WrongAnswer, checked
+from course.checks.reader_on_ranks import perform, request_of
+from lab.simulator import Costs, simulate
+from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+
+SCRIPT = "course/building/sums_on_ranks.py"
+HIDDEN = 0.8  # of the wait without the hook, which the hook has to go below; half is to be had
+PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8)]
+
+
+@checked("each sum leaves with the last gradient that it adds, and half of the wait is hidden.")
+def sums_in_time(after):
+    """`after(action, order, start)`: called after each action of a rank, with all its actions."""
+    request = request_of([after])
+    for schedule in PLAYED:
+        for rank, order in enumerate(schedule.orders):
+            if complaint := misplaced(after, schedule, rank, order):
+                return f"{schedule.name}, rank {rank}: {complaint}"
+    (reports,) = perform(SCRIPT, request, 4)
+    for rank, (factors, _, _) in enumerate(reports):
+        for stage, factor in factors.items():
+            if factor != 1:
+                much = "not" if factor is None else f"{factor:g} times"
+                return f"on rank {rank} the sum of stage {stage} is {much} that of one process"
+    with_hook, without = (sum(report[place] for report in reports) for place in (1, 2))
+    if with_hook > HIDDEN * without:
+        return (
+            f"the ranks wait {with_hook / without:.0%} as long for their sums as when all start "
+            "at the end of the step; about 50 % is possible, so run it again on a quieter machine"
+        )
+
+
+def misplaced(after, schedule, rank, order):
+    """What is wrong with when a rank of `schedule` starts its sums, or None."""
+    started = []  # (position in order, stage)
+    for position, action in enumerate(order):
+        try:
+            after(action, order, lambda stage: started.append((position, stage)))  # noqa: B023
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise WrongAnswer(
+                f"{schedule.name}, after {action} your function raised {said}"
+            ) from None
+    own = sorted({action.stage for action in order})
+    for position, stage in started:
+        if stage not in own:
+            return f"after {order[position]} it starts the sum of stage {stage!r}; it has {own}"
+    for stage in own:
+        last = max(p for p, a in enumerate(order) if a.stage == stage and a.kind in "BW")
+        places = [position for position, started_stage in started if started_stage == stage]
+        if not places:
+            return f"the sum of stage {stage} is never started, so it leaves at the end of the step"
+        if len(places) > 1:
+            first, second = (order[place] for place in places[:2])
+            return f"the sum of stage {stage} is started twice, after {first} and after {second}"
+        (place,) = places
+        if place < last:
+            return (
+                f"the sum of stage {stage} is started after {order[place]}, and {order[last]} "
+                "still adds to that gradient"
+            )
+        if place > last:
+            return (
+                f"the gradient of stage {stage} is complete after {order[last]}, and its sum is "
+                f"started after {order[place]}, {late(schedule, rank, last, place):g} ms later"
+            )
+
+
+def late(schedule, rank, last, place):
+    """Milliseconds between the ends of two actions, at 10 ms forward and 20 ms backward."""
+    events = simulate(schedule, Costs(10, 20)).by_rank[rank]
+    return events[place].end - events[last].end

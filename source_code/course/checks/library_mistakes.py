@@ -1,0 +1,116 @@
+"""Which mistake makes a program with the library print the losses that it prints (lesson 08).
+
+Each typical mistake is a training of its own, done here in one process: the one whose losses the
+program has printed is the one that it makes.
+"""
+
+STEPS, RATE, MICROBATCHES, LARGEST = 6, 0.5, 8, 1.3
+LIMIT = 3e-5  # torch's clip_grad_norm_ divides by the norm and 1e-6, which shows in the sixth digit
+
+MISTAKES = [
+    ({"zeroed": False}, "the gradients of the step before are still in .grad: step() adds to them, "
+     "and nothing sets them to zero"),
+    ({"rate": 0}, "nothing learns: does every rank call its optimizer's step()?"),
+    ({"rate": RATE * MICROBATCHES}, f"gradients are {MICROBATCHES} times too large: each "
+     "micro-batch's loss is a mean, so step() has to divide their sum (scale_grads)"),
+    ({"rate": RATE / MICROBATCHES}, f"gradients are divided by {MICROBATCHES} twice: step() has "
+     "divided them already (scale_grads)"),
+    ({"first": 1}, "the losses are those of the next batch: step 0 learns batch(0)"),
+    ({"always": 0}, "every step learns batch(0); step k learns batch(k)"),
+    ({"shown": "sum"}, "the printed loss is the sum over the micro-batches, not their mean"),
+    ({"shown": "first"}, "the printed loss is that of the first micro-batch alone"),
+    ({"shown": "last"}, "the printed loss is that of the last micro-batch alone"),
+]  # fmt: skip
+CLIPS = [
+    ({"clip": None}, "nothing has been clipped"),
+    ({"clip": "stage"}, "each rank has clipped by the norm of its own stage, so each scaled by "
+     "another factor: add up the squares of all ranks"),
+    ({"clip": "sum"}, "the factor comes from the sum of the norms; norms of parts do not add, "
+     "their squares do"),
+    ({"clip": "largest"}, "the factor comes from the largest norm of a stage, and the whole is longer"),
+    ({"clip": "always"}, "gradients that were short enough have been made longer: the factor is "
+     "at most 1"),
+    ({"clip": "square"}, "the factor comes from the square of the norm: take its root"),
+]  # fmt: skip
+
+
+def mistake_in(found, num_ranks, clipped):
+    """What is wrong with the printed [(step, loss)], or None."""
+    if not found:
+        return "no line `step 0  loss 5.123456` was printed; the rank of the last stage prints them"
+    numbers = [step for step, _ in found]
+    if numbers != list(range(STEPS)):
+        return (
+            f"the lines are those of steps {numbers}; one for each of steps 0 to {STEPS - 1} is "
+            "printed, by the rank of the last stage alone"
+        )
+    losses = [loss for _, loss in found]
+    right = {"clip": "whole"} if clipped else {}
+    wanted = losses_of(num_ranks, **right)[:STEPS]
+    if agree(losses, wanted):
+        return None
+    for changed, sentence in [*MISTAKES, *(CLIPS if clipped else [])]:
+        if agree(losses, losses_of(num_ranks, **(right | changed))[:STEPS]):
+            return sentence
+    step = next(k for k in range(STEPS) if not agree(losses[k : k + 1], wanted[k : k + 1]))
+    case = f"step {step} has the loss {losses[step]:.6f}, and one process has {wanted[step]:.6f}"
+    if step == 0:
+        return f"{case}: before the first update, so the forward or the printed number is another"
+    return f"{case}: step 0 is right, so it is the update that is another"
+
+
+def agree(found, wanted):
+    return all(abs(a - b) <= LIMIT * max(1, abs(b)) for a, b in zip(found, wanted))
+
+
+def losses_of(
+    num_ranks=4, zeroed=True, rate=RATE, first=0, always=None, shown="mean", clip=None, steps=STEPS
+):
+    """The printed losses of `steps` steps in one process, and that of the batch after them."""
+    from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it
+
+    model, printed = build_stage(0, 1), []
+    stages = stages_of(model, num_ranks)
+    for step in range(steps + 1):
+        parts = [x.chunk(MICROBATCHES) for x in batch(first + step if always is None else always)]
+        if step == 0 or zeroed:
+            model.zero_grad()
+        else:  # step() divides what it finds, too
+            for weight in model.parameters():
+                weight.grad /= MICROBATCHES
+        losses = [loss_of(model(tokens), targets) for tokens, targets in zip(*parts)]
+        mean = sum(losses) / MICROBATCHES
+        mean.backward()
+        chosen = {"mean": mean, "sum": sum(losses), "first": losses[0], "last": losses[-1]}
+        printed.append(chosen[shown].item())
+        for stage, factor in zip(stages, factors(stages, clip)):
+            for weight in stage:
+                weight.data -= rate * factor * weight.grad
+                weight.grad *= factor
+    return printed
+
+
+def stages_of(model, num_ranks):
+    """The weights of each rank's stage: the embedding goes with the first, the scores with the last."""
+    layers = [list(part.parameters()) for part in model]
+    layers = [layers[0] + layers[1], *layers[2:-2], layers[-2] + layers[-1]]
+    per_rank = len(layers) // num_ranks
+    return [sum(layers[rank * per_rank : (rank + 1) * per_rank], []) for rank in range(num_ranks)]
+
+
+def factors(stages, clip):
+    """By what each rank scales its gradients; `clip` says from what it takes the norm."""
+    norms = [sum((weight.grad**2).sum().item() for weight in stage) ** 0.5 for stage in stages]
+    whole = sum(norm**2 for norm in norms) ** 0.5
+    if clip is None:
+        return [1.0] * len(stages)
+    if clip == "always":
+        return [LARGEST / whole] * len(stages)
+    lengths = {
+        "whole": [whole] * len(stages),
+        "stage": norms,
+        "sum": [sum(norms)] * len(stages),
+        "largest": [max(norms)] * len(stages),
+        "square": [whole**2] * len(stages),
+    }
+    return [min(1.0, LARGEST / length) for length in lengths[clip]]
