@@ -1,20 +1,28 @@
 """The changes that docs/your-own-model.md shows are made to fresh copies, which then train."""
 
 import re
+import shutil
 
 import pytest
+import torch
 from test_copy_template import FLAGS, SMALL, copy, train
 
 from course.launch import ROOT
+from extensions.bundle import Bundle
 
 PAGE = ROOT / "docs" / "your-own-model.md"
 OWN_TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind.\n" * 50
 
 
-def diffs_of(page):
-    """{file: its diff} of all diffs that the page shows."""
-    found = re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+def diffs_of(heading):
+    """{file: its diff} of all diffs that the page shows under a heading."""
+    section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    found = re.findall(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return {diff.split()[1]: diff for diff in found}
+
+
+def changed_lines(diffs):
+    return sum(len(re.findall(r"^[+-](?![+-]{2})", diff, re.MULTILINE)) for diff in diffs.values())
 
 
 def patched(text, diff):
@@ -28,20 +36,27 @@ def patched(text, diff):
     return text
 
 
+def change(folder, diffs):
+    """Make the changes in a folder copy."""
+    for file, diff in diffs.items():
+        path = folder / file
+        path.write_text(patched(path.read_text(), diff))
+
+
 @pytest.mark.parametrize(
-    "script, form, file",
+    "script, form, heading, file",
     [
-        ("gpipe.py", "mine", "pipeline/model.py"),
-        ("gpipe.py", "mine.py", "pipeline/model.py"),
-        ("zero_bubble.py", "mine", "pipeline/model.py"),
-        ("pretrain_llama.py", "mine", "pretrain_llama.py"),
+        ("gpipe.py", "mine", "Another layer", "pipeline/model.py"),
+        ("gpipe.py", "mine.py", "Another layer", "pipeline/model.py"),
+        ("zero_bubble.py", "mine", "Another layer", "pipeline/model.py"),
+        ("pretrain_llama.py", "mine", "Another model", "pretrain_llama.py"),
     ],
 )
 def test_fewer_than_20_lines_bring_in_another_model_and_text(
-    script, form, file, tmp_path, monkeypatch
+    script, form, heading, file, tmp_path, monkeypatch
 ):
-    diff = diffs_of(PAGE)[file]
-    assert 0 < len(re.findall(r"^[+-](?![+-]{2})", diff, re.MULTILINE)) < 20
+    diff = diffs_of(heading)[file]
+    assert 0 < changed_lines({file: diff}) < 20
     assert copy(script, tmp_path / form) == 0
     copied = tmp_path / form / script if form == "mine" else tmp_path / form
     changed = tmp_path / form / file if form == "mine" else copied
@@ -51,3 +66,41 @@ def test_fewer_than_20_lines_bring_in_another_model_and_text(
     monkeypatch.setitem(FLAGS, script, flags)
     losses = train(copied, script, tmp_path)  # with --verify
     assert losses[-1] < losses[0]
+
+
+def test_31_lines_make_a_vision_transformer_that_learns_labels_of_images(tmp_path, monkeypatch):
+    diffs = diffs_of("Images and labels")
+    assert changed_lines(diffs) == 31
+    assert copy("gpipe.py", tmp_path / "mine") == 0
+    change(tmp_path / "mine", diffs)
+    flags = "--steps 60 --batch-size 32 --microbatches 2 --layers 4 --dim 16 --seq-len 16"
+    fast = "--device cpu --optimizer adamw --learning-rate 0.009"
+    monkeypatch.setitem(FLAGS, "gpipe.py", f"{flags} {fast}")
+    losses = train(tmp_path / "mine" / "gpipe.py", "gpipe.py", tmp_path)  # with --verify
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])  # four labels: it begins at 1.39 nats
+
+
+def test_two_tensors_travel_between_stages_that_a_copy_declares_once(tmp_path):
+    diffs = diffs_of("Several tensors between stages")
+    assert changed_lines(diffs) < 20
+    assert copy("gpipe.py", tmp_path / "mine") == 0
+    change(tmp_path / "mine", diffs)
+    extensions = tmp_path / "mine" / "extensions"
+    extensions.mkdir()
+    shutil.copy(ROOT / "source_code" / "extensions" / "bundle.py", extensions)
+    losses = train(tmp_path / "mine" / "gpipe.py", "gpipe.py", tmp_path)  # with --verify
+    assert losses[-1] < losses[0]
+
+
+def test_a_bundle_is_the_tensors_and_nothing_else_and_rejects_other_shapes():
+    bundle = Bundle((4, 2), (3,), ())
+    tensors = torch.randn(5, 4, 2, requires_grad=True), torch.randn(5, 3), torch.randn(5)
+    together = bundle.together(*tensors)
+    assert together.shape == (5, bundle.numbers) == (5, 12)
+    assert all(map(torch.equal, bundle.apart(together), tensors))
+    bundle.apart(together)[0].sum().backward()
+    assert torch.equal(tensors[0].grad, torch.ones(5, 4, 2))
+    with pytest.raises(ValueError, match="has to be"):
+        bundle.together(tensors[0], tensors[2], tensors[1])
+    with pytest.raises(ValueError, match="has to be"):
+        bundle.together(*tensors[:2])

@@ -25,7 +25,7 @@ from extensions.real_models.tensor_files import StoredTensor, stored_tensors, wr
 from pipeline.inputs import InputError
 from pipeline.worker import Worker
 
-PRELOAD.extend(["transformers", "torch._dynamo"])
+PRELOAD.extend(["transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"])
 FLAGS = "--seq-len 16 --batch-size 8 --microbatches 4 --device cpu --learning-rate 0.003"
 
 
