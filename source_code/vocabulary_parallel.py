@@ -86,7 +86,7 @@ def read_flags():
 def pace_by_work(arguments, cut):
     """Make --pace, the time of a layer, the times of all stages, by what each has to compute."""
     work = work_of_stages(arguments, cut)
-    pace, arguments.pace_per_layer = arguments.pace_costs, False
+    pace, arguments.pace_per_layer = getattr(arguments, "pace_costs", None), False  # of the lab
     if pace is not None:
         weight = pace.backward / 2 if pace.backward_weight is None else pace.backward_weight
         times = {"forward": pace.forward, "backward": pace.backward, "backward_weight": weight}

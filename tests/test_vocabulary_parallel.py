@@ -13,7 +13,7 @@ from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
 from course.launch import run
-from extensions.vocabulary_parallel.fan import needs_of, vocabulary_parallel
+from extensions.vocabulary_parallel.fan import needs_in_fan, vocabulary_parallel
 from extensions.vocabulary_parallel.fan_worker import FanWorker
 from extensions.vocabulary_parallel.tied_weights import build_end_stage, build_tied_model
 from extensions.vocabulary_parallel.vocabulary_stages import JoinedLoss, softmax_sums
@@ -191,11 +191,11 @@ def test_a_schedule_without_ranks_or_microbatches_is_rejected(sizes):
 
 def test_needs_of_the_fan():
     gradients = [Message("gradient", 2 + rank, 5) for rank in range(2)]
-    assert needs_of((1, "B", 5), 2) == [Message("activation", 1, 5), *gradients]
-    assert needs_of((4, "F", 5), 2) == [Message("activation", 2 + rank, 5) for rank in range(2)]
-    assert needs_of((3, "B", 5), 2) == [Message("activation", 3, 5), Message("gradient", 4, 5)]
-    assert needs_of((0, "F", 5), 2) == [Message("activation", 5 + rank, 5) for rank in range(2)]
-    assert needs_of((6, "F", 5), 2) == []
+    assert needs_in_fan((1, "B", 5), 2) == [Message("activation", 1, 5), *gradients]
+    assert needs_in_fan((4, "F", 5), 2) == [Message("activation", 2 + rank, 5) for rank in range(2)]
+    assert needs_in_fan((3, "B", 5), 2) == [Message("activation", 3, 5), Message("gradient", 4, 5)]
+    assert needs_in_fan((0, "F", 5), 2) == [Message("activation", 5 + rank, 5) for rank in range(2)]
+    assert needs_in_fan((6, "F", 5), 2) == []
 
 
 def test_a_figure_of_the_fan_knows_what_its_actions_waited_for():

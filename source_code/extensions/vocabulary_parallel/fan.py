@@ -34,7 +34,7 @@ class FanSchedule(Schedule):
         return outputs_of(stage, self.num_ranks)
 
     def needs_of(self, action):
-        return needs_of(action, self.num_ranks)
+        return needs_in_fan(action, self.num_ranks)
 
     def takers_of(self, action):
         """The stages that take what an action makes: all of its output, or its input's gradient."""
@@ -69,7 +69,7 @@ def outputs_of(stage, p):
     return tuple(other for other in range(3 * p + 1) if stage in inputs_of(other, p))
 
 
-def needs_of(action, p):
+def needs_in_fan(action, p):
     """The Messages that must exist before `action` can start, as a list."""
     stage, kind, microbatch = action
     if kind == "F":
@@ -141,7 +141,7 @@ class Playing:
         if stage > 2 * self.num_ranks and kind == "F":  # an embedding is looked up when it is used
             if microbatch > self.taken.get((0, "F"), 0) + 1:
                 return False
-        needs = needs_of(action, self.num_ranks)
+        needs = needs_in_fan(action, self.num_ranks)
         return all(self.made.get(need, self.now + 1) <= self.now for need in needs)
 
     def wait(self):
