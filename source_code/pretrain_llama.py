@@ -51,6 +51,7 @@ from extensions.optimization.update import (
     check_rate,
     clip_and_set_rate,
 )
+from extensions.planning.cut_by_work import cut_by_work
 from extensions.planning.footprint import (
     RankMemory,
     count_weights,
@@ -227,6 +228,7 @@ def read_flags():
         arguments.config = arguments.saved.settings
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
     schedule = choose_replicated_schedule(arguments)
+    arguments.cut = arguments.cut or cut_by_work(arguments.config, schedule.num_stages)
     if not arguments.plan:
         further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
         further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}
