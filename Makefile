@@ -5,10 +5,10 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test soak run notebooks images slides site handout wall submission benchmark wheels
+.PHONY: help lab check test test-torch soak run notebooks images slides site handout wall submission benchmark wheels
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
 	@$(BIN)/python -m nbformat.sign notebooks/*.ipynb notebooks/solutions/*.ipynb >/dev/null # or it draws no stored picture
@@ -22,6 +22,20 @@ test: $(INSTALLED) ## set up .venv and run every test, the notebooks included
 	$(LINT)
 	$(TESTS) $(PYTEST_FLAGS)
 
+# make test-torch TORCH=2.15.0
+TORCH ?= 2.15.0
+OTHER = build/torch-$(TORCH)
+test-torch: ## run scripts, schedules and torch's traps with another torch, outside .venv (TORCH=2.15.0)
+	$(PYTHON) -m venv $(OTHER)
+	sed 's/^torch==.*/torch==$(TORCH)/' requirements.txt > $(OTHER)/requirements.txt
+	$(OTHER)/bin/python -m pip install --requirement $(OTHER)/requirements.txt
+	$(OTHER)/bin/python $(RUN_TESTS) $(TORCH_TESTS) $(PYTEST_FLAGS)
+
+TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_schedule \
+	loops_by_hand pipedream split_stage recompute torch_pipelining torch_pipelining_traps rehearsal \
+	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
+	tensor_parallel inference no_code_from_files))
+
 soak: $(INSTALLED) ## damage every file that a reader opens 10,000 times, and a room on a cluster: half an hour
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest tests/test_damaged_files.py tests/test_launchers.py $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest -k so_do_many tests/test_joining.py $(PYTEST_FLAGS)
@@ -31,7 +45,8 @@ define LINT
 $(BIN)/python -m ruff format --check .
 $(BIN)/python -m ruff check .
 endef
-TESTS = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+RUN_TESTS = -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+TESTS = $(BIN)/python $(RUN_TESTS)
 
 run: $(INSTALLED) ## train with GPipe on four processes, and draw the prediction and the run
 	@mkdir -p build
