@@ -41,6 +41,7 @@ from pipeline.command_line import Parser, positive_integer, positive_number, rej
 from pipeline.files import not_written, to_json, write_output
 from pipeline.inputs import InputError
 
+UNSURE = 0.3  # error of a fit, from which on the measurement was disturbed
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
 
 
@@ -152,15 +153,20 @@ def machine_of(arguments):
 def in_words(arguments, model, machine, found, ours):
     """What is printed without --json."""
     best = found.best[: arguments.count]
+    devices = "ranks" if machine.measured else "GPUs"
     lines = [
-        f"{model.parameters / 1e9:.2f} billion weights on {machine.gpus} GPUs, "
+        f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
         f"{model.batch} sequences of {model.length} tokens per update, "
         f"{machine.memory / 1e9:.0f} GB usable; {found.compared:,} plans compared",
         *table_lines(model, machine, best),
         error_line(machine, best),
         *([] if found.proven else ["Not proven: a plan that was not played could be faster."]),
     ]
-    if ours and ours.best:
+    if machine.error > UNSURE:
+        lines.append("This machine did something else while it was measured: measure it again.")
+    if machine.measured:
+        lines += ["", command_of(arguments.model, model, machine, best[0].plan)]
+    elif ours and ours.best:
         lines += ["", "What a script of the course starts, the fastest first:"]
         lines += table_lines(model, machine, ours.best[:3])
         lines += [command_of(arguments.model, model, machine, one.plan) for one in ours.best[:1]]
@@ -170,6 +176,12 @@ def in_words(arguments, model, machine, found, ours):
         if number and number <= len(best):
             lines += ["", f"Plan {number}:", *more(model, machine, best[number - 1])]
     return lines
+
+
+def in_billions(count):
+    """A number of weights in words."""
+    unit, name = (1e9, "billion") if count >= 1e8 else (1e6, "million")
+    return f"{count / unit:.2f} {name}"
 
 
 def print_confirmed(model, machine, plans, count):

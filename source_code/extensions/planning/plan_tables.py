@@ -57,6 +57,7 @@ def reason_lines(model, machine, found):
     plan = found.plan
     lines = [f"  {'seconds':>10}  of an update of {found.update:.4g}"]
     for what, seconds in parts_of(model, machine, found).items():
+        seconds = seconds if abs(seconds) > 1e-9 * found.update else 0.0  # else it is rounding
         lines.append(f"  {seconds:10.4g}  {what} ({seconds / found.update:.1%})")
     if plan.ranks > 1:
         layers = plan.layers_of(model)
