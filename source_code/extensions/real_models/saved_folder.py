@@ -111,12 +111,11 @@ def take_model(arguments, flag, folder):
     settings = arguments.saved.settings
     sizes = {name: getattr(settings, name) for name in SIZE_FLAGS}
     given = {name: getattr(arguments, name, None) for name in sizes}
-    others = [name for name in sizes if given[name] not in (None, sizes[name])]
-    if others:
-        flags = ["--" + name.replace("_", "-") for name in others]
+    other = next((name for name in sizes if given[name] not in (None, sizes[name])), None)
+    if other:
         reject(
-            f"{flags[0]} {given[others[0]]} contradicts {flag} {folder}, which has "
-            f"{sizes[others[0]]}; leave out {', '.join(flags)}"
+            f"--{other.replace('_', '-')} {given[other]} contradicts {flag} {folder}, which has "
+            f"{sizes[other]}; leave out --layers, --dim, --heads and --kv-heads"
         )
     vars(arguments).update(sizes)
     if arguments.seq_len > settings.longest:
