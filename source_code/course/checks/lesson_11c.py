@@ -1,0 +1,240 @@
+"""Checks of lesson 11c: the cost model of a stage, which way for which machine, how many GPUs."""
+
+import math
+from functools import lru_cache
+from itertools import combinations
+from typing import NamedTuple
+
+from course.checks.answer import (
+    NOT_ATTEMPTED,
+    NotAttempted,
+    WrongAnswer,
+    call,
+    call_for_number,
+    checked,
+    close,
+)
+from extensions.planning.choosing import ways
+from extensions.planning.closed_forms import SECONDS_PER_DAY, training_days
+from extensions.planning.confirming import perform_schedule
+from extensions.planning.machine import Link, Machine
+from extensions.planning.transformer import Model
+from lab.simulator import Costs, simulate
+from pipeline.model import cut_as, cut_evenly
+from pipeline.schedules import one_f_one_b
+
+GPUS_PER_NODE = 8
+
+
+class Times(NamedTuple):
+    """What was measured of a model, in milliseconds per micro-batch: pairs (forward, backward).
+
+    `layers` is their number. With `recompute` a backward runs the layers' forwards again.
+    """
+
+    layers: int
+    layer: tuple
+    embedding: tuple
+    head: tuple
+    recompute: bool = False
+
+
+# Of a model with a large vocabulary: the head is worth three layers, the embedding a part of one.
+MEASURED = Times(12, layer=(6, 12), embedding=(2, 4), head=(18, 36))
+RANKS, MICROBATCHES = 4, 8
+CASES = [
+    Times(8, (10, 20), (0, 0), (0, 0)),
+    Times(8, (10, 20), (0, 0), (15, 25)),
+    Times(8, (10, 20), (3, 7), (15, 25)),
+    Times(8, (10, 20), (3, 7), (15, 25), recompute=True),
+    MEASURED,
+]
+
+
+def right_times(times, first, last):
+    """(forward, backward) of a stage with layers `first` to `last` - 1."""
+    count = last - first
+    forward, backward = count * times.layer[0], count * times.layer[1]
+    if times.recompute:
+        backward += forward
+    for end, here in ((times.embedding, first == 0), (times.head, last == times.layers)):
+        forward, backward = forward + here * end[0], backward + here * end[1]
+    return forward, backward
+
+
+def asked(stage_times, times, first, last):
+    """What the reader's function says of a stage, as two numbers."""
+    answer = call(stage_times, times, first, last)
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        raise WrongAnswer("return two numbers, forward and backward")
+    return tuple(call_for_number(lambda value=value: value) for value in answer)
+
+
+def step_of(cut, times_of):
+    """Milliseconds of a step of 1F1B with so many layers per stage; `times_of(first, last)`."""
+    both = [times_of(first, last) for first, last in cut_as(cut)]
+    costs = Costs([forward for forward, _ in both], [backward for _, backward in both])
+    return simulate(one_f_one_b(len(cut), MICROBATCHES), costs).makespan
+
+
+def best_cut(times_of, layers=MEASURED.layers, ranks=RANKS):
+    """The cut with the shortest step, of all that there are; of equals the first."""
+    found = []
+    for marks in combinations(range(1, layers), ranks - 1):
+        ends = (0, *marks, layers)
+        cut = [after - before for before, after in zip(ends, ends[1:])]
+        found.append((step_of(cut, times_of), cut))
+    return min(found)[1]
+
+
+EVEN = [last - first for first, last in cut_evenly(MEASURED.layers, RANKS)]
+
+
+def gain(stage_times):
+    """What the reader's cost model is good for: the cut that it chooses beside the even one."""
+    chosen = best_cut(lambda first, last: asked(stage_times, MEASURED, first, last))
+    steps = [step_of(cut, lambda *part: right_times(MEASURED, *part)) for cut in (EVEN, chosen)]
+    names = [",".join(map(str, cut)) for cut in (EVEN, chosen)]
+    return (
+        f"your costs cut {names[1]}, and a step takes {steps[1]:.0f} ms in place of the "
+        f"{steps[0]:.0f} ms of {names[0]}, {1 - steps[1] / steps[0]:.0%} less."
+    )
+
+
+@checked(gain)
+def stage_cost(stage_times):
+    """`stage_times(times, first, last)`: (forward, backward) in ms of layers first to last - 1."""
+    for times in CASES:
+        for first, last in cut_evenly(times.layers, RANKS):
+            answer, right = asked(stage_times, times, first, last), right_times(times, first, last)
+            if all(map(close, answer, right)):
+                continue
+            said = f"layers {first} to {last - 1} of {times.layers}: you say "
+            said += f"{answer[0]:g} and {answer[1]:g} ms"
+            return f"{said}; {what_is_wrong(times, first, last, answer, right)}"
+
+
+def what_is_wrong(times, first, last, answer, right):
+    """The mistake that gives this answer, as a question or a sentence."""
+    count, is_last = last - first, last == times.layers
+    forward, backward = answer
+    if close(forward, count * times.layer[0] + times.layer[0]):
+        return f"`last` is not one of them, so there are {count}"
+    if is_last and close(forward, right[0] - times.head[0]) and times.head[0]:
+        return f"this stage also makes the scores, which takes {times.head[0]:g} ms more"
+    if not is_last and times.head[0] and close(forward, right[0] + times.head[0]):
+        return "the head is on the last stage only"
+    if first == 0 and times.embedding[0] and close(forward, right[0] - times.embedding[0]):
+        return f"this stage also looks the tokens up, {times.embedding[0]:g} ms"
+    if close(forward, right[0]) and times.recompute:
+        again = count * times.layer[0]
+        if close(backward, right[1] - again):
+            return f"its layers run forward a second time before their backward: {again:g} ms more"
+        if close(backward, right[1] - again + right[0]):
+            return "only the layers run forward again, neither the embedding nor the head"
+    if close(forward, right[0]) and close(backward, 2 * forward):
+        return "a backward was measured, too; it need not be two forwards"
+    return f"its layers and ends add up to {right[0]:g} and {right[1]:g} ms"
+
+
+def perform(stage_times):
+    """Train with the even cut and with the reader's own on real ranks, and print both steps."""
+    try:
+        chosen = best_cut(lambda first, last: asked(stage_times, MEASURED, first, last))
+    except NotAttempted:
+        print(NOT_ATTEMPTED)
+        return
+    except WrongAnswer as error:
+        print(f"Not yet: {error}")
+        return
+    for name, cut in (("even", EVEN), ("yours", chosen)):
+        both = [right_times(MEASURED, first, last) for first, last in cut_as(cut)]
+        forward, backward = (list(column) for column in zip(*both))
+        schedule = one_f_one_b(RANKS, MICROBATCHES)
+        performed = perform_schedule(schedule, Costs(forward, backward))
+        predicted = step_of(cut, lambda *part: right_times(MEASURED, *part))
+        print(
+            f"{name:5}  {','.join(map(str, cut)):9}  predicted {predicted:.0f} ms, "
+            f"performed {performed:.0f} ms"
+        )
+
+
+MODELS = {
+    "1.3 billion": Model(layers=24, hidden=2048, vocabulary=32_000, batch=256),
+    "6.6 billion": Model(layers=32, hidden=4096, vocabulary=32_000, batch=256),
+}
+MACHINES = {
+    "one node": Machine(gpus=8),
+    "four nodes": Machine(gpus=32),
+    "four nodes, one slow card each": Machine(gpus=32, between=Link(2.8e9, 30e-6, number=1)),
+}
+CLOSE = 1 + 2 * MACHINES["one node"].error  # two forecasts, each with its error: equals
+
+
+@lru_cache
+def ways_of(name, where):
+    """{name of a way: Way} of one model on one machine."""
+    return {way.name: way for way in ways(MODELS[name], MACHINES[where])}
+
+
+@checked("the network between the nodes decides, and the answer is not always a pipeline.")
+def choices(chosen):
+    """`chosen`: {(model, machine): name} of a way that can be done and that no other beats clearly."""
+    if not isinstance(chosen, dict):
+        raise WrongAnswer("chosen is a dictionary, {(model, machine): name}")
+    if chosen and all(pick is ... for pick in chosen.values()):
+        raise NotAttempted
+    for name in MODELS:
+        for where in MACHINES:
+            if (name, where) not in chosen:
+                return f"nothing is chosen for {name}, {where}"
+            pick = chosen[name, where]
+            if pick is ... or pick is None:
+                return f"{name}, {where} is still open"
+            found = ways_of(name, where)
+            if pick not in list(found):
+                return f"{name}, {where}: there is no way called {pick!r}; use {', '.join(found)}"
+            way = found[pick]
+            if way.problem:
+                return f"{name}, {where}: {pick} cannot be done, {way.problem}"
+            best = min((w for w in found.values() if not w.problem), key=lambda w: w.seconds)
+            if way.seconds > CLOSE * best.seconds:
+                return (
+                    f"{name}, {where}: {pick} takes {way.seconds:.2f} s a step, and {best.name} "
+                    f"takes {best.seconds:.2f} s; look at {reason(way, best)}"
+                )
+
+
+def reason(way, best):
+    """What makes a way slower than the best one."""
+    if way.leaving > best.leaving:
+        return f"the {way.leaving / 1e9:.0f} GB that leave each node"
+    if way.plan.tensor > 1:
+        return f"the {way.sent / 1e9:.0f} GB that each GPU sends within the layers"
+    return "how long its ranks wait, and at the head on its last stage"
+
+
+@checked("8 T P / (n X), turned round, and rounded up to nodes that can be rented whole.")
+def gpus_needed(needed):
+    """`needed(parameters, tokens, days, flops)`: GPUs in whole nodes of 8, by Megatron equation 4."""
+    for parameters, tokens, days, flops in [
+        (175e9, 300e9, 34, 140e12),
+        (175e9, 300e9, 10, 140e12),
+        (7e9, 1e12, 30, 200e12),
+    ]:
+        exact = training_days(parameters, tokens, 1, flops) / days
+        right = GPUS_PER_NODE * math.ceil(exact / GPUS_PER_NODE)
+        answer = call_for_number(needed, parameters, tokens, days, flops)
+        if answer == right:
+            continue
+        case = f"{parameters:g} parameters, {tokens:g} tokens, {days} days: you say {answer:g}"
+        if answer == right - GPUS_PER_NODE:
+            return f"{case}, a node too few: that takes longer than {days} days"
+        if abs(answer - exact) < 1:
+            return f"{case} GPUs, which are no whole nodes of {GPUS_PER_NODE}; round up"
+        without = GPUS_PER_NODE * math.ceil(exact * 6 / 8 / GPUS_PER_NODE)
+        if answer == without:
+            return f"{case}: that is 6 T P, without the second forward of recomputed activations"
+        if answer > 1000 * right:
+            raise WrongAnswer(f"{case}; a day has {SECONDS_PER_DAY} seconds")
+        return f"{case}; 8 x {tokens:g} x {parameters:g} operations are to be done in {days} days"
