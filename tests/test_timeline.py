@@ -312,7 +312,7 @@ def test_the_legend_stays_within_the_picture_and_explains_every_mark_that_is_the
         "backward",
         "backward for the input",
         "backward for the weights",
-        "a rank's stages in turn",
+        "rank's 1st, 2nd stage",
         "waiting",
         "message",
     ]

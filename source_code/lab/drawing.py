@@ -315,7 +315,7 @@ def _legend_of(timelines, longest_path=False):
     if any(event.recompute for timeline in timelines for event in timeline.events):
         entries.append(("recomputed", "recomputed forward"))
     if any(chunk for timeline in timelines for chunk in _chunks(timeline).values()):
-        entries.append(("shades", "a rank's stages in turn"))
+        entries.append(("shades", "rank's 1st, 2nd stage"))
     entries.append(("waiting", "waiting"))
     entries += [("message", "message")] if few else []
     entries += [("longest path", "longest path")] if longest_path else []
