@@ -1,0 +1,60 @@
+"""The minutes of a lesson follow from its notebook by one rule, and the routes have all they need."""
+
+import json
+import re
+
+import minutes
+import pytest
+
+README = minutes.README.read_text()
+ROW = r"^\| (\w+) \| \[.*?\]\(notebooks/([\w.]+)\) \| (\d+) \| (\d+) \| .* \| ([●◐]?) ?\| ([●◐]?) ?\| ([●◐]?) ?\|$"
+ROWS = {file: (number, *rest) for number, file, *rest in re.findall(ROW, README, re.MULTILINE)}
+
+every_lesson = pytest.mark.parametrize("path", minutes.LESSONS, ids=lambda path: path.stem)
+
+
+@every_lesson
+def test_the_head_of_a_lesson_has_the_minutes_of_the_rule_and_at_most_an_hour(path):
+    stated, estimated = minutes.stated_in(path), minutes.minutes_of(path)
+    assert stated, "write the head as tools/minutes.py --write does"
+    assert abs(stated.lesson - estimated.lesson) <= 5, "python tools/minutes.py --write"
+    assert stated.exercises == estimated.exercises, "python tools/minutes.py --write"
+    assert stated.lesson <= 60
+
+
+@every_lesson
+def test_the_readme_has_the_minutes_of_the_head(path):
+    _, lesson, exercises, *_ = ROWS[path.name]
+    assert (int(lesson), int(exercises)) == minutes.stated_in(path)
+
+
+@every_lesson
+def test_an_exercise_takes_5_to_20_minutes(path):
+    for cell in json.loads(path.read_text())["cells"]:
+        for title, stated in minutes.exercises_in("".join(cell["source"])):
+            assert 5 <= int(stated) <= 20, title
+
+
+@pytest.mark.parametrize("route", range(3), ids=["90 minutes", "one day", "everything"])
+def test_a_route_contains_all_that_its_lessons_build_on(route):
+    taken = {file for file, row in ROWS.items() if row[3 + route]}
+    for file in (file for file in taken if ROWS[file][3 + route] == "●"):
+        cells = json.loads((minutes.ROOT / "notebooks" / file).read_text())["cells"]
+        builds_on = re.search(r"\*\*Builds on:\*\* (.*)", "".join(cells[0]["source"]))[1]
+        assert set(re.findall(r"\]\((\d\w+\.ipynb)\)", builds_on)) <= taken, file
+
+
+def test_the_rule_counts_words_lines_and_cells_and_leaves_the_sources_out(tmp_path):
+    prose = (
+        "word " * 1498 + "\n\n**1. A title** (10 minutes). Do.\n\n## Sources\n\n" + "word " * 999
+    )
+    shown = {"data": {"text/markdown": ["`a.py`\n", "```python\n", "one\n", "two\n", "```"]}}
+    cells = [
+        {"cell_type": "markdown", "source": ["<!-- slide: T -->![alt](a.svg)", prose]},
+        {"cell_type": "code", "source": ["a = 1\n", "\n", "b = 2"], "outputs": [shown]},
+        *[{"cell_type": "code", "source": ["c\n"] * 14, "outputs": []}] * 25,
+    ]
+    path = tmp_path / "99_x.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    # 1505 words are 10 minutes, 354 lines 23.6, 26 cells 5.2: in all 38.8.
+    assert minutes.minutes_of(path) == (40, 10)
