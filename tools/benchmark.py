@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import benchmark_plans
 import psutil
 import torch
 import torch.distributed as dist
@@ -89,6 +90,8 @@ def main():
         ("The flight log of any program", measure_program_log(repeats)),
         ("A real speed-up", measure_speed_up(repeats)),
         ("A large prediction", measure_prediction(repeats)),
+        ("Plans at full speed that were not fitted", measure_plans("full speed")),
+        ("Plans of 4 and 8 paced ranks", measure_plans("paced")),
         ("The explorer", measure_explorer(repeats)),
         ("What a reader builds", measure_checks(repeats)),
     ]
@@ -284,6 +287,19 @@ def measure_inference(repeats):
         name = f"{what}: tokens per second of {ranks} groups over those of one"
         rows.append(Row(name, wanted, ratios, "{:.2f}"))
     return rows
+
+
+def measure_plans(how):
+    """How far off plan.py's forecasts are, plan by plan and in all: per cent."""
+    found = benchmark_plans.full_speed(3) if how == "full speed" else benchmark_plans.paced()
+    errors = [100 * abs(one.error) for one in found]
+    inside = 100 * statistics.mean(abs(one.error) <= one.interval for one in found)
+    interval = 100 * found[0].interval
+    return [
+        *(Row(one.name, "-", [100 * one.error], "{:+.1f} %") for one in found),
+        Row("error, whatever its sign", "median at most 6 %", errors, "{:.1f} %"),
+        Row(f"inside the promised +-{interval:.0f} %", "85 % at least", [inside], "{:.0f} %"),
+    ]
 
 
 def where_ours_is_worse(rows):
