@@ -32,6 +32,7 @@ FLAGS = {
     "pipeline_with_data_parallel.py": f"{SMALL} --replicas 2",
     "pretrain_llama.py": f"{SMALL} --dtype float64",
     "torch_pipelining_mlp.py": "--steps 3",
+    "vocabulary_parallel.py": f"{SMALL} --spread --tied",
 }
 
 

@@ -13,7 +13,7 @@ is Algorithm 1 of Yeung et al. 2024, 2411.05288, section 4: all T come after all
 layers' backward comes after all T. It holds p + 2 micro-batches on rank 0, and 1F1B holds p.
 """
 
-from dataclasses import dataclass, replace
+import dataclasses
 
 from pipeline.message import Message
 from pipeline.schedule import Action, Route, Schedule, ScheduleError, message_of
@@ -21,7 +21,7 @@ from pipeline.schedule import Action, Route, Schedule, ScheduleError, message_of
 AHEAD = 2  # micro-batches that a rank holds more than in 1F1B: one for all S, one for all T
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class FanSchedule(Schedule):
     """A Schedule of the stages above."""
 
@@ -50,7 +50,7 @@ class FanSchedule(Schedule):
     def explains(self, timeline):
         """`timeline`, predicted or performed, with what each of its actions needs, for a figure."""
         needs = {event.action: self.needs_of(event.action) for event in timeline.events}
-        return replace(timeline, needs=needs)
+        return dataclasses.replace(timeline, needs=needs)
 
 
 def inputs_of(stage, p):
