@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lab.printing import end_quietly_when_interrupted
 from lab.siblings import launcher_lives
 from pipeline import command_line
 from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment, reject
@@ -197,3 +198,11 @@ def test_a_script_says_it_before_the_first_message_and_without_a_traceback(
         said = capsys.readouterr().err
         assert ended.value.code == 2
         assert re.fullmatch(r"(RANK|MASTER_ADDR) .*\n", said), said
+
+
+def test_an_interrupt_prints_one_word_and_any_other_exception_its_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    end_quietly_when_interrupted()
+    for error in (KeyboardInterrupt(), ValueError("a fault")):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "interrupted\nValueError: a fault\n"

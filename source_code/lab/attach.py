@@ -13,7 +13,7 @@ from lab.clock import Clock, shared_origin
 from lab.flight_log import FlightLog
 from lab.observer import Observer
 from lab.presence import guard
-from lab.printing import keep_running_unheard
+from lab.printing import end_quietly_when_interrupted, keep_running_unheard
 from lab.profile import Profile
 from lab.report import Report
 from lab.slow_network import attach_network
@@ -27,6 +27,7 @@ from pipeline.training import cut_layers
 def add_flags(parser):
     """Add the lab's flags to a training script's parser."""
     keep_running_unheard()
+    end_quietly_when_interrupted()
     add = parser.add_argument
     add(
         "--pace",

@@ -1,6 +1,7 @@
 """Standard output that costs no run: one that nobody reads any more, or that lies on a full disk.
 
-Python would end with a traceback at the next line that it prints, hours of training or not.
+Python would end with a traceback at the next line that it prints, hours of training or not. An
+interrupt ends a run with one word in place of a traceback of every rank.
 """
 
 import io
@@ -42,3 +43,16 @@ def keep_running_unheard():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     elif sys.stdout is sys.__stdout__ and not isinstance(sys.stdout, Output):
         sys.stdout = Output(sys.stdout)
+
+
+def end_quietly_when_interrupted():
+    """Let Ctrl-C print one line. A process that shows exceptions in its own way keeps it."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = show_exception
+
+
+def show_exception(kind, error, trace):
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
