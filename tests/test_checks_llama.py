@@ -5,35 +5,15 @@ import pytest
 from course.checks import lesson_12c
 from course.checks.answer import NOT_ATTEMPTED
 
-STATES = {"sgd": 0, "momentum": 1, "adamw": 2}
-
 
 def answer_to(check, capsys, answer):
     check(answer)
     return capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize(
-    "check", [lesson_12c.bytes_of_a_weight, lesson_12c.loss_of_an_update, lesson_12c.utilisation]
-)
+@pytest.mark.parametrize("check", [lesson_12c.loss_of_an_update, lesson_12c.utilisation])
 def test_an_untouched_stub_is_not_attempted_yet(check, capsys):
     assert answer_to(check, capsys, lambda *arguments: ...) == NOT_ATTEMPTED
-
-
-@pytest.mark.parametrize(
-    ("count", "sentence"),
-    [
-        (lambda width, optimizer: width * (1 + STATES[optimizer]), "what of the gradient?"),
-        (lambda width, optimizer: width * (2 + STATES[optimizer]), "remembers is in 32 bits"),
-        (lambda w, o: 16 if w == 2 and o == "adamw" else w * (2 + STATES[o]), "in 4 bytes"),
-        (lambda w, o: w + max(w, 4) * (2 + STATES[o]), "it is its own"),
-        (lambda w, o: 4 * w, "momentum remembers one number"),
-        (lambda w, o: 7, "the tensors of a run have 16"),
-    ],
-)
-def test_bytes_of_a_weight_explains(count, sentence, capsys):
-    answer = answer_to(lesson_12c.bytes_of_a_weight, capsys, count)
-    assert answer.startswith("Not yet: ") and sentence in answer
 
 
 def mean(values):
@@ -79,15 +59,10 @@ def test_utilisation_explains(mfu, sentence, capsys):
 
 
 def test_right_answers_are_right(capsys):
-    def count(width, optimizer):
-        wide = max(width, 4)
-        return width + wide * (1 + STATES[optimizer]) + (wide if width < 4 else 0)
-
     def loss(passes):
         return weighted([one for a_pass in passes for one in a_pass])
 
     for check, answer in [
-        (lesson_12c.bytes_of_a_weight, count),
         (lesson_12c.loss_of_an_update, loss),
         (lesson_12c.utilisation, right),
     ]:

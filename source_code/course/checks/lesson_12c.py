@@ -1,41 +1,8 @@
-"""Checks of lesson 12c: bytes of a weight, tokens that count once, useful work."""
+"""Checks of lesson 12c: tokens that count once, useful work. Its builds are in build_llama.py."""
 
 import math
 
 from course.checks.answer import call_for_number, checked, close
-
-STATES = {"sgd": 0, "momentum": 1, "adamw": 2}
-
-
-@checked("a weight costs 16 to 18 bytes with AdamW, and only two of them compute in 16 bits.")
-def bytes_of_a_weight(count):
-    """`count(width, optimizer)`: bytes that one weight costs in training, without activations.
-
-    `width` is that of the numbers that compute, 2, 4 or 8. With 2 there is a master in float32,
-    whose gradient has 4 bytes, too.
-    """
-    for width, optimizer in [(4, "adamw"), (8, "momentum"), (4, "sgd"), (2, "adamw"), (2, "sgd")]:
-        answer = call_for_number(count, width, optimizer)
-        wide, states = max(width, 4), STATES[optimizer]
-        wanted = width + wide * (1 + states) + (wide if wide > width else 0)
-        if close(answer, wanted):
-            continue
-        hint = f"the tensors of a run have {wanted}"
-        if close(answer, wanted - wide):
-            hint = "one number of the master's width is missing: " + (
-                "the gradient, or the master itself" if width == 2 else "what of the gradient?"
-            )
-        elif width == 2 and close(answer, 2 * (2 + states)):
-            hint = "what the optimizer remembers is in 32 bits, and so are master and gradient"
-        elif width == 2 and close(answer, wanted - 2):
-            hint = "that has a gradient of 2 bytes; those of many micro-batches add up here, in 4 bytes"
-        elif optimizer != "adamw" and close(answer, wanted + wide * (2 - states)):
-            hint = f"{optimizer} remembers {('nothing', 'one number')[states]} for each weight"
-        elif width > 2 and close(answer, wanted + wide):
-            hint = "a weight that is as wide as its update has no master: it is its own"
-        return f"width {width}, {optimizer}: not {answer:g} bytes; {hint}"
-    return None
-
 
 @checked("sum everything, divide once: then no cut of the batch can change the loss.")
 def loss_of_an_update(loss):

@@ -1,0 +1,113 @@
+"""What is said of plans for four machines and of a reader's layer (lesson 12c)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from course.checks import build_llama as build
+from course.checks.answer import NOT_ATTEMPTED
+
+RIGHT = {
+    "A": "--schedule zb-h1 --microbatches 32",
+    "B": "--schedule 1f1b --microbatches 32",
+    "C": "--schedule zb-h1 --microbatches 32",
+    "D": "--schedule 1f1b --microbatches 32 --recompute layer",
+}
+
+
+def answer_to(capsys, ask, *answers):
+    ask(*answers)
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.processes
+def test_plans_that_fit_and_are_fast(capsys):
+    assert answer_to(capsys, build.plans, RIGHT).startswith("Right: each plan fits")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("machine", "flags", "sentence"),
+    [
+        ("A", "--schedule gpipe --microbatches 16", "machine A: --plan says 32.1 GiB on rank 2"),
+        ("A", "--schedule 1f1b --microbatches 8", "GiB on rank 0, which has 16"),
+        ("A", "--schedule 1f1b --microbatches 16", "rows are in a micro-batch: 4"),
+        ("A", "--schedule 1f1b --microbatches 32 --recompute layer", "room for what you recompute"),
+        ("A", "--schedule 1f1b --microbatches 64", "rows are in a micro-batch: 1"),
+        ("A", "--schedule 1f1b --microbatches 32", "another schedule has less of a bubble"),
+        ("B", "--schedule zb-h1 --microbatches 32", "which has 8"),
+    ],
+)
+def test_plans_that_do_not(capsys, machine, flags, sentence):
+    answer = answer_to(capsys, build.plans, RIGHT | {machine: flags})
+    assert answer.startswith("Not yet: ") and sentence in answer, answer
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--schedule gpipe --dim 64", "use --schedule, --chunks, --microbatches, --recompute"),
+        ("--schedule", "each with its value; not '--schedule'"),
+        (3, "each with its value; not 3"),
+        ("--microbatches many", "--microbatches takes a whole number above 0"),
+        ("--microbatches 7", "64 rows cannot be cut into that many"),
+        ("--recompute some", "--recompute takes one of none, selective, layer, stage"),
+    ],
+)
+def test_flags_that_are_none(capsys, flags, sentence):
+    answer = answer_to(capsys, build.plans, RIGHT | {"A": flags})
+    assert answer.startswith("Not yet: machine A") and sentence in answer, answer
+
+
+def test_a_machine_that_is_missing_and_a_stub(capsys):
+    assert "give a text for each machine" in answer_to(capsys, build.plans, {"A": "x"})
+    assert answer_to(capsys, build.plans, ...) == NOT_ATTEMPTED
+
+
+# Layers: the functions below are those of a learner.
+
+
+def squared_relu(x, gate, up, down):
+    return (F.relu(x @ gate.T).square() * (x @ up.T)) @ down.T
+
+
+def over_the_rows(x, gate, up, down):
+    return squared_relu(x - x.mean(dim=0, keepdim=True), gate, up, down)
+
+
+def with_noise(x, gate, up, down):
+    return squared_relu(x + 0.01 * torch.randn_like(x), gate, up, down)
+
+
+def too_wide(x, gate, up, down):
+    return F.relu(x @ gate.T) * (x @ up.T)
+
+
+def without_gate(x, gate, up, down):
+    return F.relu(x @ up.T) @ down.T
+
+
+def transposed(x, gate, up, down):
+    return (x @ gate) * (x @ up.T) @ down.T
+
+
+def stub(x, gate, up, down):
+    return ...
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("layer", "sentence"),
+    [
+        (squared_relu, "Right: four ranks and one process agree"),
+        (over_the_rows, "Not yet: the losses differ from those of one process by "),
+        (with_noise, "Not yet: the losses differ from those of one process by "),
+        (too_wide, "your layer returns (2, 3, 6) for x of (2, 3, 4); return the shape of x"),
+        (without_gate, "no gradient comes back to gate: your layer leaves it out"),
+        (transposed, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        (stub, NOT_ATTEMPTED),
+    ],
+)
+def test_a_layer_is_trained_on_four_ranks_and_compared_with_one_process(capsys, layer, sentence):
+    answer = answer_to(capsys, build.feed_forward, layer)
+    assert sentence in answer, answer
