@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import re
 import sys
 import time
 
@@ -125,14 +126,8 @@ def whole_number(name, default=None, least=0, most=2**31 - 1):
     text = os.environ.get(name)
     if text is None and default is not None:
         text = str(default)
-    digits = (text or "").strip()
-    if (
-        digits.isascii()
-        and digits.isdecimal()
-        and len(digits) < 20
-        and least <= int(digits) <= most
-    ):
-        return int(digits)
+    if re.fullmatch(r"\s*[0-9]{1,18}\s*", text or "") and least <= int(text) <= most:
+        return int(text)
     found = "is not set" if text is None else f"is {text[:40]!r}"
     raise LauncherError(
         f"{name} {found}, and has to be a whole number from {least} to {most}; start the ranks with "
