@@ -24,7 +24,7 @@ def v_half(num_ranks, num_microbatches, num_chunks=2):
     the 6p - 1 slots from F to I, summed over both stages, are the same number on every rank.
     """
     require_two_chunks("v-half", num_ranks, num_microbatches, num_chunks)
-    p, shift = num_ranks, 0 if num_ranks % 2 else 3
+    p, shift = num_ranks, 0 if num_ranks % 2 else 3  # else I down would meet F up in a slot
 
     def slots(rank):
         turn = 3 * p - 1
@@ -41,7 +41,7 @@ def v_min(num_ranks, num_microbatches, num_chunks=2):
     takes more than a third of the three, the ranks wait in every micro-batch.
     """
     require_two_chunks("v-min", num_ranks, num_microbatches, num_chunks)
-    p, shift = num_ranks, 0 if num_ranks % 3 else 2
+    p, shift = num_ranks, 0 if num_ranks % 3 else 2  # else I up would meet F down in a slot
 
     def slots(rank):
         return rank, 2 * p - 1 - rank, 2 * p + shift + rank, 4 * p - 1 + shift - rank
