@@ -61,14 +61,13 @@ def measure_machine(ranks, length):
         launch(["-m", "extensions.planning.measuring", str(length), str(file)], ranks)
         text = json.loads(file.read_text())
     gigabytes = psutil.virtual_memory().total / 1e9
+    text = {"memory_gigabytes": gigabytes / ranks, **text}
     text |= {
         "name": "this machine",
-        "memory_gigabytes": gigabytes / ranks,
         "peak_teraflops": text["teraflops"],
         "memory_gigabytes_per_second": 10,
         "between": text["inside"],
         "error": max(0.05, text["error_left_out"]["nine_tenths"]),
-        "bytes_per_value": 4,
     }
     text["measured"]["step"] = besides(machine_from(text, ranks, "this machine"), length)
     return text

@@ -57,7 +57,7 @@ def main():
     links = measure_links(job) if job.num_ranks > 1 else ((1e-6, 0.0), (1e-6, 0.0))
     everyone = gather(job, (rows, measure_updates(job)))
     if job.rank == 0:
-        found = fitted(everyone, *links)
+        found = {**fitted(everyone, *links), **device_of(job)}
         write_whole(sys.argv[2], json.dumps(found, indent=1) + "\n")
     job.leave()
 
@@ -272,6 +272,14 @@ def fitted(everyone, link, sums):
         },
         "measured": as_text(measured),
     }
+
+
+def device_of(job):
+    """Bytes of a value in a training there, and the memory of a GPU in gigabytes if it is one."""
+    if job.device.type == "cpu":
+        return {"bytes_per_value": 4}
+    memory = torch.cuda.get_device_properties(job.device).total_memory
+    return {"bytes_per_value": 2, "memory_gigabytes": memory / 1e9}
 
 
 if __name__ == "__main__":
