@@ -17,6 +17,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
 
 
 def main():
+    """Put the function in the place of the network, and run the program."""
     request, [function] = read_request(sys.argv[1])
     check_alone(function)
 
