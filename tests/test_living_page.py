@@ -160,7 +160,7 @@ def test_every_solution_gets_in_the_page_what_the_solutions_notebook_says(site, 
         there = page.evaluate("question => python.ask(question)", question)
         assert there["said"] == said and said.startswith("Right: "), given["id"]
         checked += 1
-    assert checked >= 35
+    assert checked >= 25
     assert is_content(page)
 
 
