@@ -34,7 +34,7 @@ test-torch: ## run scripts, schedules and torch's traps with another torch, outs
 TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_schedule \
 	loops_by_hand pipedream split_stage recompute torch_pipelining torch_pipelining_traps rehearsal \
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
-	tensor_parallel inference no_code_from_files))
+	tensor_parallel vocabulary_parallel inference no_code_from_files))
 
 soak: $(INSTALLED) ## damage every file that a reader opens 10,000 times, and a room on a cluster: half an hour
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest tests/test_damaged_files.py tests/test_launchers.py $(PYTEST_FLAGS)

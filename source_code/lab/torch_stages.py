@@ -34,6 +34,8 @@ def attach_torch_stage(observer, stage, view=None):
     first = getattr(stage, "first_microbatch", 0)
 
     under_way = []  # the Work of the backward that goes on
+    taken = []  # what the module was called with
+    stage.submod.register_forward_pre_hook(lambda _, inputs: taken.append(first_tensor(inputs)))
 
     def work_of(kind, microbatch):
         action = Action(stage.stage_index, kind, first + microbatch)
@@ -44,7 +46,8 @@ def attach_torch_stage(observer, stage, view=None):
             return forward(microbatch, *arguments, **keywords)
         with work_of("F", microbatch) as work:
             output = forward(microbatch, *arguments, **keywords)
-            work.used = first_tensor(stage.fwd_cache[microbatch][1])
+            work.used = taken[-1]
+            taken.clear()
             if shows_scores or not stage.is_last:
                 work.made = first_tensor(output)
                 watch_gradient(work.made)
