@@ -40,6 +40,10 @@ KINDS = [
         "tests/test_copy_template.py runs a copy on one rank and more",
     ),
     (r"python tools/architecture\.py$", RUN),
+    (
+        r"python tools/certificates\.py$",
+        "takes minutes; test_search_schedule.py compares the page with the search",
+    ),
     (r"\.venv/bin/python tools/benchmark_page\.py$", "opens a browser many times, and measures"),
     (r"make wall\b", "tests/test_progress.py runs what it calls"),
     (r"(make submission$|python tools/grade_submissions\.py )", "test_submissions.py runs both"),
