@@ -1,7 +1,6 @@
 """What is said of plans for four machines and of a reader's layer (lesson 12c)."""
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 from course.checks import build_llama as build

@@ -3,6 +3,7 @@
 The checks of lesson 12b answer wrong diagnoses and wrong repairs in sentences.
 """
 
+import json
 import re
 import shutil
 
@@ -235,6 +236,21 @@ def test_hints_come_one_by_one_are_counted_and_name_no_fault(capsys, case):
     right = check.CASES[case]
     answer = answer_to(capsys, check.diagnosis, case, right.fault, right.ranks)
     assert answer == f"Right: {right.found} (It took 3 hints.)"
+
+
+def test_the_lesson_names_no_case_by_its_fault_its_piece_or_its_hints():
+    cells = json.loads((launch.ROOT / "notebooks" / "12b_find_the_fault.ipynb").read_text())[
+        "cells"
+    ]
+    texts = ["".join(cell["source"]) + str(cell.get("outputs", "")) for cell in cells]
+    exercises = texts[next(i for i, text in enumerate(texts) if "## Exercises" in text) :]
+    for number, case in list(check.CASES.items())[1:]:
+        assert not any(case.piece in text for text in texts), number
+        assert not any(hint in text for hint in case.hints for text in texts), number
+    for fault in check.FAULTS:
+        assert not any(fault in text for text in exercises), fault
+    titles = re.findall(r"^\*\*(\d+)\. (.*?)\*\*", "\n".join(exercises), re.MULTILINE)
+    assert titles == [(str(number), f"Case {number}") for number in range(2, 10)]
 
 
 def test_the_list_of_faults_is_printed_when_it_is_asked_for(capsys):
