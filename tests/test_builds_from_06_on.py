@@ -15,6 +15,7 @@ import pytest
 import torch
 from mutated import mutated
 
+from course.building import request
 from course.checks import (
     build_library,
     build_recompute,
@@ -222,6 +223,16 @@ WRONG = {
 def test_a_typical_wrong_program_gets_its_own_sentence(exercise, edits, sentence, tmp_path, capsys):
     said = answer_to(tmp_path, capsys, exercise, *edits)
     assert said.startswith("Not yet: ") and sentence in said
+
+
+def test_a_loop_without_an_end_is_ended_at_its_line(tmp_path, capsys, monkeypatch):
+    endless = ("    output.backward", "    while True:\n        k += 1\n    output.backward")
+    said = answer_to(tmp_path, capsys, "recomputing_backward", endless)
+    assert re.search(r"line [67] of backward .* raised TimeoutError: .* does this loop end", said)
+    monkeypatch.setattr(request, "COMPUTING", 0.2)
+    endless = ("        start(action.stage)", "        while True:\n            pass")
+    said = answer_to(tmp_path, capsys, "sums_in_time", endless)
+    assert "after 0B7 your function raised TimeoutError" in said
 
 
 @pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 45), marks=pytest.mark.soak)])

@@ -33,5 +33,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with errors_told():
+    with errors_told(seconds=10):  # a program also imports what it needs
         main()

@@ -103,6 +103,8 @@ def what_failed(said, sources=None):
         return f"line {line[-1]} of your function raised {error[-1]}"
     if waits:
         return f"the ranks did not come to an end: {max(waits, key=len).strip()}"
+    if is_late(said):
+        return "one of the ranks waited in vain for another; does each of them come to its end?"
     return " ".join(said.split())[-300:]
 
 
