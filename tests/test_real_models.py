@@ -16,6 +16,7 @@ from ranks import PRELOAD, run_on_ranks
 from saved_models import library_config, library_model_with, save_library_model, write_model
 
 from course.failed_run import RunFailed
+from course.launch import run
 from extensions.pretraining.forward_only import forwards_of, nothing_kept
 from extensions.real_models import saved_output, tensor_files
 from extensions.real_models.saved_folder import read_model
@@ -25,7 +26,9 @@ from extensions.real_models.tensor_files import StoredTensor, stored_tensors, wr
 from pipeline.inputs import InputError
 from pipeline.worker import Worker
 
-PRELOAD.extend(["transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"])
+PRELOAD.extend(
+    ["transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"]
+)
 FLAGS = "--seq-len 16 --batch-size 8 --microbatches 4 --device cpu --learning-rate 0.003"
 
 
@@ -241,9 +244,11 @@ def test_a_tied_model_in_replicas_is_continued_on_other_ranks_and_needs_its_fold
     assert largest_difference(printed) <= 1e-12
     printed = pretrained(tmp_path, 3, f"{start} {saved} --steps 4 --verify")
     assert "continues after 2 steps" in printed and largest_difference(printed) <= 1e-12
-    with pytest.raises(RunFailed, match="--from-hf .* give it again|--from-hf"):
+    with pytest.raises(RunFailed, match="--from-hf .* began what is continued; give it again"):
         rest = start.split(" ", 2)[2]
         pretrained(tmp_path, 2, f"{rest} {saved} --layers 4 --dim 32 --steps 6")
+    with pytest.raises(RunFailed, match="write it out with --to-hf"):
+        run(f"inference.py {saved} --device cpu", 1, warm=True, show=False, limit=60)
 
 
 # The same arithmetic
