@@ -135,7 +135,7 @@ def test_ranks_that_cannot_meet_fail_with_their_own_words(monkeypatch):
         preflight, "environment_of", lambda rank, port: right(rank, port) | {"WORLD_SIZE": "two"}
     )
     [check] = preflight.check_two_ranks(timeout=90)
-    assert_fails(check, "messages", "invalid literal")
+    assert_fails(check, "messages", "WORLD_SIZE is 'two'")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a process has no parent there")
