@@ -68,7 +68,7 @@ def errors_told(seconds=None):
         places = [(frame.f_code.co_filename, line) for frame, line in frames]
         own = [(file[len(YOURS) : -1], line) for file, line in places if file.startswith(YOURS)]
         if own:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             line = RAISED + json.dumps([os.environ["RANK"], *own[-1], said])
             print(line, file=sys.stderr, flush=True)
         raise

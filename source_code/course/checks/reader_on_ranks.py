@@ -95,7 +95,7 @@ def what_failed(said, sources=None):
             return (
                 f"rank {rank} waited in vain for another rank at {at}: does every rank get there?"
             )
-        return f"{at} raised {error}"
+        return f"{at} raised {error[:140]}"
     waits = re.findall(r"rank \d+ waited .*?(?=rank \d+ waited|\(rank|\n|$)", said)
     line = re.findall(r'File "your cell", line (\d+)', said)
     error = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", said, re.MULTILINE)
