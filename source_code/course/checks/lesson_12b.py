@@ -277,7 +277,7 @@ def _explain(number, folder, failed):
     """Why the repaired pipeline is not right yet, from its output and its recording."""
     text = str(failed)
     refused = re.search(r"^--repair: .*", text, re.MULTILINE)
-    raised = re.findall(r"^(\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
+    raised = re.findall(r"(?:^|\braised )(\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
     if refused:
         return refused[0]
     if raised and "MORE THAN PROMISED" not in failed.output:

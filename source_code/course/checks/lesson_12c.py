@@ -4,6 +4,7 @@ import math
 
 from course.checks.answer import call_for_number, checked, close
 
+
 @checked("sum everything, divide once: then no cut of the batch can change the loss.")
 def loss_of_an_update(loss):
     """`loss(passes)`: of an update. A pass is a list of (mean loss, real tokens) of micro-batches."""
