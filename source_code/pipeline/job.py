@@ -155,7 +155,7 @@ def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None, me
 @contextmanager
 def meet(job):
     """Find the other ranks where the launcher says. Within this context the job has its store."""
-    with job.waiting_for_all("the start of the job"):
+    with job.naming_loss((job.rank + 1) % job.num_ranks, "the start of the job"):
         if job.num_ranks == 1:
             job.store = store_of_one()
         else:
