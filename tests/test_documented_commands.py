@@ -45,6 +45,12 @@ KINDS = [
         "takes minutes; test_search_schedule.py compares the page with the search",
     ),
     (r"\.venv/bin/python tools/benchmark_page\.py$", "opens a browser many times, and measures"),
+    (r"python tools/minutes\.py --write$", "test_minutes.py runs what it calls"),
+    (
+        r"PYTHONPATH=source_code torchrun .* build/08_mine\.py$",
+        "the checks of lesson 08 run the reader's program",
+    ),
+    (r"python$", "is only a part of a command"),
     (r"make wall\b", "tests/test_progress.py runs what it calls"),
     (r"(make submission$|python tools/grade_submissions\.py )", "test_submissions.py runs both"),
     (r"\.venv/bin/jupytext ", ON_A_COPY),

@@ -5,7 +5,6 @@ measured by a program of their own (measuring.py). One short training adds what 
 and no plan that is confirmed has its sizes.
 """
 
-import json
 import os
 import re
 import statistics
@@ -24,7 +23,7 @@ from extensions.planning.known_models import of_the_course
 from extensions.planning.machine import machine_from
 from extensions.planning.plan_tables import flags_of
 from extensions.planning.training_plan import Plan
-from pipeline.inputs import parse_json
+from pipeline.inputs import parse_json, read_json, read_text
 
 STEPS = 9  # of a performed training, of which the first two do not count
 BESIDES = 64  # width of the model whose training says what a step takes besides
@@ -59,7 +58,7 @@ def measure_machine(ranks, length):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
         launch(["-m", "extensions.planning.measuring", str(length), str(file)], ranks)
-        text = json.loads(file.read_text())
+        text = read_json(file)
     gigabytes = psutil.virtual_memory().total / 1e9
     text = {"memory_gigabytes": gigabytes / ranks, **text}
     text |= {
@@ -88,7 +87,7 @@ def perform_here(model, machine, plan, steps=STEPS):
         file = Path(folder) / "metrics.jsonl"
         flags = [*flags_of(model, machine, plan), "--steps", str(steps), "--metrics", str(file)]
         output = launch(["pretrain_llama.py", *flags, "--evaluate-windows", "1"], plan.gpus)
-        rows = [parse_json(line, file) for line in file.read_text().splitlines()]
+        rows = [parse_json(line, file) for line in read_text(file).splitlines()]
     seconds = [row["seconds"] for row in rows if "seconds" in row][2:]
     bytes_of = {"measured": [], "predicted": []}
     for _, which, total in MEMORY.findall(output):
