@@ -34,8 +34,12 @@ def attach_torch_stage(observer, stage, view=None):
     first = getattr(stage, "first_microbatch", 0)
 
     under_way = []  # the Work of the backward that goes on
-    taken = []  # what the module was called with
-    stage.submod.register_forward_pre_hook(lambda _, inputs: taken.append(first_tensor(inputs)))
+    taken = []  # what the module was last called with, while a forward goes on
+
+    def note_input(module, inputs):
+        taken[:] = [first_tensor(inputs)]
+
+    stage.submod.register_forward_pre_hook(note_input)
 
     def work_of(kind, microbatch):
         action = Action(stage.stage_index, kind, first + microbatch)
@@ -46,8 +50,7 @@ def attach_torch_stage(observer, stage, view=None):
             return forward(microbatch, *arguments, **keywords)
         with work_of("F", microbatch) as work:
             output = forward(microbatch, *arguments, **keywords)
-            work.used = taken[-1]
-            taken.clear()
+            work.used = taken.pop()
             if shows_scores or not stage.is_last:
                 work.made = first_tensor(output)
                 watch_gradient(work.made)
