@@ -6,7 +6,8 @@ Each rank keeps the keys and values of its own layers. Requests are in --groups,
 flight at the same time; a group has --slots places, which a finished request leaves to the next.
 A pass has at most --tokens-per-pass tokens, so a long prompt is read in chunks. --checkpoints
 FOLDER takes the newest model that pretrain_llama.py or distributed_checkpointing.py has saved
-there; without it the weights are those with which a training starts.
+there, and --model DIR a Llama or Qwen2 that finetune.py or transformers has left. Without either the
+weights are those with which a training starts.
 """
 
 import sys
@@ -18,14 +19,14 @@ import torch
 from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import choose_token, read_requests
-from extensions.inference.saved_model import load_weights, take_sizes
+from extensions.inference.saved_model import build_saved_part, take_sizes
 from extensions.pretraining.token_files import is_token_folder, load_tokens
-from extensions.pretraining.tokens import load_corpus, read_content
+from extensions.pretraining.tokens import BYTES, load_corpus, read_content
+from extensions.real_models.saved_folder import tokenizer_of
 from lab import attach
 from pipeline.command_line import positive_integer, ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.message import Message
-from pipeline.model import build_part
 from pipeline.training import complete_model, cut_layers, model_parser
 
 
@@ -119,8 +120,7 @@ def choose_tokens(arguments, one, scores):
 def build_cached_stage(arguments, job, cut):
     """This rank's layers with their weights, and room for the keys and values of all requests."""
     a, (first, last) = arguments, cut[job.rank]
-    part = build_part(a.config, first, last, a.seed, a.torch_dtype, job.device)
-    load_weights(a, part)
+    part = build_saved_part(a, first, last, job.device)
     return CachedStage(part, job.rank, job.num_ranks, a.groups, a.slots, a.seq_len)
 
 
@@ -137,8 +137,7 @@ def show(arguments, requests, texts, seconds):
 def verify(arguments, requests, texts):
     """Continue each request by itself in one process, without a cache. Returns the exit status."""
     a = arguments
-    model = build_part(a.config, 0, a.layers, a.seed, a.torch_dtype)
-    load_weights(a, model)
+    model = build_saved_part(a, 0, a.layers)
     for number, (request, ours) in enumerate(zip(requests, texts)):
         tokens = list(request.prompt)
         for _ in range(request.count):
@@ -167,6 +166,8 @@ def read_flags():
     add("--tokens-per-pass", default=16, help="most tokens of a pass, prompts included", **count)
     add("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
     add("--checkpoints", metavar="FOLDER", help="of a training whose newest model is taken")
+    folder = "folder with a Llama or Qwen2, of finetune.py or transformers"
+    add("--model", dest="model_folder", metavar="DIR", help=folder)
     add("--tokenizer", metavar="FILE", help="the tokenizer.json with which it was trained")
     parser.set_defaults(seq_len=64, vocabulary=256)
     attach.add_flags(parser)
@@ -177,6 +178,8 @@ def read_flags():
     arguments.microbatch_size = arguments.slots
     take_sizes(arguments)
     complete_model(parser, arguments, read_corpus)
+    if arguments.model_folder:
+        arguments.config = arguments.saved.settings
     if arguments.tokens_per_pass < arguments.slots:
         reject(
             f"--tokens-per-pass {arguments.tokens_per_pass} has no room for one token of each of "
@@ -190,10 +193,14 @@ def read_flags():
 
 
 def read_corpus(arguments):
-    if is_token_folder(arguments.data):
-        return load_tokens(arguments.data, arguments.vocabulary, arguments.seq_len)
-    content = read_content(arguments.data, arguments.seq_len)
-    return load_corpus(content, arguments.vocabulary, arguments.tokenizer, False, arguments.seq_len)
+    a = arguments
+    if is_token_folder(a.data):
+        return load_tokens(a.data, a.vocabulary, a.seq_len)
+    tokenizer = a.tokenizer or tokenizer_of(a.model_folder)
+    if a.model_folder and not tokenizer and a.vocabulary > BYTES:
+        reject(f"--model {a.model_folder} has no tokenizer.json; name one with --tokenizer")
+    content = read_content(a.data, a.seq_len)
+    return load_corpus(content, a.vocabulary, tokenizer, False, a.seq_len)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Inference through a pipeline writes what one process writes, and fills the pipeline as planned."""
 
 import random
+import shlex
 
 import pytest
 import torch
+import transformers
+from saved_models import save_library_model
 
 from course.failed_run import RunFailed
 from course.launch import run, warm_up
@@ -60,6 +63,24 @@ def test_the_model_of_a_training_is_taken_from_its_checkpoint(tmp_path):
     output = run(f"{words} --verify", 4, warm=True, show=False, limit=60).output
     assert "all 2 texts are those of one process" in output
     assert texts_in(output) != texts_in(infer("--requests 2", 4))
+
+
+def test_the_texts_of_a_saved_qwen2_are_those_of_transformers(tmp_path):
+    folder = save_library_model(tmp_path / "qwen2", "qwen2", shards=3)
+    prompts = ["A stage", "The bubble of "]
+    flags = f"--model {folder} --seq-len 40 --temperature 0 --tokens 12 --device cpu --verify"
+    words = " ".join(f"--prompt {shlex.quote(prompt)}" for prompt in prompts)
+    output = run(f"inference.py {flags} {words}", 4, warm=True, show=False, limit=60).output
+    assert "all 2 texts are those of one process" in output
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for line, prompt in zip(texts_in(output), prompts):
+        tokens = torch.tensor([list(prompt.encode())])
+        mask = torch.ones_like(tokens)
+        written = model.generate(
+            tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
+        answer = bytes(written[0, tokens.shape[1] :].tolist()).decode("utf-8", "replace")
+        assert line.endswith(f"-> {answer!r}")
 
 
 # The cache
@@ -164,6 +185,8 @@ def test_chunks_of_one_prompt_follow_each_other_and_fill_the_pipeline_without_ot
         ("--arrive-every -3", ["--arrive-every -3"]),
         ("--prompt ''", ["--prompt", "empty"]),
         ("--checkpoints /nowhere/at/all", ["--checkpoints", "no checkpoint"]),
+        ("--model /nowhere/at/all", ["--model", "config.json"]),
+        ("--model a --checkpoints b", ["--model and --checkpoints"]),
     ],
 )
 def test_what_cannot_be_answered_is_rejected_in_one_sentence(flags, words):

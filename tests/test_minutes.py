@@ -10,6 +10,8 @@ README = minutes.README.read_text()
 ROW = r"^\| (\w+) \| \[.*?\]\(notebooks/([\w.]+)\) \| (\d+) \| (\d+) \| .* \| ([●◐]?) ?\| ([●◐]?) ?\| ([●◐]?) ?\|$"
 ROWS = {file: (number, *rest) for number, file, *rest in re.findall(ROW, README, re.MULTILINE)}
 
+LONGER = {"08_torch_pipelining": 75}  # a lesson in two sittings
+
 every_lesson = pytest.mark.parametrize("path", minutes.LESSONS, ids=lambda path: path.stem)
 
 
@@ -18,21 +20,21 @@ def test_the_head_of_a_lesson_has_the_minutes_of_the_rule_and_at_most_an_hour(pa
     stated, estimated = minutes.stated_in(path), minutes.minutes_of(path)
     assert stated, "write the head as tools/minutes.py --write does"
     assert abs(stated.lesson - estimated.lesson) <= 5, "python tools/minutes.py --write"
-    assert stated.exercises == estimated.exercises, "python tools/minutes.py --write"
-    assert stated.lesson <= 60
+    assert stated[1:] == estimated[1:], "python tools/minutes.py --write"
+    assert stated.lesson + stated.exercises <= LONGER.get(path.stem, 60)
 
 
 @every_lesson
 def test_the_readme_has_the_minutes_of_the_head(path):
     _, lesson, exercises, *_ = ROWS[path.name]
-    assert (int(lesson), int(exercises)) == minutes.stated_in(path)
+    assert (int(lesson), int(exercises)) == minutes.stated_in(path)[:2]
 
 
 @every_lesson
 def test_an_exercise_takes_5_to_20_minutes(path):
     for cell in json.loads(path.read_text())["cells"]:
-        for title, stated in minutes.exercises_in("".join(cell["source"])):
-            assert 5 <= int(stated) <= 20, title
+        for title, stated, _ in minutes.exercises_in("".join(cell["source"])):
+            assert 5 <= stated <= 20, title
 
 
 @pytest.mark.parametrize("route", range(3), ids=["90 minutes", "one day", "everything"])
@@ -46,7 +48,10 @@ def test_a_route_contains_all_that_its_lessons_build_on(route):
 
 def test_the_rule_counts_words_lines_and_cells_and_leaves_the_sources_out(tmp_path):
     prose = (
-        "word " * 1498 + "\n\n**1. A title** (10 minutes). Do.\n\n## Sources\n\n" + "word " * 999
+        "word " * 1505
+        + "\n\n**1. A title** (10 minutes). "
+        + "word " * 99
+        + "\n\n**2. Another** (5 more minutes). "
     )
     shown = {"data": {"text/markdown": ["`a.py`\n", "```python\n", "one\n", "two\n", "```"]}}
     cells = [
@@ -57,4 +62,4 @@ def test_the_rule_counts_words_lines_and_cells_and_leaves_the_sources_out(tmp_pa
     path = tmp_path / "99_x.ipynb"
     path.write_text(json.dumps({"cells": cells}))
     # 1505 words are 10 minutes, 354 lines 23.6, 26 cells 5.2: in all 38.8.
-    assert minutes.minutes_of(path) == (40, 10)
+    assert minutes.minutes_of(path) == (40, 10, 5)

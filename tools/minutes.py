@@ -6,7 +6,8 @@ python tools/minutes.py --write     # the same, and put them into each lesson's 
 A lesson without its exercises: 150 words a minute, 15 lines of code a minute, those that it shows of
 a script included, and 12 seconds for each cell that one runs, rounded to 5 minutes. Sources are not
 read. Exercises come on top, with the minutes that stand at each: 5 for a number or a choice, 10 to 15
-for a function or a schedule, up to 20 for a program on real ranks or a long puzzle. All of it is an
+for a function or a schedule, up to 20 for a program on real ranks or a long puzzle. Those of "more
+minutes" are for whoever has them; a lesson with the others takes an hour at most. All of it is an
 estimate; nobody was timed.
 """
 
@@ -21,37 +22,44 @@ LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README = ROOT / "README.md"
 WORDS, LINES, CELLS = 150, 15, 5  # per minute
 NOT_READ = r"<!--.*?-->|!\[.*?\]\(.*?\)|\$\$.*?\$\$|(?<=\])\(.*?\)"
-EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+) minutes\)"
-HEAD = r"\*\*Time:\*\* (\d+) minutes, and (\d+) more for the exercises, both estimated\. "
+EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+)( more)? minutes\)"
+HEAD = (
+    r"\*\*Time:\*\* (\d+) minutes, and (\d+) for what you write, both estimated"
+    r"(?:; (\d+) more for further exercises)?\. "
+)
 ANY_HEAD = r"\*\*Time:\*\* [^*]*(?=\*\*Builds on:)"
 
 
 class Minutes(NamedTuple):
-    """`lesson` without its exercises, rounded to 5; `exercises` all of them."""
+    """`lesson` without exercises, rounded to 5; `exercises` that belong to it; `more` of them."""
 
     lesson: int
     exercises: int
+    more: int = 0
 
 
 def minutes_of(path):
     """The Minutes of a notebook by the rule above."""
-    words = lines = runs = exercises = 0
+    words = lines = runs = exercises = more = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            exercises += sum(int(minutes) for _, minutes in exercises_in(text))
-            read = re.sub(NOT_READ, "", text.partition("## Sources")[0], flags=re.S)
+            exercises += sum(minutes for _, minutes, further in exercises_in(text) if not further)
+            more += sum(minutes for _, minutes, further in exercises_in(text) if further)
+            before = re.split(EXERCISE, text, maxsplit=1, flags=re.M)[0]
+            read = re.sub(NOT_READ, "", before.partition("## Sources")[0], flags=re.S)
             words += len(read.split())
         else:
             runs += 1
             lines += sum(1 for line in [*text.splitlines(), *shown_by(cell)] if line.strip())
     reading = words / WORDS + lines / LINES + runs / CELLS
-    return Minutes(5 * round(reading / 5), exercises)
+    return Minutes(5 * round(reading / 5), exercises, more)
 
 
 def exercises_in(text):
-    """[(title, minutes)] of the exercises that a cell of prose sets."""
-    return re.findall(EXERCISE, text, re.MULTILINE)
+    """[(title, minutes, whether it is a further one)] of the exercises that a cell sets."""
+    found = re.findall(EXERCISE, text, re.MULTILINE)
+    return [(title, int(minutes), bool(more)) for title, minutes, more in found]
 
 
 def shown_by(cell):
@@ -64,14 +72,15 @@ def stated_in(path):
     """The Minutes that stand in the head of a notebook, or None."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     found = re.search(HEAD, "".join(cells[0]["source"]))
-    return Minutes(*map(int, found.groups())) if found else None
+    return Minutes(*(int(part or 0) for part in found.groups())) if found else None
 
 
 def write(path, minutes):
     """Put `minutes` into the head of a notebook and into its row of the README."""
+    further = f"; {minutes.more} more for further exercises" if minutes.more else ""
     head = (
-        f"**Time:** {minutes.lesson} minutes, and {minutes.exercises} more for the exercises, "
-        "both estimated. "
+        f"**Time:** {minutes.lesson} minutes, and {minutes.exercises} for what you write, "
+        f"both estimated{further}. "
     )
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(ANY_HEAD, head, text, count=1), encoding="utf-8")
@@ -95,7 +104,7 @@ def with_totals(readme):
 def main():
     for path in LESSONS:
         minutes = minutes_of(path)
-        print(f"{path.stem:28} {minutes.lesson:3} minutes, {minutes.exercises:3} for the exercises")
+        print(f"{path.stem:28}{minutes.lesson:3} minutes,{minutes.exercises:3} for what one writes")
         if "--write" in sys.argv[1:]:
             write(path, minutes)
     return 0

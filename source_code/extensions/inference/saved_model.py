@@ -5,14 +5,24 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
 from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
+from extensions.real_models.saved_folder import take_model
 from pipeline.command_line import reject
+from pipeline.model import build_part
 
 SIZES = "layers", "dim", "heads", "kv_heads", "vocabulary"
 
 
 def take_sizes(arguments):
-    """Take the sizes of the newest model in --checkpoints; it stays as `arguments.saved`, or None."""
+    """Take the sizes of the model in --model, or of the newest in --checkpoints.
+
+    It stays as `arguments.saved`, which is None where neither is given.
+    """
     arguments.saved = None
+    if arguments.model_folder and arguments.checkpoints:
+        reject("--model and --checkpoints name a model each; leave one of them out")
+    if arguments.model_folder:
+        vars(arguments).update(dict.fromkeys(SIZES))  # those of the folder count
+        return take_model(arguments, "--model", arguments.model_folder)
     if arguments.checkpoints is None:
         return
     try:
@@ -23,9 +33,21 @@ def take_sizes(arguments):
         reject(f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first")
     flags = arguments.saved.description["configuration"]
     if flags.get("--from-hf"):
-        reject("--checkpoints: that model was begun with --from-hf; write it out with --to-hf")
+        reject(
+            "--checkpoints: that model was begun with --from-hf; write it out with --to-hf, and name that with --model"
+        )
     for name in SIZES:
         setattr(arguments, name, flags.get(f"--{name.replace('_', '-')}", getattr(arguments, name)))
+
+
+def build_saved_part(arguments, first, last, device="cpu"):
+    """Layers `first` to `last` - 1 with their saved weights, or with those that a training starts with."""
+    a = arguments
+    if a.model_folder:
+        return a.saved.build_part(first, last, a.torch_dtype, device)
+    part = build_part(a.config, first, last, a.seed, a.torch_dtype, device)
+    load_weights(a, part)
+    return part
 
 
 def load_weights(arguments, part):
