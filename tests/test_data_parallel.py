@@ -128,7 +128,7 @@ def train_here(rank, flags, broken):
     losses = []
     patches = {
         "split backwards may meet DDP": allow_every_schedule,
-        "the norm of a shard": lambda: mock.patch.object(clipping, "whole", local_part),
+        "the norm of a shard": lambda: mock.patch.object(clipping, "whole_sum", local_part),
         "every replica for itself": lambda: mock.patch.object(AllReduce, "start", do_not_start),
         "mean of means": lambda: mock.patch.object(script, "ShareOfLoss", MeanOfMeans),
     }

@@ -163,7 +163,7 @@ def flip_a_bit(folder, rank, line_of, field):
     for number, line in enumerate(map(json.loads, lines)):
         if all(line.get(key) == value for key, value in line_of.items()) and line.get(field):
             digest, norm, weighted = line[field]
-            line[field] = ["0" * 16, norm * (1 + 2e-16), weighted]
+            line[field] = ["0" * 8, norm * (1 + 2e-16), weighted]
             lines[number] = json.dumps(line)
             path.write_text("\n".join(lines) + "\n")
             return

@@ -271,15 +271,17 @@ def measure_replicas(repeats):
 def measure_inference(repeats):
     """Tokens per second of as many groups as ranks, beside those of one group of the same size."""
     rows = []
-    large = "--layers 8 --dim 384 --heads 6 --kv-heads 6 --slots 8 --tokens-per-pass 8 --tokens 24"
+    large = (
+        "--layers 8 --dim 384 --heads 6 --kv-heads 6 --slots 32 --tokens-per-pass 32 --tokens 24"
+    )
     for what, ranks, flags, wanted in (
-        ("paced, 4 ranks", 4, "--slots 1 --tokens 48 --pace 10 10", "3.8 at least"),
+        ("paced, 4 ranks", 4, "--slots 1 --tokens 48 --pace 20 20", "3.8 at least"),
         ("real compute, 2 ranks", 2, large, "1.7 at least"),
     ):
         rates = {1: [], ranks: []}
         for round in each_round(f"inference, {what}", repeats):
             for groups, found in in_turns(round, *rates.items()):
-                requests = groups * (8 if "--slots 8" in flags else 1)
+                requests = groups * (32 if "--slots 32" in flags else 1)
                 command = f"inference.py {flags} --groups {groups} --requests {requests}"
                 output = launch.run(command, ranks, warm=True, show=False).output
                 found.append(float(re.search(r"([\d.]+) per second", output)[1]))

@@ -24,7 +24,7 @@ pre { font: 24px/1.3 Menlo, Consolas, "DejaVu Sans Mono", monospace; margin: 0; 
 pre.code { background: #f2f4f6; }
 pre.output { border-left: 6px solid #009E73; background: #fafafa; }
 code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .9em; }
-table { border-collapse: collapse; font-size: 25px; } td, th { padding: 4px 14px; border-bottom: 1px solid #999; text-align: left; }
+td code, th code { font-size: 24px; } table { border-collapse: collapse; font-size: 25px; } td, th { padding: 4px 14px; border-bottom: 1px solid #999; text-align: left; }
 math { font-size: 36px; }
 figure { margin: 0; text-align: center; }
 figcaption { font-size: 25px; margin-top: 6px; }

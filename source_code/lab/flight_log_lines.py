@@ -67,7 +67,7 @@ def _is_print(value):
         isinstance(value, list)
         and len(value) == 3
         and isinstance(value[0], str)
-        and re.fullmatch("[0-9a-f]{16}", value[0]) is not None
+        and re.fullmatch("[0-9a-f]{8}", value[0]) is not None
         and all(map(_is_norm, value[1:]))
     )
 

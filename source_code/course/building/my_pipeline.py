@@ -189,10 +189,10 @@ STEPS = {"gpipe": "gpipe_step", "1f1b": "one_f_one_b_step", "interleaved": "inte
 
 def main(name, steps=4):
     """Train with the step of that name, and print the loss of each step."""
-    for variable, alone in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
-        os.environ.setdefault(variable, alone)
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:  # torchrun has said how the ranks meet
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.set_num_threads(1)
     rank, p = dist.get_rank(), dist.get_world_size()
     if name not in ["naive", *STEPS]:

@@ -165,6 +165,7 @@ def _complaint_on_job(text, cluster):
     with contextlib.redirect_stdout(io.StringIO()):
         answer = cluster.submit("", words, may_fail=True, show=False)
     lines = [line for line in answer.output.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))] or lines
     if answer.state != "COMPLETED":
         return f"the job ended as {answer.state}; its last line: {lines[-1] if lines else 'none'}"
     nodes = re.search(r"of nodes (.*), ", answer.output)
