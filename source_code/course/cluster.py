@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from course.job_queue import QueueWatch
 from lab.timeline import from_chrome_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_CLUSTER = ROOT / "slurm" / "local_cluster.sh"
 TRANSCRIPTS = ROOT / "slurm" / "transcripts"
+USERS = ROOT / "build" / "11_cluster"  # a file for each notebook, where one has started it
 RECORD_VARIABLE = "PIPELINE_RECORD"  # 1: write the transcripts anew
 REPLAY_VARIABLE = "PIPELINE_REPLAY"  # 1: show the transcripts, even if there is a cluster
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
@@ -102,10 +105,16 @@ def _start_local():
     if started.returncode:
         raise ClusterFailed(started.stderr)
     if not running:
+        USERS.mkdir(parents=True, exist_ok=True)
+        for user in USERS.iterdir():  # of a cluster that ended with its machine
+            if not psutil.pid_exists(int(user.name)):
+                user.unlink()
+    if USERS.is_dir():  # a notebook has started it; the last one that uses it stops it
+        (USERS / str(os.getpid())).touch()
         # A kernel that is killed cannot stop the cluster, and one that ends normally ends its
         # children first. So this process must not be a child: setsid --fork detaches it.
-        waiting = 'tail --pid="$1" -f /dev/null; exec "$2" stop'
-        words = ["bash", "-c", waiting, "end_with", str(os.getpid()), str(LOCAL_CLUSTER)]
+        waiting = 'tail --pid="$1" -f /dev/null; rm -f "$3/$1"; rmdir "$3" && exec "$2" stop'
+        words = ["bash", "-c", waiting, "end_with", str(os.getpid()), str(LOCAL_CLUSTER), USERS]
         subprocess.run(
             ["setsid", "--fork", *words],
             stdin=subprocess.DEVNULL,
@@ -198,7 +207,7 @@ class Cluster:
 
     def _follow(self, name, words, files, meanwhile, limit):
         """Submit and watch: a line for each change of state."""
-        log = ROOT / "build" / "11_job.out"
+        log = ROOT / "build" / f"11_job_{os.getpid()}.out"
         log.parent.mkdir(exist_ok=True)
         log.unlink(missing_ok=True)
         command = f"sbatch --parsable --output={shlex.quote(str(log))} {words}"
