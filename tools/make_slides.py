@@ -110,7 +110,9 @@ def slide_of(part, number):
     if mark := re.match(MARK, part):
         sentence, note = first_sentence(part[mark.end() :])
         return Slide(mark[1], capital(sentence), table_in(part), shortened(note))
-    if exercise := re.match(r"\*\*(\d+)\. (.*?)\.?\*\*\s*\((?:(\d+)(?: more)? minutes|[^)]*)\)\.?\s*", part):
+    if exercise := re.match(
+        r"\*\*(\d+)\. (.*?)\.?\*\*\s*\((?:(\d+)(?: more)? minutes|[^)]*)\)\.?\s*", part
+    ):
         title = f"Exercise {exercise[1]}: {exercise[2]}"
         task = enough_of(part[exercise.end() :].partition("\n\n")[0])
         return Slide(title, task, None, wrong_answers(number, exercise[2]), exercise[3])
