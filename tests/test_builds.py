@@ -8,15 +8,18 @@ import importlib.util
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 from mutated import mutated
+from ranks import run_on_ranks
 
 from course import launch
-from course.building import own_file
+from course.building import my_pipeline, own_file
 from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
@@ -328,6 +331,20 @@ def test_the_readers_file_needs_no_course_and_has_the_losses_of_one_process(tmp_
     for name in STEPS.values():
         losses = losses_of(tmp_path, path.read_text(), name, 4)
         assert [f"{loss:.6f}" for loss in losses] == expected
+
+
+def train_alone(rank):
+    """In a rank: the reader's program as plain python starts it, where no store may open a port."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    meeting = sys.modules["torch.distributed.rendezvous"]
+    with mock.patch.object(meeting, "TCPStore", side_effect=AssertionError):
+        my_pipeline.main("naive", steps=1)
+
+
+def test_one_process_alone_meets_nobody_through_a_port():
+    """One that met itself at port 0 did not always find itself, and then waited."""
+    assert run_on_ranks(train_alone, 1) == [None]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import nbformat
 import pytest
 from cluster import MISSING, ROOT, SMALL, Cluster, assert_gone, free_ports, losses_of
 
+from course import cluster as cluster_of_lesson
 from course.cluster import without_job
 from course.launch import run
 
@@ -351,6 +353,50 @@ def test_two_users_take_lesson_11_at_once_beside_four_jobs_of_two_nodes(two_user
         assert_lesson_was_whole(user, job)
     for user, job in beside:
         assert len(losses_of(user.wait_for_end(job))) == 20
+
+
+STAND_IN = """#!/bin/sh
+case $1 in
+    status) test -e "{folder}/running" ;;
+    start) touch "{folder}/running" ;;
+    stop) rm "{folder}/running" ;;
+    env) echo "export SLURM_CONF=/somewhere" ;;
+esac
+"""
+
+
+def test_the_last_notebook_stops_a_cluster_that_notebooks_started_and_no_other(
+    tmp_path, monkeypatch
+):
+    script, running = tmp_path / "local_cluster.sh", tmp_path / "running"
+    script.write_text(STAND_IN.format(folder=tmp_path))
+    script.chmod(0o755)
+    monkeypatch.setattr(cluster_of_lesson, "LOCAL_CLUSTER", script)
+    monkeypatch.setattr(cluster_of_lesson, "USERS", tmp_path / "users")
+    kernels = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+
+    def ends(kernel):
+        kernel.kill()
+        kernel.wait()
+        time.sleep(2.5)  # it is looked for once a second
+
+    try:
+        for kernel in kernels[:2]:
+            monkeypatch.setattr(os, "getpid", lambda kernel=kernel: kernel.pid)
+            assert cluster_of_lesson._start_local() == {"SLURM_CONF": "/somewhere"}
+        ends(kernels[0])
+        assert running.exists()
+        ends(kernels[1])
+        assert not running.exists()
+        running.touch()  # by hand
+        monkeypatch.setattr(os, "getpid", lambda: kernels[2].pid)
+        cluster_of_lesson._start_local()
+        ends(kernels[2])
+        assert running.exists()
+    finally:
+        for kernel in kernels:
+            kernel.kill()
+            kernel.wait()
 
 
 def test_a_notebook_s_jobs_do_not_know_the_job_that_it_is():

@@ -98,18 +98,22 @@ def _answers(environment):
     return False
 
 
+def _notebooks_that_use_it():
+    """The files of those that still run, of which the last one to end stops the cluster."""
+    USERS.mkdir(parents=True, exist_ok=True)
+    for user in USERS.iterdir():
+        if not psutil.pid_exists(int(user.name)):
+            user.unlink(missing_ok=True)
+    return list(USERS.iterdir())
+
+
 def _start_local():
-    """Start the cluster on this machine and let it end with this process; its environment."""
+    """Start the cluster on this machine and let it end with the notebooks; its environment."""
     running = subprocess.run([LOCAL_CLUSTER, "status"], capture_output=True).returncode == 0
     started = subprocess.run([LOCAL_CLUSTER, "start"], capture_output=True, text=True, timeout=60)
     if started.returncode:
         raise ClusterFailed(started.stderr)
-    if not running:
-        USERS.mkdir(parents=True, exist_ok=True)
-        for user in USERS.iterdir():  # of a cluster that ended with its machine
-            if not psutil.pid_exists(int(user.name)):
-                user.unlink()
-    if USERS.is_dir():  # a notebook has started it; the last one that uses it stops it
+    if _notebooks_that_use_it() or not running:  # else somebody has started it by hand
         (USERS / str(os.getpid())).touch()
         # A kernel that is killed cannot stop the cluster, and one that ends normally ends its
         # children first. So this process must not be a child: setsid --fork detaches it.
