@@ -20,7 +20,7 @@ from extensions.checkpointing.checkpoint_arguments import (
 from extensions.data_parallel.replica_arguments import add_replica_arguments, check_replicas
 from extensions.data_parallel.replicas import AllReduce, DataParallelWorker, form_replicas
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.finite import find_not_finite
+from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, count_real_tokens
 from extensions.tensor_parallel.mesh import (
@@ -44,12 +44,7 @@ from pipeline.command_line import positive_integer, positive_number
 from pipeline.one_process import train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.split_stage import stage_class_for
-from pipeline.training import (
-    LossLog,
-    cut_layers,
-    parse_arguments,
-    training_parser,
-)
+from pipeline.training import LossLog, cut_layers, parse_arguments, training_parser
 
 
 def main():
@@ -71,7 +66,7 @@ def main():
     prints = job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
     log = LossLog(arguments, prints, training.step)
 
-    diverged = None
+    diverged, update_check = None, UpdateCheck(job, arguments.on_nan == "skip")
     nothing_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
@@ -81,12 +76,13 @@ def main():
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
         sum_whole_gradients(job, group, training.parameters)
         norm = None
-        if arguments.clip:
+        if arguments.clip or arguments.on_nan == "skip":
             norm = clip_gradients(job, named_for_norm(training.parameters, group), arguments.clip)
-        training.optimizer.step()
+        if update_check.allows(step, loss, norm):
+            training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        diverged = find_not_finite(job, step, loss, norm)
+        diverged = update_check.diverged
         due = training.step % arguments.save_every == 0 or training.step == arguments.steps
         if checkpoints and due and not diverged:
             diverged = checkpoints.save(training)
@@ -97,7 +93,7 @@ def main():
     status = status_of_end(arguments, job, training, checkpoints, None, diverged)
     job.leave()
     reference = partial(train_one_process, before_update=clip_by(arguments))
-    return log.finish(job.device, reference, verify=not diverged) or status
+    return log.finish(job.device, reference, not (diverged or update_check.skipped)) or status
 
 
 def build_stages(arguments, job, schedule, cut, group, loss_function, reduction):
@@ -130,6 +126,7 @@ def read_flags():
     add_schedule_flags(parser, default="1f1b")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
+    add_not_finite_flag(parser)
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
     add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
     parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None,

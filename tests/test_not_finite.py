@@ -18,6 +18,7 @@ from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import MOST_SKIPPED, find_not_finite
+from extensions.tensor_parallel import sharded_training
 from pipeline.files import json_line
 from pipeline.job import join_job
 
@@ -26,6 +27,7 @@ FLAGS = f"{SIZES} --device cpu --dtype float64 --optimizer sgd --steps 8"
 SAVING = {
     "distributed_checkpointing": "--save-every 1",
     "pipeline_with_data_parallel": "--save-every 1 --replicas 2 --layers 2",
+    "tensor_parallel": "--save-every 1 --tensor 2 --kv-heads 2",
     "pretrain_llama": "--save-every 1 --evaluate-every 1 --evaluate-windows 2 --sample 2",
 }
 
@@ -37,7 +39,8 @@ def train(rank, script, flags, spoil=None):
     """
     module = importlib.import_module(script)
     if spoil and spoil[0] == rank:
-        module.build_optimizer = spoiling(module.build_optimizer, spoil[1])
+        builder = module if hasattr(module, "build_optimizer") else sharded_training
+        builder.build_optimizer = spoiling(builder.build_optimizer, spoil[1])
     sys.argv = [f"{script}.py", *flags.split()]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         status = module.main()
@@ -92,8 +95,8 @@ def strict_rows(file):
 def test_a_loss_that_is_not_finite_ends_the_training_and_keeps_the_good_checkpoints(
     tmp_path, script, how
 ):
-    if how and script == "pipeline_with_data_parallel":
-        how = "--clip 1e9"  # it has no --asynchronous
+    if how and script in ("pipeline_with_data_parallel", "tensor_parallel"):
+        how = "--clip 1e9"  # they have no --asynchronous
     folder, losses = tmp_path / "saved", tmp_path / "losses"
     flags = f"{FLAGS} {SAVING[script]} {how} --learning-rate 1e300"
     ends = run_on_ranks(train, 2, script, f"{flags} --checkpoints {folder} --losses {losses}")
@@ -241,11 +244,21 @@ def test_the_update_of_a_step_that_is_not_finite_can_be_left_out(tmp_path, scrip
     saved = [read_whole(checkpoint_folder.find_checkpoint(folder, step)) for step in (2, 3, 4)]
     weights = [torch.cat([w.flatten() for w in each["model"].values()]) for each in saved]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
-    assert [each["progress"]["batches"] for each in saved] == [
-        2,
-        3,
-        4,
-    ]  # its batch is not used again
+    # Its batch is not used again.
+    assert [each["progress"]["batches"] for each in saved] == [2, 3, 4]
+
+
+@pytest.mark.processes
+def test_ranks_that_share_every_layer_leave_it_out_too(tmp_path):
+    flags = f"{FLAGS} {SAVING['tensor_parallel']} --checkpoints {tmp_path} --on-nan skip --steps 3"
+    ends = run_on_ranks(train_with_a_norm_of_nan, 2, "tensor_parallel", flags, 2)
+    said = "the gradient norm of step 2 is nan: its update is left out\n"
+    assert ends == [(0, said), (0, "")]
+    before, after = (
+        read_whole(checkpoint_folder.find_checkpoint(tmp_path, step))["model"] for step in (2, 3)
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.processes
