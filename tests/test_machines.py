@@ -1,5 +1,6 @@
 """Files that bring the course onto other machines agree with each other and with what is installed."""
 
+import contextlib
 import importlib.metadata
 import json
 import re
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from course.launch import ROOT
 
@@ -49,6 +51,17 @@ def test_the_constraints_pin_all_that_the_requirements_bring_along():
     requirements, constraints = pinned("requirements.txt"), pinned("tools/constraints.txt")
     assert brought_along(requirements) - set(requirements) - set(constraints) == set()
     assert not set(requirements) & set(constraints), "a version stands in one file"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older Pythons resolve by themselves")
+def test_no_pin_refuses_an_early_python_3_11():
+    """Debian 12 has 3.11.2: a package that wants 3.11.5 leaves pip there without a solution."""
+    pins = pinned("requirements.txt") | pinned("tools/constraints.txt")
+    for name, version in pins.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of the CUDA build
+            installed = importlib.metadata.metadata(name)
+            wanted = SpecifierSet(installed["Requires-Python"] or "")
+            assert installed["Version"] != version or "3.11.0" in wanted, f"{name} wants {wanted}"
 
 
 def test_both_images_hold_the_same():
