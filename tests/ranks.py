@@ -16,6 +16,9 @@ from course.launch import PRELOAD, WarmRanks, _follow
 # What a rank would import by itself: the files that its functions stand in need pytest, the
 # optimizers of torch.optim need the compiler, and lesson 07 saves.
 PRELOAD.extend(["pytest", "torch._dynamo", "torch.distributed.checkpoint"])
+# And what the scripts import of the course: a tenth of a second on every rank that they start.
+PRELOAD.extend(["distributed_checkpointing", "finetune", "inference", "pipedream"])
+PRELOAD.extend(["pretrain_llama", "tensor_parallel", "train", "vocabulary_parallel"])
 
 
 def run_on_ranks(function, num_ranks, *args, timeout=60):

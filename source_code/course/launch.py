@@ -41,7 +41,7 @@ PRELOAD = [
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
     "pipeline.training",
-    "lab.report",
+    "lab.attach",
     "pipeline.schedules",
     "pipeline.stage",
     "pipeline.worker",
