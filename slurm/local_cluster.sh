@@ -179,8 +179,11 @@ $(for ((i = 0; i < nodes; i++)); do
 done)
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=30:00 State=UP
 CONFIGURATION
+    # torch asks for the name of every address that it connects to, and of this one in both forms:
+    # a network's name server that is busy or gone would hold up the start of a job for seconds.
     {
         echo "127.0.0.1 localhost $(node_names | xargs)"
+        echo "::ffff:127.0.0.1 localhost-as-ipv6"
         cat /etc/hosts
     } >"$folder/hosts"
 }

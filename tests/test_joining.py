@@ -26,9 +26,9 @@ from course.launch import ROOT, SCRIPTS, WarmRanks, _follow, _wait_for_fork_serv
 from lab import agreement
 from lab.agreement import Disagreement, agree, checksum_of, settings_of, version
 from lab.free_port import free_port
-from lab.meeting import is_loopback
+from lab.meeting import find_store, is_loopback
 from lab.presence import guarded
-from pipeline.job import GRACE, Job, join_job
+from pipeline.job import GRACE, SLOW_START, Job, join_job
 from pipeline.training import parse_arguments, training_parser
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --device cpu"
@@ -224,6 +224,17 @@ def test_a_rank_that_stops_after_it_has_joined_and_before_the_first_step_is_name
     message = str(failed.value)
     assert re.search(rf"rank \d waited {TIMEOUT} s for .*: rank 1 has stopped answering", message)
     assert "Traceback" not in message
+
+
+def test_a_torchrun_on_a_loaded_machine_may_answer_as_late_as_a_rank_may_start(monkeypatch):
+    """In a full room it once took more than GRACE: every rank asks the resolver before it connects."""
+    torchrun = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "RANK": "0"}
+    told |= {"MASTER_PORT": str(torchrun.port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in {**told, "NCCL_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    store = find_store(Job(0, 2, torch.device("cpu"), "gloo", TIMEOUT))
+    assert store.timeout.total_seconds() == SLOW_START > GRACE
 
 
 # Ports

@@ -158,6 +158,14 @@ def test_root_s_cluster_says_how_other_users_reach_it(two_users):
         reader.environment["SLURM_CONF"] = reader.cluster.environment["SLURM_CONF"]
 
 
+def test_a_job_on_pretended_nodes_needs_no_name_server(two_users):
+    """torch looks up the name of each address before it connects, and its limits go on meanwhile."""
+    reader, _ = two_users
+    for address in ("127.0.0.1", "::ffff:127.0.0.1"):
+        words = "srun", "--nodes=1", "getent", "--service=files", "hosts", address
+        assert "localhost" in reader.run(*words).stdout
+
+
 def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine):
     words = ["--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", "--steps", 3, *SMALL]
     jobs = [user.submit(*words) for user in two_users]
@@ -352,7 +360,8 @@ def test_two_users_take_lesson_11_at_once_beside_four_jobs_of_two_nodes(two_user
     for user, job in zip(two_users, lessons, strict=True):
         assert_lesson_was_whole(user, job)
     for user, job in beside:
-        assert len(losses_of(user.wait_for_end(job))) == 20
+        output = user.wait_for_end(job)
+        assert len(losses_of(output)) == 20, output
 
 
 STAND_IN = """#!/bin/sh

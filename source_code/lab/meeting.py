@@ -19,7 +19,8 @@ def find_store(job):
     """The store through which ranks find each other. It does not wait for other ranks' arrival.
 
     A rank that would keep the store and is stopped on this machine ends the wait after the job's
-    timeout, anything else after SLOW_START if that is longer.
+    timeout, anything else after SLOW_START if that is longer: on a loaded machine torchrun, too, may
+    need that long for an answer.
     """
     if job.num_ranks == 1:
         return store_of_one()
@@ -29,21 +30,20 @@ def find_store(job):
         reject(str(error))
     os.environ.setdefault("RANK", str(job.rank))
     os.environ.setdefault("WORLD_SIZE", str(job.num_ranks))
-    keeper, limit = "rank 0", max(job.timeout, SLOW_START)
-    if launcher_keeps_the_store():  # from before its ranks: without it, torchrun itself is gone
-        keeper, limit = "torchrun", GRACE
-    is_keeper = keeper == "rank 0" and job.rank == 0
-    place = f"{address}:{port}"
+    limit = max(job.timeout, SLOW_START)
+    of_launcher = launcher_keeps_the_store()
+    is_keeper = job.rank == 0 and not of_launcher
+    began = time.monotonic()
     try:
-        if not is_keeper:
-            wait_for_listener(job, address, port, limit)
-        store = open_store(address, port, is_keeper, limit)
+        if not is_keeper:  # torchrun listens before it starts ranks: otherwise it is gone
+            wait_for_listener(job, address, port, GRACE if of_launcher else limit)
+        return open_store(address, port, is_keeper, limit)
     except (OSError, RuntimeError) as error:
-        waited = f"waited {limit:g} s for {keeper} to start" if not is_keeper else "cannot listen"
+        keeper = "torchrun" if of_launcher else "rank 0"
+        waited = f"waited {time.monotonic() - began:.0f} s for {keeper} to start"
         reason = str(error).splitlines()[0]
-        end_process(f"rank {job.rank} {waited} at {place} ({reason})")
-    store.set_timeout(timedelta(seconds=limit))
-    return store
+        said = "cannot listen" if is_keeper else waited
+        end_process(f"rank {job.rank} {said} at {address}:{port} ({reason})")
 
 
 def wait_for_listener(job, address, port, limit):
