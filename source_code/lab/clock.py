@@ -76,6 +76,8 @@ class Clock:
         """Around a wait: if it took time, the next action cannot have started before its end."""
         asked_at = time.perf_counter()
         yield
+        if self.pace is not None and self.device.type == "cuda":
+            torch.cuda.synchronize()  # with NCCL only the device has waited
         ended_at = time.perf_counter()
         if ended_at - asked_at > AT_ONCE:
             self.arrived = (ended_at - self.origin) * 1000

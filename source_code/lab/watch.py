@@ -3,16 +3,23 @@
 A watch is a thread of every rank, and an instrument: it is told of every wait. After half of the
 timeout it writes the wait into the store that all ranks share; after the whole timeout it follows
 who waits for whom to the rank that waits for nobody, names it, and ends that rank and its own.
+
+With NCCL a wait returns at once: the device waits, and the host goes on until it needs a result. So
+the watch leaves a mark in the device's queue before and after each wait, and asks which of them the
+device has reached. (torch's works would tell, too, by is_completed(), but each keeps its tensor: a
+rank would hold every message that it has received until somebody looks.)
 """
 
 import os
 import re
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from lab.rehearsal import pending_text
@@ -31,9 +38,19 @@ class Wait(NamedTuple):
     since: float
 
 
+class LeftToDevice(NamedTuple):
+    """A wait that returned at once, between two marks of which `query()` tells if they are reached."""
+
+    peer: int
+    what: str
+    begin: object
+    end: object
+
+
 def watch_of(job):
     """The Watch of this rank, which those of the other ranks can ask. All ranks call it."""
     watch = Watch(job.rank, job.timeout)
+    watch.device_waits = job.backend == "nccl"
     if job.num_ranks > 1:
         watch.store = dist.PrefixStore("watch", job.store.clone())
         watch.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
@@ -52,6 +69,9 @@ class Watch(threading.Thread):
         self.timeout = timeout
         self.store = store
         self.wait = None
+        self.device_waits = False  # and the host does not, as with NCCL
+        self.left = deque()  # to the device, in the order in which it comes to them
+        self.stands_since = None  # when the device was first seen in the first of them
         self.announced = None
         self.pending = {}  # rank -> what it has under way, where messages are rehearsed
         self.processes = {}  # rank -> process id, of the ranks on this machine
@@ -59,7 +79,15 @@ class Watch(threading.Thread):
 
     @contextmanager
     def waiting(self, peer, what):
-        """Around every call that blocks until rank `peer` acts."""
+        """Around every call that blocks, or lets the device block, until rank `peer` acts."""
+        begin = device_mark() if self.device_waits else None
+        with self.host_waiting(peer, what):
+            yield
+        if self.device_waits:
+            self.left.append(LeftToDevice(peer, str(what), begin, device_mark()))
+
+    @contextmanager
+    def host_waiting(self, peer, what):
         outer = self.wait
         self.wait = Wait(peer, str(what), time.monotonic())
         try:
@@ -72,7 +100,7 @@ class Watch(threading.Thread):
 
         @contextmanager
         def watched(peer, what):
-            with self.waiting(peer, what), naming_loss(peer, what):
+            with self.host_waiting(peer, what), naming_loss(peer, what):
                 yield
 
         return watched
@@ -92,11 +120,27 @@ class Watch(threading.Thread):
     def run(self):
         """The thread: look a few times a second for how long this rank has been waiting."""
         while not self.stopped.wait(min(0.25, self.timeout / 20)):
-            wait = self.wait
+            wait = self.longest_wait()
             waited = time.monotonic() - wait.since if wait else 0.0
             if waited > self.timeout:
                 self.end_job(wait)
             self.tell_others(wait if waited > self.timeout / 2 else None)
+
+    def longest_wait(self):
+        """The Wait in which the host or the device stands, the one that began first, or None."""
+        waits = [wait for wait in (self.wait, self.device_wait()) if wait]
+        return min(waits, key=lambda wait: wait.since, default=None)
+
+    def device_wait(self):
+        """The Wait in which the device stands; None while it computes."""
+        with suppress(RuntimeError):  # a device that has failed tells the host, too
+            while self.left and self.left[0].end.query():
+                self.left.popleft()
+                self.stands_since = None
+            if self.left and self.left[0].begin.query():
+                self.stands_since = self.stands_since or time.monotonic()
+                return Wait(*self.left[0][:2], self.stands_since)
+        return None
 
     def stop(self):
         self.stopped.set()
@@ -116,12 +160,11 @@ class Watch(threading.Thread):
         """
         folder = os.environ.get(FLIGHT_VARIABLE)
         if folder:
-            with suppress(ImportError, OSError, RuntimeError):
-                from torch._C._distributed_c10d import _dump_fr_trace_json
-
+            with suppress(AttributeError, OSError, RuntimeError):
+                record = flight_record("nccl" if self.device_waits else "gloo")
                 os.makedirs(folder, exist_ok=True)
                 with open(os.path.join(folder, f"rank{self.rank}.json"), "wb") as file:
-                    file.write(_dump_fr_trace_json())
+                    file.write(record)
 
     def tell_others(self, wait):
         """Announce a long wait, and take it back once it is over."""
@@ -195,3 +238,23 @@ class Watch(threading.Thread):
         # Gloo names its source file first and gives advice after the first sentence.
         reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
         return f"{text} ({reason})"
+
+
+def device_mark():
+    """A mark behind all that this rank has given to its device so far."""
+    mark = torch.cuda.Event()
+    mark.record()
+    return mark
+
+
+def flight_record(backend):
+    """torch's own record of a backend's last operations, as JSON. Each backend has another one."""
+    from torch._C import _distributed_c10d as recorders
+
+    if backend == "gloo":
+        return recorders._dump_fr_trace_json()
+    record = recorders._dump_nccl_trace_json()
+    if b'"entries"' not in record:
+        with suppress(TypeError):  # torch 2.15 has another NCCL backend under the same name
+            return recorders._dump_fr_trace_json(backend="nccl2")
+    return record

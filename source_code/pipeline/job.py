@@ -178,10 +178,11 @@ def store_of_one():
 def open_channels(job, pairs):
     """Connect all ranks, then each pair by a channel, and send a first message through it."""
     rank, limit = job.rank, timedelta(seconds=job.timeout + GRACE)
-    backends = "gloo" if job.backend == "gloo" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backends, store=job.store, rank=rank, world_size=job.num_ranks, timeout=limit
-    )
+    backends, device = "gloo", None
+    if job.backend == "nccl":
+        backends, device = "cpu:gloo,cuda:nccl", job.device  # or torch guesses it from the rank
+    ranks = {"rank": rank, "world_size": job.num_ranks}
+    dist.init_process_group(backends, store=job.store, **ranks, timeout=limit, device_id=device)
     if pairs is None:
         pairs = [(a, b) for a in range(job.num_ranks) for b in (a - 1, a + 1)]
         pairs = [(a, b) for a, b in pairs if 0 <= b < job.num_ranks]
