@@ -4,8 +4,9 @@
     python source_code/copy_template.py gpipe.py my_program.py     one file, and the text beside it
 
 A copy has the script and the files of the course that it imports; no line is rewritten. Left out
-are the script's calls of the lab, which watches (--with-lab keeps it, in a folder), and in one file
-the imports of the course's modules, whose code is then in the same file.
+are the script's calls of the lab, which watches (--with-lab keeps it, in a folder), the seconds of
+--plan, which its simulator forecasts, and in one file the imports of the course's modules, whose
+code is then in the same file.
 """
 
 import argparse
@@ -21,6 +22,7 @@ SOURCE_CODE = Path(__file__).resolve().parent
 ROOT = SOURCE_CODE.parent
 FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
 PACKAGES = ("pipeline", "extensions", "lab")  # in this order in one file
+FORECASTS = {"extensions.planning.own_plan"}  # plays schedules with the lab's simulator
 TEXT = Path("pipeline", "field_guide.txt")
 # Packages that torch and transformers import if they are there, so that a file of that name would be.
 TRIED_BY_TORCH = set(
@@ -95,7 +97,7 @@ class Module:
         self.body = ast.parse(self.text).body
         nodes = [node for statement in self.body for node in ast.walk(statement)]
         imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-        lab = [node for node in imports if package_of(node) == "lab" and not with_lab]
+        lab = [node for node in imports if looks_on(node) and not with_lab]
         names = {name for node in lab for name, _ in names_of(node)}
         calls = [node for node in nodes if isinstance(node, ast.Expr)]
         self.left_out = lab + [n for n in calls if re.match(r"\w*", ast.unparse(n))[0] in names]
@@ -199,6 +201,11 @@ def names_of(node):
     """(name, what it means) for each name that an import binds."""
     source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
     return [(alias.asname or alias.name, source + alias.name) for alias in node.names]
+
+
+def looks_on(node):
+    """Whether an import is of what watches or forecasts a training, which does without it."""
+    return package_of(node) == "lab" or {meaning for _, meaning in names_of(node)} <= FORECASTS
 
 
 def package_of(node):

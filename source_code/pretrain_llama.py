@@ -8,7 +8,7 @@ several passes, held-out perplexity, checkpoints that continue on any number of 
 
     python source_code/pretrain_llama.py --model 1b --plan 8 --recompute layer --dtype bfloat16
 
-says what each of eight ranks would have to hold, and starts none.
+says what each of eight ranks would have to hold and how long an update would take, and starts none.
 
 To begin a program of your own, copy this file. The model is built in `build_model_part`, the data
 are read in `read_corpus`: both say what they promise to the rest.
@@ -51,6 +51,7 @@ from extensions.optimization.update import (
     check_rate,
     clip_and_set_rate,
 )
+from extensions.planning import own_plan
 from extensions.planning.cut_by_work import cut_by_work
 from extensions.planning.footprint import (
     RankMemory,
@@ -216,7 +217,8 @@ def read_flags():
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
     add("--from-hf", metavar="DIR", help="begin with a saved Llama or Qwen2 of transformers")
     add("--to-hf", metavar="DIR", help="write the model for transformers, in --dtype; a new folder")
-    add("--plan", type=positive_integer, metavar="RANKS", help="say what each would hold, and end")
+    add("--plan", type=positive_integer, metavar="RANKS", help="say what each would need, and end")
+    own_plan.add_flag(parser)
     add_checkpoint_arguments(parser)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, **sizes)
@@ -417,13 +419,14 @@ def show_sample(arguments, forward_only, step):
 
 
 def print_plan(arguments, schedule, cut):
-    """Say what each rank would hold."""
+    """Say what each rank would hold, and how long an update would take."""
     memory = predicted_memory(arguments, schedule, cut)
     weights = count_weights(arguments.config)[0]
     print(f"{arguments.model}: {weights:,} weights, {schedule.name}")
     print(memory_table({"predicted": memory}))
     most = max(range(len(memory)), key=lambda rank: memory[rank].total)
     print(f"the most on rank {most}: {memory[most].total / 2**30:.2f} GiB, and what torch needs")
+    own_plan.print_seconds(arguments, schedule)
     return 0
 
 

@@ -195,7 +195,7 @@ def test_plan_says_in_json_what_it_says_in_words(capsys):
     assert updates == sorted(updates)
 
 
-def test_the_command_of_a_plan_is_one_that_pretrain_llama_takes():
+def test_the_command_of_a_plan_needs_and_takes_with_plan_what_its_forecast_says(capsys):
     model = find_model("1m", 128, 32)
     for plan in (
         Plan("interleaved-1f1b", 2, 2, 2, microbatch=2),
@@ -207,6 +207,11 @@ def test_the_command_of_a_plan_is_one_that_pretrain_llama_takes():
         flags = [*words[at + 1 :], "--plan", str(plan.gpus)]
         with mock.patch.object(sys, "argv", ["pretrain_llama.py", *flags]):
             assert pretrain_llama.main() == 0
+        printed = capsys.readouterr().out
+        found = forecast(model, Machine(plan.gpus), plan)
+        assert f"{found.update:.3g} s per update +-5%" in printed
+        table = [float(row) for row in re.findall(r"^rank .* ([\d.]+)$", printed, re.M)]
+        assert max(table) * 2**20 == pytest.approx(found.memory, rel=1e-3)
     assert command_of("1m", model, MACHINE, Plan(tensor=4)) is None
     assert command_of("llama-3-8b", NAMED["llama-3-8b"], MACHINE, Plan(ranks=4)) is None
 

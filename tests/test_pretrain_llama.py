@@ -187,6 +187,8 @@ def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path):
         (2, "--accumulate 3", "--accumulate 3"),
         (4, "--replicas 3", "--replicas 3"),
         (2, "--plan 4", "--plan is the work of one process"),
+        (1, "--plan 4 --machine nowhere", "--machine: nowhere is neither a file nor one of"),
+        (1, "--machine dgx-h100", "--machine dgx-h100 is for --plan"),
         (1, "--vocabulary 100", "--vocabulary 100"),
         (1, "--dataset a/b", "pip install datasets"),
         (1, "--dataset a/b --data x", "use one of them"),

@@ -18,7 +18,7 @@ from pipeline.schedules import SCHEDULES
 
 SIZES = (1, 2, 4, 8, 16, 32)  # of a micro-batch, in sequences
 CHUNKS = (2, 3, 4, 5, 6, 8)
-PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
 class Search(NamedTuple):

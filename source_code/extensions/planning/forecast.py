@@ -30,7 +30,7 @@ from lab.simulator import Costs, simulate
 from pipeline.schedules import build_schedule
 
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
-STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v")
+STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 TENSORS_PER_LAYER = 9  # of a layer of the course's own model
 ROUNDS = 4  # of p micro-batches, after which a steady phase is one
 

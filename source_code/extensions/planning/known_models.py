@@ -6,6 +6,7 @@ pretrain_llama.py, whose gated part is 8/3 of the width, rounded up to a multipl
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from extensions.planning.transformer import Model
@@ -29,6 +30,18 @@ def llama(layers, hidden, heads, kv_heads, inner, vocabulary, tied=False):
 def of_the_course(layers, hidden, heads, kv_heads, vocabulary):
     inner = 16 * math.ceil(8 * hidden / 3 / 16)
     return llama(layers, hidden, heads, kv_heads, inner, vocabulary)
+
+
+@lru_cache(maxsize=100)
+def is_of_the_course(model):
+    """Whether pretrain_llama.py builds it from its sizes."""
+    if not (model.gated and model.hidden % model.head_count == 0):
+        return False
+    heads = model.head_count
+    ours = of_the_course(
+        model.layers, model.hidden, heads, model.kv_heads or heads, model.vocabulary
+    )
+    return replace(ours, length=model.length, batch=model.batch) == model
 
 
 NAMED = {

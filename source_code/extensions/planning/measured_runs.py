@@ -21,6 +21,7 @@ from extensions.planning.confirming import SOURCE, first_sentence
 from extensions.planning.forecast import forecast
 from extensions.planning.known_models import of_the_course
 from extensions.planning.machine import machine_from
+from extensions.planning.plan_memory import memory_per_rank
 from extensions.planning.plan_tables import flags_of
 from extensions.planning.training_plan import Plan
 from pipeline.inputs import parse_json, read_json, read_text
@@ -28,7 +29,7 @@ from pipeline.inputs import parse_json, read_json, read_text
 STEPS = 9  # of a performed training, of which the first two do not count
 BESIDES = 64  # width of the model whose training says what a step takes besides
 LIMIT = 300.0  # seconds of a run
-MEMORY = re.compile(r"^rank (\d+) +(measured|predicted) .* ([\d.]+)$", re.MULTILINE)
+COUNTED = re.compile(r"^rank \d+ +measured .* ([\d.]+)$", re.MULTILINE)
 
 
 class Performed(NamedTuple):
@@ -89,11 +90,10 @@ def perform_here(model, machine, plan, steps=STEPS):
         output = launch(["pretrain_llama.py", *flags, "--evaluate-windows", "1"], plan.gpus)
         rows = [parse_json(line, file) for line in read_text(file).splitlines()]
     seconds = [row["seconds"] for row in rows if "seconds" in row][2:]
-    bytes_of = {"measured": [], "predicted": []}
-    for _, which, total in MEMORY.findall(output):
-        bytes_of[which].append(float(total) * 2**20)
+    counted = [float(total) * 2**20 for total in COUNTED.findall(output)]
+    needed = memory_per_rank(model, machine, plan) * plan.replicas
     found = forecast(model, machine, plan).update
-    return Performed(found, statistics.median(seconds), bytes_of["predicted"], bytes_of["measured"])
+    return Performed(found, statistics.median(seconds), needed, counted)
 
 
 def launch(words, ranks):

@@ -1,11 +1,16 @@
 """How many bytes each rank of a plan needs: weights, gradients, optimizer, activations.
 
-For the course's own models this is what footprint.py counts, which equals the measured bytes; here
-tensor groups and sharding are counted, too. Not counted: what CUDA and NCCL take for themselves,
-messages on their way, and the gaps of an allocator.
+For the course's own models this is what footprint.py counts, which equals the measured bytes. For
+other models, and where a tensor group shares the layers or replicas share the weights, the papers'
+formulas. Not counted: what CUDA and NCCL take for themselves, messages on their way, and the gaps
+of an allocator.
 """
 
+from functools import lru_cache
+
+from extensions.planning.footprint import predict_memory
 from extensions.planning.held import held_by
+from extensions.planning.known_models import is_of_the_course
 from extensions.planning.transformer import (
     BYTES_PER_VALUE,
     deferred_by_loss,
@@ -13,12 +18,14 @@ from extensions.planning.transformer import (
     kept_by_loss,
     kept_bytes,
 )
+from pipeline.model import ModelConfig, cut_as
+from pipeline.schedules import build_schedule
 
-STATE_BYTES = 12  # per weight: 32-bit weight, mean, mean of squares
-STATE_BYTES_WHOLE = 8  # the same where the weights themselves have 32 bits
+STATE_BYTES = 12  # per weight: 32-bit weight, mean, mean of squares; else the last two
 # Schedules whose backwards have two halves.
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 FLUSHED = ("gpipe", "looped-bfs")  # all forwards first, so that all losses wait
+ROUNDS = 4  # of p micro-batches, after which no other schedule holds more
 
 
 def weights_of(model, plan, stages):
@@ -40,6 +47,41 @@ def shard_group(machine, plan):
 
 def memory_per_rank(model, machine, plan):
     """Bytes of each rank of a pipeline: weights, gradients, optimizer, activations, losses."""
+    if is_of_the_course(model) and plan.gradient_bytes == 4:
+        if plan.tensor == 1 and plan.sharding in ("none", "optimizer"):
+            return [sum(parts) for parts in counted_memory(model, machine, plan)]
+    return memory_by_formulas(model, machine, plan)
+
+
+def counted_memory(model, machine, plan):
+    """(weights, gradients, optimizer, activations) in bytes of each rank, of the course's own model."""
+    m, p = plan.microbatches(model), plan.ranks
+    if plan.schedule not in FLUSHED:
+        m = min(m, ROUNDS * p)
+    config = ModelConfig(
+        model.layers,
+        model.hidden,
+        model.head_count,
+        model.kv_heads or model.head_count,
+        model.length,
+        model.vocabulary,
+    )
+    mode = "layer" if plan.recompute == "full" else plan.recompute
+    shape = plan.schedule, p, m, plan.chunks, tuple(plan.layers_of(model))
+    ranks = _counted(config, *shape, plan.microbatch, machine.bytes_per_value, mode)
+    shared = plan.replicas if plan.sharding == "optimizer" else 1
+    return [(one[0], one[1], one[2] / shared, one[3]) for one in ranks]
+
+
+@lru_cache(maxsize=20_000)
+def _counted(config, schedule, p, m, chunks, cut, rows, width, mode):
+    orders = build_schedule(schedule, p, m, chunks)
+    ranks = predict_memory(config, orders, cut_as(cut), rows, width, recompute=mode)
+    return [(one.weights, one.gradients, one.optimizer, one.activations) for one in ranks]
+
+
+def memory_by_formulas(model, machine, plan):
+    """The same for any model, tensor group and sharding."""
     layers = plan.layers_of(model)
     group = shard_group(machine, plan)
     state_group = plan.replicas if plan.sharding == "optimizer" else group
@@ -57,8 +99,8 @@ def memory_per_rank(model, machine, plan):
     for rank in range(plan.ranks):
         stages = plan.stages_of(rank)
         weights = weights_of(model, plan, stages)
-        states = weights * (value + plan.gradient_bytes) / group
-        states += weights * (STATE_BYTES if value < 4 else STATE_BYTES_WHOLE) / state_group
+        states = weights * (value + max(plan.gradient_bytes, value if value > 2 else 0)) / group
+        states += weights * (STATE_BYTES if value < 4 else 2 * value) / state_group
         if group > 1:  # two layers whole: one at work, one on its way
             states += (
                 2 * (BYTES_PER_VALUE + plan.gradient_bytes) * model.layer_weights / plan.tensor
@@ -66,16 +108,16 @@ def memory_per_rank(model, machine, plan):
         own = max(layers[stage] for stage in stages)
         activations = held[rank] * own * kept
         own_loss = loss if len(layers) - 1 in stages else 0.0
-        if plan.recompute == "full":  # one layer at a time, on the last stage with the loss
+        if own_loss and plan.schedule in SPLIT and plan.chunks == 1:
+            again = plan.recompute == "full"  # then the scores are there only at work
+            whole = own * kept + (0.0 if again else loss)
+            later = deferred_by_loss(model, plan.microbatch, plan.tensor)
+            later = (own * deferred * kept + wider * later) / whole
+            activations = held_by(*shape, later)[rank] * whole
+            activations += at_work - kept + loss if again else 0.0
+        elif plan.recompute == "full":  # one layer at a time, on the last stage with the loss
             activations += at_work - kept + own_loss
             activations -= kept * held[rank] if stages == [0] else 0.0  # its input are tokens
-        elif own_loss and plan.schedule in SPLIT and plan.chunks == 1:
-            whole = own * kept + loss
-            later = (
-                own * deferred * kept
-                + wider * deferred_by_loss(model, plan.microbatch, plan.tensor)
-            ) / whole
-            activations = held_by(*shape, later)[rank] * whole
         else:
             activations += own_loss * (held[rank] // plan.chunks if plan.schedule in FLUSHED else 1)
         found.append(states + activations)

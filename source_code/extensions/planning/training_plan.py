@@ -94,13 +94,12 @@ class Plan:
 def balanced_cut(model, stages):
     """Layers of each stage so that the slowest takes least, where the last one also has the head.
 
-    The head counts as the layers whose products it equals. Layers go one by one to the stage with
-    the least work, the earlier one of equals.
+    The head counts as the layers whose products it equals. Each stage has a layer; the others go one
+    by one to the stage with the least work, the earlier one of equals.
     """
-    work = [0.0] * stages
-    work[-1] = model.head_flops(1) / model.layer_flops(1)
-    cut = [0] * stages
-    for _ in range(model.layers):
+    work, cut = [1.0] * stages, [1] * stages
+    work[-1] += model.head_flops(1) / model.layer_flops(1)
+    for _ in range(model.layers - stages):
         least = min(range(stages), key=lambda stage: (work[stage] + 1, stage))
         work[least] += 1
         cut[least] += 1
