@@ -1,5 +1,6 @@
 """torch.distributed.pipelining trains the course's model, and Hugging Face's, as one process does."""
 
+import functools
 import os
 import re
 import shlex
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch_pipelining
 import torch_pipelining_gpt2
-from ranks import PRELOAD, run_on_ranks
+from ranks import HUGGING_FACE, PRELOAD, run_on_ranks
 from torch.distributed.pipelining import PipelineStage
 
 from course.failed_run import RunFailed
@@ -40,9 +41,8 @@ from pipeline.one_process import train_one_process
 from pipeline.schedules.legal import check_legal
 from pipeline.training import parse_arguments, training_parser
 
-PRELOAD.extend(
-    ["torch.distributed.pipelining", "extensions.torch_pipelining.library", "transformers"]
-)
+PRELOAD.extend(["torch.distributed.pipelining", "extensions.torch_pipelining.library"])
+PRELOAD.extend(HUGGING_FACE)
 SCRIPT = "torch_pipelining.py"
 SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 4 --device cpu"
 EVERYTHING = "--optimizer adamw --clip 0.5 --warm-up 2 --documents --batch-size 16"
@@ -61,12 +61,25 @@ def performed(flags, ranks=4, script=SCRIPT):
 # All seven schedules
 
 
+@functools.cache
+def lesson_02():
+    return run(f"gpipe.py {SMALL}", 4, warm=True, show=False)
+
+
+AFTERWARDS = "--evaluate 2 --generate 12"
+
+
+@functools.cache
+def performed_by(name):
+    """A training by a schedule of the library, which is asked for what it has learnt, too."""
+    return performed(f"--schedule {name} --verify --timeline build/torch.json {AFTERWARDS}")
+
+
 @pytest.mark.parametrize("name", LIBRARY_SCHEDULES)
 def test_each_of_seven_schedules_equals_one_process_to_1e_12_and_takes_the_listed_actions(name):
-    one_run = performed(f"--schedule {name} --verify --timeline build/torch.json")
+    one_run = performed_by(name)
     assert KEPT in one_run.output
-    lesson_02 = run(f"gpipe.py {SMALL}", 4, warm=True, show=False)
-    assert one_run.losses == lesson_02.losses and len(one_run.losses) == 4
+    assert one_run.losses == lesson_02().losses and len(one_run.losses) == 4
     chunks = 2 if name in LOOPS + V_SHAPED else 1
     expected = schedule_as_data(name, 4, 8, chunks)
     actions = [tuple(event.action for event in events) for events in one_run.timeline.by_rank]
@@ -131,12 +144,16 @@ def test_a_mask_lets_a_position_see_its_own_paragraph_only():
 
 @pytest.mark.parametrize("name", LIBRARY_SCHEDULES)
 def test_evaluation_and_greedy_text_are_those_of_one_process(name):
-    flags = "--evaluate 2 --generate 12"
-    output = performed(f"--schedule {name} {flags}").output
-    model, _ = torch_pipelining.one_process(arguments_of(f"{SMALL} {flags}"))
-    assert re.search(r"^held out  loss (\S+)", output, re.M)[1] == f"{held_out(model, flags):.6f}"
-    written = re.findall(r"^generated  (.*) -> (.*)$", output, re.M)
-    assert written == greedy(model, flags)[:2]
+    output, (loss, texts) = performed_by(name).output, told_by_one_process()
+    assert re.search(r"^held out  loss (\S+)", output, re.M)[1] == f"{loss:.6f}"
+    assert re.findall(r"^generated  (.*) -> (.*)$", output, re.M) == texts[:2]
+
+
+@functools.cache
+def told_by_one_process():
+    """The held-out loss and the texts of the model that one process has trained."""
+    model, _ = torch_pipelining.one_process(arguments_of(f"{SMALL} {AFTERWARDS}"))
+    return held_out(model, AFTERWARDS), greedy(model, AFTERWARDS)
 
 
 @torch.no_grad()
@@ -195,15 +212,20 @@ def first_messages(rank):
         torch.nn.Identity(), 1, 4, job.device, input_args=tensor, output_args=tensor
     )
     stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 1, 3: 0}
-    before = [message.peer for message in stage._get_init_p2p_neighbors_ops()]
+    exchanges = getattr(stage, "_get_init_p2p_neighbors_ops", list)
+    before = [message.peer for message in exchanges()]
     assert without_messages_to_itself(stage) is stage
-    return before, [message.peer for message in stage._get_init_p2p_neighbors_ops()]
+    exchanges = getattr(stage, "_get_init_p2p_neighbors_ops", list)
+    return before, [message.peer for message in exchanges()]
 
 
-def test_first_messages_to_the_own_rank_are_left_out_and_those_to_others_are_kept():
+def test_first_messages_to_the_own_rank_are_left_out_and_since_torch_2_15_there_are_none():
     before, after = run_on_ranks(first_messages, 2)[1]
-    assert sorted(before) == [0, 0, 1, 1]
-    assert after == [0, 0]
+    if torch.__version__ >= (2, 15):
+        assert before == after == []
+    else:
+        assert sorted(before) == [0, 0, 1, 1]
+        assert after == [0, 0]
 
 
 # The library's schedules as data
