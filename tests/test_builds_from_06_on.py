@@ -1,4 +1,4 @@
-"""What a reader builds in lessons 06, 07, 08 and 10 runs on real ranks and is answered by name.
+"""What a reader builds in lessons 06, 07, 08, 08b and 10 runs on real ranks and is answered by name.
 
 Right answers are those of the solutions' notebooks; wrong ones are these with one thing changed.
 """
@@ -13,10 +13,12 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from mutated import mutated
 
 from course.building import request
 from course.checks import (
+    build_comparison,
     build_library,
     build_recompute,
     build_save,
@@ -59,12 +61,14 @@ def solution_file(notebook, name):
 SOLUTIONS = {
     "recomputing_backward": solution("06_activation_checkpointing", "backward"),
     "training_program": solution_file("08_torch_pipelining", "mine"),
-    "clipping_program": solution_file("08_torch_pipelining", "clipped"),
+    "clipping_program": solution_file("08b_silent_traps", "clipped"),
+    "comparison": solution("08b_silent_traps", "difference"),
     "save_and_restore": solution("07_distributed_checkpointing", "save", "restore"),
     "sums_in_time": solution("10_data_parallel", "after"),
 }
 NAMES = {  # of functions; the others are whole files
     "recomputing_backward": ["backward"],
+    "comparison": ["difference"],
     "save_and_restore": ["save", "restore"],
     "sums_in_time": ["after"],
 }
@@ -72,6 +76,7 @@ CHECKS = {
     "recomputing_backward": build_recompute.recomputing_backward,
     "training_program": build_library.training_program,
     "clipping_program": build_library.clipping_program,
+    "comparison": build_comparison.comparison,
     "save_and_restore": build_save.save_and_restore,
     "sums_in_time": build_sums.sums_in_time,
 }
@@ -83,7 +88,7 @@ def written(tmp_path, text, exercise):
     if exercise not in NAMES:
         path.write_text(text)
         return [path]
-    path.write_text("import torch\n\n\n" + text)
+    path.write_text("import torch\nimport torch.distributed as dist\n\n\n" + text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
@@ -184,6 +189,23 @@ WRONG = {
         ([("held_out = run(schedule.eval, 6)\n", ""), ("{held_out:", "{loss:")], "batch 6 is"),
         ([("print(f\"held out", "print(f\"later")], "0 lines begin with `held out`"),
     ],
+    "comparison": [
+        ([("(ours - theirs).abs()", "(ours - theirs)")], "rank 0 has one number that is too small"),
+        ([("    dist.all_reduce(both, dist.ReduceOp.MAX)\n", "")], "each has to learn of the largest"),
+        ([(", dist.ReduceOp.MAX", "")], "the sum over the ranks: ask all_reduce for the maximum"),
+        ([(".nan_to_num(nan=torch.inf)", "")], "rank 1 has a nan among its gradients: rank 0 returns"),
+        ([("torch.zeros_like(theirs) if ours is None else ours", "ours")], "raised TypeError"),
+        ([("ours = torch.zeros_like(theirs) if ours is None else ours",
+           "ours = theirs if ours is None else ours")], "upwards and downwards, or be missing"),
+        ([("(both[0] / both[1])", "both[0]")], "the difference itself: divide it by the largest"),
+        ([("[off, largest]", "[off / largest, largest]"), ("(both[0] / both[1])", "both[0]")],
+         "a share of the largest gradient on one rank"),
+        ([("off = torch.maximum(off, (ours - theirs).abs().max())",
+           "off = off + (ours - theirs).abs().sum()")], "the sum of all differences"),
+        ([("    dist.all_reduce", "    if both[0] > 1e-9:\n        dist.all_reduce")],
+         "waited in vain for another rank at line 9 of difference"),
+        ([("    return (both[0] / both[1]).item()", "    both[0]")], "returns None; return a number"),
+    ],
     "save_and_restore": [
         ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',
            'folder / f"step-{step:04}", None'), ("        writing.rename(whole)\n", "        pass\n")],
@@ -274,6 +296,19 @@ def request_file(path):
     return file
 
 
+def finds_a_share_in_one_process(difference):
+    """Whether it finds what was changed, or missing, in a group of one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        right = list(torch.randn(3, 7, dtype=torch.float64))
+        found = [right[0] * 0.9, None, right[2] * 1.2]
+        most = max(one.abs().max() for one in right)
+        wanted = max(0.1 * right[0].abs().max(), right[1].abs().max(), 0.2 * right[2].abs().max())
+        return abs(difference(found, right) - (wanted / most).item()) < 1e-12
+    finally:
+        dist.destroy_process_group()
+
+
 def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):
     """It divides by the norm and 1e-6, which a check of the factor once called wrong."""
     edit = "1.3 / square.sqrt().item()", "1.3 / (square.sqrt().item() + 1e-6)"
@@ -298,6 +333,7 @@ ORACLES = {
     "save_and_restore": survives_other_moments,
     "sums_in_time": starts_in_time_elsewhere,
     "recomputing_backward": recomputes_as_autograd_keeps,
+    "comparison": finds_a_share_in_one_process,
     "training_program": trains_as_one_process,
     "clipping_program": trains_as_one_process,
 }

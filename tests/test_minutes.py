@@ -10,8 +10,6 @@ README = minutes.README.read_text()
 ROW = r"^\| (\w+) \| \[.*?\]\(notebooks/([\w.]+)\) \| (\d+) \| (\d+) \| .* \| ([●◐]?) ?\| ([●◐]?) ?\| ([●◐]?) ?\|$"
 ROWS = {file: (number, *rest) for number, file, *rest in re.findall(ROW, README, re.MULTILINE)}
 
-LONGER = {"08_torch_pipelining": 75}  # a lesson in two sittings
-
 every_lesson = pytest.mark.parametrize("path", minutes.LESSONS, ids=lambda path: path.stem)
 
 
@@ -21,7 +19,7 @@ def test_the_head_of_a_lesson_has_the_minutes_of_the_rule_and_at_most_an_hour(pa
     assert stated, "write the head as tools/minutes.py --write does"
     assert abs(stated.lesson - estimated.lesson) <= 5, "python tools/minutes.py --write"
     assert stated[1:] == estimated[1:], "python tools/minutes.py --write"
-    assert stated.lesson + stated.exercises <= LONGER.get(path.stem, 60)
+    assert stated.lesson + stated.exercises <= 60
 
 
 @every_lesson

@@ -35,6 +35,7 @@ from lab.variables import LAUNCHER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"
+OURS = "PIPELINE_"  # how the names of variables begin that ranks inherit
 WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # set to 1, runs are warm unless they ask not to be
 # What the scripts import, and what the first backward of a torch process imports by itself.
 PRELOAD = [
@@ -262,7 +263,7 @@ class WarmRanks:
         self.ranks = []
         for rank in range(num_ranks or 1):
             environment = {
-                **{name: value for name, value in os.environ.items() if _is_ours(name)},
+                **{name: value for name, value in os.environ.items() if name.startswith(OURS)},
                 "OMP_NUM_THREADS": "1",
                 LAUNCHER_VARIABLE: str(os.getpid()),
             }
@@ -361,10 +362,6 @@ def _without_main():
         sys.modules["__main__"] = main
 
 
-def _is_ours(variable):
-    return variable.startswith("PIPELINE_")
-
-
 def _be_a_rank(script, flags, environment, out, errors):
     """In the forked process: become a rank of `script`, as if torchrun had started it."""
     end_with_launcher()
@@ -372,9 +369,11 @@ def _be_a_rank(script, flags, environment, out, errors):
     os.dup2(errors.fileno(), 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
-    for name in filter(_is_ours, list(os.environ)):  # of the time when the fork server started
+    for name in [name for name in os.environ if name.startswith(OURS)]:  # the fork server's
         del os.environ[name]
     os.environ.update(environment)
+    if "torch" in sys.modules:  # which read OMP_NUM_THREADS when the fork server imported it
+        sys.modules["torch"].set_num_threads(1)
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [str(script)] + flags

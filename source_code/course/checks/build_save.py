@@ -2,10 +2,12 @@
 
 import random
 import tempfile
+from functools import cache
 
 from course.checks.answer import checked
 from course.checks.reader_on_ranks import (
     answers_of,
+    one_thread,
     own_error,
     request_of,
     requested,
@@ -120,6 +122,8 @@ def wrong_losses(told, wanted, case):
         return f"{found}: the weights were right, so something else was not restored"
 
 
+@cache
+@one_thread()
 def undisturbed():
     """The losses of a training in one process that nothing disturbs."""
     from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it

@@ -4,6 +4,10 @@ Each typical mistake is a training of its own, done here in one process: the one
 program has printed is the one that it makes.
 """
 
+from functools import cache
+
+from course.checks.reader_on_ranks import one_thread
+
 STEPS, RATE, MICROBATCHES, LARGEST = 6, 0.5, 8, 1.3
 LIMIT = 3e-5  # torch's clip_grad_norm_ divides by the norm and 1e-6, which shows in the sixth digit
 
@@ -63,6 +67,8 @@ def agree(found, wanted):
     return all(abs(a - b) <= LIMIT * max(1, abs(b)) for a, b in zip(found, wanted))
 
 
+@cache
+@one_thread()
 def losses_of(
     num_ranks=4, zeroed=True, rate=RATE, first=0, always=None, shown="mean", clip=None, steps=STEPS
 ):

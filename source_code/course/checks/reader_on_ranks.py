@@ -16,6 +16,19 @@ from course.launch import run
 LIMIT = 30  # seconds of a whole run
 
 
+@contextmanager
+def one_thread():
+    """In the block torch computes with one thread, as on a rank: small products take longer on more."""
+    import torch
+
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
+
+
 def source_of_function(function):
     """Its text. Raises NotAttempted where it still has the `...` of the stub."""
     if not inspect.isfunction(function):

@@ -1,0 +1,83 @@
+"""Gives a reader's comparison of gradients to three ranks; build_comparison.py reads the report.
+
+One argument: a JSON file with the source of the function. The ranks take one step with
+torch.distributed.pipelining, beside it each works out the gradients of one process, and then the
+reader compares them: as they are, and with one thing wrong on one rank.
+"""
+
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other
+from course.building.my_pipeline import batch, build_stage, loss_of
+from course.building.request import errors_told, read_request, report
+
+RANKS, MICROBATCHES = 3, 4
+TIMEOUT = 4.0  # seconds that a rank may wait for another
+WRONG = {  # what is wrong with the gradients of one rank: (rank, what is done to them)
+    "nothing is wrong": (0, lambda found: found),
+    "rank 2 divided its gradients by 8 once more": (2, lambda found: [one / 8 for one in found]),
+    "rank 0 has one number that is too small": (0, lambda found: [one_lower(found[0]), *found[1:]]),
+    "rank 1 added the batch before": (1, lambda found: [3 * one for one in found]),
+    "rank 1 has None in the place of one gradient": (1, lambda found: [None, *found[1:]]),
+    "rank 1 has a nan among its gradients": (1, lambda found: [found[0] * torch.nan, *found[1:]]),
+}
+
+
+def main():
+    """Report from rank 0 what every rank says of each case, with what is true of it."""
+    _, (difference,) = read_request(sys.argv[1])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    torch.set_num_threads(1)
+    found, right = gradients_of_both()
+    told = []
+    for case, (wrong_rank, change) in WRONG.items():
+        given = change(found) if dist.get_rank() == wrong_rank else found
+        say = difference(list(given), [one.clone() for one in right])
+        say = say.item() if isinstance(say, torch.Tensor) and say.numel() == 1 else say
+        told.append(
+            [case, say if type(say) in (int, float) else repr(say)[:60], *facts(given, right)]
+        )
+    reports = [None] * RANKS if dist.get_rank() == 0 else None
+    dist.gather_object(told, reports)
+    if reports:
+        report(reports)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def gradients_of_both():
+    """(gradients of this rank's weights after one step, those of one process for the same)."""
+    rank = dist.get_rank()
+    part = build_stage(rank, RANKS)
+    stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
+    tokens, targets = batch(0)
+    schedule.step(*([tokens] if stage.is_first else []), target=targets if stage.is_last else None)
+    whole = torch.nn.Sequential(*(build_stage(index, RANKS) for index in range(RANKS)))
+    loss_of(whole(tokens), targets).backward()
+    return [[weight.grad for weight in one.parameters()] for one in (part, whole[rank])]
+
+
+def one_lower(gradient):
+    """The gradient with its largest number lowered by half of it."""
+    changed = gradient.clone()
+    at = changed.argmax()
+    changed.view(-1)[at] /= 2
+    return changed
+
+
+def facts(found, right):
+    """(largest difference, largest right gradient, all differences added up) on this rank."""
+    off = [(t if f is None else f - t).abs() for f, t in zip(found, right)]
+    largest = max(t.abs().max().item() for t in right)
+    return max(one.max().item() for one in off), largest, sum(one.sum().item() for one in off)
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main()

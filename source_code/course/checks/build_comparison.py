@@ -1,0 +1,75 @@
+"""The check of a comparison with one process, on three real ranks (lesson 08b)."""
+
+import math
+
+from course.checks.answer import checked
+from course.checks.reader_on_ranks import perform, request_of
+
+SCRIPT = "course/building/comparison_on_ranks.py"
+EXACT = 1e-12
+
+
+@checked("it finds each of the five mistakes from every rank, and none where there is none.")
+def comparison(difference):
+    """`difference(found, right)`: two lists of gradients on each rank; see the script."""
+    (reports,) = perform(SCRIPT, request_of([difference]), 3)
+    for cases in zip(*reports):  # one case, as each rank tells it
+        if complaint := wrong_answer(*cases):
+            return f"{cases[0][0]}: {complaint}"
+
+
+def wrong_answer(*ranks):
+    """What is wrong with what the ranks say of one case, or None."""
+    _, said, off, largest, _ = zip(*ranks)
+    for rank, one in enumerate(said):
+        if type(one) not in (int, float):
+            return f"rank {rank} returns {one}; return a number"
+    if not all(map(math.isfinite, off)):
+        return wrong_on_nan(said)
+    wanted = max(off) / max(largest)
+    if all(close(one, wanted) for one in said):
+        return None
+    if len(set(said)) > 1:
+        return differing(said)
+    return f"your ranks return {said[0]:.3g}, {meaning(said[0], ranks, wanted)}"
+
+
+def wrong_on_nan(said):
+    """The same for gradients that are no numbers."""
+    for rank, one in enumerate(said):
+        if math.isfinite(one):
+            return (
+                f"rank {rank} returns {one:.3g}: every comparison with nan is False, and so the "
+                "largest of some numbers may leave it out, also in all_reduce; make it inf before"
+            )
+
+
+def differing(said):
+    """Of ranks that do not agree."""
+    return (
+        f"the ranks return {', '.join(f'{one:.3g}' for one in said)}; each has to learn of the "
+        "largest difference and of the largest gradient on all ranks"
+    )
+
+
+def meaning(said, ranks, wanted):
+    """What a wrong number is."""
+    _, _, off, largest, added = zip(*ranks)
+    shares = [one / most for one, most in zip(off, largest)]
+    known = [
+        (max(off), "the difference itself: divide it by the largest gradient of one process"),
+        (max(shares), "a share of the largest gradient on one rank, not of the whole model's"),
+        (sum(off) / sum(largest), "the sum over the ranks: ask all_reduce for the maximum"),
+        (sum(off) / max(largest), "the sum over the ranks: ask all_reduce for the maximum"),
+        (sum(added) / max(largest), "the sum of all differences: take the largest one"),
+    ]
+    for value, what in known:
+        if close(said, value):
+            return what
+    if abs(said) <= EXACT:
+        return "so you do not see it: a gradient may differ upwards and downwards, or be missing"
+    return f"and the largest difference is {wanted:.3g} of the largest gradient"
+
+
+def close(one, other):
+    return abs(one - other) <= max(EXACT, 1e-9 * abs(other))
