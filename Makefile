@@ -32,7 +32,7 @@ test-torch: ## run scripts, schedules and torch's traps with another torch, outs
 	$(OTHER)/bin/python $(RUN_TESTS) $(TORCH_TESTS) $(PYTEST_FLAGS)
 
 TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_schedule \
-	loops_by_hand pipedream split_stage recompute torch_pipelining torch_pipelining_traps rehearsal \
+	loops_by_hand pipedream split_stage recompute torch_pipelining torch_pipelining_traps newer_torch rehearsal \
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
 	tensor_parallel vocabulary_parallel inference no_code_from_files))
 
