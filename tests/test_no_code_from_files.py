@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_on_ranks
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
@@ -110,6 +111,24 @@ def test_tensors_numbers_and_exceptions_are_still_exchanged():
     again = unpickle(pickle.dumps(value))
     assert again["a"] == value["a"] and torch.equal(again["t"], value["t"])
     assert again["e"].errno == 28
+
+
+class AsPython3112:
+    """Pickled, it is what Python 3.11.0 to 3.11.3 write of a member of an Enum."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_a_member_of_an_enum_comes_back_as_early_python_3_11_wrote_it():
+    for kind in (WriteItemType.TENSOR, WriteItemType.BYTE_IO):
+        assert unpickle(pickle.dumps(AsPython3112(WriteItemType, kind.name))) is kind
+    for owner, name in ((WriteItemType, "mro"), (torch.Size, "__init__"), ([], "append")):
+        with pytest.raises(pickle.UnpicklingError, match="more than a member of an Enum"):
+            unpickle(pickle.dumps(AsPython3112(owner, name)))
 
 
 @pytest.mark.parametrize(
