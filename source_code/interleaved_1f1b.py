@@ -71,11 +71,6 @@ def run_step(job, stages, group, schedule, inputs, targets):
     results = {}  # what one stage of this rank hands to the next one here, when p is 1
     losses = []
 
-    def chunk_and_microbatch(passage):
-        number, within = divmod(passage, group * v)
-        chunk, member = divmod(within, group)
-        return chunk, number * group + member
-
     def take(what, stage, k):
         message = Message(what, stage, k)
         return results.pop(message) if p == 1 else receives.take(message)
@@ -88,7 +83,7 @@ def run_step(job, stages, group, schedule, inputs, targets):
             job.send(tensor, destination, message)
 
     def forward(passage):
-        chunk, k = chunk_and_microbatch(passage)
+        chunk, k = chunk_and_microbatch(passage, group, v)
         stage, activation = stages[chunk], inputs[k]
         receives.post_before(Action(stage.index, "F", k))
         if not stage.is_first:
@@ -100,7 +95,7 @@ def run_step(job, stages, group, schedule, inputs, targets):
             give(output, "activation", stage.index, following, k)
 
     def backward(passage):
-        chunk, k = chunk_and_microbatch(passage)
+        chunk, k = chunk_and_microbatch(passage, group, v)
         stage, gradient = stages[v - 1 - chunk], None
         receives.post_before(Action(stage.index, "B", k))
         if not stage.is_last:
@@ -124,6 +119,13 @@ def run_step(job, stages, group, schedule, inputs, targets):
 
     job.complete_sends()
     return sum(losses) if losses else None
+
+
+def chunk_and_microbatch(passage, group, num_chunks):
+    """Which chunk the passage of that number goes through, and with which micro-batch."""
+    number, within = divmod(passage, group * num_chunks)
+    chunk, member = divmod(within, group)
+    return chunk, number * group + member
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from lab import message_checks
 from pipeline import data
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,9 +131,11 @@ def test_ranks_that_do_not_answer_in_time_fail_and_are_ended():
 
 
 def test_ranks_that_cannot_meet_fail_with_their_own_words(monkeypatch):
-    right = preflight.environment_of
+    right = message_checks.environment_of
     monkeypatch.setattr(
-        preflight, "environment_of", lambda rank, port: right(rank, port) | {"WORLD_SIZE": "two"}
+        message_checks,
+        "environment_of",
+        lambda rank, port: right(rank, port) | {"WORLD_SIZE": "two"},
     )
     [check] = preflight.check_two_ranks(timeout=90)
     assert_fails(check, "messages", "WORLD_SIZE is 'two'")
@@ -203,6 +206,22 @@ def test_a_torch_newer_than_the_newest_that_was_run_warns(monkeypatch, later):
 def test_the_oldest_and_the_newest_torch_that_were_run_are_fine(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", "{}.{}.1".format(*version))
     assert preflight.check_torch().status == "ok"
+
+
+def numbers(version):
+    return ".".join(map(str, version))
+
+
+def test_the_supported_versions_stand_in_one_table_that_everything_else_agrees_with():
+    page = (ROOT / "docs" / "machines.md").read_text()
+    (pinned,) = preflight.wanted_versions("torch")
+    oldest, newest = numbers(preflight.OLDEST_TORCH), numbers(preflight.NEWEST_TORCH)
+    assert f"| torch | {oldest} | {pinned} | {newest} |" in page
+    python = numbers(preflight.OLDEST_PYTHON)
+    assert f"| Python | {python} | – | 3.12 |" in page
+    assert f'requires-python = ">={python}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"Python {python} or newer" in (ROOT / "README.md").read_text()
+    assert f"TORCH ?= {newest}." in (ROOT / "Makefile").read_text()
 
 
 def test_a_torch_that_cannot_send_fails(monkeypatch):
@@ -295,7 +314,8 @@ def test_no_free_port_fails(monkeypatch):
     def reject():
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(preflight, "free_port", reject)
+    for module in (preflight, message_checks):
+        monkeypatch.setattr(module, "free_port", reject)
     assert_fails(preflight.check_port(), "port", "127.0.0.1")
     assert preflight.check_two_ranks(timeout=1) == []
 
@@ -345,5 +365,5 @@ def test_the_wanted_versions_are_those_of_the_requirements():
 
 @pytest.mark.parametrize("seconds, speed", [(0.02, 1e9), (1e-4, 1e7)])
 def test_slow_messages_warn(seconds, speed):
-    check = preflight.check_messages(0, 1, seconds, speed)
+    check = message_checks.check_messages(0, 1, seconds, speed)
     assert_fails(check, "rank 0 to 1", "SOCKET_IFNAME", "warn")

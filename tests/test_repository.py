@@ -152,9 +152,17 @@ def test_the_picture_leaves_out_arrows_that_others_imply():
 # The code.
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_shared_file_can_be_read_in_one_sitting(path):
-    assert len(path.read_text().splitlines()) <= 400
+@pytest.mark.parametrize("path", MODULES + SCRIPTS, ids=name_of)
+def test_a_file_can_be_read_in_one_sitting_and_a_function_at_one_glance(path):
+    if path.stem == "pretrain_llama":
+        return  # the whole training, which its copy has in one piece
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            told = docstring.end_lineno - docstring.lineno + 1 if docstring else 0
+            assert node.end_lineno - node.lineno + 1 - told <= 60, node.name
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -359,3 +367,11 @@ def test_licences_are_there_for_code_and_text():
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.search(r"^license: Apache-2.0$", citation, re.MULTILINE)
     assert re.search(r"^cff-version: ", citation, re.MULTILINE)
+
+
+def test_the_version_and_its_date_are_the_same_wherever_they_stand():
+    citation = (ROOT / "CITATION.cff").read_text()
+    version, date = re.search(r"^version: (\S+)\ndate-released: (\S+)$", citation, re.M).groups()
+    assert f'version = "{version}"' in (ROOT / "pyproject.toml").read_text()
+    newest = re.search(r"^## (.*)$", (ROOT / "docs" / "changelog.md").read_text(), re.M)[1]
+    assert newest == f"{version}, {date}"
