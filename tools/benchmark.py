@@ -1,10 +1,11 @@
 """Timings of this repository on this machine, beside the theory and torch's own schedule.
 
     python tools/benchmark.py
+    python tools/benchmark.py --only "The flight log of any program"     # one table
 
 Each line is the median of 7 runs (3 with --quick), with the smallest and the largest; runs that
 are compared take turns, so that a disturbance meets both. The table is printed and written to
-build/benchmark.md. Close other programs first. No test looks at these times.
+build/benchmark.md, where all were measured. Close other programs first. No test looks at these times.
 """
 
 import contextlib
@@ -69,7 +70,9 @@ class Row(NamedTuple):
 def main():
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 runs instead of 7")
-    repeats = 3 if parser.parse_args().quick else 7
+    parser.add_argument("--only", choices=TABLES, metavar="TITLE", help="one table, by its title")
+    arguments = parser.parse_args()
+    repeats = 3 if arguments.quick else 7
     RESULT.parent.mkdir(exist_ok=True)
     machine = describe_machine(repeats)
     print(f"{machine}\n", flush=True)
@@ -78,27 +81,14 @@ def main():
     launch.PRELOAD.extend(["torch.distributed.pipelining", "extensions.torch_pipelining.library"])
     launch.run(f"{OURS} {TINY} --steps 1", warm=True, show=False)
 
-    tables = [
-        ("Start", measure_start(repeats)),
-        ("Paced steps", measure_paced_steps(repeats)),
-        (HEAD_TO_HEAD, measure_every_schedule(repeats)),
-        ("Schedules that only this course performs", measure_own_schedules(repeats)),
-        ("Two nodes: a far hop and a narrow one", measure_slow_hops(max(5, repeats))),
-        ("Two replicas", measure_replicas(repeats)),
-        ("Inference", measure_inference(repeats)),
-        ("Recording", measure_recording(repeats)),
-        ("The flight log of any program", measure_program_log(repeats)),
-        ("A real speed-up", measure_speed_up(repeats)),
-        ("A large prediction", measure_prediction(repeats)),
-        ("Plans at full speed that were not fitted", measure_plans("full speed")),
-        ("Plans of 4 and 8 paced ranks", measure_plans("paced")),
-        ("The explorer", measure_explorer(repeats)),
-        ("What a reader builds", measure_checks(repeats)),
-    ]
-    text = "\n\n".join([machine] + [as_table(title, rows) for title, rows in tables])
-    text += f"\n\n{where_ours_is_worse(dict(tables)[HEAD_TO_HEAD])}"
+    titles = [arguments.only] if arguments.only else TABLES
+    tables = {title: TABLES[title](repeats) for title in titles}
+    text = "\n\n".join([machine] + [as_table(title, rows) for title, rows in tables.items()])
+    if HEAD_TO_HEAD in tables:
+        text += f"\n\n{where_ours_is_worse(tables[HEAD_TO_HEAD])}"
     print(text.removeprefix(machine).lstrip("\n"))
-    write_whole(RESULT, text + "\n")
+    if not arguments.only:
+        write_whole(RESULT, text + "\n")
 
 
 def describe_machine(repeats):
@@ -535,6 +525,24 @@ def as_table(title, rows):
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
+
+TABLES = {
+    "Start": measure_start,
+    "Paced steps": measure_paced_steps,
+    HEAD_TO_HEAD: measure_every_schedule,
+    "Schedules that only this course performs": measure_own_schedules,
+    "Two nodes: a far hop and a narrow one": lambda repeats: measure_slow_hops(max(5, repeats)),
+    "Two replicas": measure_replicas,
+    "Inference": measure_inference,
+    "Recording": measure_recording,
+    "The flight log of any program": measure_program_log,
+    "A real speed-up": measure_speed_up,
+    "A large prediction": measure_prediction,
+    "Plans at full speed that were not fitted": lambda _: measure_plans("full speed"),
+    "Plans of 4 and 8 paced ranks": lambda _: measure_plans("paced"),
+    "The explorer": measure_explorer,
+    "What a reader builds": measure_checks,
+}
 
 if __name__ == "__main__":
     main()
