@@ -17,7 +17,7 @@ from collections import deque
 import torch
 
 from extensions.inference.cached_stage import CachedStage
-from extensions.inference.passes import plan_passes, schedule_of
+from extensions.inference.passes import action_of, plan_passes, schedule_of
 from extensions.inference.requests import choose_token, read_requests
 from extensions.inference.saved_model import build_saved_part, take_sizes
 from extensions.pretraining.token_files import is_token_folder, load_tokens
@@ -46,7 +46,7 @@ def main():
     attach.observe(arguments, job, [stage], schedule, "whole run")
 
     start = time.perf_counter()
-    texts = serve(arguments, job, stage, passes, requests)
+    texts = serve(arguments, job, stage, passes, requests, schedule)
     seconds = time.perf_counter() - start
     if job.rank == 0:
         show(arguments, requests, texts, seconds)
@@ -60,21 +60,22 @@ def pairs_of(num_ranks):
     return pairs + [(num_ranks - 1, 0)] if num_ranks > 1 else []
 
 
-def serve(arguments, job, stage, passes, requests):
+def serve(arguments, job, stage, passes, requests, schedule):
     """Take all passes through this rank. Returns the tokens of every request on the first rank."""
-    previous, following, last = job.rank - 1, job.rank + 1, job.num_ranks - 1
+    following = job.rank + 1
     texts = [list(request.prompt) for request in requests]
     chosen = deque()  # passes whose new tokens have not come back yet, and the tokens if here
+    receives = PassReceives(arguments, job, passes, schedule)
 
     def take_chosen():
         before, tokens = chosen.popleft()
         if tokens is None:
-            name = Message("tokens", last, before.chain)
-            tokens = job.receive(last, name, (len(before.choosing),), torch.int64).wait()
+            tokens = receives.take()
         for row, token in zip(before.choosing, tokens.tolist()):
             texts[row.request].append(token)
 
     for one in passes:
+        receives.post_before(one)
         # What goes in: on the first rank tokens, of which the newest come from the last rank.
         if stage.is_first:
             while one.group in [before.group for before, _ in chosen]:
@@ -82,9 +83,7 @@ def serve(arguments, job, stage, passes, requests):
             tokens = [t for row in one.rows for t in texts[row.request][row.start : row.end]]
             inputs = torch.tensor(tokens, device=job.device)
         else:
-            shape = one.num_tokens, arguments.dim
-            name = Message("activation", previous, one.chain)
-            inputs = job.receive(previous, name, shape, arguments.torch_dtype).wait()
+            inputs = receives.take()
         output = stage.take_turn(one).forward(one.chain, inputs, one)
 
         # What comes out: on the last rank the next token of each text that has been read so far.
@@ -105,6 +104,44 @@ def serve(arguments, job, stage, passes, requests):
         take_chosen()
     job.complete_sends()
     return texts
+
+
+class PassReceives:
+    """What comes to this rank: activations, or on the first rank the chosen tokens of each pass.
+
+    Receives are posted in the one order of messages: receives.py says why.
+    """
+
+    def __init__(self, arguments, job, passes, schedule):
+        self.arguments, self.job, self.schedule = arguments, job, schedule
+        self.source = (job.rank - 1) % job.num_ranks
+        sent = passes if job.rank else [one for one in passes if one.choosing]
+        made = [(self.place_of(one, self.source), one) for one in sent if job.num_ranks > 1]
+        self.expected, self.posted = deque(sorted(made)), deque()
+
+    def place_of(self, one, rank):
+        """When `rank` has done a pass in the played schedule: the message's place."""
+        return self.schedule.places[action_of(one, rank, self.job.num_ranks)]
+
+    def post_before(self, one):
+        """Post all receives whose messages are made before this rank has done a pass."""
+        while self.expected and self.expected[0][0] < self.place_of(one, self.job.rank):
+            self.post_next()
+
+    def post_next(self):
+        one = self.expected.popleft()[1]
+        what, shape, dtype = "tokens", (len(one.choosing),), torch.int64
+        if self.job.rank:
+            what, dtype = "activation", self.arguments.torch_dtype
+            shape = one.num_tokens, self.arguments.dim
+        name = Message(what, self.source, one.chain)
+        self.posted.append(self.job.receive(self.source, name, shape, dtype))
+
+    def take(self):
+        """The next tensor, waiting for it if it has not arrived."""
+        if not self.posted:
+            self.post_next()
+        return self.posted.popleft().wait()
 
 
 def choose_tokens(arguments, one, scores):

@@ -132,8 +132,10 @@ def schedule_of(passes, num_ranks):
     A chain of passes is one micro-batch that goes round all ranks once for each token: its n-th
     pass takes the stages n x num_ranks to (n + 1) x num_ranks - 1.
     """
-    orders = [
-        tuple(Action(one.depth * num_ranks + rank, "F", one.chain) for one in passes)
-        for rank in range(num_ranks)
-    ]
+    orders = [tuple(action_of(one, rank, num_ranks) for one in passes) for rank in range(num_ranks)]
     return Schedule("inference", tuple(orders))
+
+
+def action_of(one, rank, num_ranks):
+    """What `rank` does in a pass."""
+    return Action(one.depth * num_ranks + rank, "F", one.chain)
