@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test test-torch soak run notebooks images slides site handout wall submission benchmark wheels
+.PHONY: help lab check test test-torch soak run notebooks images slides site handout wall submission benchmark measurements wheels
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +88,10 @@ submission: $(INSTALLED) ## run all checks of your notebooks and write one file 
 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
 	$(BIN)/python tools/benchmark.py
+
+# make measurements FROM=build/accept.json
+measurements: $(INSTALLED) ## put what tools/accept.py found on GPUs into the docs (FROM=FILE)
+	$(BIN)/python tools/write_measurements.py $(or $(FROM),build/accept.json)
 
 # make wheels WHEELS="--only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64"
 wheels: ## fetch all packages into wheels/, for machines without a network (docs/machines.md)

@@ -31,7 +31,7 @@ from pipeline import job as jobs
 from pipeline import training
 from pipeline.stage import Stage
 
-SMALL = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 4 --device cpu"
+SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 4 --device cpu"
 Operation = rehearsal.Operation
 queue = []  # the works that the device waits for before it does anything else
 

@@ -1,0 +1,97 @@
+"""Run everything that was never run, on 2 to 8 GPUs of one or two nodes: the acceptance.
+
+    python tools/accept.py --out build/accept.json
+    sbatch slurm/accept.sbatch
+
+In under 30 minutes. Each part has minutes of its own: one that fails or runs out of time is noted,
+and the rest goes on. The file is written after every part. `make measurements FROM=FILE` puts it
+into docs/measurements.md. On CPUs that stand in for GPUs, with the smallest sizes:
+
+    python tools/accept.py --device cpu --small --ranks 2
+"""
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
+
+import torch  # noqa: E402
+from accept_parts import PARTS  # noqa: E402
+from accept_runs import Machine, OutOfTime, Part, find_nodes  # noqa: E402
+from this_machine import describe  # noqa: E402
+
+from course import launch  # noqa: E402
+from pipeline.command_line import Parser, positive_integer, positive_number, reject  # noqa: E402
+from pipeline.files import to_json, write_whole  # noqa: E402
+
+
+def main():
+    arguments = parse_arguments()
+    nodes = find_nodes()
+    ranks = arguments.ranks or nodes * torch.cuda.device_count()
+    if not 2 <= ranks <= 8:
+        reject(
+            f"--ranks {ranks}: the acceptance is for 2 to 8 ranks; give --ranks a number of them"
+        )
+    device = "cpu" if arguments.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    machine = Machine(ranks, nodes, device, arguments.small)
+    found = {"machine": describe() | machine._asdict(), "parts": []}
+    launch.PRELOAD.extend(["torch.distributed.pipelining", "torch.distributed.checkpoint"])
+    for title, function, minutes in PARTS:
+        seconds = 60 * minutes * arguments.patience
+        found["parts"].append(performed(title, function, seconds, machine))
+        save(arguments.out, found)
+        print(line_about(found["parts"][-1]), flush=True)
+    failed = [part["title"] for part in found["parts"] if part["status"] != "passed"]
+    print(f"written to {arguments.out}" + (f"; not passed: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
+
+
+def parse_arguments():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--out", default="build/accept.json", metavar="FILE", help="what was found, as JSON")
+    add("--ranks", type=positive_integer, metavar="N", help="else one for each GPU of the job")
+    add("--device", choices=["auto", "cpu"], default="auto", help="cpu: CPUs stand in for GPUs")
+    add("--small", action="store_true", help="the smallest sizes, to try this program itself")
+    add("--patience", type=positive_number, default=1.0, metavar="X", help="times the minutes")
+    return parser.parse_args()
+
+
+def performed(title, function, seconds, machine):
+    """What came of one part, as plain data."""
+    part = Part(machine, seconds)
+    status = "passed"
+    try:
+        function(part, machine)
+    except OutOfTime:
+        status = "out of time"
+    except Exception:  # noqa: BLE001  whatever it is, the other parts go on
+        part.fail(title, traceback.format_exc()[-1000:])
+    return {
+        "title": title,
+        "status": "failed" if part.failures else status,
+        "about": " ".join(function.__doc__.split("\n\n")[0].split()),
+        "seconds": round(time.monotonic() - part.began, 1),
+        "limit": round(seconds),
+        "runs": part.runs,
+        "columns": part.columns,
+        "rows": part.rows,
+        "failures": part.failures,
+    }
+
+
+def line_about(part):
+    text = f"{part['title']}: {part['status']}, {part['runs']} runs in {part['seconds']} s"
+    return text + "".join(f"\n  {each['command']}\n    {each['said']}" for each in part["failures"])
+
+
+def save(file, found):
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, to_json(found) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What a page of measurements says of a machine, as well as the system knows it."""
+
+import contextlib
+import os
+import platform
+import socket
+import subprocess
+from datetime import date
+from pathlib import Path
+
+import psutil
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def processor():
+    """The model of the processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit():
+    """The repository's commit; a + after it says that files have been changed since."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 20, "check": True}
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **options).stdout.strip()
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, timeout=60)
+        return head + "+" * bool(changed.returncode)
+    return "unknown"
+
+
+def gpus():
+    """The names of this node's GPUs, one for each."""
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def nccl():
+    """NCCL's version, or None in a build of torch without it."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def describe():
+    """All of it, for JSON."""
+    return {
+        "host": socket.gethostname(),
+        "processor": processor(),
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "gpus_per_node": gpus(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": nccl(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+    }

@@ -1,0 +1,95 @@
+"""Put what accept.py found on GPUs into docs/measurements.md and into README's table of machines.
+
+    make measurements FROM=build/accept.json
+
+In docs/measurements.md it replaces what stands between two marks, and in README.md its own row.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
+
+from pipeline.command_line import Parser, reject  # noqa: E402
+from pipeline.files import write_whole  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- accepted: begin -->", "<!-- accepted: end -->"
+ANCHOR = "docs/measurements.md#on-borrowed-gpus"
+
+
+def main():
+    parser = Parser(__doc__)
+    parser.add_argument("file", metavar="FILE", help="what accept.py has written")
+    file = parser.parse_args().file
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        machine, parts = found["machine"], found["parts"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reject(f"{file} is not what tools/accept.py writes ({error}); run the acceptance anew")
+    if machine["device"] != "cuda" or machine["small"]:
+        reject(f"{file} has no measurements: CPUs stood in for GPUs, or its sizes were --small")
+    for name, change in ("docs/measurements.md", with_figures), ("README.md", with_row):
+        page = ROOT / name
+        write_whole(page, change(page.read_text(encoding="utf-8"), machine, parts))
+        print(f"written: {name}")
+
+
+def with_figures(page, machine, parts):
+    """The page of measurements with these figures between its two marks."""
+    before, rest = page.split(BEGIN)
+    figures = "\n\n".join([about(machine), *map(section, parts)])
+    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{rest.split(END)[1]}"
+
+
+def with_row(page, machine, parts):
+    """README with a row for this machine in its table, in place of an older one."""
+    passed = sum(part["status"] == "passed" for part in parts)
+    row = (
+        f"| {hardware(machine)} | [the acceptance]({ANCHOR}): {passed} of {len(parts)} parts "
+        "passed |\n"
+    )
+    page = re.sub(rf"^\|.*\({re.escape(ANCHOR)}\).*\n", "", page, flags=re.MULTILINE)
+    return re.sub(r"^(?=\| \*\*not run yet\*\* \|)", lambda _: row, page, flags=re.MULTILINE)
+
+
+def hardware(machine):
+    """As in "2 nodes with 4 x NVIDIA H100 80GB HBM3 each"."""
+    counts = Counter(machine["gpus_per_node"]).items()
+    names = ", ".join(f"{count} x {name}" for name, count in counts)
+    return names if machine["nodes"] == 1 else f"{machine['nodes']} nodes with {names} each"
+
+
+def about(machine):
+    m = machine
+    return (
+        f"{hardware(m)}; {m['ranks']} ranks; {m['processor']}, {m['cores']} cores and "
+        f"{m['memory_gib']} GiB per node; {m['system']}, Python {m['python']}, torch {m['torch']}, "
+        f"NCCL {m['nccl']}; commit {m['commit']}, {m['date']}."
+    )
+
+
+def section(part):
+    """One part: how it ended, its table, and what of it failed."""
+    status = part["status"]
+    if status == "out of time":
+        status = f"out of time after {part['limit']} s"
+    lines = [f"### {part['title']}", "", f"{part['about']} {part['runs']} runs, {status}.", ""]
+    if part["rows"]:
+        lines += [table_row(part["columns"]), table_row(["---"] * len(part["columns"]))]
+        lines += map(table_row, part["rows"])
+        lines.append("")
+    lines += [f"- failed: `{each['command']}`" for each in part["failures"]]
+    return "\n".join(lines).rstrip()
+
+
+def table_row(cells):
+    texts = ("" if cell is None else str(cell).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(texts)} |"
+
+
+if __name__ == "__main__":
+    main()
