@@ -1,4 +1,4 @@
-"""Traps of lesson 08: the library rejects the schedule (section "It refuses the schedule")."""
+"""Traps of lesson 08: the library rejects the schedule (section "The schedule is rejected")."""
 
 import torch
 from torch.distributed.pipelining import PipelineStage
