@@ -54,7 +54,10 @@ KINDS = [
     (r"python$", "is only a part of a command"),
     (r"make wall\b", "tests/test_progress.py runs what it calls"),
     (r"(make measurements FROM=|python tools/accept\.py$)", "test_accept.py runs what they run"),
-    (r"(make submission$|python tools/grade_submissions\.py )", "test_submissions.py runs both"),
+    (
+        r"(make submission$|python tools/(make_submission|grade_submissions)\.py\b)",
+        "test_submissions.py runs both",
+    ),
     (r"\.venv/bin/jupytext ", ON_A_COPY),
     (r"make (lab|check|test|test-torch|soak|notebooks|images|benchmark|wheels|\.venv)\b", ASKED),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
