@@ -42,14 +42,16 @@ def cut_by_the_caller(rank, rows):
     schedule, stages = small.build_schedule(job, parts, microbatches=len(rows))
     inputs, targets = (tensor[: sum(rows)].split(rows) for tensor in small.draw_batch())
     own = {"arg_mbs": [(each,) for each in inputs]} if rank == 0 else {"target_mbs": list(targets)}
+    problem = None
     try:
         schedule.step(**own, return_outputs=False)
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
-        return str(error)
+        problem = str(error)
+    job.leave()
     wanted = small.compute_reference_gradients()[4 * rank : 4 * rank + 4]
-    return largest_difference(parts[rank].parameters(), wanted)
+    return problem or largest_difference(parts[rank].parameters(), wanted)
 
 
 def largest_difference(parameters, wanted):
@@ -81,6 +83,7 @@ def two_steps_for_one_update(rank, first_step):
     wanted = small.compute_reference_gradients(batches=2)[4 * stage : 4 * stage + 4]
     whole = [parameter.grad.full_tensor() for parameter in parts[stage].parameters()]
     difference = max((mine - one).abs().max().item() for mine, one in zip(whole, wanted))
+    job.leave()
     return difference, reductions.call_count
 
 
@@ -101,6 +104,7 @@ def slots(rank, name):
     job = join()
     parts = {index: torch.nn.Identity() for index in stages_of_rank(name, rank, 4, 2)}
     schedule, _ = small.build_schedule(job, parts, name, microbatches=8)
+    job.leave()
     return [
         pipelining.analyze_pipeline_activation_liveness(
             schedule,
@@ -130,6 +134,7 @@ def on_own_communicators(rank):
     small.run_step(schedule, stages, *small.draw_batch())
     wanted = small.compute_reference_gradients()[4 * rank : 4 * rank + 4]
     pairs = sorted(stages[0]._p2p_edge_groups)
+    job.leave()
     return pairs, largest_difference(parts[rank].parameters(), wanted)
 
 

@@ -216,7 +216,9 @@ def first_messages(rank):
     before = [message.peer for message in exchanges()]
     assert without_messages_to_itself(stage) is stage
     exchanges = getattr(stage, "_get_init_p2p_neighbors_ops", list)
-    return before, [message.peer for message in exchanges()]
+    after = [message.peer for message in exchanges()]
+    job.leave()
+    return before, after
 
 
 def test_first_messages_to_the_own_rank_are_left_out_and_since_torch_2_15_there_are_none():
