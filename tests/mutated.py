@@ -28,3 +28,36 @@ def mutated(text, seed):
     else:
         choose.choice(signs).op = choose.choice([ast.Add(), ast.Sub(), ast.Mult()])
     return ast.unparse(tree)
+
+
+def slipped(text, seed):
+    """`text` with one slip in an expression: another name, number, sign, comparison or argument."""
+    tree, choose = ast.parse(text), random.Random(seed)
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    names = [argument.arg for argument in function.args.args]
+    slips = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id in names and len(names) > 1:
+            other = choose.choice([name for name in names if name != node.id])
+            slips.append(lambda node=node, other=other: setattr(node, "id", other))
+        elif isinstance(node, ast.Constant) and type(node.value) is int:
+            more = choose.choice([-1, 1])
+            slips.append(lambda n=node, more=more: setattr(n, "value", n.value + more))
+        elif isinstance(node, ast.Constant) and type(node.value) is str and node.value:
+            slips.append(lambda node=node: setattr(node, "value", node.value[:-1]))
+        elif isinstance(node, ast.BinOp):
+            signs = [sign for sign in (ast.Add, ast.Sub, ast.Mult) if not isinstance(node.op, sign)]
+            sign = choose.choice(signs)()
+            slips.append(lambda node=node, sign=sign: setattr(node, "op", sign))
+        elif isinstance(node, ast.Compare):
+            slips.append(lambda node=node: setattr(node, "ops", [ast.NotEq()]))
+        elif isinstance(node, ast.Call) and node.keywords:
+            slips.append(lambda node=node: node.keywords.pop())
+        elif isinstance(node, ast.Call) and node.args:
+            slips.append(lambda node=node: node.args.pop())
+        elif isinstance(node, ast.If):
+            slips.append(lambda node=node: setattr(node, "test", ast.Constant(False)))
+        elif isinstance(node, ast.Return):
+            slips.append(lambda node=node: setattr(node, "value", ast.Constant(None)))
+    choose.choice(slips)()
+    return ast.unparse(ast.fix_missing_locations(tree))

@@ -254,7 +254,10 @@ def test_the_lesson_names_no_case_by_its_fault_its_piece_or_its_hints():
 
 
 def test_the_list_of_faults_is_printed_when_it_is_asked_for(capsys):
-    assert answer_to(capsys, check.faults).splitlines() == list(check.FAULTS)
+    told = answer_to(capsys, check.faults).splitlines()
+    assert sorted(check.FAULTS) == told
+    in_order = [case.fault for case in check.CASES.values()]
+    assert not any(one == other for one, other in zip(told, in_order))
 
 
 def test_the_broken_code_is_shown_after_the_diagnosis_only(capsys):

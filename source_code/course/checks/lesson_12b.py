@@ -24,8 +24,8 @@ wrong = {}  # case -> the wrong diagnoses so far, each once
 
 
 def faults():
-    """Print the faults to choose from. One of them nobody has committed."""
-    print("\n".join(FAULTS))
+    """Print the faults to choose from, not in the order of the cases. One nobody has committed."""
+    print("\n".join(sorted(FAULTS)))
 
 
 def hint(case):
