@@ -10,16 +10,22 @@ with the tokenizer of DIR, a folder that prepare_data.py has made as it is.
 """
 
 import sys
+from functools import partial
 
 import torch
 
 from extensions.optimization.clipping import clip_gradients
+from extensions.optimization.compiling import add_compile_flag, check_compile, compile_layers
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred, refresh
+from extensions.optimization.threads import add_thread_flag, check_threads, use_threads
 from extensions.optimization.update import add_update_flags, check_rate, clip_and_set_rate
+from extensions.planning.cut_by_work import cut_by_work
+from extensions.planning.measured_cut import add_measured_cut, measured_cut
+from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import activations_of
 from extensions.pretraining.packing import keep_documents_apart, masked_loss, packed
-from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
+from extensions.pretraining.padding import ShareOfLoss
 from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import BYTES, load_corpus, read_content
 from extensions.real_models.library_model import check_library, library_model
@@ -36,7 +42,6 @@ from pipeline.training import (
     LossLog,
     complete_arguments,
     cut_layers,
-    microbatches_of,
     start_job,
     training_parser,
 )
@@ -45,9 +50,10 @@ from pipeline.worker import Worker
 
 def main():
     arguments, schedule = read_flags()
-    cut = cut_layers(arguments, schedule.num_stages)
     job = start_job(arguments, schedule.pairs)
+    use_threads(arguments)
     share_of_loss = ShareOfLoss()
+    cut = cut_model(arguments, job, schedule, share_of_loss)
     masters, stages = build_stages(arguments, job, schedule, cut, share_of_loss)
     parameters = dict(pair for part in masters for pair in part.named_parameters())
     tied = tie_ends_of(job, arguments.config, parameters, schedule)
@@ -58,9 +64,10 @@ def main():
     worker = Worker(job, schedule, stages)
     log = LossLog(arguments, any(stage.is_last for stage in stages.values()))
     attach.observe(arguments, job, stages.values(), schedule)
+    needed = needed_on(schedule, job.rank, arguments.packed)
+    batches = Batches(arguments, partial(pass_of, arguments), needed, job.device)
     for step in range(arguments.steps):
-        inputs, targets = microbatches_of(arguments, job.device, step)
-        share_of_loss.real_tokens = count_real_tokens(targets)
+        [(inputs, targets)], share_of_loss.real_tokens = batches.take(step)
         optimizer.zero_grad()
         with activations_of(job, (*inputs[0].shape, arguments.dim)):
             loss = worker.run_step(inputs, targets)
@@ -93,6 +100,9 @@ def read_flags():
         "--packed", action="store_true", help="the same with several to a row, kept apart by a mask"
     )
     add_schedule_flags(parser, default="1f1b")
+    add_measured_cut(parser)
+    add_compile_flag(parser)
+    add_thread_flag(parser)
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
     add_update_flags(parser, warm_up_steps=1)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "dtype"])
@@ -111,7 +121,11 @@ def read_flags():
     a.warm_up_steps = a.warm_up_steps or 1
     a.decay_steps = a.decay_steps or max(a.steps, a.warm_up_steps + 1)
     check_rate(a)
-    return a, choose_schedule(a)
+    schedule = choose_schedule(a)
+    check_compile(a, schedule)
+    check_threads(a)
+    a.cut = a.cut or cut_by_work(a.config, schedule.num_stages)
+    return a, schedule
 
 
 def read_corpus(arguments):
@@ -130,14 +144,40 @@ def read_corpus(arguments):
     return packed(corpus, a.seq_len) if a.packed else corpus
 
 
+def pass_of(arguments, batch):
+    """The micro-batches of `batch`, by number: all of an update are one pass."""
+    return [tuple(dict(enumerate(tokens.chunk(arguments.microbatches))) for tokens in batch)]
+
+
+def cut_model(arguments, job, schedule, share_of_loss):
+    """(first, last) layer of each stage: as --cut says, by measurement, or by counted work."""
+    a = arguments
+    if a.cut == "auto":
+        tokens = torch.zeros(a.microbatch_size, a.seq_len, dtype=torch.int64)
+        share_of_loss.real_tokens = tokens.numel()
+        sizes = a.layers, schedule.num_stages
+        build = partial(build_part_and_copy, a, job)
+        a.cut = measured_cut(job, lambda *ends: build(*ends)[1], *sizes, tokens, share_of_loss)
+    return cut_layers(a, schedule.num_stages)
+
+
+def build_part_and_copy(arguments, job, first, last):
+    """Layers `first` to `last` - 1 as they are updated, and as they compute: the same, or a copy."""
+    a = arguments
+    master_dtype = torch.float32 if a.dtype == "bfloat16" else a.torch_dtype
+    master = a.saved.build_part(first, last, master_dtype, job.device)
+    part = computing_copy(master, a.torch_dtype)
+    compile_layers(part, a.compile)
+    return master, part
+
+
 def build_stages(arguments, job, schedule, cut, share_of_loss):
     """The parts that are updated, and by index the stages that compute with them or with a copy."""
     a, masters, stages = arguments, [], {}
-    master_dtype = torch.float32 if a.dtype == "bfloat16" else a.torch_dtype
     stage_class = stage_class_for(schedule)
     for index in schedule.stages_of(job.rank):
-        masters.append(a.saved.build_part(*cut[index], master_dtype, job.device))
-        part = computing_copy(masters[-1], a.torch_dtype)
+        master, part = build_part_and_copy(a, job, *cut[index])
+        masters.append(master)
         stage = stage_class(part, index, schedule.num_stages, share_of_loss)
         stages[index] = recomputing(stage, a.recompute)
         hand_over_deferred(stages[index], masters[-1])

@@ -15,6 +15,7 @@ are read in `read_corpus`: both say what they promise to the rest.
 """
 
 import sys
+from functools import partial
 
 import torch
 
@@ -38,7 +39,14 @@ from extensions.data_parallel.replicas import (
     form_replicas,
     own_microbatches,
 )
+from extensions.data_parallel.sharded_optimizer import (
+    ShardedOptimizer,
+    TrainingInShards,
+    add_sharding_flag,
+    check_sharding,
+)
 from extensions.optimization.clipping import clip_gradients
+from extensions.optimization.compiling import add_compile_flag, check_compile, compile_layers
 from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.mixed_precision import (
@@ -46,6 +54,7 @@ from extensions.optimization.mixed_precision import (
     hand_over_deferred,
     refresh,
 )
+from extensions.optimization.threads import add_thread_flag, check_threads, use_threads
 from extensions.optimization.update import (
     add_update_flags,
     check_rate,
@@ -60,6 +69,12 @@ from extensions.planning.footprint import (
     memory_table,
     predict_memory,
 )
+from extensions.planning.measured_cut import (
+    add_measured_cut,
+    check_measured_cut,
+    measured_cut,
+)
+from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import ForwardOnly, activations_of
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.packing import keep_documents_apart, masked_loss, packed
@@ -115,18 +130,19 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), sec
 
 def main():
     arguments, schedule = read_flags()
-    cut = cut_layers(arguments, schedule.num_stages)
     if arguments.plan:
-        return print_plan(arguments, schedule, cut)
+        return print_plan(arguments, schedule, cut_layers(arguments, schedule.num_stages))
     if arguments.export:
         return export_newest(arguments)
     job = start_job(arguments, schedule.pairs)
+    use_threads(arguments)
     replicas = form_replicas(job, arguments.replicas)
     stop_request = StopRequest() if arguments.checkpoints else None
     share_of_loss = ShareOfLoss()
+    cut = cut_model(arguments, job, schedule, share_of_loss)
     reduction = AllReduce(replicas, schedule)
     masters, stages = build_stages(arguments, job, schedule, cut, share_of_loss, reduction)
-    training = build_training(arguments, masters)
+    training = build_training(arguments, masters, replicas)
     tied = tie_ends_of(job, arguments.config, training.parameters, schedule, arguments.replicas)
     checkpoints = continue_training(arguments, job, training)
     update_copies(stages, masters)
@@ -136,6 +152,7 @@ def main():
         arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0), training.step
     )
     metrics = build_metrics(arguments, job, log)
+    batches = build_batches(arguments, replicas, schedule)
     attach.observe(
         arguments,
         job,
@@ -153,11 +170,9 @@ def main():
     nothing = nothing_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         metrics.start_step()
-        batch = batch_of(arguments, training.batches)
-        # Every rank draws the whole batch, so each knows how many tokens all of them have.
-        share_of_loss.real_tokens = count_real_tokens([batch[1]])
+        passes, share_of_loss.real_tokens = batches.take(training.batches)
         training.optimizer.zero_grad()
-        loss = replicas.sum_loss(run_passes(passes_of(arguments, replicas, batch), worker))
+        loss = replicas.sum_loss(run_passes(passes, worker))
         tied.sum_gradients()
         norm = clip_gradients(job, tied.named_once(), arguments.clip)
         if update_check.allows(step, loss, norm):
@@ -206,6 +221,10 @@ def read_flags():
     add("--characters", default=10_000_000, help="of --dataset", **count)
     add_schedule_flags(parser, default="1f1b")
     add_replica_arguments(parser)
+    add_sharding_flag(parser)
+    add_measured_cut(parser)
+    add_compile_flag(parser)
+    add_thread_flag(parser)
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
     add("--accumulate", default=1, help="passes per update", **count)
     add_update_flags(parser, warm_up_steps=10)
@@ -230,6 +249,10 @@ def read_flags():
         arguments.config = arguments.saved.settings
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
     schedule = choose_replicated_schedule(arguments)
+    check_sharding(arguments)
+    check_compile(arguments, schedule)
+    check_threads(arguments)
+    check_measured_cut(arguments)
     arguments.cut = arguments.cut or cut_by_work(arguments.config, schedule.num_stages)
     if not arguments.plan:
         further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
@@ -326,14 +349,35 @@ def build_model_part(arguments, first, last, device="cpu"):
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
 
 
+def cut_model(arguments, job, schedule, loss_function):
+    """(first, last) layer of each stage: as --cut says, by measurement, or by counted work."""
+    a = arguments
+    if a.cut == "auto":
+        tokens = torch.zeros(a.microbatch_size, a.seq_len, dtype=torch.int64)
+        loss_function.real_tokens = tokens.numel()
+        sizes = a.layers, schedule.num_stages
+        build = partial(build_part_and_copy, a, job)
+        a.cut = measured_cut(job, lambda *ends: build(*ends)[1], *sizes, tokens, loss_function)
+    return cut_layers(a, schedule.num_stages)
+
+
+def build_part_and_copy(arguments, job, first, last):
+    """Layers `first` to `last` - 1 as they are updated, and as they compute: the same, or a copy."""
+    master = build_model_part(arguments, first, last, job.device)
+    part = computing_copy(master, arguments.torch_dtype)
+    compile_layers(part, arguments.compile)
+    return master, part
+
+
 def build_stages(arguments, job, schedule, cut, loss_function, reduction):
     """By index, the parts that are updated and the stages that compute with them or a copy."""
     masters, stages = {}, {}
     stage_class = stage_class_for(schedule)
     for index in schedule.stages_of(job.rank):
-        master = build_model_part(arguments, *cut[index], job.device)
+        master, part = build_part_and_copy(arguments, job, *cut[index])
         masters[index] = reduction.wrap(master, index)
-        part = computing_copy(master, arguments.torch_dtype)
+        if part is not master:
+            reduction.follow(part, master)
         stage = stage_class(part, index, schedule.num_stages, loss_function)
         stages[index] = recomputing(stage, arguments.recompute)
         hand_over_deferred(stages[index], master)
@@ -342,16 +386,18 @@ def build_stages(arguments, job, schedule, cut, loss_function, reduction):
     return masters, stages
 
 
-def build_training(arguments, masters):
+def build_training(arguments, masters, replicas):
     """All that a checkpoint holds of this rank: one optimizer for the parameters of all its stages."""
+    a = arguments
     parameters = dict(pair for part in masters.values() for pair in part.named_parameters())
-    optimizer = build_optimizer(
-        arguments.optimizer, parameters.values(), arguments.learning_rate, **ADAMW
-    )
-    rate = WarmUpThenCosine(
-        optimizer, arguments.learning_rate, arguments.warm_up_steps, arguments.decay_steps
-    )
-    return Training(parameters, optimizer, rate, arguments.configuration, arguments.seed)
+    if a.sharding == "optimizer":
+        kind = TrainingInShards
+        rule = ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate, **ADAMW)
+    else:
+        kind = Training
+        rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate, **ADAMW)
+    rate = WarmUpThenCosine(rule, a.learning_rate, a.warm_up_steps, a.decay_steps)
+    return kind(parameters, rule, rate, a.configuration, a.seed)
 
 
 def update_copies(stages, masters):
@@ -359,16 +405,18 @@ def update_copies(stages, masters):
         refresh(stage.part, masters[index])
 
 
-def batch_of(arguments, number):
-    """Inputs and targets of batch `number`, (batch size, length) tokens each, of all replicas."""
-    return arguments.text.batch(number, arguments.batch_size, arguments.seq_len, arguments.seed)
+def build_batches(arguments, replicas, schedule):
+    """What says, for each batch, this replica's passes and how many tokens all replicas have."""
+    needed = needed_on(schedule, replicas.job.rank, arguments.packed)
+    cut = partial(passes_of, arguments, replicas)
+    return Batches(arguments, cut, needed, replicas.job.device)
 
 
-def passes_of(arguments, replicas, batch):
+def passes_of(arguments, replicas, batch, device="cpu"):
     """This replica's micro-batches of `batch`, for each pass through the schedule that it takes."""
     rows = arguments.replicas * arguments.microbatches * arguments.microbatch_size
     return [
-        own_microbatches(part, replicas, arguments.microbatches, replicas.job.device)
+        own_microbatches(part, replicas, arguments.microbatches, device)
         for part in zip(*(tokens.split(rows) for tokens in batch))
     ]
 
@@ -401,7 +449,7 @@ def evaluate(arguments, forward_only, metrics, step):
     """Say how well the held-out text is predicted after `step` updates."""
     rows = arguments.replicas * arguments.microbatches * arguments.microbatch_size
     windows = filled_up(arguments.text.windows(arguments.seq_len, arguments.evaluate_windows), rows)
-    passes = passes_of(arguments, forward_only.replicas, windows)
+    passes = passes_of(arguments, forward_only.replicas, windows, forward_only.job.device)
     loss = forward_only.mean_loss(passes, count_real_tokens([windows[1]]))
     metrics.held_out(step, loss, arguments.text.bytes_per_token)
 
@@ -439,6 +487,7 @@ def predicted_memory(arguments, schedule, cut):
         arguments.torch_dtype.itemsize,
         arguments.optimizer,
         arguments.recompute,
+        shards=arguments.replicas if arguments.sharding == "optimizer" else 1,
     )
 
 

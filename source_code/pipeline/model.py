@@ -39,14 +39,40 @@ class ModelConfig:
 
 
 class RMSNorm(nn.Module):
-    """(..., dim) over its root mean square, times a weight (Zhang and Sennrich 2019, 1910.07467)."""
+    """(..., dim) over its root mean square, times a weight (Zhang and Sennrich 2019, 1910.07467).
+
+    In float32 where the numbers have 16 bits, of which a sum of squares keeps too few.
+    """
 
     def __init__(self, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x):
+        if x.dtype.itemsize < 4:
+            return NormOf16Bits.apply(x, self.weight)
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class NormOf16Bits(torch.autograd.Function):
+    """RMSNorm worked out in float32. Its backward needs the input as it came, and one number per row:
+    autograd itself would keep two copies in float32."""
+
+    @staticmethod
+    def forward(context, x, weight):
+        wide = x.float()
+        root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        context.save_for_backward(x, weight, root)
+        return (wide * root * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight, root = context.saved_tensors
+        rows, gradient = x.float() * root, gradient.float()
+        of_weight = (gradient * rows).flatten(0, -2).sum(0).to(weight.dtype)
+        gradient = gradient * weight
+        of_x = root * (gradient - rows * (gradient * rows).mean(-1, keepdim=True))
+        return of_x.to(x.dtype), of_weight
 
 
 class Attention(nn.Module):
@@ -171,8 +197,8 @@ def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)
             setattr(module, name, nn.Parameter(weight.to(device, dtype)))
     if hasattr(part, "cosine"):
-        part.cosine, part.sine = rotary_tables(config)
-    return part.to(device, dtype)
+        part.cosine, part.sine = (table.to(dtype) for table in rotary_tables(config))
+    return part.to(device)  # other buffers keep their type
 
 
 def starting_weight(name, shape, seed):

@@ -67,11 +67,11 @@ class Training:
             },
             "optimizer": {
                 name: {
-                    kind: self.in_file(name, tensor)
-                    for kind, tensor in self.optimizer.state[parameter].items()
+                    kind: self.state_in_file(name, tensor)
+                    for kind, tensor in self.optimizer.state[self.updated(name)].items()
                 }
-                for name, parameter in self.parameters.items()
-                if parameter in self.optimizer.state
+                for name in self.parameters
+                if self.updated(name) in self.optimizer.state
             },
             "rate": self.rate.state_dict(),
             "progress": {"step": self.step, "batches": self.batches},
@@ -79,9 +79,17 @@ class Training:
             "configuration": dict(self.configuration),
         }
 
+    def updated(self, name):
+        """What the optimizer updates as the parameter `name`, and keeps its state by."""
+        return self.parameters[name]
+
     def in_file(self, name, tensor):
-        """How a checkpoint has the parameter `name`, or what its optimizer keeps for it."""
+        """How a checkpoint has the parameter `name`."""
         return tensor
+
+    def state_in_file(self, name, tensor):
+        """How it has what the optimizer keeps for that parameter: as the parameter itself."""
+        return self.in_file(name, tensor)
 
     def from_file(self, tensor):
         """The other way round."""
@@ -91,7 +99,10 @@ class Training:
         """Continue from `state`, whose tensors for the model are this rank's own."""
         for name, kinds in state["optimizer"].items():
             own = {kind: self.from_file(tensor) for kind, tensor in kinds.items()}
-            self.optimizer.state[self.parameters[name]] = own
+            if getattr(self.optimizer, "defaults", {}).get("fused"):  # it counts on the device, too
+                device = self.parameters[name].device
+                own = {kind: tensor.to(device) for kind, tensor in own.items()}
+            self.optimizer.state[self.updated(name)] = own
         self.rate.load_state_dict(state["rate"])
         self.step, self.batches = state["progress"]["step"], state["progress"]["batches"]
         own = state["random"].get(random_name(job))
@@ -134,8 +145,12 @@ def read_state(job, training, checkpoint, group=None):
     saved = reader.read_metadata().state_dict_metadata
     state = training.state(job)
     state["optimizer"] = {
-        name: room_for(saved, f"optimizer.{name}.", training.in_file(name, parameter.detach()))
-        for name, parameter in training.parameters.items()
+        name: room_for(
+            saved,
+            f"optimizer.{name}.",
+            training.state_in_file(name, training.updated(name).detach()),
+        )
+        for name in training.parameters
     }
     state["random"] = {}
     if any(name.startswith(f"random.{random_name(job)}.") for name in saved):

@@ -21,6 +21,7 @@ where `loss_function`, of every stage, is a ShareOfLoss (see padding.py).
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -150,13 +151,66 @@ class DataParallelWorker(Worker):
         super().end_step()
 
 
+BUCKET = 25 * 2**20  # bytes of gradients that travel together, as torch's DDP has it
+
+
+class SumInBuckets:
+    """The sum of a stage's gradients over `ranks`, in several messages of about BUCKET bytes.
+
+    A backward ends with the first layers, so the last ones go first. A bucket starts once all of its
+    gradients are complete and all buckets before it have started: every replica sends in one order.
+    """
+
+    def __init__(self, job, parameters, ranks, what):
+        self.job, self.ranks, self.what = job, ranks, what
+        self.buckets = buckets_of(list(parameters)[::-1], BUCKET)
+        self.missing = [set(map(id, bucket)) for bucket in self.buckets]
+        self.sums = []  # those that have started
+
+    def complete(self, parameter):
+        """Note that a gradient will not change any more before the sum."""
+        for missing in self.missing:
+            missing.discard(id(parameter))
+        while len(self.sums) < len(self.buckets) and not self.missing[len(self.sums)]:
+            self.start_next()
+
+    def start_next(self):
+        gradients = []
+        for parameter in self.buckets[len(self.sums)]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        self.sums.append(Summing(self.job, gradients, self.ranks, self.what))
+
+    def start_rest(self):
+        while len(self.sums) < len(self.buckets):
+            self.start_next()
+
+    def wait(self):
+        """Block until every gradient is the sum."""
+        for summing in self.sums:
+            summing.wait()
+
+
+def buckets_of(parameters, size):
+    """The parameters in their order, in lists of at most `size` bytes, or of one parameter."""
+    buckets, room = [], 0
+    for parameter in parameters:
+        if not buckets or parameter.nbytes > room:
+            buckets.append([])
+            room = size
+        buckets[-1].append(parameter)
+        room -= parameter.nbytes
+    return buckets
+
+
 class AllReduce:
     """Sums the gradients of a rank's stages over the replicas, by plain all-reduce.
 
-    A stage's gradients travel as one flat message, which starts as soon as the stage's last
-    backward is done, while this rank and others still compute. `wrap` each stage's part before the
-    stage is built; a DataParallelWorker calls `around` and `finish`: then every `.grad` is that of
-    the whole batch. A parameter without a gradient counts as one of zeros.
+    The gradients of a stage travel in buckets, which start within the stage's last backward, while
+    this rank and others still compute; a backward in halves has them at its end. `wrap` each stage's
+    part before the stage is built; a DataParallelWorker calls `around` and `finish`: then every
+    `.grad` is that of the whole batch. A parameter without a gradient counts as one of zeros.
     """
 
     def __init__(self, replicas, schedule):
@@ -164,6 +218,7 @@ class AllReduce:
         self.parts = {}  # by the index of their stage
         self.last = last_backwards(schedule, replicas.job.rank)
         self.sums = {}  # on their way, by stage
+        self.running = None  # the sum of the stage whose last backward runs now
         # time.perf_counter() at which, in each step, this rank had ended its last action, and at
         # which its sums were there.
         self.last_ended_at, self.done_at = [], []
@@ -171,24 +226,37 @@ class AllReduce:
     def wrap(self, part, index):
         """What stage `index` is to run: `part`, as it is."""
         self.parts[index] = part
+        self.follow(part, part)
         return part
+
+    def follow(self, computing, part):
+        """Note each gradient of `part` that a backward through `computing`, it or a copy, completes."""
+        if self.replicas.count > 1:
+            for weight, updated in zip(computing.parameters(), part.parameters()):
+                weight.register_post_accumulate_grad_hook(partial(self.note, updated))
+
+    def note(self, updated, weight):
+        if self.running:
+            self.running.complete(updated)
 
     @contextmanager
     def around(self, action):
         """Around each action of the worker."""
+        summed = action in self.last and self.replicas.count > 1
+        if summed and action.kind == "B" and not shares_weights(self.parts[action.stage]):
+            self.running = self.sum_of(action.stage)
         yield
-        if action in self.last and self.replicas.count > 1:
+        if summed:
             self.start(action.stage)
 
+    def sum_of(self, index):
+        peers, what = self.replicas.peers, f"its gradients of stage {index}"
+        return SumInBuckets(self.replicas.job, self.parts[index].parameters(), peers, what)
+
     def start(self, index):
-        """Send the gradients of stage `index` on their way."""
-        gradients = []
-        for parameter in self.parts[index].parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-        what = f"its gradients of stage {index}"
-        self.sums[index] = Summing(self.replicas.job, gradients, self.replicas.peers, what)
+        """Send what has not left yet of the gradients of stage `index` on its way."""
+        self.sums[index], self.running = self.running or self.sum_of(index), None
+        self.sums[index].start_rest()
 
     def collect(self, part):
         """Nothing to do: every rank has the whole weights."""
@@ -203,3 +271,8 @@ class AllReduce:
             summing.wait()
         self.sums = {}
         self.done_at.append(time.perf_counter())
+
+
+def shares_weights(part):
+    """Whether a weight stands in several places: then its gradient is complete at the end only."""
+    return len(list(part.named_parameters(remove_duplicate=False))) > len(list(part.parameters()))

@@ -17,16 +17,32 @@ def head_in_layers(config):
 def cut_by_work(config, num_stages):
     """The number of layers of each stage whose slowest stage has least work, the head included.
 
+    None for fewer layers than stages.
+    """
+    return best_cut(config.layers, num_stages, head=head_in_layers(config))
+
+
+def best_cut(layers, num_stages, embedding=0.0, head=0.0):
+    """The layers of each stage, with the least for the slowest; both ends are worth so many layers.
+
     As even as it goes, as long as that is as fast; each stage has a layer. None for fewer layers
     than stages.
     """
-    layers, head = config.layers, head_in_layers(config)
     if layers < num_stages:
         return None
-    even = [last - first for first, last in cut_evenly(layers, num_stages)]
-    cuts = [even]
-    for last in range(1, even[-1] if num_stages > 1 else 0):
-        others = cut_evenly(layers - last, num_stages - 1)
-        # The larger ones behind: the first stages hold the most micro-batches.
-        cuts.append([end - first for first, end in reversed(others)] + [last])
-    return min(cuts, key=lambda cut: max(*cut[:-1], cut[-1] + head, 0))
+    cuts = [[last - first for first, last in cut_evenly(layers, num_stages)]]
+    for last in range(1, layers - num_stages + 2) if num_stages > 1 else ():
+        most = (layers - last) // (num_stages - 1)
+        for first in range(most, 0, -1) if num_stages > 2 else [layers - last]:
+            inner = cut_evenly(layers - first - last, num_stages - 2) if num_stages > 2 else []
+            # The larger ones behind: the first stages hold the most micro-batches.
+            cuts.append([first, *(end - begin for begin, end in reversed(inner)), last])
+    return min(cuts, key=lambda cut: slowest(cut, embedding, head))
+
+
+def slowest(cut, embedding, head):
+    """What the slowest stage computes, in layers."""
+    work = [float(layers) for layers in cut]
+    work[0] += embedding
+    work[-1] += head
+    return max(work)

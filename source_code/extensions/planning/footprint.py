@@ -71,19 +71,25 @@ class ActivationSizes:
     def inside(self, first, last):
         """Everything that the backward of layers `first` to `last` - 1 needs, the input included.
 
-        A norm keeps its input, that times the weight, and one number; each matrix its input;
-        attention queries, keys, values and what `attention` says; the gate its own two sides.
+        A norm keeps what `norm` says; each matrix its input; attention queries, keys, values and
+        what `attention` says; the gate its own two sides.
         """
         config = self.config
         kv_dim = config.kv_heads * config.head_dim
-        numbers = 8 * config.dim + 2 * kv_dim + 4 * config.hidden_dim + 2
-        layer = self.tokens * numbers * self.width + (0 if self.selective else self.attention())
+        numbers = 4 * config.dim + 2 * kv_dim + 4 * config.hidden_dim
+        layer = self.tokens * numbers * self.width + 2 * self.norm()
+        layer += 0 if self.selective else self.attention()
         return (last - first) * layer + (self.end() if last == config.layers else 0)
+
+    def norm(self):
+        """Its input, that times the weight, and one number; in 16 bits the input and the number."""
+        times_weight = self.input() if self.width >= 4 else 0
+        return self.input() + times_weight + self.tokens * max(self.width, 4)
 
     def end(self):
         """The last norm, the head, and the scores of all tokens."""
         config = self.config
-        return self.tokens * (3 * config.dim + 1 + config.vocabulary) * self.width
+        return self.tokens * (config.dim + config.vocabulary) * self.width + self.norm()
 
     def deferred(self, first, last):
         """What a split backward keeps from I to W: each matrix's input and its output's gradient."""
@@ -151,8 +157,9 @@ def predict_memory(
     optimizer="adamw",
     recompute="none",
     pieces=1,
+    shards=1,
 ):
-    """A RankMemory for each rank of `schedule`.
+    """A RankMemory for each rank of `schedule`. `shards` replicas share the optimizer's states.
 
     `width` is that of a number in bytes; one of 2 means weights that compute in 16 bits, with
     gradients that add up in, and an update that is made in, 32 (mixed_precision.py).
@@ -164,7 +171,7 @@ def predict_memory(
     for rank, order in enumerate(schedule.orders):
         parts = [count_weights(config, *stage_layers[s]) for s in schedule.stages_of(rank)]
         numbers, tensors = (sum(column) for column in zip(*parts))
-        states = numbers * STATES[optimizer] * master
+        states = numbers * STATES[optimizer] * master // shards
         states += tensors * STEP_BYTES if optimizer == "adamw" else 0
         states += numbers * master if master > width else 0
         activations = most_held(order, stage_layers, kept, recompute, pieces)

@@ -1,0 +1,69 @@
+"""torch.compile for the layers of a stage: one kernel where there would be many.
+
+Each layer is compiled by itself; as all have the same code and the same shapes, that happens once.
+A backward in halves cannot be compiled, because a compiled one computes everything at once, and
+selective recomputation swaps a function inside of the layers while they run.
+"""
+
+import shutil
+import subprocess
+
+import torch
+
+from pipeline.command_line import reject
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+
+
+def add_compile_flag(parser):
+    """Add --compile."""
+    what = "compile the layers: inductor makes kernels; the others help to find out what goes wrong"
+    parser.add_argument("--compile", nargs="?", const=BACKENDS[0], choices=BACKENDS, help=what)
+
+
+def check_compile(arguments, schedule):
+    """Reject what cannot be compiled, and a machine that cannot compile."""
+    a = arguments
+    if a.compile is None:
+        return
+    if any(action.kind == "I" for order in schedule.orders for action in order):
+        reject(
+            f"--compile with --schedule {a.schedule}: a compiled backward does not come in halves; "
+            "use gpipe, 1f1b, interleaved-1f1b or looped-bfs"
+        )
+    if a.recompute == "selective":
+        reject("--compile with --recompute selective: use --recompute none, layer or stage")
+    on_gpu = a.device != "cpu" and torch.cuda.is_available()
+    if a.compile == "inductor" and not (has_triton() if on_gpu else has_compiler()):
+        missing = "the package triton" if on_gpu else "a C++ compiler"
+        reject(f"--compile needs {missing} on this machine; install it, or leave --compile out")
+
+
+def has_triton():
+    from torch.utils._triton import has_triton as found
+
+    return found()
+
+
+def has_compiler():
+    """Whether there is a C++ compiler that torch would find."""
+    from torch._inductor import config
+
+    named = config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)
+    for compiler in filter(None, named):
+        if shutil.which(compiler):
+            done = subprocess.run([compiler, "--version"], capture_output=True, check=False)
+            if done.returncode == 0:
+                return True
+    return False
+
+
+def compile_layers(part, backend):
+    """Compile the layers of a stage's part in place; `backend` None leaves them as they are.
+
+    Names and weights stay. The number of rows may change from call to call, as it does when a
+    text is generated.
+    """
+    if backend:
+        for layer in part.layers.values():
+            layer.compile(backend=backend)

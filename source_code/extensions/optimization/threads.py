@@ -1,0 +1,28 @@
+"""How many threads a rank computes with: one where digits are promised, more where a user says so.
+
+Several threads cut a sum into as many parts, and how a sum is cut decides its last digits.
+"""
+
+import torch
+
+from pipeline.command_line import positive_integer, reject
+
+
+def add_thread_flag(parser):
+    """Add --threads."""
+    what = "of each rank on a CPU, with --dtype float32 or bfloat16"
+    parser.add_argument("--threads", type=positive_integer, default=1, metavar="N", help=what)
+
+
+def check_threads(arguments):
+    """Reject several threads for float64, whose digits are promised."""
+    if arguments.threads > 1 and arguments.dtype == "float64":
+        reject(
+            f"--threads {arguments.threads} with --dtype float64, whose digits are promised for one "
+            "thread; use --dtype float32 or bfloat16, or leave --threads out"
+        )
+
+
+def use_threads(arguments):
+    """Compute with --threads threads; call it after `start_job`, which sets one."""
+    torch.set_num_threads(arguments.threads)

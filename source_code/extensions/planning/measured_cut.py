@@ -1,0 +1,90 @@
+"""Where to cut a model by a short measurement on the ranks themselves, before the first step.
+
+cut_by_work.py counts multiplications. What a device takes for them depends on more: on the shapes of
+the matrices, on what is looked up and added. So each rank runs the first layer with the embedding, a
+layer by itself, and the last layer with the head, forward and backward; the ranks add their times up
+and so find the same cut.
+"""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from extensions.planning.cut_by_work import best_cut
+from pipeline.command_line import reject
+from pipeline.stage import Stage
+from pipeline.training import layer_counts
+
+REPEATS = 5  # after one that loads what it needs
+
+
+def add_measured_cut(parser):
+    """Let --cut take `auto` as well."""
+
+    def counts_or_auto(text):
+        return text if text == "auto" else layer_counts(text)
+
+    counts_or_auto.__name__ = "layer_counts"  # argparse names it where it complains
+    [cut] = [action for action in parser._actions if action.dest == "cut"]
+    cut.type, cut.metavar = counts_or_auto, "A,B,...|auto"
+    cut.help += "; auto: measured on this machine; else by counted work, the head included"
+
+
+def check_measured_cut(arguments):
+    """Reject --cut auto where no rank is started that could measure."""
+    if arguments.cut == "auto" and getattr(arguments, "plan", None):
+        reject("--cut auto is measured by the ranks, and --plan starts none; leave one of them out")
+
+
+def measured_cut(job, build, layers, num_stages, tokens, loss_function):
+    """The layers of each stage, on every rank the same; all ranks call it together.
+
+    `build(first, last)` returns the part of the model with these layers, as it will compute;
+    `tokens` are those of a micro-batch, (rows, length), and `loss_function` is that of the last stage.
+    """
+    if num_stages in (1, layers) or layers < num_stages:
+        return best_cut(layers, num_stages)
+    ends = (0, 1), (1, 2), (layers - 1, layers)
+    times = torch.tensor([
+        seconds_of(job, build(*layer), index, tokens, loss_function)
+        for index, layer in enumerate(ends)
+    ], dtype=torch.float64)  # fmt: skip
+    if job.num_ranks > 1:
+        with job.waiting_for_all("its times of a layer"):
+            dist.all_reduce(times)
+    first, layer, last = times.tolist()
+    embedding, head = (max(0.0, end / layer - 1) for end in (first, last))
+    cut = best_cut(layers, num_stages, embedding, head)
+    if job.rank == 0:
+        counts = ",".join(map(str, cut))
+        print(
+            f"--cut {counts}: measured here, the embedding takes as long as {embedding:.2f} layers "
+            f"and the head as {head:.2f}",
+            flush=True,
+        )
+    return cut
+
+
+def seconds_of(job, part, index, tokens, loss_function):
+    """The median of a forward and backward through a part: the first (0), an inner one, the last (2)."""
+    stage = Stage(part, index, 3, loss_function)
+    tokens, times = tokens.to(job.device), []
+    shape = (*tokens.shape, job.shape[-1])
+    for repeat in range(1 + REPEATS):
+        inputs = tokens if index == 0 else torch.ones(shape, dtype=job.dtype, device=job.device)
+        gradient = None if index == 2 else torch.ones(shape, dtype=job.dtype, device=job.device)
+        wait_for(job.device)
+        started = time.perf_counter()
+        stage.forward(0, inputs, tokens)
+        stage.backward(0, gradient)
+        wait_for(job.device)
+        if repeat:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def wait_for(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,70 @@
+"""Batches, made while the step before is computed, and only by the ranks that need them.
+
+The first stage needs the inputs and the last one the targets. A rank with neither only has to know
+how long the rows are and how many tokens count. In a plain text that follows from the flags, so
+such a rank draws nothing; where rows have padding or several documents, every rank draws.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from extensions.pretraining.padding import count_real_tokens
+from pipeline.data import Text
+
+
+def needed_on(schedule, rank, packed=False):
+    """(whether this rank needs inputs, whether it needs targets): of targets masks are made."""
+    stages = schedule.stages_of(rank)
+    return 0 in stages, packed or schedule.num_stages - 1 in stages
+
+
+class Batches:
+    """The batches of a training of `arguments`, on one rank.
+
+    `cut(batch)` has the passes of a batch, pairs of dictionaries from a micro-batch to its inputs
+    and to its targets. `needed` is what `needed_on` returns.
+    """
+
+    def __init__(self, arguments, cut, needed, device):
+        self.arguments, self.cut, self.needed, self.device = arguments, cut, needed, device
+        whole_rows = type(arguments.text).batch is Text.batch
+        self.draws = any(needed) or not whole_rows
+        self.maker = ThreadPoolExecutor(1)
+        self.coming = {}  # number -> what `make` will return
+
+    def take(self, number):
+        """(the passes of batch `number`, how many tokens count in all of it)."""
+        for wanted in (number, number + 1):
+            if wanted not in self.coming and wanted < max(self.arguments.steps, number + 1):
+                self.coming[wanted] = self.maker.submit(self.make, wanted)
+        passes, real_tokens = self.coming.pop(number).result()
+        return [self.on_device(one) for one in passes], real_tokens
+
+    def make(self, number):
+        """The same in host memory, of which a GPU can fetch what is pinned by itself."""
+        a = self.arguments
+        shape = a.batch_size, a.seq_len
+        if not self.draws:
+            nothing = torch.zeros((), dtype=torch.int64).expand(shape)
+            return self.cut((nothing, nothing)), a.batch_size * a.seq_len
+        batch = a.text.batch(number, *shape, a.seed)
+        passes = self.cut(batch)
+        if self.device.type == "cuda":
+            passes = [
+                tuple(
+                    {m: tokens.pin_memory() for m, tokens in part.items()} if wanted else part
+                    for part, wanted in zip(one, self.needed)
+                )
+                for one in passes
+            ]
+        return passes, count_real_tokens([batch[1]])
+
+    def on_device(self, one):
+        """A pass with what is needed on this rank's device; the host does not wait for the copy."""
+        return tuple(
+            {m: tokens.to(self.device, non_blocking=True) for m, tokens in part.items()}
+            if wanted
+            else part
+            for part, wanted in zip(one, self.needed)
+        )
