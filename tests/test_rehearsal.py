@@ -5,9 +5,11 @@ rules (lab/rehearsal.py). What breaks a rule hangs, and the watch says where.
 """
 
 import importlib
+import io
 import re
+import runpy
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,6 +22,7 @@ from ranks import run_on_ranks
 from saved_models import write_model
 
 from course.failed_run import RunFailed
+from course.launch import SCRIPTS
 from extensions.real_models.saved_folder import read_model
 from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
@@ -145,6 +148,27 @@ def test_torch_s_own_library_passes_with_one_operation_per_rank(tmp_path):
 @pytest.mark.parametrize("mode", ["lazy", "warmed", "eager"])
 def test_so_it_does_in_the_other_modes(mode, tmp_path):
     assert_all_pass(mode, [*LIBRARY, "torch_pipelining_gpt2 --model llama"], tmp_path)
+
+
+def run_bare_program(rank, mode):
+    """What a program prints that meets the others by itself and uses nothing of the course."""
+    if mode:
+        rehearsal.begin(mode)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        runpy.run_path(str(SCRIPTS / "course" / "building" / "library_program.py"))
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def printed_without_rehearsal():
+    return run_on_ranks(run_bare_program, 4, None)
+
+
+@pytest.mark.parametrize("mode", ["warmed", "eager", "strict"])
+def test_a_bare_program_with_the_library_prints_the_same(mode, printed_without_rehearsal):
+    assert printed_without_rehearsal[3].count("loss") == 5
+    assert run_on_ranks(run_bare_program, 4, mode) == printed_without_rehearsal
 
 
 def run_without_batches(rank, call):
