@@ -220,9 +220,12 @@ def test_one_process_runs_as_with_plain_python(capsys, warm):
     assert capsys.readouterr().out.startswith("$ python source_code/naive_model_parallelism.py ")
 
 
-def test_output_that_is_no_text_does_not_stop_a_run(tmp_path, monkeypatch):
+def test_output_that_is_no_text_does_not_stop_a_run_of_one_thread(tmp_path, monkeypatch):
     script = tmp_path / "noise.py"
-    script.write_text("import os\nos.write(1, bytes([255, 10]))\nprint('step 0  loss 1.5')\n")
+    script.write_text(
+        "import os\nimport torch\nos.write(1, bytes([255, 10]))\n"
+        "print(f'step 0  loss {torch.get_num_threads()}.5')\n"  # one, as torchrun's ranks have
+    )
     monkeypatch.setattr(launch, "SCRIPTS", tmp_path)
     assert run("noise.py", ranks=1, warm=True, limit=60).losses == [1.5]
 
