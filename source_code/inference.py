@@ -29,6 +29,9 @@ from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.training import complete_model, cut_layers, model_parser
 
+MOST_GROUPS = 1024  # a pipeline of so many ranks would have something to do
+MOST_PASSES = 1_000_000  # planned in a few seconds
+
 
 def main():
     arguments = read_flags()
@@ -210,6 +213,8 @@ def read_flags():
     attach.add_flags(parser)
     arguments = parser.parse_args()
     arguments.groups = arguments.groups or ranks_from_environment()[1]
+    if arguments.groups > MOST_GROUPS:
+        reject(f"--groups {arguments.groups}: at most {MOST_GROUPS} have a rank to keep busy")
     # What the lab counts against the machine's memory: the requests at a time, and of a group.
     arguments.batch_size = arguments.groups * arguments.slots
     arguments.microbatch_size = arguments.slots
@@ -226,7 +231,20 @@ def read_flags():
         reject(f"--temperature {arguments.temperature:g} must be from 0 to 1000; use 0.8")
     if not 0 <= arguments.arrive_every < 1_000_000:
         reject(f"--arrive-every {arguments.arrive_every} must be from 0 to 999999; leave it out")
+    check_length(arguments)
     return arguments
+
+
+def check_length(arguments):
+    """Reject what would take hours to plan."""
+    a = arguments
+    requests = len(a.prompt) if a.prompt else a.requests
+    passes = requests * (a.tokens + a.arrive_every)
+    if passes > MOST_PASSES:
+        reject(
+            f"--requests, --tokens and --arrive-every allow for {passes:,} passes, and {MOST_PASSES:,} "
+            "are the most; use a smaller one"
+        )
 
 
 def read_corpus(arguments):

@@ -3,17 +3,15 @@
 python source_code/predict.py gpipe --ranks 4 --microbatches 8
 """
 
-import argparse
 import gc
-import math
 import os
 import sys
 
 from lab.figures import draw_timelines
 from lab.printing import keep_running_unheard
-from lab.simulator import Costs, simulate
+from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.command_line import Parser, positive_integer, reject
 from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError
 from pipeline.paths import can_be_written, check_paths_apart
@@ -22,7 +20,6 @@ from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option
 from pipeline.schedules.legal import check_legal
 
-LONGEST = 1e15  # of a cost: sums of them stay numbers
 MOST_BLOCKS = 100_000  # in a picture, of a kilobyte each
 
 
@@ -85,24 +82,6 @@ def parse_arguments():
         reject("--performed only adds to a drawing; name one with --svg")
     check_files(arguments)
     return arguments
-
-
-def cost(text):
-    """A flag's value as a time, which has a size with which one can reckon."""
-    if not 1 / LONGEST <= positive_number(text) <= LONGEST:
-        raise argparse.ArgumentTypeError(f"must be {1 / LONGEST} to {LONGEST}, not '{text}'")
-    return float(text)
-
-
-def cost_or_nothing(text):
-    """The same, or 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not '{text}'")
-    return value and cost(text)
 
 
 def check_files(arguments):

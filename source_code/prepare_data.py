@@ -46,10 +46,21 @@ def main():
 
 
 def prepare(arguments):
+    """Write the folder, or leave nothing behind."""
+    paths, out = files_of(arguments.data), Path(arguments.out)
+    is_new = make_empty(out)
+    try:
+        encode_all(arguments, paths, out)
+    except BaseException:  # an interrupt, too
+        for file in out.iterdir():
+            file.unlink()
+        if is_new:
+            out.rmdir()
+        raise
+
+
+def encode_all(arguments, paths, out):
     """Encode every document of every file, and say what has been written."""
-    paths = files_of(arguments.data)
-    out = Path(arguments.out)
-    make_empty(out)
     tokenizer = choose_tokenizer(arguments, paths)
     num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
     width = 2 if num_tokens <= 2**16 else 4
@@ -93,12 +104,14 @@ def files_of(names):
 
 
 def make_empty(out):
-    """Make the folder, which nothing may lie in yet."""
+    """Make the folder, which nothing may lie in yet. Returns whether there was none."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         reject(f"--out {out}: there is something already; name a new folder")
     if not out.parent.is_dir():
         reject(f"--out {out}: the folder {out.parent} does not exist; make it first")
+    is_new = not out.is_dir()
     out.mkdir(exist_ok=True)
+    return is_new
 
 
 def choose_tokenizer(arguments, paths):

@@ -17,7 +17,7 @@ from extensions.planning.bounded_search import Question, search
 from lab.known_schedules import TITLES
 from lab.printing import keep_running_unheard
 from lab.report import measured_costs
-from lab.simulator import Costs
+from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.files import not_written, to_json, write_output
@@ -34,11 +34,6 @@ def main():
     keep_running_unheard()
     arguments = parse_arguments()
     question = question_of(arguments)
-    if 3 * question.num_microbatches * len(question.rank_of_stage) > LARGEST:
-        reject(
-            f"{len(question.rank_of_stage)} stages and {question.num_microbatches} micro-batches "
-            "are too many actions to search; use fewer of either"
-        )
     answer = search(question, arguments.seconds)
     if answer.schedule is None:
         reject("--room leaves no schedule that can run, or none was found; allow more of it")
@@ -59,7 +54,7 @@ def parse_arguments():
     add("--backward", type=costs, default=[2.0], metavar="T,...", help="full, likewise")
     add("--backward-weight", type=costs, metavar="T,...", help="its part for the weights")
     add("--split", action="store_true", help="let a backward come in two halves")
-    add("--transfer", type=positive_number, default=0.0, metavar="T", help="latency of a message")
+    add("--transfer", type=cost_or_nothing, default=0.0, metavar="T", help="latency of a message")
     add("--hop", type=hop, action="append", metavar="A,B=T", help="the same between two ranks")
     add("--room", type=rooms, metavar="N,...", help="micro-batches of stages that a rank may hold")
     add("--until-weight", action="store_true", help="hold them until the weights' half has run")
@@ -71,7 +66,7 @@ def parse_arguments():
 
 
 def costs(text):
-    return [positive_number(value) for value in text.split(",")]
+    return [cost(value) for value in text.split(",")]
 
 
 def rooms(text):
@@ -84,7 +79,7 @@ def hop(text):
     ends = pair.split(",")
     if not equals or len(ends) != 2 or not all(end.isdecimal() for end in ends):
         raise argparse.ArgumentTypeError(f"must be A,B=T with two ranks, not '{text}'")
-    return tuple(map(int, ends)), positive_number(time)
+    return tuple(map(int, ends)), cost(time)
 
 
 def question_of(arguments):
@@ -93,8 +88,10 @@ def question_of(arguments):
     if a.timeline:
         places, m, given, split = from_timeline(a.timeline)
         a.ranks = 1 + max(places)
+        check_size(len(places), m)
     else:
         stages, m, split = a.ranks * a.chunks, a.microbatches, a.split
+        check_size(stages, m)
         if a.placement == "v" and a.chunks != 2:
             reject("--placement v has two stages per rank; add --chunks 2")
         places = tuple(PLACEMENTS[a.placement](stage, a.ranks) for stage in range(stages))
@@ -111,6 +108,14 @@ def question_of(arguments):
     given = Costs(given.forward, given.backward, given.backward_weight, hops(a))
     room = tuple(spread("--room", a.room, a.ranks)) if a.room else None
     return Question(places, m, given, split, room, a.until_weight)
+
+
+def check_size(stages, microbatches):
+    if 3 * microbatches * stages > LARGEST:
+        reject(
+            f"{stages} stages and {microbatches} micro-batches are too many actions to search; "
+            "use fewer of either"
+        )
 
 
 def spread(flag, values, count):

@@ -182,6 +182,8 @@ def test_chunks_of_one_prompt_follow_each_other_and_fill_the_pipeline_without_ot
         ("--tokens 60", ["--seq-len 40", "positions"]),
         ("--slots 4 --tokens-per-pass 3", ["--tokens-per-pass 3", "at least 4"]),
         ("--temperature -1", ["--temperature -1", "0 to 1000"]),
+        ("--groups 1000000", ["--groups 1000000", "1024"]),
+        ("--requests 2000000000", ["--requests", "1,000,000 are the most"]),
         ("--arrive-every -3", ["--arrive-every -3"]),
         ("--prompt ''", ["--prompt", "empty"]),
         ("--checkpoints /nowhere/at/all", ["--checkpoints", "no checkpoint"]),

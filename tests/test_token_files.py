@@ -217,8 +217,9 @@ def test_a_file_that_cannot_be_learnt_from_is_rejected_in_one_sentence(
 ):
     file = tmp_path / "a.jsonl"
     file.write_bytes(content)
-    status, said, _ = make("--data", file)
+    status, said, folder = make("--data", file)
     assert status == 2 and said.count("\n") == 1
+    assert not folder.exists(), "nothing half-written is left"
     for word in words:
         assert word in said
 

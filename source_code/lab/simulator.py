@@ -15,10 +15,15 @@ neighbours through the same card, real messages wait longer than here. (In the L
 al. 1993, the two are the latency L and the gap g, and there the gap is one for all that a rank sends.)
 """
 
+import argparse
+import math
 from dataclasses import dataclass
 
 from lab.timeline import Event, Timeline
+from pipeline.command_line import positive_number
 from pipeline.schedule import message_of
+
+LONGEST = 1e15  # of a cost: sums of them stay numbers
 
 
 @dataclass(frozen=True)
@@ -114,3 +119,21 @@ def serve(links, arrivals, routes, time, costs):
         if occupied:
             links[link] = max(time, links.get(link, 0.0)) + occupied
             arrivals[route.destination, route.message] = links[link] + costs.between(*link)
+
+
+def cost(text):
+    """A flag's value as a time, which has a size with which one can reckon."""
+    if not 1 / LONGEST <= positive_number(text) <= LONGEST:
+        raise argparse.ArgumentTypeError(f"must be {1 / LONGEST} to {LONGEST}, not '{text}'")
+    return float(text)
+
+
+def cost_or_nothing(text):
+    """The same, or 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not '{text}'")
+    return value and cost(text)
