@@ -4,10 +4,12 @@
 
 Thousands of plans are compared on paper: replicas x stages x tensor parallelism in a node x
 schedule x micro-batch x cut x recomputation x sharding. MODEL is a name, sizes such as
-layers=32,hidden=4096,vocabulary=32000, or a config.json of transformers; --machine is a name or a
-JSON file. --this-machine measures the one you sit at, half a minute, and --save keeps the result as
-such a file. --confirm performs the best plans: those of a measured machine at full speed, those of
-any other one with real ranks whose actions last as long as forecast. Else nothing is started.
+layers=32,hidden=4096,vocabulary=32000, a config.json of transformers, or a profile of layers that
+plan_partition.py --save wrote; --machine is a name or a JSON file. --this-machine measures the one
+you sit at, half a minute, and --save keeps the result as such a file. Plans that no script of the
+course starts are ranked apart, as paper only. --confirm performs the best plans: those of a measured
+machine at full speed, those of any other one with real ranks whose actions last as long as forecast.
+Else nothing is started.
 """
 
 import sys
@@ -35,6 +37,7 @@ from extensions.planning.plan_tables import (
     reason_lines,
     table_lines,
 )
+from extensions.planning.profiled import ProfiledModel
 from extensions.planning.reasons import limit_of
 from lab.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
@@ -64,20 +67,22 @@ def main():
     room = arguments.memory * 1e9 if arguments.memory else USABLE * machine.memory
     machine = replace(machine, memory=room)
     plans = list(all_plans(model, machine))
-    if machine.measured:  # of the rest nothing was measured
-        plans = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
-    found = search_plans(model, machine, plans, arguments.count)
-    if not found.best:
-        print(nothing_fits(model, machine, found))
-        return 1
     started = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
-    ours = search_plans(model, machine, started, arguments.count) if started else None
+    here = machine.measured and not isinstance(model, ProfiledModel)
+    paper = [] if here else set(plans) - set(started)  # of the rest nothing was measured
+    paper = [plan for plan in plans if plan in paper]
+    ours, others = (
+        search_plans(model, machine, each, arguments.count) for each in (started, paper)
+    )
+    if not ours.best and not others.best:
+        print(nothing_fits(model, machine, plans))
+        return 1
     if arguments.json:
-        print(to_json(figures(arguments.model, model, machine, found, ours)))
+        print(to_json(figures(arguments, model, machine, ours, others)))
     else:
-        print("\n".join(in_words(arguments, model, machine, found, ours)))
-        if arguments.confirm and machine.measured:
-            print_performed(model, machine, plans, found, arguments.confirm)
+        print("\n".join(in_words(arguments, model, machine, ours, others)))
+        if arguments.confirm and here:
+            print_performed(model, machine, started, ours, arguments.confirm)
         elif arguments.confirm:
             performable = [plan for plan in plans if can_be_performed(plan)]
             print_confirmed(model, machine, performable, arguments.confirm)
@@ -110,11 +115,6 @@ def parse_arguments():
         reject(f"a model is missing; give {names()}, sizes, or a config.json")
     if arguments.save and not arguments.this_machine:
         reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
-    for flag in ("why", "bytes"):
-        if (getattr(arguments, flag) or 0) > arguments.count:
-            reject(
-                f"--{flag} {getattr(arguments, flag)} is not among the --count {arguments.count}"
-            )
     return arguments
 
 
@@ -150,30 +150,32 @@ def machine_of(arguments):
     return machine
 
 
-def in_words(arguments, model, machine, found, ours):
+def in_words(arguments, model, machine, ours, others):
     """What is printed without --json."""
-    best = found.best[: arguments.count]
+    best = [*ours.best, *others.best]
     devices = "ranks" if machine.measured else "GPUs"
     lines = [
         f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
         f"{model.batch} sequences of {model.length} tokens per update, "
-        f"{machine.memory / 1e9:.0f} GB usable; {found.compared:,} plans compared",
-        *table_lines(model, machine, best),
-        error_line(machine, best),
-        *([] if found.proven else ["Not proven: a plan that was not played could be faster."]),
+        f"{machine.memory / 1e9:.0f} GB usable; {ours.compared + others.compared:,} plans compared",
     ]
+    if ours.best:
+        lines += ["", "What a script of the course starts, the fastest first:"]
+        lines += table_lines(model, machine, ours.best)
+        lines += [command_of(arguments.model, model, machine, ours.best[0].plan)]
+    if others.best:
+        lines += ["", "Paper only, no script of the course starts these plans:"]
+        lines += table_lines(model, machine, others.best, 1 + len(ours.best))
+    lines += ["", error_line(machine, best)]
+    if not (ours.proven and others.proven):
+        lines.append("Not proven: a plan that was not played could be faster.")
     if machine.error > UNSURE:
         lines.append("This machine did something else while it was measured: measure it again.")
-    if machine.measured:
-        lines += ["", command_of(arguments.model, model, machine, best[0].plan)]
-    elif ours and ours.best:
-        lines += ["", "What a script of the course starts, the fastest first:"]
-        lines += table_lines(model, machine, ours.best[:3])
-        lines += [command_of(arguments.model, model, machine, one.plan) for one in ours.best[:1]]
-    else:
-        lines += ["", "Paper only: no script of the course starts one of these plans."]
-    for number, more in ((arguments.why, reason_lines), (arguments.bytes, memory_lines)):
-        if number and number <= len(best):
+    for flag, more in (("why", reason_lines), ("bytes", memory_lines)):
+        number = getattr(arguments, flag)
+        if number and number > len(best):
+            reject(f"--{flag} {number}: {len(best)} plans are shown; use one of them")
+        if number:
             lines += ["", f"Plan {number}:", *more(model, machine, best[number - 1])]
     return lines
 
@@ -218,16 +220,16 @@ def print_performed(model, machine, plans, found, count):
             print(f"{plan.schedule} could not be performed: {error}", flush=True)
 
 
-def nothing_fits(model, machine, found):
+def nothing_fits(model, machine, plans):
     """What would have to change."""
-    if found.leanest is None:
+    if not plans:
         return (
             f"no plan can be carried out: a batch of {model.batch} sequences and {model.layers} "
             f"layers do not divide over {machine.gpus} GPUs; try another --batch-size"
         )
-    needed = memory_bound(model, machine, found.leanest)
+    needed = min(memory_bound(model, machine, plan) for plan in plans)
     lines = [
-        f"nothing fits: the leanest of {found.compared:,} plans needs {needed / 1e9:.1f} GB on a GPU "
+        f"nothing fits: the leanest of {len(plans):,} plans needs {needed / 1e9:.1f} GB on a GPU "
         f"of which {machine.memory / 1e9:.1f} are usable"
     ]
     for factor in (2, 4, 8, 16, 32):
@@ -238,8 +240,9 @@ def nothing_fits(model, machine, found):
     return "\n".join([*lines, "more GPUs alone do not help: shorten --seq-len, or use larger GPUs"])
 
 
-def figures(name, model, machine, found, ours):
+def figures(arguments, model, machine, ours, others):
     """The plans, under the names that --json prints. Seconds and bytes."""
+    plans = sorted([*ours.best, *others.best], key=lambda one: one.update)[: arguments.count]
 
     def figures_of(one):
         return {
@@ -251,14 +254,16 @@ def figures(name, model, machine, found, ours):
             "bytes": one.memory,
             "bubble_over_ideal": one.bubble_over_ideal,
             "limit": limit_of(model, machine, one),
-            "command": command_of(name, model, machine, one.plan),
+            "command": command_of(arguments.model, model, machine, one.plan),
+            "paper_only": command_of(arguments.model, model, machine, one.plan) is None,
         }
 
     return {
         "parameters": model.parameters,
-        "compared": found.compared,
-        "plans": [figures_of(one) for one in found.best],
-        "started_by_the_course": [figures_of(one) for one in ours.best] if ours else [],
+        "compared": ours.compared + others.compared,
+        "plans": [figures_of(one) for one in plans],
+        "started_by_the_course": [figures_of(one) for one in ours.best],
+        "paper_only": [figures_of(one) for one in others.best],
     }
 
 

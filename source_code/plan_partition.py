@@ -4,7 +4,8 @@
     python source_code/plan_partition.py --workers 4 --bandwidth 1e9 \\
         --profile source_code/profiles/vgg16.json
 
-Without --profile, the layers of the course's own model are measured on this machine.
+Without --profile, the layers of the course's own model are measured on this machine; --save keeps
+what was measured, for --profile or as the MODEL of plan.py.
 """
 
 import sys
@@ -13,13 +14,14 @@ from extensions.planning.partition import (
     PartitionError,
     check_size,
     plan_stages,
+    profile_as_json,
     profile_model,
     read_profile,
 )
 from lab.checks import check_memory
 from lab.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
-from pipeline.files import not_written, to_json
+from pipeline.files import not_written, to_json, write_output
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
 from pipeline.training import DTYPES, complete_arguments
@@ -42,6 +44,10 @@ def main():
         )
     except PartitionError as error:
         reject(str(error))
+    if arguments.save:
+        sizes = arguments.config, arguments.batch_size, arguments.torch_dtype
+        text = to_json(profile_as_json(profile, *sizes), indent=1)
+        write_output("--save", arguments.save, text + "\n")
     if arguments.json:
         print(to_json(figures(plan)))
     else:
@@ -59,6 +65,7 @@ def parse_arguments():
     add("--no-overlap", action="store_true", help="communicate after computing, not during it")
     add("--memory", type=positive_number, metavar="BYTES", help="of a worker, for what it stashes")
     add("--json", action="store_true", help="print the plan as JSON")
+    add("--save", metavar="FILE", help="keep what was measured, as JSON")
     add = parser.add_argument_group("the course's model, measured without --profile").add_argument
     count = {"type": positive_integer, "metavar": "N"}
     add("--layers", default=ModelConfig.layers, help="decoder layers", **count)
@@ -74,6 +81,8 @@ def parse_arguments():
     arguments = parser.parse_args()
     if arguments.bandwidth < 1:
         reject(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte per second")
+    if arguments.save and arguments.profile:
+        reject("--save keeps what is measured, and --profile measures nothing; use one of them")
     if arguments.profile is None:
         parser.checks += [check_plan_size, check_memory_of_a_layer]
         complete_arguments(parser, arguments, read_data=lambda _: None)

@@ -264,6 +264,7 @@ def test_memory_is_what_the_course_s_training_counts(schedule, recompute, name, 
 def test_a_few_rounds_of_a_steady_phase_tell_how_long_all_of_it_takes(
     name, between, batch, monkeypatch
 ):
+    monkeypatch.setattr(forecasting, "PLAYED", 0)
     model, machine = Model(16, 512, batch=batch), Machine(4, gpus_per_node=2, between=between)
     plan = Plan(name, 4, 2 if SCHEDULES[name].chunks else 1)
     if name == "interleaved-1f1b" and batch % 4:

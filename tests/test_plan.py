@@ -201,6 +201,7 @@ def test_the_command_of_a_plan_needs_and_takes_with_plan_what_its_forecast_says(
         Plan("interleaved-1f1b", 2, 2, 2, microbatch=2),
         Plan("zb-v", 4, 2, 1, microbatch=4, recompute="full"),
         Plan(replicas=4, microbatch=8),
+        Plan("1f1b", 2, replicas=2, microbatch=2, sharding="optimizer"),
     ):
         words = shlex.split(command_of("1m", model, MACHINE, plan))
         at = words.index("source_code/pretrain_llama.py")

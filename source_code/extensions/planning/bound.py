@@ -16,10 +16,13 @@ from extensions.planning.forecast import (
 )
 from extensions.planning.held import held_by
 from extensions.planning.plan_memory import SPLIT, memory_per_rank
+from extensions.planning.profiled import ProfiledModel, seconds_of_all_layers
 
 
 def work_bound(model, machine, plan):
     """Seconds of computing in an update, spread evenly over the ranks: below every other bound."""
+    if isinstance(model, ProfiledModel):
+        return plan.microbatches(model) * seconds_of_all_layers(model, plan) / plan.ranks
     layers = model.layers * sum(layer_times(model, machine, plan))
     head = sum(head_times(model, machine, plan)[:2])
     return plan.microbatches(model) * (layers + head) / plan.ranks

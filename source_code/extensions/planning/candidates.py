@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from extensions.planning.bound import lower_bound, memory_bound, work_bound
 from extensions.planning.forecast import forecast
+from extensions.planning.profiled import ProfiledModel
 from extensions.planning.training_plan import Plan, balanced_cut
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
@@ -27,7 +28,6 @@ class Search(NamedTuple):
     best: list
     compared: int
     proven: bool  # whether no plan that was not played can be among the best
-    leanest: Plan | None = None  # where nothing fits: the plan that needs the least memory
 
 
 def search_plans(model, machine, plans, count=8, most=100):
@@ -47,8 +47,7 @@ def search_plans(model, machine, plans, count=8, most=100):
             entry = -lower_bound(model, machine, plan), number, plan
             (heapq.heappush if len(kept) < most else heapq.heappushpop)(kept, entry)
     if not kept:
-        leanest = min(plans, key=lambda plan: memory_bound(model, machine, plan), default=None)
-        return Search([], len(by_work), True, leanest)
+        return Search([], len(by_work), True)
     best = forecasts(model, machine, [plan for _, _, plan in kept], count)
     proven = len(kept) < most or (len(best) == count and best[-1].update <= -min(kept)[0])
     return Search(best, len(by_work), proven)
@@ -79,7 +78,8 @@ def shapes(model, plan, schedules):
     orders = [("1f1b", 1)]
     if plan.ranks > 1:
         orders = [pair for name in schedules for pair in chunked(model, plan, name)]
-    sizes = [size for size in SIZES if model.batch // plan.replicas % size == 0]
+    known = (model.rows,) if isinstance(model, ProfiledModel) else SIZES
+    sizes = [size for size in known if model.batch // plan.replicas % size == 0]
     for (name, chunks), size, recompute in product(orders, sizes, ("none", "full")):
         rounds = model.batch // plan.replicas // size
         if name == "interleaved-1f1b" and rounds % plan.ranks:

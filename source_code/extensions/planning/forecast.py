@@ -18,6 +18,7 @@ from extensions.planning.measured import (
     layer_quantities,
 )
 from extensions.planning.plan_memory import SPLIT, memory_per_rank, shard_group, weights_of
+from extensions.planning.profiled import ProfiledModel, activation_bytes, stage_times
 from extensions.planning.traffic import all_reduce_time, gather_time, message_costs
 from extensions.planning.training_plan import Plan
 from extensions.planning.transformer import (
@@ -32,7 +33,8 @@ from pipeline.schedules import build_schedule
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 TENSORS_PER_LAYER = 9  # of a layer of the course's own model
-ROUNDS = 4  # of p micro-batches, after which a steady phase is one
+ROUNDS = 4  # of p micro-batches, after which a steady phase is one, if the stages are even
+PLAYED = 2000  # actions
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,12 @@ def play(model, machine, plan):
     """(Timeline, seconds that it leaves out, the largest busy time of a rank in the whole update).
 
     Where a schedule has a steady phase, in which every p micro-batches take as long as the p before
-    them, a few rounds of it are played, and the others take as long as the last one did.
+    them, only as many rounds of it are played as have PLAYED actions, and the others take as long as
+    the last one did. With uneven stages the steady phase may begin late.
     """
     m, p = plan.microbatches(model), plan.ranks
     costs = stage_costs(model, machine, plan)
-    few = ROUNDS * p + m % p
+    few = p * max(ROUNDS, PLAYED // (2 * plan.stages * p)) + m % p
     if m <= few + p or plan.schedule not in STEADY:
         timeline = simulate(known_schedule(plan.schedule, p, m, plan.chunks), costs)
         return timeline, 0.0, timeline.ideal
@@ -110,6 +113,8 @@ known_schedule = lru_cache(maxsize=64)(build_schedule)  # plans that are compare
 
 def stage_costs(model, machine, plan):
     """Costs for the simulator: each stage with its own layers and its part of the ends."""
+    if isinstance(model, ProfiledModel):
+        return with_shards(model, machine, plan, *profiled_times(model, plan))
     if machine.measured:
         return measured_costs(model, machine, plan)
     forward, given, weight, again = layer_times(model, machine, plan)
@@ -120,6 +125,12 @@ def stage_costs(model, machine, plan):
     recomputed = [count * again for count in layers]
     for times, more in zip((forwards, backwards, weights), head_times(model, machine, plan)):
         times[-1] += more
+    return with_shards(model, machine, plan, forwards, backwards, weights, recomputed)
+
+
+def with_shards(model, machine, plan, forwards, backwards, weights, recomputed):
+    """These times as Costs, with all messages; where weights are sharded, also their gathers."""
+    layers = plan.layers_of(model)
     if plan.sharding in ("hybrid", "full"):
         for stage, (gathering, scattering) in enumerate(shard_times(model, machine, plan)):
             forwards[stage] = beside(forwards[stage], gathering, layers[stage])
@@ -131,13 +142,19 @@ def stage_costs(model, machine, plan):
     )
 
 
+def profiled_times(model, plan):
+    """(forwards, backwards, their weights' parts, second forwards) of a ProfiledModel's stages."""
+    forwards, backwards, again = stage_times(model, plan)
+    return forwards, backwards, [one / 2 for one in backwards], again
+
+
 def all_hops(model, machine, plan):
     """Latency and occupancy of every pair of ranks that exchange activations, as Costs take them."""
-    messages = {
-        pair: hop_costs(model, machine, plan, *pair)
-        for stage in range(plan.stages - 1)
-        for pair in both_ways(plan.rank_of(stage), plan.rank_of(stage + 1))
-    }
+    messages = {}
+    for stage in range(plan.stages - 1):
+        for pair in both_ways(plan.rank_of(stage), plan.rank_of(stage + 1)):
+            costs = hop_costs(model, machine, plan, *pair, stage)
+            messages[pair] = max(costs, messages.get(pair, costs))
     return {
         "transfer": {pair: costs[0] for pair, costs in messages.items()},
         "occupancy": {pair: costs[1] for pair, costs in messages.items()},
@@ -223,9 +240,11 @@ def head_times(model, machine, plan):
     return product + loss, 2 * product + loss, product
 
 
-def hop_costs(model, machine, plan, source, destination):
-    """(latency, occupancy) of an activation, or its gradient, from one rank to another."""
+def hop_costs(model, machine, plan, source, destination, stage):
+    """(latency, occupancy) of an activation behind a stage, or its gradient, between two ranks."""
     size = machine.bytes_per_value * plan.microbatch * model.length * model.hidden
+    if isinstance(model, ProfiledModel):
+        size = activation_bytes(model, plan, stage)
     far = plan.is_far(machine, source, destination)
     return message_costs(machine, size, far, plan.tensor, plan.senders(machine))
 
@@ -261,7 +280,8 @@ def reduction_time(model, machine, plan, stages):
     if plan.sharding == "full" or copies == 1:
         return 0.0  # already scattered, or nothing to sum
     if machine.measured:
-        return machine.measured.sum + machine.measured.sum_byte * 4 * weights
+        passes = 1.5 if plan.sharding == "optimizer" else 1  # weights are gathered, half a sum
+        return passes * (machine.measured.sum + machine.measured.sum_byte * 4 * weights)
     if plan.sharding == "hybrid":
         size = plan.gradient_bytes * weights / inside
         return all_reduce_time(machine, size, copies // inside, 1)
@@ -278,5 +298,7 @@ def optimizer_time(model, machine, plan):
     if machine.measured:
         one = machine.measured
         tensors = TENSORS_PER_LAYER * model.layers / plan.ranks
-        return one.update + one.update_tensor * tensors + one.update_weight * most + one.step
+        return (
+            one.update + one.update_tensor * tensors + one.update_weight * most / group + one.step
+        )
     return OPTIMIZER_PASS * most / group / machine.memory_speed

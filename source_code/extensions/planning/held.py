@@ -23,18 +23,21 @@ def held_by(schedule, ranks, chunks, m, deferred=1.0):
     }
     if schedule in formulas:
         return [formulas[schedule](rank) for rank in range(p)]
-    return counted(schedule, ranks, chunks, min(m, 4 * p), round(deferred, 3))
+    counts = counted(schedule, ranks, chunks, min(m, 4 * p))
+    return [max(whole + half * deferred for half, whole in of_rank.items()) for of_rank in counts]
 
 
-@lru_cache(maxsize=10_000)
-def counted(schedule, ranks, chunks, m, deferred):
-    """The same, from the order of each rank's actions."""
-    changes = {"F": 1.0, "B": -1.0, "I": deferred - 1.0, "W": -deferred}
+@lru_cache(maxsize=2000)
+def counted(schedule, ranks, chunks, m):
+    """From the order of each rank's actions: {pairs that wait for their last half alone: the most
+    whole pairs that are held beside so many}."""
     most = []
     for order in build_schedule(schedule, ranks, m, chunks).orders:
-        held = peak = 0.0
+        whole = half = 0
+        found = {0: 0}
         for action in order:
-            held += changes[action.kind]
-            peak = max(peak, held)
-        most.append(peak)
+            whole += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+            half += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
+            found[half] = max(found.get(half, 0), whole)
+        most.append(found)
     return most

@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from extensions.planning.partition import LARGEST_FILE
+from extensions.planning.profiled import profiled_model
 from extensions.planning.transformer import Model
-from pipeline.inputs import MEBIBYTE, InputError, is_count, read_json
+from pipeline.inputs import InputError, is_count, read_json
 
 
 def llama(layers, hidden, heads, kv_heads, inner, vocabulary, tied=False):
@@ -35,7 +37,7 @@ def of_the_course(layers, hidden, heads, kv_heads, vocabulary):
 @lru_cache(maxsize=100)
 def is_of_the_course(model):
     """Whether pretrain_llama.py builds it from its sizes."""
-    if not (model.gated and model.hidden % model.head_count == 0):
+    if not (type(model) is Model and model.gated and model.hidden % model.head_count == 0):
         return False
     heads = model.head_count
     ours = of_the_course(
@@ -76,7 +78,8 @@ LARGEST_SIZE = 10_000_000
 def find_model(text, length, batch):
     """The Model of a name, of sizes such as layers=32,hidden=4096,vocabulary=32000, or of a file.
 
-    `batch` sequences of `length` tokens per update. Raises InputError with one sentence.
+    A file is a config.json, or a profile of layers, which has its own length. `batch` sequences of
+    `length` tokens per update. Raises InputError with one sentence.
     """
     if text in NAMED:
         model = NAMED[text]
@@ -84,7 +87,10 @@ def find_model(text, length, batch):
         model = from_sizes(text)
     elif Path(text).suffix == ".json" or Path(text).is_dir():
         path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
-        model = from_config(read_json(path, MEBIBYTE), path)
+        content = read_json(path, LARGEST_FILE)
+        if isinstance(content, dict) and isinstance(content.get("layers"), list):
+            return profiled_model(content, path, batch)
+        model = from_config(content, path)
     else:
         raise InputError(f"{text} is no name of a model, no sizes, no .json; use one of {names()}")
     return replace(model, length=length, batch=batch)

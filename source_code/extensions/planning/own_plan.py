@@ -104,5 +104,6 @@ def plan_of(arguments, schedule):
         arguments.replicas,
         microbatch=arguments.microbatch_size,
         recompute=AGAIN[arguments.recompute],
+        sharding=arguments.sharding,
         cut=tuple(arguments.cut),
     )

@@ -9,10 +9,12 @@ import json
 import math
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
 from pipeline.model import ModelConfig, build_part, token_loss
@@ -29,17 +31,25 @@ class PartitionError(ValueError):
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A layer on one worker: seconds a mini-batch, bytes of its output and of its weights."""
+    """A layer on one worker: seconds a mini-batch, bytes of its output and of its weights.
+
+    `kept_bytes` are what a mini-batch's forward leaves for its backward, where that was measured.
+    """
 
     name: str
     forward_seconds: float
     backward_seconds: float
     activation_bytes: int
     parameter_bytes: int
+    kept_bytes: int | None = None
 
     @property
     def seconds(self):
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def kept(self):
+        return self.activation_bytes if self.kept_bytes is None else self.kept_bytes
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,7 @@ def layer_profile_from(index, layer):
     """One layer of a profile's JSON, checked. Raises PartitionError with the layer and the field."""
     if not isinstance(layer, dict):
         raise PartitionError(f"layer {index} is no object with the fields {', '.join(FIELDS)}")
-    for field in FIELDS:
+    for field in (*FIELDS, *(["kept_bytes"] if "kept_bytes" in layer else [])):
         if field not in layer:
             raise PartitionError(f"layer {index} has no {field}")
         value = layer[field]
@@ -209,7 +219,29 @@ def layer_profile_from(index, layer):
             raise PartitionError(f"layer {index}: {field} {value} is no number from 0 to 1e18")
     forward, backward, activation, parameters = (layer[field] for field in FIELDS)
     times = forward / 1000, backward / 1000
-    return LayerProfile(str(layer.get("name", index)), *times, activation, parameters)
+    name = str(layer.get("name", index))
+    return LayerProfile(name, *times, activation, parameters, layer.get("kept_bytes"))
+
+
+def profile_as_json(profile, config, batch_size, dtype):
+    """A Profile of the course's model as `read_profile` takes it, with its sizes for plan.py."""
+    return {
+        "model": profile.model,
+        "rows": batch_size,
+        "length": config.seq_len,
+        "bytes_per_value": dtype.itemsize,
+        "layers": [
+            {
+                "name": layer.name,
+                "forward_ms": 1000 * layer.forward_seconds,
+                "backward_ms": 1000 * layer.backward_seconds,
+                "activation_bytes": layer.activation_bytes,
+                "parameter_bytes": layer.parameter_bytes,
+                "kept_bytes": layer.kept_bytes,
+            }
+            for layer in profile.layers
+        ],
+    }
 
 
 def profile_model(config, batch_size, dtype=torch.float64, device="cpu", repeats=5):
@@ -232,17 +264,28 @@ def measure_layer(config, index, batch_size, dtype, device, repeats):
     activation = torch.randn(batch_size, config.seq_len, config.dim, dtype=dtype, device=device)
     inputs = tokens if part.is_first else activation.requires_grad_()
     gradient = None if part.is_last else torch.randn_like(activation)
-    times = []
-    for _ in range(1 + repeats):
+    there_anyway = {one.data_ptr() for one in [*part.parameters(), *part.buffers(), tokens]}
+    kept, times = {}, []
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there_anyway:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for repeat in range(1 + repeats):
+        first = saved_tensors_hooks(note, lambda tensor: tensor) if repeat == 0 else nullcontext()
         start = now(device)
-        output = part(inputs)
-        result = token_loss(output, tokens) if part.is_last else output
+        with first:
+            output = part(inputs)
+            result = token_loss(output, tokens) if part.is_last else output
         middle = now(device)
         torch.autograd.backward(result, gradient)
         times.append((middle - start, now(device) - middle))
     forward, backward = (statistics.median(column) for column in zip(*times[1:]))
     parameter_bytes = sum(parameter.nbytes for parameter in part.parameters())
-    return LayerProfile(f"layer {index}", forward, backward, output.nbytes, parameter_bytes)
+    sizes = output.nbytes, parameter_bytes, sum(kept.values())
+    return LayerProfile(f"layer {index}", forward, backward, *sizes)
 
 
 def now(device):

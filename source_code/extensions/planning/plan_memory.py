@@ -11,6 +11,7 @@ from functools import lru_cache
 from extensions.planning.footprint import predict_memory
 from extensions.planning.held import held_by
 from extensions.planning.known_models import is_of_the_course
+from extensions.planning.profiled import ProfiledModel, kept_per_stage, layers_of_stages
 from extensions.planning.transformer import (
     BYTES_PER_VALUE,
     deferred_by_loss,
@@ -31,6 +32,10 @@ ROUNDS = 4  # of p micro-batches, after which no other schedule holds more
 def weights_of(model, plan, stages):
     """How many weights a GPU computes with that has these stages, by index."""
     layers = plan.layers_of(model)
+    if isinstance(model, ProfiledModel):
+        parts = layers_of_stages(model, plan)
+        size = sum(layer.parameter_bytes for stage in stages for layer in parts[stage])
+        return size / model.bytes_per_value
     count = sum(layers[stage] for stage in stages) * model.layer_weights
     if 0 in stages:
         count += model.embedding_weights
@@ -50,7 +55,33 @@ def memory_per_rank(model, machine, plan):
     if is_of_the_course(model) and plan.gradient_bytes == 4:
         if plan.tensor == 1 and plan.sharding in ("none", "optimizer"):
             return [sum(parts) for parts in counted_memory(model, machine, plan)]
+    if isinstance(model, ProfiledModel):
+        return memory_of_profile(model, machine, plan)
     return memory_by_formulas(model, machine, plan)
+
+
+def memory_of_profile(model, machine, plan):
+    """The same from what the profile's layers keep, until the last half of their backward."""
+    kept, at_work = kept_per_stage(model, plan)
+    held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
+    found = []
+    for rank in range(plan.ranks):
+        stages = plan.stages_of(rank)
+        weights = weights_of(model, plan, stages)
+        largest = max(kept[stage] for stage in stages)
+        working = max(at_work[stage] for stage in stages)
+        states = state_bytes(machine, plan, weights, model.bytes_per_value)
+        found.append(states + held[rank] * largest + working)
+    return found
+
+
+def state_bytes(machine, plan, weights, value):
+    """Of so many weights of `value` bytes, their gradients and their optimizer, where sharded."""
+    group = shard_group(machine, plan)
+    state_group = plan.replicas if plan.sharding == "optimizer" else group
+    gradient = plan.gradient_bytes if value == 2 else value
+    states = STATE_BYTES if value == 2 else 2 * value
+    return weights * ((value + gradient) / group + states / state_group)
 
 
 def counted_memory(model, machine, plan):
@@ -68,15 +99,15 @@ def counted_memory(model, machine, plan):
     )
     mode = "layer" if plan.recompute == "full" else plan.recompute
     shape = plan.schedule, p, m, plan.chunks, tuple(plan.layers_of(model))
-    ranks = _counted(config, *shape, plan.microbatch, machine.bytes_per_value, mode)
-    shared = plan.replicas if plan.sharding == "optimizer" else 1
-    return [(one[0], one[1], one[2] / shared, one[3]) for one in ranks]
+    shards = plan.replicas if plan.sharding == "optimizer" else 1
+    return _counted(config, *shape, plan.microbatch, machine.bytes_per_value, mode, shards)
 
 
 @lru_cache(maxsize=20_000)
-def _counted(config, schedule, p, m, chunks, cut, rows, width, mode):
+def _counted(config, schedule, p, m, chunks, cut, rows, width, mode, shards):
     orders = build_schedule(schedule, p, m, chunks)
-    ranks = predict_memory(config, orders, cut_as(cut), rows, width, recompute=mode)
+    further = {"recompute": mode, "shards": shards}
+    ranks = predict_memory(config, orders, cut_as(cut), rows, width, **further)
     return [(one.weights, one.gradients, one.optimizer, one.activations) for one in ranks]
 
 
@@ -84,7 +115,6 @@ def memory_by_formulas(model, machine, plan):
     """The same for any model, tensor group and sharding."""
     layers = plan.layers_of(model)
     group = shard_group(machine, plan)
-    state_group = plan.replicas if plan.sharding == "optimizer" else group
     kernels = plan.fused_attention, plan.sequence_parallel
     kept = kept_bytes(model, plan.microbatch, plan.tensor, plan.recompute, *kernels)
     at_work = kept_bytes(model, plan.microbatch, plan.tensor, "none", *kernels)
@@ -99,8 +129,7 @@ def memory_by_formulas(model, machine, plan):
     for rank in range(plan.ranks):
         stages = plan.stages_of(rank)
         weights = weights_of(model, plan, stages)
-        states = weights * (value + max(plan.gradient_bytes, value if value > 2 else 0)) / group
-        states += weights * (STATE_BYTES if value < 4 else 2 * value) / state_group
+        states = state_bytes(machine, plan, weights, value)
         if group > 1:  # two layers whole: one at work, one on its way
             states += (
                 2 * (BYTES_PER_VALUE + plan.gradient_bytes) * model.layer_weights / plan.tensor

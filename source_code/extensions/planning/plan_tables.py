@@ -1,35 +1,40 @@
 """What plan.py prints: tables of plans, the reasons of one, its memory, and the command for it."""
 
-from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 
 from extensions.planning.forecast import stage_costs
 from extensions.planning.held import held_by
-from extensions.planning.known_models import of_the_course
+from extensions.planning.known_models import is_of_the_course
 from extensions.planning.plan_memory import memory_per_rank
 from extensions.planning.published import error_of, published_runs
 from extensions.planning.reasons import changes, limit_of, parts_of, rank_work
+from pipeline.inputs import read_json
 from pipeline.schedules import SCHEDULES
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 SHARDED_LONGER = 0.5  # than their forecast: torchtitan and MPT, of published.json
+STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
+SAVED = ("llama", "qwen2")  # that --from-hf takes
 HEADING = (
     "    replicas x stages x tensor  schedule           size  recompute  sharding   "
     "seconds  tokens/s    MFU     GB   idle  limited by"
 )
 
 
-def table_lines(model, machine, found):
-    """A row per Forecast."""
+def table_lines(model, machine, found, first=1):
+    """A row per Forecast, numbered from `first`."""
     lines = [HEADING]
-    for number, one in enumerate(found, 1):
+    for number, one in enumerate(found, first):
         plan = one.plan
         schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
         shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
         idle = max(0.0, one.bubble_over_ideal / (1 + one.bubble_over_ideal))
+        mfu = f"{one.utilisation(model, machine):5.1%}" if model.model_flops else f"{'-':>5}"
         lines.append(
             f"{number:2}  {shape:26}  {schedule if plan.ranks > 1 else '-':18}{plan.microbatch:5}"
             f"  {plan.recompute:9}  {plan.sharding:9}  {one.update:8.3g}"
-            f"  {one.tokens_per_second(model):8,.0f}  {one.utilisation(model, machine):5.1%}"
+            f"  {one.tokens_per_second(model):8,.0f}  {mfu}"
             f"  {one.memory / 1e9:5.1f}  {idle:5.1%}  {limit_of(model, machine, one)}"
         )
     return lines
@@ -111,7 +116,7 @@ def performed_line(plan, performed, error):
 
 def command_of(name, model, machine, plan):
     """The command that starts a plan, or None where no script of the course does."""
-    if course_flags(name, model) is None or plan.tensor > 1 or plan.sharding != "none":
+    if course_flags(name, model) is None or plan.tensor > 1 or plan.sharding not in STARTED:
         return None
     if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute == "selective":
         return None
@@ -119,14 +124,17 @@ def command_of(name, model, machine, plan):
     return " ".join([start, *flags_of(model, machine, plan, course_flags(name, model))])
 
 
+@lru_cache(maxsize=100)
 def course_flags(name, model):
     """The flags of pretrain_llama.py for a model; None for one that is built in another way."""
     if name in OF_THE_COURSE:
         return ["--model", name]
-    sizes = model.layers, model.hidden, model.head_count, model.kv_heads or model.head_count
-    ours = of_the_course(*sizes, model.vocabulary)
-    if replace(ours, length=model.length, batch=model.batch) != model:
+    if name and Path(name).is_dir():
+        kind = read_json(Path(name) / "config.json").get("model_type")
+        return ["--from-hf", name] if kind in SAVED else None
+    if not is_of_the_course(model):
         return None
+    sizes = model.layers, model.hidden, model.head_count, model.kv_heads or model.head_count
     words = zip(("--layers", "--dim", "--heads", "--kv-heads"), map(str, sizes))
     return [*(word for pair in words for word in pair), "--vocabulary", str(model.vocabulary)]
 
@@ -143,6 +151,7 @@ def flags_of(model, machine, plan, sizes=None):
         "--seq-len": model.length,
         "--recompute": "layer" if plan.recompute == "full" else "none",
         "--dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[machine.bytes_per_value],
+        **({"--sharding": plan.sharding} if plan.sharding != "none" else {}),
         "--cut": ",".join(map(str, plan.layers_of(model))),
     }
     words = [str(word) for pair in flags.items() for word in pair]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from extensions.planning.bound import memory_bound
 from extensions.planning.forecast import forecast, known_schedule, stage_costs
 from extensions.planning.machine import Link
+from extensions.planning.profiled import ProfiledModel
 from lab.simulator import simulate
 from pipeline.schedule import ScheduleError
 
@@ -64,7 +65,8 @@ def limit_of(model, machine, found):
 def changes(model, machine, plan):
     """(what is changed, Forecast or None, bytes on the fullest GPU) of plans that are one step away."""
     steps = {}
-    for size in (plan.microbatch // 2, plan.microbatch * 2):
+    sizes = (plan.microbatch // 2, plan.microbatch * 2)
+    for size in () if isinstance(model, ProfiledModel) else sizes:
         if size and model.batch // plan.replicas % size == 0:
             steps[f"micro-batches of {size}"] = replace(plan, microbatch=size)
     other = "none" if plan.recompute == "full" else "full"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from extensions.planning.profiled import ProfiledModel, fastest_cut
 from pipeline.model import cut_evenly
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
@@ -97,6 +98,8 @@ def balanced_cut(model, stages):
     The head counts as the layers whose products it equals. Each stage has a layer; the others go one
     by one to the stage with the least work, the earlier one of equals.
     """
+    if isinstance(model, ProfiledModel):
+        return fastest_cut(model, stages)
     work, cut = [1.0] * stages, [1] * stages
     work[-1] += model.head_flops(1) / model.layer_flops(1)
     for _ in range(model.layers - stages):
