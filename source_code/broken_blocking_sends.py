@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 source_code/broken_blocking_sends.py --timeout 1
 
 With --at-once the sends return at once: then it ends over gloo, and NCCL may still stop it. Add
---rehearse strict to see where.
+--rehearse strict to see where it stops.
 """
 
 import sys

@@ -5,8 +5,8 @@
         --record build/case_1
 
 Each is a correct pipeline in which one function, its piece, is wrong. With --cured it takes the
-right one, and with --repair FILE one of yours: FILE defines a function of the piece's name. Whoever
-wants to find the faults reads no further than this file: they are in broken/pipelines/.
+right one, and with --repair FILE one of yours: FILE defines a function of the piece's name. If
+you want to find the faults, read no further than this file: they are in broken/pipelines/.
 """
 
 import os

@@ -3,10 +3,10 @@
     python source_code/copy_template.py gpipe.py my-program        a folder, laid out as source_code/
     python source_code/copy_template.py gpipe.py my_program.py     one file, and the text beside it
 
-A copy has the script and the files of the course that it imports; no line is rewritten. Left out
-are the script's calls of the lab, which watches (--with-lab keeps it, in a folder), the seconds of
---plan, which its simulator forecasts, and in one file the imports of the course's modules, whose
-code is then in the same file.
+A copy has the script and the files of the course that it imports; no line is rewritten. A copy
+leaves out the script's calls of the lab (--with-lab keeps them, in a folder) and the seconds of
+--plan, which the lab's simulator forecasts. A copy in one file also leaves out the imports of the
+course's modules, because their code is then in the same file.
 """
 
 import argparse

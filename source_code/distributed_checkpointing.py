@@ -8,9 +8,9 @@ ranks, with any schedule. A folder of another model is rejected; --fresh begins 
 there and --from-step N continues from an older checkpoint: both write to a new run-NNNN in the
 folder, and nothing that was saved is touched.
 
-SIGTERM or SIGUSR1, to any rank, lets the step end, saves, and ends every rank with status 75, or
-with 0 under torchrun, which would report any other status as a failure. The file FOLDER/stopped is
-there from such an end until the training is started again. A job script goes on with
+After SIGTERM or SIGUSR1 to any rank, the step ends, the training saves, and every rank ends with
+status 75, or with 0 under torchrun, which would report any other status as a failure. The file
+FOLDER/stopped exists from then on until the training is started again. A job script goes on with
 
     srun bash -c 'trap "" USR1; exec torchrun ... --checkpoints FOLDER'; status=$?
     [ -e FOLDER/stopped ] && scontrol requeue "$SLURM_JOB_ID"
@@ -20,7 +20,7 @@ there from such an end until the training is started again. A job script goes on
 
 A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
 from then on, so the checkpoints before it stay. With --on-nan skip the update of that step is left
-out, and the training goes on.
+out, and the training continues.
 
     python source_code/distributed_checkpointing.py --checkpoints build/run --export build/model.pt
 

@@ -1,4 +1,4 @@
-"""Trains a Hugging Face Llama or Qwen2 on: a folder with a saved model in, a folder out.
+"""Continues the training of a Hugging Face Llama or Qwen2: reads a folder, writes a folder.
 
     torchrun --standalone --nproc-per-node 4 source_code/finetune.py --model DIR --data FILE \\
         --save NEW_DIR

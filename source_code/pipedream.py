@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 source_code/pipedream.py --replicas 2-1-1 --verify
 
 --steps counts mini-batches, each of --batch-size and with an update of its own; a stage of several
---replicas updates once for as many mini-batches. The weights that a mini-batch meets are those of
---weights; --verify works that rule out in one process.
+--replicas updates once for as many mini-batches. --weights chooses which version of the weights a
+mini-batch uses; --verify works that rule out in one process.
 """
 
 import sys

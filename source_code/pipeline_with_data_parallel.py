@@ -4,8 +4,8 @@
         --replicas 2 --verify
 
 Four ranks are then two pipelines of two, each with half of the batch. Their gradients are summed
-before the update, so that the losses are those of one process on the whole batch. --reduce says by
-whom they are summed, and --library lets torch.distributed.pipelining perform the schedule.
+before the update, so that the losses are those of one process on the whole batch. --reduce says
+how they are summed, and with --library torch.distributed.pipelining performs the schedule.
 """
 
 import sys

@@ -10,8 +10,8 @@ several passes, held-out perplexity, checkpoints that continue on any number of 
 
 says what each of eight ranks would have to hold and how long an update would take, and starts none.
 
-To begin a program of your own, copy this file. The model is built in `build_model_part`, the data
-are read in `read_corpus`: both say what they promise to the rest.
+To begin a program of your own, copy this file. The model is built in `build_model_part`, and the
+data are read in `read_corpus`; their docstrings say what the rest of the program relies on.
 """
 
 import sys

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 8 source_code/tensor_parallel.py \\
         --replicas 2 --tensor 2 --clip 0.5 --padding --verify
 
-Eight ranks are then 2 replicas of a pipeline of 2 stages, of which each is 2 ranks with half of
-every matrix. The losses are those of one process. --sequence split lets a rank keep only its part
-of the sequence between layers, so that a message between stages is cut into --tensor parts.
+Eight ranks are then 2 replicas of a pipeline of 2 stages, and each stage is 2 ranks with half of
+every matrix. The losses are those of one process. With --sequence split a rank keeps only its part
+of the sequence between layers, so a message between stages is cut into --tensor parts.
 """
 
 import sys

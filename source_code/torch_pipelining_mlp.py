@@ -1,9 +1,9 @@
-"""A three-stage network of no particular form, cut by torch's tracer (lesson 08).
+"""A three-stage network that is no transformer, cut by torch's tracer (lesson 08).
 
     torchrun --standalone --nproc-per-node 3 source_code/torch_pipelining_mlp.py --verify
 
-The gentlest case of torch.distributed.pipelining: write the model as for one device, say at the end
-of which submodules to cut, train.
+The simplest case of torch.distributed.pipelining: write the model as for one device, name the
+submodules after which to cut, and train.
 """
 
 import sys

@@ -4,9 +4,10 @@
     torchrun --standalone --nproc-per-node 4 source_code/vocabulary_parallel.py --spread --verify
 
 The last rank has the head, so 1F1B runs at its pace. --cut gives it fewer layers, --tied makes
-embedding and head one matrix, whose gradients the two ends add up, and --spread cuts both over the
-vocabulary onto all ranks, with actions of their own in the schedule. The losses are the same.
---pace is the time of one layer, and of the head as many times that as it is worth.
+embedding and head one matrix, whose two gradients are added up, and --spread cuts both over the
+vocabulary and gives a part to every rank, with actions of their own in the schedule. The losses
+are the same. --pace is the time of one layer; the head takes as many times that as it is worth
+layers.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Zero bubble: the backward in two halves, and what the second half is good for (lesson 09).
+"""Zero bubble: the backward in two halves, of which the second fills the bubble (lesson 09).
 
     torchrun --standalone --nproc-per-node 4 source_code/zero_bubble.py --schedule zb-h1 --verify
 

@@ -1,6 +1,6 @@
 """Counts activation memory: the bytes that forwards leave behind for their backwards.
 
-Autograd keeps tensors for the backward of every operation. Hooks see each one as it is saved, so
+Autograd keeps tensors for the backward of every operation. Hooks count each one as it is saved, so
 the count is exact on any device; a tensor that several operations share counts once, and weights
 and tables, which are there anyway, do not count at all. On a GPU the allocator's peak says the
 same from outside, with everything else that lives there.
@@ -51,7 +51,7 @@ class ActivationMemory:
         """Around a forward inside a backward: what it saves is there for a moment, on top.
 
         The hooks of torch.utils.checkpoint may be at work inside, which see what is saved instead
-        of others. So the forward is run once more on the side, where nobody else looks.
+        of others. So the forward is run once more on the side, where no other hook counts.
         """
         if self.active:
             index, _, microbatch = self.work.action

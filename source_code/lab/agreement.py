@@ -48,7 +48,7 @@ def agree(store, rank, num_ranks, settings, timeout, arrived=None):
                     arrived.add(other)
         missing -= set(found)
         if len({each[2]["the number of ranks"] for each in found.values()}) > 1:
-            break  # some of those who are missing will never come
+            break  # some of the missing ranks will never come
         if missing and time.monotonic() > deadline:
             raise Missing(sorted(missing))
         time.sleep(0.02 if missing else 0)
@@ -76,7 +76,7 @@ def ranks_text(ranks):
 
 
 def version():
-    """What tells this code from another: the first digits of a SHA-256 of packages and script."""
+    """The version of this code: the first digits of a SHA-256 of packages and script."""
     root = Path(__file__).resolve().parents[1]
     files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
     files += [path for path in [Path(sys.argv[0])] if path.is_file()]

@@ -125,7 +125,7 @@ class Laboratory:
         return self.job.rank == self.schedule.rank_of(self.schedule.num_stages - 1, 0)
 
     def leave(self):
-        """Write what was asked for, print the summary, leave the job."""
+        """Write the requested files, print the summary, leave the job."""
         timeline_file, profile_file = self.files
         if self.log:
             self.log.close()

@@ -26,7 +26,7 @@ def check_has_ranks(arguments):
 
 
 def check_outputs(arguments):
-    """Refuse an output that could not be written when the training is over, or would destroy."""
+    """Reject an output that could not be written when the training is over, or would destroy."""
     check_paths_apart(arguments, {**OUTPUTS, **WRITTEN})
     for flag in ("--timeline", "--profile", "--losses", "--metrics"):
         path = getattr(arguments, flag.removeprefix("--"), None)
@@ -41,7 +41,7 @@ def check_outputs(arguments):
 
 
 def check_recording(folder):
-    """Refuse a --record that could not be written, or that would mix two recordings."""
+    """Reject a --record that could not be written, or that would mix two recordings."""
     if folder is None:
         return
     parent, whole = os.path.dirname(os.path.abspath(folder)), os.path.abspath(folder)
@@ -60,7 +60,7 @@ def check_recording(folder):
 
 
 def check_memory(arguments):
-    """Refuse sizes that cannot start: this is far less than training takes.
+    """Reject sizes that cannot start: this is far less than training takes.
 
     Counted are the weights of the largest stage, the tokens of a batch and the activations of one
     layer, 8 bytes each, and Python's objects around layers and rows.
@@ -69,7 +69,7 @@ def check_memory(arguments):
         return
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not every system tells
+    except (AttributeError, OSError, ValueError):  # some systems do not say
         return
     config = arguments.config
     layers = -(-config.layers // arguments.num_ranks)
@@ -88,7 +88,7 @@ def check_memory(arguments):
 
 
 def check_duration(arguments):
-    """Refuse sizes of which one step would take more than an hour on any machine.
+    """Reject sizes of which one step would take more than an hour on any machine.
 
     Every layer takes some time for every micro-batch however narrow it is, and 6 operations per
     weight and token, by this rank's share of the layers.

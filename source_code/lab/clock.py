@@ -117,7 +117,7 @@ class Clock:
 
     @property
     def passes(self):
-        """The Events of each pass that has ended; only whoever asks for them waits for a device."""
+        """The Events of each pass that has ended; only a caller of this waits for a device."""
         if self.on_device and self.ended:
             torch.cuda.synchronize()
         self.events += [[self.event_of(work) for work in works] for works in self.ended]

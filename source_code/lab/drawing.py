@@ -144,7 +144,7 @@ def draw_place(place, unit, title, stories=None):
 
 def _draw_blocks(place, stories):
     timeline = place.timeline
-    # An outline as thin as the blocks ask for, or in a dense drawing there is little else to see.
+    # The outline is as thin as the blocks need; otherwise it would cover a dense drawing.
     widths = sorted((event.end - event.start) * place.scale for event in timeline.events)
     outline = min(0.7, 0.1 * widths[len(widths) // 4])
     chunk = _chunks(timeline)
@@ -381,7 +381,7 @@ def _text(x, y, text, anchor):
 def wrap(parts, height, alt, titled=True):
     """The SVG text of a whole drawing, and `alt` as its name for those who cannot see it.
 
-    A title shows up wherever one points, so a drawing whose blocks tell their own stories has none.
+    A title shows up wherever one points, so a drawing whose blocks have stories has none.
     """
     title = f"<title>{escape(alt)}</title>" if titled else ""
     return (

@@ -32,9 +32,9 @@ def draw_timelines(
     """A Picture of one timeline or several, one below the other on one scale.
 
     `timelines` is a dictionary from label to Timeline, such as {"predicted": ..., "performed": ...}.
-    Each block tells its story: as its title, or with `reading` in lines above its timeline, which a
+    Each block has its story: as its title, or with `reading` in lines above its timeline, which a
     page's style shows for the block that is pointed at (stepping.py). `stories` has other stories
-    than the timeline's own, by label; with `stories=False` a block tells none. With `longest_path`
+    than the timeline's own, by label; with `stories=False` a block has none. With `longest_path`
     a line shows a longest path through each timeline (longest_path.py).
     """
     places, height = arrange(timelines, reading, longest_path)

@@ -73,7 +73,7 @@ def _views_of(stages):
 
 
 class WatchedStage:
-    """A stage as the instruments see it. `version` counts the different weights that it has had."""
+    """A stage, as it appears to the instruments. `version` counts its different weights."""
 
     def __init__(self, index, part):
         self.index, self.part = index, part
@@ -121,7 +121,7 @@ class ProgramLog(FlightLog):
             ) from None
         self.observer = Observer(None, [self, memory, clock])
         self.views, self.modules, self.known_versions = [], [], set()
-        self.under_way, self.context = None, None  # the backward whose end nobody announces
+        self.under_way, self.context = None, None  # the backward whose end no call announces
 
     def attach(self, view, stage):
         self.views.append(view)
@@ -139,7 +139,7 @@ class ProgramLog(FlightLog):
 
     @contextmanager
     def acting(self, work):
-        """Around an action. It is written at once: nobody tells when the rank begins to wait."""
+        """Around an action. It is written at once: nothing marks when the rank begins to wait."""
         with super().acting(work):
             yield
         self.flush()

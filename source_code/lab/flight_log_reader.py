@@ -250,7 +250,7 @@ def _lines_of(path, forms):
 def _check_complete(path, rank, order, steps):
     """Raise RecordingError where a step that a rank has ended lacks an action, or one is doubled.
 
-    `order` is None in a program without a schedule, of which nobody knows what a step lacks.
+    `order` is None in a program without a schedule, in which one cannot say what a step lacks.
     """
     wanted = sorted(recorded_as(action) for action in order or () if action.kind != "W")
     for number, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Finds the store that all ranks of a job share; at a loopback address nobody else finds it."""
+"""Finds the store that all ranks of a job share; at a loopback address, no other machine does."""
 
 import os
 import socket
@@ -47,7 +47,7 @@ def find_store(job):
 
 
 def wait_for_listener(job, address, port, limit):
-    """Until somebody listens there. Raises OSError after `limit` seconds.
+    """Wait until a process listens there. Raises OSError after `limit` seconds.
 
     torch's store would wait, too, but print the stack of its C++ at each try.
     """
@@ -73,9 +73,9 @@ def launcher_keeps_the_store():
 
 
 def open_store(address, port, is_keeper, limit):
-    """Keep the store or connect to it. At a loopback address nobody outside can reach the job.
+    """Keep the store or connect to it. At a loopback address no other machine can reach the job.
 
-    By itself torch's store listens on all interfaces, and does what anybody tells it.
+    By itself torch's store listens on all interfaces, and accepts every request.
     """
     options = {"use_libuv": os.environ.get("USE_LIBUV", "1") == "1"}
     if is_loopback(address):

@@ -67,7 +67,7 @@ class Observer:
 
     @contextmanager
     def around(self, work):
-        """Around one action, for whoever calls modules stage by stage; yields `work`."""
+        """Around one action, for programs that call modules stage by stage; yields `work`."""
         with self.entered("acting", work):
             yield work
 

@@ -1,4 +1,4 @@
-"""Guards the joining of a job: who is missing, stopped or started otherwise ends it, by name.
+"""Guards the joining of a job: a missing, stopped or different rank ends it, and is named.
 
 A thread of every rank gives signs of life through the store, and a process that is stopped gives
 none. It also ends a rank whose launcher is gone, for as long as the rank lives.
@@ -23,7 +23,7 @@ SILENCE = 2.0  # seconds without any, after which a rank does not live
 
 
 def guard(arguments):
-    """Let ranks with these arguments meet so that whoever is missing or differs is named."""
+    """Let ranks with these arguments meet, so that a missing or different rank is named."""
     arguments.meeting = lambda job: guarded(job, settings_of(arguments))
 
 
@@ -85,7 +85,7 @@ class Presence(threading.Thread):
 
     def begin(self, store):
         """Give signs of life through `store` from now on."""
-        # A connection of its own for who gives signs and for who asks: one that waits is taken.
+        # One connection to write signs and one to read them: a connection that waits is taken.
         self.signs, self.asked, self.joined = (
             dist.PrefixStore("presence", store.clone()) for _ in range(3)
         )
@@ -95,7 +95,9 @@ class Presence(threading.Thread):
     def end_joining(self):
         """Say that this rank has joined, and give no more signs."""
         self.store = None
-        with suppress(RuntimeError):  # a store that is gone is found out by the next who needs it
+        with suppress(
+            RuntimeError
+        ):  # a store that is gone is noticed by the next rank that needs it
             self.joined.set(f"joined/{self.rank}", "")
 
     def waits_too_long(self):
@@ -152,7 +154,7 @@ class Presence(threading.Thread):
         """The ranks that have not joined, and give no sign of life for SILENCE seconds."""
         before, after, answered = {}, {}, threading.Event()
 
-        def ask():  # in a thread: a store that does not answer holds up who asks
+        def ask():  # in a thread, since a store that does not answer blocks the caller
             with suppress(RuntimeError):
                 before.update(self.signs_in(self.asked))
                 time.sleep(SILENCE)

@@ -1,4 +1,4 @@
-"""Standard output that costs no run: one that nobody reads any more, or that lies on a full disk.
+"""Standard output that ends no run: one that no process reads, or that lies on a full disk.
 
 Python would end with a traceback at the next line that it prints, hours of training or not. An
 interrupt ends a run with one word in place of a traceback of every rank.
@@ -39,7 +39,7 @@ class Output(io.TextIOWrapper):
 
 def keep_running_unheard():
     """Let this process print wherever its output leads; the one of a notebook or a test stays."""
-    if sys.stdout is None:  # closed by who started it
+    if sys.stdout is None:  # closed by the process that started it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     elif sys.stdout is sys.__stdout__ and not isinstance(sys.stdout, Output):
         sys.stdout = Output(sys.stdout)

@@ -18,7 +18,7 @@ def launcher_lives(parent):
         return False
     try:
         launcher = whole_number(LAUNCHER_VARIABLE, 0)
-    except LauncherError:  # somebody else's variable
+    except LauncherError:  # another program's variable
         return True
     if not launcher or sys.platform == "win32":  # where signal 0 is Ctrl-C
         return True
@@ -26,7 +26,7 @@ def launcher_lives(parent):
         os.kill(launcher, 0)
     except ProcessLookupError:
         return False
-    except (PermissionError, OverflowError):  # somebody else's process
+    except (PermissionError, OverflowError):  # another user's process
         return True
     return True
 
@@ -34,7 +34,7 @@ def launcher_lives(parent):
 def end_with_launcher():
     """In a forked rank, from its start on: end it when the process that asked for it is gone.
 
-    The fork server does not tell: it lives as long as any rank does.
+    The fork server does not report it: it lives as long as any rank does.
     """
 
     def wait():
@@ -72,7 +72,7 @@ def stopped_siblings():
 def stopped_among(missing):
     """(what is said of it, process ids to end) of `missing` ranks that are stopped before they come.
 
-    ("", []) where none is. A process of which nobody knows the rank is left to its launcher.
+    ("", []) where none is. A process of unknown rank is left to its launcher.
     """
     found = {pid: rank for pid, rank in stopped_siblings().items() if rank in [None, *missing]}
     text = ", ".join(f"process {process_id} is stopped" for process_id in found)

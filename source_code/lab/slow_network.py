@@ -29,7 +29,7 @@ def node_name(rank):
 
 
 def node_delay():
-    """Seconds that a message between nodes takes longer, to see a slow network on one machine."""
+    """Seconds by which a message between nodes is delayed, as on a slow network."""
     return _seconds(DELAY_VARIABLE)
 
 

@@ -1,4 +1,4 @@
-"""Says of each block of a timeline what it is and what it waited for, and of each moment who does what.
+"""Says of each block of a timeline what it is and what it waited for, and what each rank does at a moment.
 
 Both are read off the timeline alone, so they hold for a predicted run and for a performed one.
 Times in the sentences are counted from the timeline's start, as on the axis of a drawing.
@@ -48,7 +48,7 @@ def waits_of(timeline):
     """The Wait of every event, in the order of `timeline.events`. Linear in their number.
 
     A rank waited for a message if it was sent after the rank was free. A message that was sent
-    earlier and was still on its way looks like a rank that took its time; it counts as waited for
+    earlier and was still on its way looks like a slow rank; it counts as waited for
     only if no message of the timeline was taken up sooner after it was sent, or if the timeline
     has its arrival.
     """

@@ -14,7 +14,7 @@ from pipeline.schedule import Action
 
 @dataclass
 class StageView:
-    """What the instruments see of a stage of the library: its index and its module."""
+    """A stage of the library, as it appears to the instruments: its index and its module."""
 
     index: int
     part: torch.nn.Module

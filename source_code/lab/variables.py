@@ -1,4 +1,4 @@
-"""The environment variables by which whoever starts a run talks to its lab."""
+"""The environment variables with which the program that starts a run sets up its lab."""
 
 import os
 from contextlib import contextmanager

@@ -1,13 +1,13 @@
 """Ends a job in which a rank waits too long, and names the rank that it waits for.
 
-A watch is a thread of every rank, and an instrument: it is told of every wait. After half of the
+A watch is a thread of every rank, and an instrument: it is called at every wait. After half of the
 timeout it writes the wait into the store that all ranks share; after the whole timeout it follows
 who waits for whom to the rank that waits for nobody, names it, and ends that rank and its own.
 
 With NCCL a wait returns at once: the device waits, and the host goes on until it needs a result. So
 the watch leaves a mark in the device's queue before and after each wait, and asks which of them the
 device has reached. (torch's works would tell, too, by is_completed(), but each keeps its tensor: a
-rank would hold every message that it has received until somebody looks.)
+rank would hold every message that it has received until the watch looks.)
 """
 
 import os
@@ -48,7 +48,7 @@ class LeftToDevice(NamedTuple):
 
 
 def watch_of(job):
-    """The Watch of this rank, which those of the other ranks can ask. All ranks call it."""
+    """The Watch of this rank, whose state the other ranks can read. All ranks call it."""
     watch = Watch(job.rank, job.timeout)
     watch.device_waits = job.backend == "nccl"
     if job.num_ranks > 1:
@@ -107,7 +107,7 @@ class Watch(threading.Thread):
 
     @contextmanager
     def acting(self, work):
-        """Around the work of an action, during which a rank waits for nobody.
+        """Around the work of an action, during which a rank waits for no other.
 
         Within a longer wait, such as a step of a library, it is what comes after the action that
         the rank waits for.
@@ -133,7 +133,7 @@ class Watch(threading.Thread):
 
     def device_wait(self):
         """The Wait in which the device stands; None while it computes."""
-        with suppress(RuntimeError):  # a device that has failed tells the host, too
+        with suppress(RuntimeError):  # a device that has failed raises an error on the host, too
             while self.left and self.left[0].end.query():
                 self.left.popleft()
                 self.stands_since = None

@@ -1,4 +1,4 @@
-"""One action as the instruments see it."""
+"""One action, as it appears to the instruments."""
 
 from dataclasses import dataclass, field
 

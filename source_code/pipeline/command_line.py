@@ -1,4 +1,4 @@
-"""What a process is told when it starts: its rank by the launcher, its flags by the user."""
+"""What a process gets when it starts: its rank by the launcher, its flags by the user."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ import time
 
 
 class LauncherError(ValueError):
-    """The environment does not say who this rank is, or where ranks meet; the text says what to set."""
+    """The environment lacks this rank's number or the meeting point; the text says what to set."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +51,9 @@ def reject(sentence):
     if first:
         print(" ".join(sentence.split()), file=sys.stderr, flush=True)
     else:
-        time.sleep(5.0)  # a launcher ends all ranks with the first: that one has to speak
+        time.sleep(
+            5.0
+        )  # a launcher ends all ranks with the first one, so that one has to print the error
     sys.exit(2)
 
 

@@ -1,7 +1,7 @@
 """The text, the tokens, the batches.
 
 Tokens are bytes. The last tenth of the text is held out. A batch is drawn from (seed, step) alone,
-so every rank can make the batch of any step without being told, also after a restart.
+so every rank can make the batch of any step by itself, also after a restart.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 Each ordered pair of ranks has a channel, a process group of its own, so that the messages of one
 direction keep their order. NCCL does not promise that two channels make progress at the same time:
-receives.py says in which order all ranks use them. All ranks open all channels in one order and send
+all ranks use them in the order of receives.py. All ranks open all channels in one order and send
 a number through each: NCCL sets up a communicator at its first message, and blocks until both sides
 have arrived.
 """
@@ -32,7 +32,7 @@ ending = threading.Lock()
 
 @dataclass
 class Job:
-    """What a rank knows of its job. Activations and gradients have `shape` and `dtype`."""
+    """What a rank needs of its job. Activations and gradients have `shape` and `dtype`."""
 
     rank: int
     num_ranks: int

@@ -23,7 +23,7 @@ WRITTEN |= {"--save": "save", "--to-hf": "to_hf"}
 
 
 def check_paths_apart(arguments, written=WRITTEN, read=READ):
-    """Refuse an output on or in another path of the run, or around it; links are resolved.
+    """Reject an output on or in another path of the run, or around it; links are resolved.
 
     `written` are the flags of all outputs, `read` those of all inputs, with the attributes that
     have their paths.
@@ -39,7 +39,7 @@ def check_paths_apart(arguments, written=WRITTEN, read=READ):
 
 
 def check_apart(flag, path, other, other_path):
-    """Refuse two paths of which one is the other or lies in it."""
+    """Reject two paths if one is the other or lies in it."""
     real, other_real = Path(os.path.realpath(path)), Path(os.path.realpath(other_path))
     if real == other_real or same_file(real, other_real):
         reject(f"{flag} and {other} name the same file {path}; give each its own")
@@ -65,7 +65,7 @@ def can_be_written(path):
         return False
     if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
         return False
-    # Permissions do not tell the whole truth (root, read-only mounts, /proc): try it.
+    # Permissions are not enough to decide (root, read-only mounts, /proc), so try it.
     attempt = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
         os.close(os.open(attempt, os.O_CREAT | os.O_WRONLY))

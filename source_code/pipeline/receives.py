@@ -1,13 +1,13 @@
 """The one order of messages, in which all ranks issue their sends, receives and sums.
 
-Every rank knows the whole schedule. Played with messages that take no time, it says when each
-action ends; (this end, the rank) is the action's place, and a message has the place of the action
+Every rank has the whole schedule. Played with messages that take no time, it gives the end of each
+action; (this end, the rank) is the action's place, and a message has the place of the action
 that makes it. Before an action a rank posts every receive with an earlier place, and after the
 action it sends. What replicas sum within or right after an action has that action's place, too.
 
 NCCL is the reason. Each channel has a communicator, and NCCL does not promise that two communicators
-make progress at once on one GPU: it asks for their operations in one order on all GPUs (NCCL user
-guide, "Using multiple NCCL communicators concurrently"; github.com/NVIDIA/nccl, issues 783 and 784).
+make progress at once on one GPU: its guide requires their operations in one order on all GPUs
+("Using multiple NCCL communicators concurrently"; github.com/NVIDIA/nccl, issues 783 and 784).
 With one order, a rank needs no more than one operation under way. Proof: take the message with the
 earliest place of those that have not arrived. Its sender gets as far as to send it, and its receiver
 as far as to post it, because both wait only for messages with earlier places, which have arrived.
@@ -45,6 +45,6 @@ class OrderedReceives:
 
     def take(self, message):
         """The tensor of `message`, waiting for it if it has not arrived."""
-        while message not in self.posted:  # only where somebody takes messages in another order
+        while message not in self.posted:  # only where a caller takes messages in another order
             self.post_next()
         return self.posted.pop(message).wait()

@@ -4,7 +4,7 @@ The simulator predicts it, the worker performs it and the figures draw it, which
 made. This file holds the data, what each action needs and makes, and the text form. The check that
 a schedule is legal is in legal.py.
 
-Text form: one row a rank, cells `stage kind micro-batch` such as `0F3`, separated by commas. It is
+Text form: one row per rank, cells `stage kind micro-batch` such as `0F3`, separated by commas. It is
 the form that torch.distributed.pipelining reads and writes.
 """
 
@@ -256,7 +256,7 @@ def _explain_deadlock(schedule, step, waiting, stuck):
     for rank in stuck:
         if needed[rank] not in made_by:
             return f"{waits(rank)}, which no rank takes"
-    # Follow who waits for whom until a rank comes up twice: the ranks from there on are the cycle.
+    # Follow the waits until a rank comes up twice: the ranks from there on are the cycle.
     chain = [stuck[0]]
     while chain.count(chain[-1]) < 2:
         chain.append(made_by[needed[chain[-1]]])

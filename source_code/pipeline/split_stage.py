@@ -1,4 +1,4 @@
-"""A stage whose backward comes in two: for the input first, for the weights when there is time.
+"""A stage with a backward in two halves: first for the input, later for the weights.
 
 The backward of a linear layer y = x Wᵀ is two matrix products that do not need each other: g W, the
 gradient of the input, which the stage before is waiting for, and gᵀ x, the gradient of the weights,

@@ -2,7 +2,7 @@
 
 A pickle may name any function to be called with any arguments, and torch.distributed pickles the
 objects that ranks exchange. Here a pickle may build lists, dictionaries, numbers, text and tensors,
-and of classes only those that somebody has allowed.
+and of classes only those that were allowed.
 """
 
 import builtins

@@ -53,7 +53,7 @@ MOST_ACTIONS = 4_000_000  # a gigabyte or two, and half a minute
 
 @dataclass(frozen=True)
 class Generator:
-    """What makes a schedule, and what can be asked of it.
+    """A function that makes a schedule, and its options.
 
     `make(num_ranks, num_microbatches)` returns the Schedule. Where a rank has several stages,
     `chunks` is how many unless a third argument says otherwise, and `fixed_chunks` says that no

@@ -105,7 +105,7 @@ def _pulled_forward(orders, limit):
             places = _possible(order, made, limit - held[rank], 2 * len(orders))
             if forwards[rank]:
                 place = next(places, None)
-            else:  # cool-down: weights wait, as nobody waits for them
+            else:  # cool-down: weights can wait, as no rank waits for them
                 place = min(places, key=lambda place: order[place].kind != "I", default=None)
             if place is None:
                 continue

@@ -1,4 +1,4 @@
-"""What the generators share: writing down the order of one rank, and the sizes they refuse."""
+"""What the generators share: writing down the order of one rank, and the sizes they reject."""
 
 from collections import Counter, deque
 

@@ -3,7 +3,7 @@
 Zero Bubble: Qi et al. 2023, arXiv 2401.10241.
 
 The previous stage waits for the gradient of its output only. So the part for the input (I) runs as
-early as it can, and the part for the weights (W), which nobody waits for, fills what would have
+early as it can, and the part for the weights (W), which no rank waits for, fills what would have
 been idle. These are the paper's handcrafted orders (section 2), which suit equal times of F, I and
 W; its automatic scheduler searches for others.
 """
