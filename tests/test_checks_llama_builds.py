@@ -28,8 +28,12 @@ def test_plans_that_fit_and_are_fast(capsys):
 @pytest.mark.parametrize(
     ("machine", "flags", "sentence"),
     [
-        ("A", "--schedule 1f1b --microbatches 8", "--plan says 24.6 GiB on rank 2, which has 16"),
-        ("A", "--schedule 1f1b --microbatches 16", "rows are in a micro-batch: 4"),
+        ("A", "--schedule 1f1b --microbatches 8", "--plan says 22.4 GiB on rank 2, which has 16"),
+        (
+            "D",
+            "--schedule 1f1b --microbatches 8 --recompute layer",
+            "rows are in a micro-batch: 8",
+        ),
         ("A", "--schedule 1f1b --microbatches 32 --recompute layer", "room for what you recompute"),
         ("A", "--schedule 1f1b --microbatches 64", "rows are in a micro-batch: 1"),
         ("A", "--schedule 1f1b --microbatches 32", "another schedule has less of a bubble"),
