@@ -49,7 +49,9 @@ def test_below_a_question_to_guess_there_is_no_output_and_elsewhere_there_is_wha
     assert hidden > 30
     cells = there["12_your_own_schedule.ipynb"].cells
     asked = next(
-        i for i, cell in enumerate(cells) if "for `ahead` and for the milliseconds" in cell.source
+        i
+        for i, cell in enumerate(cells)
+        if "`ahead`" in cell.source and "milliseconds" in cell.source
     )
     assert "for ahead in" in cells[asked + 1].source and cells[asked + 1].outputs == []
 
