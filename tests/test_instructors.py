@@ -236,7 +236,7 @@ def test_what_asks_for_a_prediction_is_on_a_slide_before_the_answer(slides):
         slide
         for page in slides.values()
         for slide in shown(page)
-        if re.search(r"<p>[^<]*(\b[Gg]uess\b|\b[Ww]rite down\b|\?</p>)", slide)
+        if re.search(r"<(p|h2)>[^<]*(\b[Gg]uess\b|\b[Ww]rite down\b|\bPredict the\b|\?</p>)", slide)
     ]
     assert len(asking) > 10
     for slide in asking:

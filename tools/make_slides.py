@@ -95,7 +95,7 @@ def slides_of(cells, number=""):
                 option = re.match(MARK, part)[2] if re.match(MARK, part) else "words"
                 if option in ("above", "drawing"):
                     made.figure = last_of(shown, option)
-                elif option is None and not made.figure and not asks(made.sentence):
+                elif option is None and not made.figure and not asks(made):
                     waiting = made
     return slides
 
@@ -109,7 +109,8 @@ def slide_of(part, number):
     """The slide that a part of the prose makes, if it makes one."""
     if mark := re.match(MARK, part):
         sentence, note = first_sentence(part[mark.end() :])
-        return Slide(mark[1], capital(sentence), table_in(part), shortened(note))
+        table = None if mark[2] == "words" else table_in(part)
+        return Slide(mark[1], capital(sentence), table, shortened(note))
     if exercise := re.match(
         r"\*\*(\d+)\. (.*?)\.?\*\*\s*\((?:(\d+)(?: more)? minutes|[^)]*)\)\.?\s*", part
     ):
@@ -168,8 +169,10 @@ def table_in(part):
     return html_of(found[0]) if found else None
 
 
-def asks(sentence):
-    return re.search(r"\?|[Ww]rite .*down|[Bb]efore you|[Gg]uess|[Ss]ay (it|a number)", sentence)
+def asks(slide):
+    """Whether it asks for a prediction, which the figure would answer."""
+    words = r"\?|[Ww]rite .*down|[Bb]efore you|[Gg]uess|[Pp]redict the|[Ss]ay (it|a number)"
+    return re.search(words, slide.sentence) or "guess" in slide.title.lower()
 
 
 def wrong_answers(number, exercise):
