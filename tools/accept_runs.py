@@ -26,6 +26,9 @@ RATE = re.compile(r"^([\d,]+) tokens/s .*MFU ([\d.]+)%", re.MULTILINE)
 VERDICT = re.compile(r"^largest difference from one process: (\S+?),? (.*)$", re.MULTILINE)
 
 
+LONGEST = 150  # seconds that one run may take: one that hangs does not use up its part
+
+
 class OutOfTime(Exception):
     """A part has used up its minutes."""
 
@@ -84,7 +87,8 @@ class Part:
 
         With `fails` it is expected to fail, and what it said last is returned.
         """
-        left = self.ends - time.monotonic()
+        began = time.monotonic()
+        left = min(self.ends - began, LONGEST)
         if left < 1:
             raise OutOfTime
         script, *flags = shlex.split(command)
@@ -100,6 +104,8 @@ class Part:
                 return str(failed)
             self.fail(command, f"{failed.output[-300:]}{str(failed)[-700:]}")
             return None
+        finally:
+            print(f"  {time.monotonic() - began:6.1f} s  {command}", flush=True)
         if fails:
             self.fail(command, "it ended as if nothing had happened")
             return None
