@@ -41,12 +41,15 @@ class Worker:
         self.losses = {}  # micro-batch -> its share of the loss, on the rank of the last stage
         self.results = {}  # Message -> tensor, until this rank's next actions take it
         self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Transfer)
-        self.receives = OrderedReceives(self.job, self.schedule)
+        self.receives = self.ordered_receives()
         for action in self.schedule.orders[self.job.rank]:
             self.receives.post_before(action)
             self.perform(action)
         self.end_step()
         return sum(self.losses.values()) if self.losses else None
+
+    def ordered_receives(self):
+        return OrderedReceives(self.job, self.schedule)
 
     def end_step(self):
         self.job.complete_sends()

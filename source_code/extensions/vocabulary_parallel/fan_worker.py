@@ -5,6 +5,7 @@ from functools import reduce
 import torch
 
 from pipeline.message import Message
+from pipeline.receives import OrderedReceives
 from pipeline.schedule import message_of
 from pipeline.worker import Worker
 
@@ -17,7 +18,9 @@ class FanWorker(Worker):
         self.loss_stage = 2 * schedule.num_ranks
         self.found_shape = 3, *job.shape[:2]
         self.found_dtype = torch.promote_types(job.dtype, torch.float32)
-        self.receive_activation, job.receive = job.receive, self.receive
+
+    def ordered_receives(self):
+        return FanReceives(self)
 
     def forward(self, action):
         """Run a stage forward: the loss has the parts of all ranks, other inputs are their sum."""
@@ -53,11 +56,11 @@ class FanWorker(Worker):
             self.results[message_of(action)] = part
 
     def receive(self, source, message):
-        """What Worker receives, with the layout of what S has found, or of its gradient."""
+        """An activation or a gradient, or with a layout of its own what S has found."""
         name = self.name_of(message)
         if name == message:
-            return self.receive_activation(source, message)
-        return self.receive_activation(source, name, self.found_shape, self.found_dtype)
+            return self.job.receive(source, message)
+        return self.job.receive(source, name, self.found_shape, self.found_dtype)
 
     def named(self, route):
         return route._replace(message=self.name_of(route.message))
@@ -70,3 +73,15 @@ class FanWorker(Worker):
         if what == "gradient" and stage == self.loss_stage:
             return Message("gradient of the softmax sums", stage, microbatch)
         return message
+
+
+class FanReceives(OrderedReceives):
+    """The receives of a FanWorker, each with the layout of what is in its message."""
+
+    def __init__(self, worker):
+        super().__init__(worker.job, worker.schedule)
+        self.worker = worker
+
+    def post_next(self):
+        _, route = self.expected.popleft()
+        self.posted[route.message] = self.worker.receive(route.source, route.message)
