@@ -143,7 +143,9 @@ def run_script(rank, folder, script, flags):
     """Run a script in `folder`, where all that it imports of the course lies, on this rank."""
     at_home = (str(SOURCE), str(ROOT / "tests"))
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(at_home) and name != "__main__":
+        lies_there = (getattr(module, "__file__", None) or "").startswith(at_home)
+        of_a_package = name.partition(".")[0] in ("pipeline", "lab", "extensions")
+        if (lies_there or of_a_package) and name != "__main__":
             del sys.modules[name]
     sys.path[:] = [folder, *(path for path in sys.path if not path.startswith(at_home))]
     sys.argv = [script, *flags.split()]
