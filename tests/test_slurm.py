@@ -471,6 +471,21 @@ def test_preflight_checks_every_node_and_every_pair_of_neighbours(cluster):
     assert re.search(r"GPUs +\| 0 of 2 seen by torch +\| warn\n", output), "pretended GPUs"
 
 
+def test_the_acceptance_starts_its_ranks_on_both_nodes_and_names_a_lost_one(cluster):
+    flags = "--device cpu --small --ranks 2 --only lost_ranks --patience 3".split()
+    where = "--gres=none", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1"
+    job = cluster.submit(*where, "slurm/accept.sbatch", *flags)
+    output = cluster.wait_for_end(job, limit=240)
+    assert f"job {job} ends with exit status 0" in output, output
+    file = ROOT / "build" / f"accept-{job}.json"
+    found = json.loads(file.read_text())
+    file.unlink()
+    assert (found["machine"]["nodes"], found["machine"]["slurm_job"]) == (2, job)
+    [part] = found["parts"]
+    assert [row[0] for row in part["rows"]] == ["SIGKILL", "SIGSTOP"]
+    assert "rank 0 has stopped answering" in part["rows"][1][2]
+
+
 # Interactive.
 
 

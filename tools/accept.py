@@ -40,6 +40,8 @@ def main():
     found = {"machine": describe() | machine._asdict(), "parts": []}
     launch.PRELOAD.extend(["torch.distributed.pipelining", "torch.distributed.checkpoint"])
     for title, function, minutes in PARTS:
+        if arguments.only and function.__name__ not in arguments.only:
+            continue
         seconds = 60 * minutes * arguments.patience
         found["parts"].append(performed(title, function, seconds, machine))
         save(arguments.out, found)
@@ -56,6 +58,8 @@ def parse_arguments():
     add("--ranks", type=positive_integer, metavar="N", help="else one for each GPU of the job")
     add("--device", choices=["auto", "cpu"], default="auto", help="cpu: CPUs stand in for GPUs")
     add("--small", action="store_true", help="the smallest sizes, to try this program itself")
+    names = [function.__name__ for _, function, _ in PARTS]
+    add("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
     add("--patience", type=positive_number, default=1.0, metavar="X", help="times the minutes")
     return parser.parse_args()
 

@@ -66,9 +66,9 @@ class StepOfJob(launch.LaunchedRanks):
         wanted = {"SLURM_JOB_ID": os.environ["SLURM_JOB_ID"], "SLURM_PROCID": str(rank)}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if "source_code/" in " ".join(process.cmdline()) and (
-                    wanted.items() <= process.environ().items()
-                ):
+                is_python = process.name() != "srun"  # which has the variables of the job's script
+                runs_script = "source_code/" in " ".join(process.cmdline())
+                if is_python and runs_script and wanted.items() <= process.environ().items():
                     return process.pid
         raise LookupError(f"no process of this node is rank {rank}")
 
