@@ -1,13 +1,12 @@
 """What a training would hold and take with exactly these flags: `--plan` of pretrain_llama.py.
 
-plan.py compares plans; this takes the one that the flags name, and asks the same forecast.
+plan.py compares plans; this takes the one that the flags name, and asks the same forecast. A training
+without --plan needs no simulator, so it is imported only then.
 """
 
 from dataclasses import replace
 
-from extensions.planning.forecast import forecast
 from extensions.planning.machine import Machine, machine_names, read_machine
-from extensions.planning.reasons import limit_of
 from extensions.planning.training_plan import Plan
 from extensions.planning.transformer import Model
 from pipeline.command_line import reject
@@ -34,6 +33,9 @@ def check_machine(arguments):
 
 def print_seconds(arguments, schedule):
     """Say how long an update takes on --machine, how idle its ranks are, and what limits it."""
+    from extensions.planning.forecast import forecast
+    from extensions.planning.reasons import limit_of
+
     machine, model, plan = machine_of(arguments), model_of(arguments), plan_of(arguments, schedule)
     found = forecast(model, machine, plan)
     work = found.update - found.reduction - found.optimizer
