@@ -46,6 +46,9 @@ from pipeline.inputs import InputError
 
 UNSURE = 0.3  # error of a fit, from which on the measurement was disturbed
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
+MACHINE = "dgx-a100-80gb"  # unless another is named
+MOST_GPUS = 1_000_000  # ten times those of the largest training so far
+MOST_MEMORY = 1_000_000  # GB of one of them
 
 
 def main():
@@ -93,7 +96,7 @@ def parse_arguments():
     parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("model", nargs="?", metavar="MODEL", help=f"{names()}, sizes, or a config.json")
-    add("--machine", default="dgx-a100-80gb", help=f"{', '.join(machine_names())}, or a file")
+    add("--machine", help=f"{', '.join(machine_names())}, or a file; else {MACHINE}")
     add("--this-machine", action="store_true", help="measure this one first, and plan for it")
     add("--save", metavar="FILE", help="keep what --this-machine measures, for --machine")
     add("--gpus", help="to use, all of them; 8, or all that were measured", **count)
@@ -115,6 +118,11 @@ def parse_arguments():
         reject(f"a model is missing; give {names()}, sizes, or a config.json")
     if arguments.save and not arguments.this_machine:
         reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
+    if arguments.this_machine and arguments.machine:
+        reject("--this-machine and --machine name two machines; use one of them")
+    for flag, most in (("gpus", MOST_GPUS), ("memory", MOST_MEMORY)):
+        if (getattr(arguments, flag) or 0) > most:
+            reject(f"--{flag} {getattr(arguments, flag):g}: {most:,} are the most")
     return arguments
 
 
@@ -136,7 +144,7 @@ def machine_of(arguments):
         machine = machine_from(text, ranks, "this machine")
     else:
         try:
-            machine = read_machine(a.machine, a.gpus or 8)
+            machine = read_machine(a.machine or MACHINE, a.gpus or 8)
         except InputError as error:
             reject(str(error))
     if machine.measured:

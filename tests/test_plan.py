@@ -234,7 +234,10 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
         ("gpt-5", "gpt-5 is no name of a model"),
         ("1b --machine nowhere", "nowhere is neither a file nor one of"),
         ("1b --gpus 12", "--gpus 12 are no whole nodes of 8"),
-        ("1b --why 9", "--why 9 is not among the --count 8"),
+        ("1b --why 17", "--why 17: 16 plans are shown"),
+        ("1b --gpus 2000000000", "--gpus 2e+09: 1,000,000 are the most"),
+        ("1b --memory 1e308", "--memory 1e+308: 1,000,000 are the most"),
+        ("1b --this-machine --machine a", "name two machines; use one of them"),
         ("1b --gpus 0", "--gpus"),
     ],
 )
