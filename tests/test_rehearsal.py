@@ -57,6 +57,7 @@ EXTENDED = [
     "vocabulary_parallel --tied --spread",
     "distributed_checkpointing --checkpoints {folder}",
     "pretrain_llama --replicas 2 --optimizer sgd --vocabulary 256 --clip 1",
+    "pretrain_llama --replicas 2 --sharding optimizer --vocabulary 256 --evaluate-windows 16 --dtype float64",
     "tensor_parallel --tensor 2 --kv-heads 2 --clip 0.1",
     "tensor_parallel --tensor 2 --kv-heads 2 --replicas 2 --sequence whole",
     "inference --requests 5 --groups 4 --tokens 4 --seq-len 32",
