@@ -28,7 +28,7 @@ BY_TRAP = {
     if entry not in NOT_REPRODUCED
 }
 HANGS = ("wrong-placement", "microbatches-differ", "step-on-one-rank")
-OLDEST, NEWEST = (2, 11), (2, 15)  # of the versions of torch with which the traps were run
+OLDEST, NEWEST = (2, 13), (2, 15)  # of the versions of torch with which the traps were run
 SINCE_2_15 = {  # what a trap says where its entry has ended, and whether it fails
     "wrong-placement": ("KeyError: ", True),
     "traced-in-a-v": ("gradient: right, ", False),

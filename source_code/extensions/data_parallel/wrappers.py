@@ -157,6 +157,8 @@ def reduce_now(part):
     part.set_requires_gradient_sync(True)
     state = fully_shard.state(part)
     for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            group.post_backward()
+        several = hasattr(each, "_fsdp_param_groups")  # torch 2.11 has one, or None
+        for group in each._fsdp_param_groups if several else [each._fsdp_param_group]:
+            if group is not None:
+                group.post_backward()
     state._root_post_backward_final_callback()
