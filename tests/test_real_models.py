@@ -172,10 +172,10 @@ def test_in_bfloat16_the_saved_model_has_the_pipeline_s_logits_and_float32_maste
         ("qwen2", 2, "--schedule zb-v"),  # both ends are on rank 0
         ("qwen2", 2, "--schedule interleaved-1f1b --chunks 2 --recompute layer"),
         ("qwen2", 4, "--schedule zb-h2 --recompute selective --optimizer sgd"),
-        ("llama", 4, "--schedule gpipe --recompute stage --documents"),
+        ("llama", 3, "--schedule gpipe --recompute stage --documents --cut auto"),
         ("llama", 2, "--schedule zb-v --recompute layer --packed"),
         ("qwen2", 2, "--schedule 1f1b --packed --recompute selective"),
-        ("qwen2", 3, "--cut 2,1,1 --warm-up-steps 2 --decay-steps 3"),
+        ("qwen2", 3, "--cut 2,1,1 --warm-up-steps 2 --decay-steps 3 --compile aot_eager"),
     ],
 )
 def test_every_kind_of_schedule_and_recomputation_has_the_losses_of_transformers(

@@ -4,82 +4,58 @@ Counted are the processor's seconds, of all threads of all ranks, from the end o
 the next. Other programs on the same cores change them much less than the time on the clock.
 """
 
+import os
 import shlex
 import statistics
 import sys
 import time
 from unittest import mock
 
+import plain_loop
 import pretrain_llama
-import torch
 from ranks import run_on_ranks
-from torch.nn.utils import clip_grad_norm_
 
-from pipeline.model import token_loss
-from pipeline.one_process import build_model, build_optimizer
-from pipeline.training import LossLog
+from extensions.pretraining.metrics import Metrics
 
 SIZES = (
     "--layers 8 --dim 256 --heads 8 --kv-heads 4 --vocabulary 256 --seq-len 128 --batch-size 16 "
     "--microbatches 8 --dtype float32 --device cpu --evaluate-windows 8"
 )
-LIMIT = 240
-
-
-def pretrain(rank, flags):
-    """The processor's seconds on this rank after each step of pretrain_llama.py."""
-    seconds = []
-    add = LossLog.add
-
-    def add_and_note(log, step, loss):
-        add(log, step, loss)
-        seconds.append(time.process_time())
-
-    with mock.patch.object(LossLog, "add", add_and_note):
-        with mock.patch.object(sys, "argv", ["pretrain_llama.py", *shlex.split(flags)]):
-            pretrain_llama.main()
-    return seconds
-
-
-def plain_loop(rank, flags):
-    """The same of a loop with nothing but torch: same model, micro-batches, clipping, update."""
-    torch.set_num_threads(1)
-    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    with mock.patch.dict("os.environ", alone):
-        with mock.patch.object(sys, "argv", ["pretrain_llama.py", *shlex.split(flags)]):
-            a, _ = pretrain_llama.read_flags()
-    model = build_model(a)
-    options = pretrain_llama.ADAMW
-    optimizer = build_optimizer("adamw", model.parameters(), a.learning_rate, **options)
-    seconds = []
-    for step in range(a.steps):
-        batch = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
-        optimizer.zero_grad()
-        total = 0.0
-        for inputs, targets in zip(*(tokens.chunk(a.microbatches) for tokens in batch)):
-            loss = token_loss(model(inputs), targets) / a.microbatches
-            loss.backward()
-            total += loss.item()
-        clip_grad_norm_(model.parameters(), a.clip)
-        optimizer.step()
-        print(f"step {step}  loss {total:.6f}", flush=True)
-        seconds.append(time.process_time())
-    return seconds
-
-
-RUNS = {  # name: (what a rank does, how many ranks)
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+LIMIT = 240  # seconds that any one run may take
+RUNS = {  # name: (what each rank runs, how many ranks)
     "a plain loop": (plain_loop, 1),
-    "pretrain_llama.py, one rank": (pretrain, 1),
-    "pretrain_llama.py, two ranks": (pretrain, 2),
+    "pretrain_llama.py, one rank": (pretrain_llama, 1),
+    "pretrain_llama.py, two ranks": (pretrain_llama, 2),
     "two plain loops at once": (plain_loop, 2),
 }
 
 
+def seconds_after_steps(rank, name, flags):
+    """The processor's seconds on this rank after each step of a script of RUNS."""
+    script, _ = RUNS[name]
+    seconds = []
+    end_step = Metrics.end_step
+
+    def end_step_and_note(*arguments):
+        end_step(*arguments)
+        seconds.append(time.process_time())
+
+    environment = ALONE if script is plain_loop else {}
+    with (
+        mock.patch.object(Metrics, "end_step", end_step_and_note),
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", [script.__name__, *shlex.split(flags)]),
+    ):
+        script.main()
+    return seconds
+
+
 def microseconds_per_token(name, steps=5):
     """Of the processor, the median over the steps but the first; of two loops, of one of them."""
-    what, ranks = RUNS[name]
-    rows = run_on_ranks(what, ranks, f"{SIZES} --steps {steps}", timeout=LIMIT)
-    if what is plain_loop:
+    script, ranks = RUNS[name]
+    rows = run_on_ranks(seconds_after_steps, ranks, name, f"{SIZES} --steps {steps}", timeout=LIMIT)
+    if script is plain_loop:
         rows = rows[:1]
     totals = [sum(moments) for moments in zip(*rows)]
     gaps = [after - before for before, after in zip(totals, totals[1:])]
