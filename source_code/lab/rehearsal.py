@@ -142,6 +142,10 @@ class Operation(dist.Work):
 class Rehearsed(ProcessGroup):
     """A process group over gloo whose operations wait for one another as `mode` says."""
 
+    # None until the first operation: to a group that has some when it is made, torch 2.15 attaches
+    # its flight recorder, which asks C++ for a name that this group has in Python.
+    _device_types = ()
+
     def __init__(self, mode, store, rank, size, timeout):
         super().__init__(rank, size)
         self.mode, self.own_rank, self.num_ranks = mode, rank, size
@@ -153,6 +157,7 @@ class Rehearsed(ProcessGroup):
 
     def issue(self, peers, text, parts, results):
         """Put an operation into its queue; `peers` is the pair of ranks that it connects, or "all"."""
+        self._device_types = (torch.device("cpu"),)
         operation = Operation(text, parts, results)
         if self.mode == "lazy":
             self.connect(peers, operation)
