@@ -13,12 +13,13 @@ import pytest
 
 from extensions.planning.candidates import all_plans, forecasts, search_plans
 from extensions.planning.footprint import count_weights
-from extensions.planning.forecast import forecast
+from extensions.planning.forecast import forecast, stage_costs
 from extensions.planning.known_models import NAMED, find_model
 from extensions.planning.machine import Link, Machine
+from extensions.planning.plan_memory import memory_per_rank
 from extensions.planning.plan_tables import OF_THE_COURSE, command_of
 from extensions.planning.reasons import changes, limit_of, parts_of
-from extensions.planning.training_plan import Plan
+from extensions.planning.training_plan import Plan, balanced_cut
 from extensions.planning.transformer import Model
 from pipeline.inputs import InputError
 from pipeline.model import ModelConfig
@@ -250,3 +251,61 @@ def test_plans_that_the_schedule_does_not_allow_are_left_out():
     with pytest.raises(ScheduleError):
         forecast(SMALL_16, Machine(4), plan)
     assert forecasts(SMALL_16, Machine(4), [plan]) == []
+
+
+# Measured profiles.
+
+
+def profile_of(layers, **further):
+    fields = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
+    return {"layers": [dict(zip(fields, one)) for one in layers], **further}
+
+
+LAYERS = [(10, 20, 4e6, 4e7), (20, 40, 4e6, 8e7), (10, 20, 4e6, 4e7), (10, 30, 0, 8e7)]
+
+
+def test_a_measured_profile_is_cut_played_and_counted_as_it_says(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile_of(LAYERS, rows=2, length=16)))
+    model = find_model(str(path), 128, 16)
+    assert (model.layers, model.length, model.parameters) == (4, 16, 60_000_000)
+    plans = list(all_plans(model, Machine(2)))
+    assert {plan.microbatch for plan in plans} == {2} and {plan.tensor for plan in plans} == {1}
+    plan = Plan("gpipe", 2, microbatch=2, cut=balanced_cut(model, 2))
+    assert plan.cut == (2, 2)
+    costs = stage_costs(model, Machine(2), plan)
+    assert costs.forward == pytest.approx([0.03, 0.02])
+    assert costs.backward == pytest.approx([0.06, 0.05])
+    # Weights, gradients and two moments of 4 bytes each; 8 micro-batches of two layers' outputs.
+    assert memory_per_rank(model, Machine(2), plan)[0] == 4 * 1.2e8 + 8 * 8e6
+    assert command_of(str(path), model, Machine(2), plan) is None
+
+
+def test_plan_ranks_a_profile_s_plans_as_paper_only(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile_of(LAYERS)))
+    status, text = run(f"{path} --gpus 4 --batch-size 16 --count 2 --why 1 --bytes 2", capsys)
+    assert status == 0 and "Paper only" in text and "torchrun" not in text
+    status, text = run(f"{path} --gpus 4 --batch-size 16 --count 2 --json", capsys)
+    found = json.loads(text)
+    assert status == 0 and not found["started_by_the_course"]
+    assert all(one["paper_only"] for one in found["plans"])
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (profile_of([]), "a list 'layers' with at least one layer"),
+        (profile_of([(1, 2, 3)]), "layer 0 has no parameter_bytes"),
+        (profile_of([(1, -2, 3, 4)]), "layer 0: backward_ms -2 is no number"),
+        (profile_of(LAYERS, rows=0), "rows 0 is no whole number from 1"),
+        (profile_of(LAYERS, rows=3), "3 rows at a time, which do not divide a batch of 16"),
+        (profile_of(LAYERS, bytes_per_value=3), "bytes_per_value 3 is not 2, 4 or 8"),
+    ],
+)
+def test_a_malformed_profile_is_rejected_in_one_sentence(content, sentence, tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=sentence) as error:
+        find_model(str(path), 128, 16)
+    assert "\n" not in str(error.value)

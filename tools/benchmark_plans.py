@@ -1,23 +1,26 @@
 """How far off plan.py's forecasts are: plans that were not fitted, performed at full speed and paced.
 
-    python tools/benchmark_plans.py
+    python tools/benchmark_plans.py [full|paced|search]
 
 The machine is measured first, with all its ranks at work. Then each plan trains a few steps of a
 model whose sizes were not measured. The second half is paced: 4 and 8 ranks, uneven stages, slow
-links. A part of benchmark.py; by itself it prints its own table.
+links. The last part counts the CPU seconds of a search among 100,000 plans. A part of benchmark.py;
+by itself it prints its own table, in ten minutes or less.
 """
 
 import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
+from extensions.planning.candidates import all_plans, search_plans  # noqa: E402
 from extensions.planning.confirming import confirm  # noqa: E402
-from extensions.planning.known_models import of_the_course  # noqa: E402
-from extensions.planning.machine import Link, Machine, machine_from  # noqa: E402
+from extensions.planning.known_models import find_model, of_the_course  # noqa: E402
+from extensions.planning.machine import Link, Machine, machine_from, read_machine  # noqa: E402
 from extensions.planning.measured_runs import measure_machine, perform_here  # noqa: E402
 from extensions.planning.training_plan import Plan  # noqa: E402
 from extensions.planning.transformer import Model  # noqa: E402
@@ -75,6 +78,8 @@ class Confirmed(NamedTuple):
     forecast: float
     seconds: float
     interval: float
+    alike: object  # those with the same are uses of one machine for one model: one is chosen
+    bytes_error: float = 0.0  # of the fullest rank
 
     @property
     def error(self):
@@ -82,7 +87,9 @@ class Confirmed(NamedTuple):
 
 
 def main():
-    for title, found in (("full speed", full_speed()), ("paced", paced())):
+    parts = {"full": full_speed, "paced": paced}
+    for title in [one for one in parts if len(sys.argv) == 1 or one in sys.argv]:
+        found = parts[title]()
         print(f"{title}: {summary(found)}")
         for one in found:
             inside = "inside" if abs(one.error) <= one.interval else "OUTSIDE"
@@ -90,6 +97,57 @@ def main():
                 f"  {one.name:44} forecast {1000 * one.forecast:7.0f} ms, performed "
                 f"{1000 * one.seconds:7.0f} ms  {one.error:+6.1%}  {inside}"
             )
+        for bar, (wanted, value) in bars(found).items():
+            print(f"  {bar:60} {value:6.1%}  wanted {wanted}", flush=True)
+    if len(sys.argv) == 1 or "search" in sys.argv:
+        compared, played, seconds = search_large()
+        print(
+            f"search: {compared:,} plans, {played} forecasts, {seconds:.1f} s of CPU, wanted 60 s"
+        )
+
+
+def bars(found):
+    """{what: (what is wanted, value)} of the errors of Confirmed plans."""
+    errors = sorted(abs(one.error) for one in found)
+    chosen = [least_forecast.seconds / least for least_forecast, least in choices(found)]
+    return {
+        "median error of the step": ("6 % at most", statistics.median(errors)),
+        "error that nine tenths are within": ("12 % at most", errors[int(0.9 * len(errors))]),
+        "plans inside their interval": (
+            "85 % at least",
+            statistics.mean(abs(one.error) <= one.interval for one in found),
+        ),
+        "median half-width of the interval": (
+            "10 % at most",
+            statistics.median(one.interval for one in found),
+        ),
+        "the chosen plan over the best, at most": ("5 % at most", max(chosen, default=1.0) - 1),
+        "error of the bytes of the fullest rank, at most": (
+            "2 % at most",
+            max(abs(one.bytes_error) for one in found),
+        ),
+    }
+
+
+def choices(found):
+    """For each model and batch with several plans: (the Confirmed that is chosen, least seconds)."""
+    for alike in dict.fromkeys(one.alike for one in found):
+        rivals = [one for one in found if one.alike == alike]
+        if len(rivals) > 1:
+            yield min(rivals, key=lambda one: one.forecast), min(one.seconds for one in rivals)
+
+
+def search_large():
+    """(plans compared, forecasts, CPU seconds) of a search among more than 100,000 plans."""
+    compared = played = 0
+    start = time.process_time()
+    for batch in (2048, 4096):
+        for length in (4096, 8192, 16384):
+            model = find_model("llama-3-70b", length, batch)
+            machine = read_machine("dgx-h100", 512)
+            found = search_plans(model, machine, list(all_plans(model, machine)), 50)
+            compared, played = compared + found.compared, played + len(found.best)
+    return compared, played, time.process_time() - start
 
 
 def full_speed(rounds=1):
@@ -104,6 +162,8 @@ def full_speed(rounds=1):
             several[0].forecast,
             statistics.median(one.seconds for one in several),
             machine.error,
+            name,
+            max(several[0].bytes_forecast) / max(several[0].bytes_counted) - 1,
         )
         for (name, plan), several in zip(PLANS, zip(*runs))
     ]
@@ -122,7 +182,10 @@ def paced():
         machine = Machine(plan.gpus, gpus_per_node=per_node, between=SLOW)
         one = confirm(PACED_MODEL, machine, plan)
         name = f"{per_node} ranks per node, {describe(plan)}"
-        found.append(Confirmed(name, one.forecast, one.performed, machine.error))
+        # A pipeline's part of its forecast says what its ranks do, per GPU of the same model.
+        found.append(
+            Confirmed(name, one.forecast, one.performed, machine.error, (per_node, plan.gpus))
+        )
     return found
 
 
