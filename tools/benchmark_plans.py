@@ -79,7 +79,7 @@ class Confirmed(NamedTuple):
     seconds: float
     interval: float
     alike: object  # those with the same are uses of one machine for one model: one is chosen
-    bytes_error: float = 0.0  # of the fullest rank
+    bytes_error: float | None = None  # of the fullest rank, where its bytes were counted
 
     @property
     def error(self):
@@ -109,8 +109,8 @@ def main():
 def bars(found):
     """{what: (what is wanted, value)} of the errors of Confirmed plans."""
     errors = sorted(abs(one.error) for one in found)
-    chosen = [least_forecast.seconds / least for least_forecast, least in choices(found)]
-    return {
+    chosen = [chosen.seconds / least for chosen, least in choices(found)]
+    bars = {
         "median error of the step": ("6 % at most", statistics.median(errors)),
         "error that nine tenths are within": ("12 % at most", errors[int(0.9 * len(errors))]),
         "plans inside their interval": (
@@ -122,11 +122,11 @@ def bars(found):
             statistics.median(one.interval for one in found),
         ),
         "the chosen plan over the best, at most": ("5 % at most", max(chosen, default=1.0) - 1),
-        "error of the bytes of the fullest rank, at most": (
-            "2 % at most",
-            max(abs(one.bytes_error) for one in found),
-        ),
     }
+    counted = [abs(one.bytes_error) for one in found if one.bytes_error is not None]
+    if counted:
+        bars["error of the bytes of the fullest rank, at most"] = ("2 % at most", max(counted))
+    return bars
 
 
 def choices(found):
