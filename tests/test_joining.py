@@ -23,7 +23,7 @@ from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
 from course.launch import ROOT, SCRIPTS, WarmRanks, _follow, _wait_for_fork_server
-from lab import agreement
+from lab import agreement, presence
 from lab.agreement import Disagreement, agree, checksum_of, settings_of, version
 from lab.free_port import free_port
 from lab.meeting import find_store, is_loopback
@@ -204,6 +204,21 @@ def test_a_rank_that_stops_before_it_joins_is_named_soon(victim):
     assert time.monotonic() - began < TIMEOUT + GRACE + 10
     named = rf"rank \d waited {TIMEOUT} s for rank {victim} to start: process \d+ is stopped"
     assert re.search(named, str(failed.value))
+
+
+class GoneStore:
+    def clone(self):
+        raise RuntimeError("Connection was likely closed.")
+
+
+def test_a_store_that_is_gone_before_the_first_sign_of_life_ends_the_rank_in_one_sentence(
+    monkeypatch,
+):
+    monkeypatch.setattr(presence, "find_store", lambda job: GoneStore())
+    monkeypatch.setattr(presence, "end_process", lambda sentence, *_: sys.exit(sentence))
+    with pytest.raises(SystemExit, match="rank 1 could not join rank 0 .*closed"):
+        with guarded(Job(1, 2, torch.device("cpu"), "gloo", TIMEOUT)):
+            pass
 
 
 def stop_before_watch(rank, victim):

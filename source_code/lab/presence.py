@@ -39,9 +39,9 @@ def guarded(job, settings=None):
     if job.num_ranks == 1:
         yield
         return
-    presence.begin(job.store)
     limit = max(job.timeout, SLOW_START)
     try:
+        presence.begin(job.store)
         job.processes = presence.processes = agree(
             job.store, job.rank, job.num_ranks, settings or {}, limit, presence.arrived
         )
@@ -79,6 +79,7 @@ class Presence(threading.Thread):
         self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
         self.parent = os.getppid()
         self.store = None  # while this rank joins
+        self.signs = self.asked = self.joined = None  # connections to the store
         self.arrived = set()  # the ranks that have said how they were started
         self.processes = {}  # rank -> process id, of the ranks on this machine
         self.looking = threading.Lock()
@@ -95,10 +96,9 @@ class Presence(threading.Thread):
     def end_joining(self):
         """Say that this rank has joined, and give no more signs."""
         self.store = None
-        with suppress(
-            RuntimeError
-        ):  # a store that is gone is noticed by the next rank that needs it
-            self.joined.set(f"joined/{self.rank}", "")
+        with suppress(RuntimeError):  # the next rank that needs a store notices that it is gone
+            if self.joined:
+                self.joined.set(f"joined/{self.rank}", "")
 
     def waits_too_long(self):
         return self.store is not None and time.monotonic() - self.began > self.timeout
@@ -161,8 +161,9 @@ class Presence(threading.Thread):
                 after.update(self.signs_in(self.asked))
                 answered.set()
 
-        threading.Thread(target=ask, daemon=True).start()
-        if answered.wait(SILENCE + 1.0):
+        if self.asked:
+            threading.Thread(target=ask, daemon=True).start()
+        if self.asked and answered.wait(SILENCE + 1.0):
             return [rank for rank in after if rank != self.rank and after[rank] == before.get(rank)]
         return [] if launcher_keeps_the_store() or self.rank == 0 else [0]
 
