@@ -22,16 +22,19 @@ PAGE = ROOT / "docs" / "certificates.md"
 MOST_RANKS, MOST_MICROBATCHES = 4, 8
 TOP = """# Certificates: how good the named schedules are
 
-Which schedule is best for so many ranks, so many micro-batches and so much room? The
-[exact search](../source_code/extensions/planning/exact_search.py) looks at every order of actions,
-so its answer is a certificate: no schedule with these stages on these ranks is shorter. Each cell
-has the shortest makespan, and below it the named schedules that reach it within the room, or how
-much longer the shortest named one is. "≤ 29, ≥ 27" is an open case: 29 is the best that is known,
-and no schedule is below 27; "–" is one in which nothing was found in time. A forward takes 1, a backward 2, and where it is split each half takes 1.
-Messages are free. *Room k*: every rank may hold k micro-batches at a time.
+Which schedule is best for a number of ranks, a number of micro-batches and a room? *Room k* means
+that every rank may hold k micro-batches at a time. The
+[exact search](../source_code/extensions/planning/exact_search.py) examines every order of actions.
+Its answer is therefore a certificate: no schedule with these stages on these ranks is shorter.
 
-`python tools/certificates.py` writes this page. `python source_code/search_schedule.py` does the
-same for costs of your own.
+A forward takes 1 time unit, a whole backward takes 2, and each half of a split backward takes 1.
+Messages take no time. Each cell has the shortest makespan. Below it are the named schedules that
+reach this makespan within the room. If none does, the cell has the shortest named schedule and its
+makespan. In an open case, such as "≤ 29, ≥ 27", the best known schedule takes 29, and it is proven
+that none takes less than 27. "–" means that the search found no schedule in time.
+
+`python tools/certificates.py` writes this page. `python source_code/search_schedule.py` runs the
+same search with costs of your own.
 """
 
 
