@@ -20,8 +20,7 @@ from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred, refresh
 from extensions.optimization.threads import add_thread_flag, check_threads, use_threads
 from extensions.optimization.update import add_update_flags, check_rate, clip_and_set_rate
-from extensions.planning.cut_by_work import cut_by_work
-from extensions.planning.measured_cut import add_measured_cut, measured_cut
+from extensions.planning.measured_cut import add_measured_cut, complete_cut, measured_cut
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import activations_of
 from extensions.pretraining.packing import keep_documents_apart, masked_loss, packed
@@ -124,7 +123,7 @@ def read_flags():
     schedule = choose_schedule(a)
     check_compile(a, schedule)
     check_threads(a)
-    a.cut = a.cut or cut_by_work(a.config, schedule.num_stages)
+    complete_cut(a, schedule.num_stages)
     return a, schedule
 
 

@@ -61,7 +61,6 @@ from extensions.optimization.update import (
     clip_and_set_rate,
 )
 from extensions.planning import own_plan
-from extensions.planning.cut_by_work import cut_by_work
 from extensions.planning.footprint import (
     RankMemory,
     count_weights,
@@ -71,7 +70,7 @@ from extensions.planning.footprint import (
 )
 from extensions.planning.measured_cut import (
     add_measured_cut,
-    check_measured_cut,
+    complete_cut,
     measured_cut,
 )
 from extensions.pretraining.batches import Batches, needed_on
@@ -252,8 +251,7 @@ def read_flags():
     check_sharding(arguments)
     check_compile(arguments, schedule)
     check_threads(arguments)
-    check_measured_cut(arguments)
-    arguments.cut = arguments.cut or cut_by_work(arguments.config, schedule.num_stages)
+    complete_cut(arguments, schedule.num_stages)
     if not arguments.plan:
         further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
         further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}

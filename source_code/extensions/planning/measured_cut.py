@@ -6,16 +6,17 @@ layer by itself, and the last layer with the head, forward and backward; the ran
 and so find the same cut.
 """
 
+import argparse
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
 
-from extensions.planning.cut_by_work import best_cut
+from extensions.planning.cut_by_work import best_cut, cut_by_work
 from pipeline.command_line import reject
 from pipeline.stage import Stage
-from pipeline.training import layer_counts
+from pipeline.training import cut_layers, layer_counts
 
 REPEATS = 5  # after one that loads what it needs
 
@@ -32,10 +33,14 @@ def add_measured_cut(parser):
     cut.help += "; auto: measured on this machine; else by counted work, the head included"
 
 
-def check_measured_cut(arguments):
-    """Reject --cut auto where no rank is started that could measure."""
-    if arguments.cut == "auto" and getattr(arguments, "plan", None):
+def complete_cut(arguments, num_stages):
+    """Reject a --cut that cannot be; without --cut choose one by counted work. `auto` is left."""
+    a = arguments
+    if a.cut == "auto" and getattr(a, "plan", None):
         reject("--cut auto is measured by the ranks, and --plan starts none; leave one of them out")
+    a.cut = a.cut or cut_by_work(a.config, num_stages)
+    counts = None if a.cut == "auto" else a.cut
+    cut_layers(argparse.Namespace(layers=a.layers, cut=counts), num_stages)
 
 
 def measured_cut(job, build, layers, num_stages, tokens, loss_function):
