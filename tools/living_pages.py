@@ -24,6 +24,7 @@ from course.browser import explorer_page  # noqa: E402
 from course.checks.puzzles import PUZZLES  # noqa: E402
 from course.views.explorer import explore  # noqa: E402
 from course.views.explorer_view import Settings, View  # noqa: E402
+from course.views.memory_and_time import AXES, SIZE_SLIDERS, Sizes  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
 from pipeline.schedule import Schedule, to_csv  # noqa: E402
 
@@ -67,20 +68,26 @@ def explorer(cells, index, page):
             exec(imports_for_a_page(cell.source) + functions_of(cell.source), names)
     before = cells[index].source[: call.start()]
     exec(before, names)
-    return explorer_place(eval(call[0], names).settings, page)
+    shown = eval(call[0], names)
+    return explorer_place(shown.settings, page, shown.sizes)
 
 
-def explorer_place(settings, page, whole=False):
-    """An explorer with these Settings as HTML; `whole` if it is the page's own and starts at once."""
+def explorer_place(settings, page, sizes=None, whole=False):
+    """An explorer with these Settings as HTML; `whole` if it is the page's own and starts at once.
+
+    With `sizes` it has memory and time, too.
+    """
     start = dict(explorer_page.START)
     start |= {field.name: getattr(settings, field.name) for field in fields(Settings)}
     start["compare"] = settings.compare or explorer_page.NOTHING
     if isinstance(settings.schedule, Schedule):
         start |= {"schedule": explorer_page.OWN, "rows": to_csv(settings.schedule)}
+    start |= explorer_page.SIZES_START | vars(sizes) if sizes else {}
     offer = {
         "start": start,
         "choices": explorer_page.CHOICES,
-        "sliders": explorer_page.SLIDERS,
+        "sliders": explorer_page.SLIDERS | (SIZE_SLIDERS if sizes else {}),
+        "axes": list(AXES) if sizes else [],
         "own": explorer_page.OWN,
         "page": page,
         "whole": whole,
@@ -92,7 +99,7 @@ def explorer_place(settings, page, whole=False):
 def whole_explorer():
     """The explorer of a page of its own."""
     chosen = {field.name: explorer_page.START[field.name] for field in fields(Settings)}
-    return explorer_place(Settings(**chosen), "", whole=True)
+    return explorer_place(Settings(**chosen), "", Sizes(), whole=True)
 
 
 def exercise(cells, index, lesson):

@@ -350,8 +350,9 @@ EXPLORER = Path("explorer.md")  # as if it were a page of the repository
 EXPLORER_PAGE = """<h1>The explorer</h1>
 <p>Choose a schedule and what it costs. The course's simulator, in Python, runs in this page: it
 predicts what every rank does, and says why. Costs are those of all layers of one rank, so that the
-model stays the same when a rank has several stages. The address of the page always leads back to what
-you see.</p>"""
+model stays the same when a rank has several stages. Below the drawing you see whether the memory of
+each rank suffices, and two curves: time and memory against the slider that you moved last. The address
+of the page always leads back to what you see.</p>"""
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8">

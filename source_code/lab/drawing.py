@@ -281,7 +281,7 @@ def draw_longest_path(place):
 
 
 def _draw_axis(timeline, top, x, unit):
-    step = _round_step(timeline.makespan / 8)
+    step = round_step(timeline.makespan / 8)
     parts = []
     time = 0.0
     while time <= timeline.makespan * 1.0001:
@@ -295,7 +295,7 @@ def _draw_axis(timeline, top, x, unit):
     return parts
 
 
-def _round_step(least):
+def round_step(least):
     magnitude = 1.0
     while magnitude * 10 <= least:
         magnitude *= 10

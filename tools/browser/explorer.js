@@ -16,6 +16,7 @@ function explorer(place) {
   for (const [name, control] of Object.entries(controls)) {
     control.addEventListener("input", () => {
       state[name] = parts.sliders[name] ? Number(control.value) : control.value;
+      if (offer.axes.includes(name)) state.moved = name;
       tidy();
       refresh();
     });
@@ -77,6 +78,22 @@ function explorer(place) {
       await moveTo(state.at);
     }
     keepPosition();
+    if (offer.axes.length) await showMemoryAndTime();
+  }
+
+  // One curve after the other, and shown when there are all; a control that is moved ends it.
+  async function showMemoryAndTime() {
+    for (let lines = 1, complete = false; !complete && !again; lines++) {
+      const settings = settingsOf(state);
+      const answer = await python.ask({ do: "memory_and_time", settings, lines });
+      parts.verdict.innerHTML = answer.verdict;
+      if (!parts.curves.innerHTML || answer.complete) {
+        const open = parts.curves.querySelector("details")?.open;
+        parts.curves.innerHTML = answer.svg + answer.table;
+        if (open) parts.curves.querySelector("details").open = true;
+      }
+      complete = answer.complete;
+    }
   }
 
   let moving;
@@ -172,11 +189,13 @@ function explorer(place) {
     if (text === null) return otherwise;
     if (offer.choices[name]) return offer.choices[name].includes(text) ? text : otherwise;
     if (name === "rows") return /^[\w,();\s]{0,40000}$/.test(text) ? text : otherwise;
+    if (name === "moved") return offer.axes.includes(text) ? text : otherwise;
     const number = Number(text);
     if (text === "" || !Number.isFinite(number)) return otherwise;
     if (name === "at") return Math.max(0, number);
     const [, least, most, unit] = offer.sliders[name];
-    return Math.round(Math.min(most, Math.max(least, number)) / unit) * unit;
+    const units = Math.round(Math.min(most, Math.max(least, number)) / unit);
+    return Number((units * unit).toFixed(6));
   }
 
   function settingsOf({ at, path, table, ...settings }) {
@@ -211,12 +230,13 @@ function build(place, offer) {
   parts.rows = make("textarea", { rows: 5, spellcheck: "false", autocapitalize: "characters" });
   const rows = make("label", { class: "live-rows" }, "one row per rank, such as 0F0,0F1,0B0,0B1",
     parts.rows);
-  for (const name of ["status", "figures", "reasons", "moment", "now", "story"]) {
+  for (const name of ["status", "figures", "reasons", "moment", "now", "story", "verdict", "curves"]) {
     parts[name] = make("div", { class: `live-${name}` });
   }
   parts.actions = make("div", { class: "live-actions-table" });
   parts.status.setAttribute("role", "status");
   parts.now.setAttribute("aria-live", "polite");
+  parts.verdict.setAttribute("aria-live", "polite");
   parts.story.textContent = STORY;
   parts.path = make("input", { type: "checkbox" });
   parts.table = make("input", { type: "checkbox" });
@@ -230,7 +250,7 @@ function build(place, offer) {
   parts.cursor = make("input", { type: "range", min: 0, max: 1, value: 0, "aria-label": "cursor" });
   const time = make("div", { class: "live-time" }, parts.play, parts.back, parts.on, parts.cursor,
     parts.now);
-  place.replaceChildren(choices, rows, shown, parts.status, picture, parts.story, time, parts.figures,
-    parts.moment, parts.reasons, parts.actions);
+  place.replaceChildren(choices, rows, shown, parts.status, parts.verdict, picture, parts.story, time,
+    parts.figures, parts.curves, parts.moment, parts.reasons, parts.actions);
   return parts;
 }

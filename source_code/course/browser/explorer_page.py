@@ -4,6 +4,7 @@ from dataclasses import fields
 from functools import lru_cache
 
 from course.views.explorer_view import Settings, View, can_choose_chunks, is_split, reasons
+from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from lab.drawing import LEFT, ROW, arrange, draw_cursor
 from lab.figures import draw_timelines
 from lab.story import short, tell
@@ -38,6 +39,8 @@ START = {
     "occupancy": 0,
     "rows": "",
 }
+# Where memory and time are shown, there are sliders for the sizes, and the slider moved last.
+SIZES_START = {name: getattr(Sizes(), name) for name in SIZE_SLIDERS} | {"moved": "microbatches"}
 
 
 def explore(settings, longest_path=False, table=False):
@@ -62,6 +65,29 @@ def explore(settings, longest_path=False, table=False):
         "times": view.times,
         "table": view.table if table else "",
         "reasons": "".join(map(reasons, view.timelines.values())) if longest_path else "",
+    }
+
+
+def memory_and_time(settings, lines):
+    """Whether the memory of each rank suffices, and the first `lines` curves, for JSON.
+
+    `settings` has the keys of START and SIZES_START. A page asks for one curve after the other, so
+    that a slider which is moved meanwhile does not wait for all of them.
+    """
+    try:
+        view = view_of(settings)
+    except ScheduleError:
+        return {"verdict": "", "svg": "", "table": "", "complete": True}
+    if view.refusal:
+        return {"verdict": "", "svg": "", "table": "", "complete": True}
+    moved = settings["moved"] if settings["moved"] in AXES else SIZES_START["moved"]
+    sizes = Sizes(**{name: settings[name] for name in SIZE_SLIDERS})
+    both = MemoryAndTime(view, sizes, moved, SLIDERS[moved][1:3], lines)
+    return {
+        "verdict": both.verdict,
+        "svg": both.picture.svg,
+        "table": both.table,
+        "complete": both.complete,
     }
 
 
@@ -95,7 +121,7 @@ def point(settings, x, y):
 
 def view_of(settings):
     """The View of a page's settings. Raises ScheduleError for rows that are no legal schedule."""
-    return _view(tuple(sorted(settings.items())))
+    return _view(tuple((name, settings[name]) for name in START))
 
 
 @lru_cache(maxsize=2)

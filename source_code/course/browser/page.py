@@ -7,9 +7,16 @@ tests compare what a page shows with what the same call returns here.
 import json
 
 from course.browser.exercise_page import check, solve
-from course.browser.explorer_page import explore, moment, point
+from course.browser.explorer_page import explore, memory_and_time, moment, point
 
-ASKED = {"explore": explore, "moment": moment, "point": point, "check": check, "solve": solve}
+ASKED = {
+    "explore": explore,
+    "memory_and_time": memory_and_time,
+    "moment": moment,
+    "point": point,
+    "check": check,
+    "solve": solve,
+}
 
 
 def answer(request):

@@ -8,10 +8,12 @@ that a pointer would show. What is drawn is worked out by the simulator anew at 
 """
 
 from dataclasses import replace
+from functools import partial
 
 import ipywidgets as widgets
 
 from course.views.explorer_view import Settings, View, can_choose_chunks, is_split
+from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from course.views.stepping import STYLE, Shown, Stepper
 from pipeline.schedule import Schedule
 from pipeline.schedules import SCHEDULES
@@ -31,6 +33,9 @@ def explore(
     compare=None,
     occupancy=0.0,
     longest_path=False,
+    kept=None,
+    states=Sizes.states,
+    limit=Sizes.limit,
 ):
     """The panel, for the last line of a cell. All arguments can be changed in it afterwards.
 
@@ -43,6 +48,11 @@ def explore(
     its link, where the next message waits until it is free. `longest_path` shows it, and says why
     each bubble is there.
 
+    With `kept` the panel also says whether the memory of each rank suffices, and plots memory and
+    time over the slider that was moved last. `kept` are the GiB that the layers of one rank keep of
+    one micro-batch, `states` those of their weights, gradients and optimizer, and `limit` those that
+    a rank has.
+
     Raises ValueError for an unknown name. What a generator refuses is said in the picture's place.
     """
     for choice in (schedule, compare):
@@ -51,28 +61,35 @@ def explore(
     weight = backward / 2 if weight is None else weight
     times = forward, backward, weight, transfer
     settings = Settings(schedule, ranks, microbatches, chunks, *times, compare, occupancy)
-    return Explorer(settings, longest_path)
+    sizes = None if kept is None else Sizes(kept, states, limit)
+    return Explorer(settings, longest_path, sizes)
 
 
 class Explorer(Shown):
-    """What `explore` returns."""
+    """What `explore` returns. `sizes` is None where memory and time are not shown."""
 
-    def __init__(self, settings, longest_path):
-        self.settings, self.longest_path = settings, longest_path
+    def __init__(self, settings, longest_path, sizes=None):
+        self.settings, self.longest_path, self.sizes = settings, longest_path, sizes
 
     @property
     def view(self):
-        return View(self.settings, self.longest_path)
+        """What is stored: with `sizes` the picture of memory and time, else the timelines."""
+        view = View(self.settings, self.longest_path)
+        if self.sizes is None or view.refusal:
+            return view
+        return MemoryAndTime(view, self.sizes)
 
     def make_panel(self):
-        return Panel(self.settings, self.longest_path)
+        return Panel(self.settings, self.longest_path, self.sizes)
 
 
 class Panel(Stepper):
     """The widgets of one explorer. `box` holds all of them."""
 
-    def __init__(self, settings, longest_path=False):
+    def __init__(self, settings, longest_path=False, sizes=None):
         self.settings = settings
+        self.sizes = {} if sizes is None else vars(sizes)  # the name of each and its value
+        self.moved = "microbatches"  # what the curves go along
         self.path = widgets.Checkbox(
             value=longest_path, description="longest path and bubbles", indent=False
         )
@@ -81,8 +98,10 @@ class Panel(Stepper):
         self.make_controls()
         super().__init__()
         self.redraw()
-        for control in self.controls.values():
-            control.observe(self.on_change, names="value")
+        for name, control in self.controls.items():
+            control.observe(partial(self.on_change, name), names="value")
+        for control in self.size_controls.values():
+            control.observe(lambda _: self.show_memory_and_time(), names="value")
         self.path.observe(lambda _: self.redraw(), names="value")
         self.listen()
 
@@ -108,7 +127,8 @@ class Panel(Stepper):
                 "occupancy of a link, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)
             ),
         }
-        self.figures = widgets.HTML()
+        self.size_controls = {name: _size(name, value) for name, value in self.sizes.items()}
+        self.figures, self.verdict, self.curves = (widgets.HTML() for _ in range(3))
 
     def arrange(self):
         """All widgets in one box: choices and figures, picture or table, cursor, moment."""
@@ -120,14 +140,21 @@ class Panel(Stepper):
             [
                 widgets.HTML(STYLE, layout=widgets.Layout(display="none")),
                 widgets.HBox([*columns, self.figures], layout=wrapped),
+                *(
+                    [widgets.HBox([*self.size_controls.values()], layout=wrapped)]
+                    * bool(self.sizes)
+                ),
+                *([self.verdict] * bool(self.sizes)),
                 self.path,
                 *self.stepping_rows(),
                 self.reasons,
+                *([self.curves] * bool(self.sizes)),
             ]
         )
 
-    def on_change(self, change):
+    def on_change(self, name, change):
         """A setting was moved: predict and draw again."""
+        self.moved = name if name in AXES else self.moved
         values = {name: control.value for name, control in self.controls.items()}
         values["schedule"] = self.own.get(values["schedule"], values["schedule"])
         compare = self.own.get(values["compare"], values["compare"])
@@ -141,6 +168,19 @@ class Panel(Stepper):
         self.figures.value, self.reasons.value = view.figures, view.reasons
         self.show(view)
         self.disable_what_does_not_count()
+        self.show_memory_and_time()  # last: the picture is on its way to the page already
+
+    def show_memory_and_time(self):
+        """The sentences on memory and the curves, where there are sizes."""
+        if not self.sizes:
+            return
+        shown = not self.view.refusal
+        values = {name: control.value for name, control in self.size_controls.items()}
+        slider = self.controls[self.moved]
+        limits = slider.min, slider.max
+        both = MemoryAndTime(self.view, Sizes(**values), self.moved, limits) if shown else None
+        self.verdict.value = both.verdict if shown else ""
+        self.curves.value = both.picture.svg + both.table if shown else ""
 
     def disable_what_does_not_count(self):
         chosen = (self.settings.schedule, self.settings.compare)
@@ -173,6 +213,12 @@ def _whole(description, value, least, most):
 
 def _time(description, value, least, most):
     limits = {"min": min(least, value), "max": max(most, value), "step": 0.5}
+    return widgets.FloatSlider(value=value, readout_format="", **limits, **_named(description))
+
+
+def _size(name, value):
+    description, least, most, step = SIZE_SLIDERS[name]
+    limits = {"min": min(least, value), "max": max(most, value), "step": step}
     return widgets.FloatSlider(value=value, readout_format="", **limits, **_named(description))
 
 

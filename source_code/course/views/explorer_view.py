@@ -1,7 +1,7 @@
 """What the explorer shows, as text: the drawing as SVG, the tables as HTML. No widget is needed for it."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from html import escape
 from itertools import groupby
 
@@ -164,7 +164,10 @@ def schedule_of(settings):
     if isinstance(name, Schedule):
         return name
     chunks = settings.chunks if can_choose_chunks(name) else None
-    return build_schedule(name, settings.ranks, settings.microbatches, chunks)
+    return _built(name, settings.ranks, settings.microbatches, chunks)
+
+
+_built = lru_cache(maxsize=64)(build_schedule)  # a slider of a cost changes no schedule
 
 
 def can_choose_chunks(choice):
