@@ -30,7 +30,7 @@ from pipeline.schedule import Schedule, ScheduleError
 # (label, least, most, step) of each slider, by the name in Sizes
 SIZE_SLIDERS = {
     "kept": ("kept per micro-batch, GiB", 0.05, 10, 0.05),
-    "states": ("weights, optimizer, GiB", 0, 100, 0.5),
+    "states": ("weights, optimizer, GiB", 0, 100, 0.1),
     "limit": ("limit of a rank, GiB", 1, 192, 1),
 }
 FIELD = {  # what the chosen ones are beside, and their dashes
