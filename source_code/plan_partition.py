@@ -105,7 +105,7 @@ def check_memory_of_a_layer(arguments):
 
 def measure(arguments):
     """The profile of the course's model in the sizes that the flags ask for."""
-    device, _ = choose_device(arguments.device, local_rank=0, local_ranks=1)
+    device = choose_device(arguments.device, local_rank=0)
     return profile_model(arguments.config, arguments.batch_size, arguments.torch_dtype, device)
 
 

@@ -43,7 +43,6 @@ from lab.free_port import free_port
 from lab.message_checks import Check, check_two_ranks, checks_of_job
 from pipeline.command_line import Parser, positive_number, ranks_from_environment
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
-from pipeline.job import choose_device
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
@@ -168,14 +167,13 @@ def check_backend(in_job=False, num_ranks=1):
     if not (dist.is_available() and dist.is_gloo_available()):
         advice = f"this build of torch cannot send messages; {INSTALL}"
         return Check("backend", "no gloo", "FAIL", advice)
-    gpus = torch.cuda.device_count()
-    device, backend = choose_device("auto", 0, num_ranks if in_job else 1)
-    if device.type == "cpu":
+    if not torch.cuda.is_available():
         return Check("backend", "gloo, between CPUs")
-    if backend == "nccl" and in_job:
+    gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
+    if nccl and not in_job:
+        return Check("backend", f"NCCL up to {gpus} ranks per node, gloo for more")
+    if nccl and (num_ranks <= gpus or "SLURM_GPUS_PER_TASK" in os.environ):
         return Check("backend", "NCCL, a GPU for each rank")
-    if backend == "nccl":
-        return Check("backend", f"NCCL up to {gpus} ranks a node, gloo for more")
     return Check("backend", "gloo, through host memory (ranks share GPUs)")
 
 

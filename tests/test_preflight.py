@@ -233,7 +233,7 @@ def test_a_torch_that_cannot_send_fails(monkeypatch):
     "gpus, in_job, ranks, expected",
     [
         (0, False, 1, "gloo, between CPUs"),
-        (2, False, 1, "NCCL up to 2 ranks a node, gloo for more"),
+        (2, False, 1, "NCCL up to 2 ranks per node, gloo for more"),
         (2, True, 2, "NCCL, a GPU for each rank"),
         (2, True, 4, "gloo, through host memory (ranks share GPUs)"),
     ],
@@ -244,6 +244,14 @@ def test_the_backend_is_the_one_that_the_scripts_take(monkeypatch, gpus, in_job,
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert preflight.check_backend(in_job, ranks) == preflight.Check("backend", expected)
+
+
+def test_ranks_that_slurm_gives_a_gpu_each_use_nccl_although_each_sees_only_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert preflight.check_backend(True, 4).result == "NCCL, a GPU for each rank"
 
 
 def test_without_nccl_gpus_are_still_used_through_gloo(monkeypatch):

@@ -241,12 +241,39 @@ def test_the_device_is_bound_to_its_rank_however_it_was_started(launcher, monkey
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    rank, num_ranks, *local = jobs.ranks_from_environment()
-    job = jobs.Job(rank, num_ranks, *jobs.choose_device("cuda", *local), 60.0)
+    rank, num_ranks, local_rank, _ = jobs.ranks_from_environment()
+    job = jobs.Job(rank, num_ranks, jobs.choose_device("cuda", local_rank), "gloo", 60.0)
+    job.store = store_with_gpus(monkeypatch, range(8), own=5)
     jobs.open_channels(job, [])
     assert opened.call_args.args == ("cpu:gloo,cuda:nccl",)
     assert opened.call_args.kwargs["device_id"] == torch.device("cuda", 1)
     assert opened.call_args.kwargs["rank"] == 5
+
+
+def store_with_gpus(monkeypatch, gpus, own):
+    """The store of a job whose rank r has GPU gpus[r], None for none; this rank has `own`."""
+    store = dist.HashStore()
+    for rank, gpu in enumerate(gpus):
+        store.set(f"gpu/{rank}", "" if gpu is None else str(gpu))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=own))
+    return store
+
+
+@pytest.mark.parametrize(
+    "gpus, backend",
+    [
+        ([7, 8, 9], "nccl"),  # as with --gpus-per-task=1, where each rank calls its own cuda:0
+        ([7, 8, 7], "gloo"),
+        ([7, None, 9], "gloo"),  # a node without a GPU: NCCL there would leave all others waiting
+    ],
+)
+def test_all_ranks_take_nccl_only_where_each_has_a_gpu_that_no_other_has(
+    monkeypatch, gpus, backend
+):
+    job = jobs.Job(2, 3, torch.device("cuda", 0), "gloo", 60.0)
+    job.store = store_with_gpus(monkeypatch, gpus, own=gpus[2])
+    assert jobs.common_backend(job) == backend
 
 
 def test_a_paced_clock_waits_for_the_device_where_a_message_has_to_be_there():

@@ -140,12 +140,12 @@ def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None, me
     by default each rank and the next, in both directions. They are equal on all ranks.
     `meeting(job)` is a context in which ranks find each other in another way than by `meet`.
     """
-    rank, num_ranks, local_rank, local_ranks = ranks_from_environment()
+    rank, num_ranks, local_rank, _ = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
-    device, backend = choose_device(device, local_rank, local_ranks)
+    device = choose_device(device, local_rank)
     # The first backward with a given gradient imports half a second of code: here all do it at once.
     torch.ones(1, device=device, requires_grad=True).backward(torch.ones(1, device=device))
-    job = Job(rank, num_ranks, device, backend, timeout)
+    job = Job(rank, num_ranks, device, "gloo", timeout)
     with (meeting or meet)(job):
         open_channels(job, pairs)
     job.shape, job.dtype = shape, dtype
@@ -178,6 +178,7 @@ def store_of_one():
 def open_channels(job, pairs):
     """Connect all ranks, then each pair by a channel, and send a first message through it."""
     rank, limit = job.rank, timedelta(seconds=job.timeout + GRACE)
+    job.backend = common_backend(job)
     backends, device = "gloo", None
     if job.backend == "nccl":
         backends, device = "cpu:gloo,cuda:nccl", job.device  # or torch guesses it from the rank
@@ -197,14 +198,25 @@ def open_channels(job, pairs):
     job.sent.clear()
 
 
-def choose_device(wanted, local_rank, local_ranks):
-    """Device and backend: NCCL where each rank has a GPU of its own, else gloo."""
+def common_backend(job):
+    """NCCL where each rank has a GPU of its own, else gloo. All ranks ask, and get one answer.
+
+    They compare their GPUs by name: under srun each may see no other GPU than its own.
+    """
+    on_gpu = job.device.type == "cuda" and dist.is_nccl_available()
+    own = str(torch.cuda.get_device_properties(job.device).uuid) if on_gpu else ""
+    job.store.set(f"gpu/{job.rank}", own)
+    gpus = [job.store.get(f"gpu/{rank}") for rank in range(job.num_ranks)]
+    return "nccl" if all(gpus) and len(set(gpus)) == job.num_ranks else "gloo"
+
+
+def choose_device(wanted, local_rank):
+    """The device of this rank: `auto` takes a GPU if there is one; ranks may have to share it."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu"), "gloo"
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", local_rank % gpus)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    return device, "nccl" if local_ranks <= gpus and dist.is_nccl_available() else "gloo"
+    return device
 
 
 def is_loss(error):
