@@ -476,7 +476,7 @@ def measure_program_log(repeats):
     plain, recorded = [], []
     for _ in each_round("a program with a flight log", max(5, repeats)):
         with tempfile.TemporaryDirectory() as folder:
-            ranks = run_on_ranks(program_steps_in_turns, 2, folder, 8, timeout=LIMIT)
+            ranks = run_on_ranks(program_steps_in_turns, 2, folder, 18, timeout=LIMIT)
         for steps, medians in zip(ranks[0], (plain, recorded)):
             medians.append(statistics.median(steps))
     ratios = [more / less for less, more in zip(plain, recorded)]
