@@ -85,6 +85,7 @@ def explorer_place(settings, page, sizes=None, whole=False):
     start |= explorer_page.SIZES_START | vars(sizes) if sizes else {}
     offer = {
         "start": start,
+        "defaults": explorer_page.START | explorer_page.SIZES_START,  # where links lead to
         "choices": explorer_page.CHOICES,
         "sliders": explorer_page.SLIDERS | (SIZE_SLIDERS if sizes else {}),
         "axes": list(AXES) if sizes else [],

@@ -168,7 +168,7 @@ function explorer(place) {
 
   function keepPosition() {
     const position = new URLSearchParams(Object.entries(state).filter(
-      ([name, value]) => value !== offer.start[name] && value !== false && value !== "",
+      ([name, value]) => value !== offer.defaults[name] && value !== false && value !== "",
     ));
     const address = `${offer.page}#${position}`;
     parts.link.href = address;
