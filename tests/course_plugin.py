@@ -159,6 +159,13 @@ def fail_if_skipped(report):
     return report
 
 
+def pytest_report_teststatus(report):
+    """Name a failed test at once: the list at the end may be half an hour away."""
+    if report.failed:
+        category = "failed" if report.when == "call" else "error"
+        return category, f"\n{category.upper()} {report.nodeid}\n", category.upper()
+
+
 def pytest_terminal_summary(terminalreporter):
     """How many tests each file and each notebook has, and how long they took."""
     suites = {}
