@@ -24,8 +24,8 @@ WORDS, LINES, CELLS = 150, 15, 5  # per minute
 NOT_READ = r"<!--.*?-->|!\[.*?\]\(.*?\)|\$\$.*?\$\$|(?<=\])\(.*?\)"
 EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+)( more)? minutes\)"
 HEAD = (
-    r"\*\*Time:\*\* (\d+) minutes, and (\d+) for what you write, both estimated"
-    r"(?:; (\d+) more for further exercises)?\. "
+    r"\*\*Time:\*\* (\d+) minutes to read and run, and (\d+) minutes to write your part \(estimated\)\. "
+    r"(?:Further exercises take (\d+) minutes more\. )?"
 )
 ANY_HEAD = r"\*\*Time:\*\* [^*]*(?=\*\*Builds on:)"
 
@@ -77,10 +77,10 @@ def stated_in(path):
 
 def write(path, minutes):
     """Put `minutes` into the head of a notebook and into its row of the README."""
-    further = f"; {minutes.more} more for further exercises" if minutes.more else ""
+    further = f"Further exercises take {minutes.more} minutes more. " if minutes.more else ""
     head = (
-        f"**Time:** {minutes.lesson} minutes, and {minutes.exercises} for what you write, "
-        f"both estimated{further}. "
+        f"**Time:** {minutes.lesson} minutes to read and run, and {minutes.exercises} minutes to "
+        f"write your part (estimated). {further}"
     )
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(ANY_HEAD, head, text, count=1), encoding="utf-8")
