@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from course.failed_run import RunFailed
 from course.launch import ROOT, WarmRanks, _follow, launch_words, run
@@ -87,6 +88,15 @@ def test_under_srun_alone_ranks_meet_on_the_first_node_at_a_port_of_the_job(envi
 def test_what_torchrun_or_the_learner_has_set_stays(environment):
     environment(**SLURM_VARIABLES, MASTER_ADDR="10.0.0.7", MASTER_PORT="4321")
     assert meeting_point() == ("10.0.0.7", 4321)
+
+
+def test_a_port_is_held_until_the_rank_listens_and_no_other_program_gets_it():
+    with free_ports.hold_free_port() as holder, socket.socket() as other:
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        assert store.port == port
 
 
 def test_a_free_port_is_none_that_is_taken_and_none_that_the_system_hands_out(monkeypatch):

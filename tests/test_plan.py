@@ -179,7 +179,9 @@ def test_plan_prints_a_table_a_reason_and_the_memory_of_each_rank(capsys):
     flags = "1b --gpus 8 --batch-size 64 --seq-len 2048 --count 4 --why 1 --bytes 1"
     status, text = run(flags, capsys)
     assert status == 0
-    assert len(re.findall(r"^ \d  \d+ x \d+ x \d+ ", text, re.M)) == 7  # four, and three to start
+    assert (
+        len(re.findall(r"^ \d  \d+ x \d+ x \d+ ", text, re.M)) == 8
+    )  # four to start, four on paper
     assert "work (" in text and "one step away" in text and "rank      GB" in text
     assert "+-5%" in text
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from course.failed_run import RunFailed, failed_rank, how_it_ended, readable_errors
-from lab.free_port import free_port
+from lab.free_port import hold_free_port
 from lab.siblings import end_with_launcher
 from lab.timeline import Timeline, from_chrome_trace
 from lab.variables import LAUNCHER_VARIABLE
@@ -259,7 +259,8 @@ class WarmRanks:
         context = multiprocessing.get_context("forkserver")
         out, out_writer = context.Pipe(duplex=False)
         errors, errors_writer = context.Pipe(duplex=False)
-        port = free_port()
+        self.holder = hold_free_port()
+        port = self.holder.getsockname()[1]
         self.ranks = []
         for rank in range(num_ranks or 1):
             environment = {
@@ -307,6 +308,7 @@ class WarmRanks:
         _end_tree([process.pid for process in self.ranks if process.is_alive()])
         for process in self.ranks:
             process.join(timeout=5)
+        self.holder.close()
 
 
 def _wait_for_fork_server():

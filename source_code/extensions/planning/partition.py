@@ -210,14 +210,14 @@ def layer_profile_from(index, layer):
     """One layer of a profile's JSON, checked. Raises PartitionError with the layer and the field."""
     if not isinstance(layer, dict):
         raise PartitionError(f"layer {index} is no object with the fields {', '.join(FIELDS)}")
-    for field in (*FIELDS, *(["kept_bytes"] if "kept_bytes" in layer else [])):
-        if field not in layer:
-            raise PartitionError(f"layer {index} has no {field}")
-        value = layer[field]
+    for key in (*FIELDS, *(["kept_bytes"] if "kept_bytes" in layer else [])):
+        if key not in layer:
+            raise PartitionError(f"layer {index} has no {key}")
+        value = layer[key]
         if not is_number(value, 0, LARGEST_FIGURE):
             value = json.dumps(value)[:40]
-            raise PartitionError(f"layer {index}: {field} {value} is no number from 0 to 1e18")
-    forward, backward, activation, parameters = (layer[field] for field in FIELDS)
+            raise PartitionError(f"layer {index}: {key} {value} is no number from 0 to 1e18")
+    forward, backward, activation, parameters = (layer[key] for key in FIELDS)
     times = forward / 1000, backward / 1000
     name = str(layer.get("name", index))
     return LayerProfile(name, *times, activation, parameters, layer.get("kept_bytes"))

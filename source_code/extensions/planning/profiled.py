@@ -13,8 +13,7 @@ tensor group is forecast from them, and a half of a split backward takes half of
 from dataclasses import dataclass
 from functools import lru_cache
 
-from extensions.planning.partition import PartitionError, plan_stages, profile_from
-from extensions.planning.partition import Profile as Layers
+from extensions.planning.partition import PartitionError, Profile, plan_stages, profile_from
 from extensions.planning.transformer import Model
 from pipeline.inputs import InputError, is_count
 
@@ -50,10 +49,10 @@ def profiled_model(content, path, batch):
     except PartitionError as error:
         raise InputError(f"{path}: {error}") from None
     counts = {}
-    for field, otherwise in (("rows", 1), ("length", 1), ("bytes_per_value", 4)):
-        counts[field] = content.get(field, otherwise)
-        if not is_count(counts[field], MOST) or counts[field] == 0:
-            raise InputError(f"{path}: {field} {counts[field]!r} is no whole number from 1")
+    for key, otherwise in (("rows", 1), ("length", 1), ("bytes_per_value", 4)):
+        counts[key] = content.get(key, otherwise)
+        if not is_count(counts[key], MOST) or counts[key] == 0:
+            raise InputError(f"{path}: {key} {counts[key]!r} is no whole number from 1")
     if counts["bytes_per_value"] not in (2, 4, 8):
         raise InputError(f"{path}: bytes_per_value {counts['bytes_per_value']} is not 2, 4 or 8")
     if batch % counts["rows"]:
@@ -69,7 +68,7 @@ def profiled_model(content, path, batch):
 @lru_cache(maxsize=1000)
 def fastest_cut(model, stages):
     """Layers of each stage whose slowest takes least."""
-    cut = plan_stages(Layers("profile", model.profile), stages, FREE, straight=True).cut
+    cut = plan_stages(Profile("profile", model.profile), stages, FREE, straight=True).cut
     return tuple(cut)
 
 
