@@ -260,7 +260,6 @@ class WarmRanks:
         out, out_writer = context.Pipe(duplex=False)
         errors, errors_writer = context.Pipe(duplex=False)
         self.holder = hold_free_port()
-        port = self.holder.getsockname()[1]
         self.ranks = []
         for rank in range(num_ranks or 1):
             environment = {
@@ -275,7 +274,7 @@ class WarmRanks:
                     "WORLD_SIZE": str(num_ranks),
                     "LOCAL_WORLD_SIZE": str(num_ranks),
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
+                    "MASTER_PORT": str(self.holder.getsockname()[1]),
                 }
             process = context.Process(
                 target=_be_a_rank, args=(script, flags, environment, out_writer, errors_writer)
