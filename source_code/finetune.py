@@ -20,7 +20,7 @@ from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred, refresh
 from extensions.optimization.threads import add_thread_flag, check_threads, use_threads
 from extensions.optimization.update import add_update_flags, check_rate, clip_and_set_rate
-from extensions.planning.measured_cut import add_measured_cut, complete_cut, measured_cut
+from extensions.planning.measured_cut import add_measured_cut, complete_cut, cut_model
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import activations_of
 from extensions.pretraining.packing import keep_documents_apart, masked_loss, packed
@@ -40,7 +40,6 @@ from pipeline.split_stage import stage_class_for
 from pipeline.training import (
     LossLog,
     complete_arguments,
-    cut_layers,
     start_job,
     training_parser,
 )
@@ -52,7 +51,8 @@ def main():
     job = start_job(arguments, schedule.pairs)
     use_threads(arguments)
     share_of_loss = ShareOfLoss()
-    cut = cut_model(arguments, job, schedule, share_of_loss)
+    build = partial(build_part_and_copy, arguments, job)
+    cut = cut_model(arguments, job, schedule.num_stages, build, share_of_loss)
     masters, stages = build_stages(arguments, job, schedule, cut, share_of_loss)
     parameters = dict(pair for part in masters for pair in part.named_parameters())
     tied = tie_ends_of(job, arguments.config, parameters, schedule)
@@ -146,18 +146,6 @@ def read_corpus(arguments):
 def pass_of(arguments, batch):
     """The micro-batches of `batch`, by number: all of an update are one pass."""
     return [tuple(dict(enumerate(tokens.chunk(arguments.microbatches))) for tokens in batch)]
-
-
-def cut_model(arguments, job, schedule, share_of_loss):
-    """(first, last) layer of each stage: as --cut says, by measurement, or by counted work."""
-    a = arguments
-    if a.cut == "auto":
-        tokens = torch.zeros(a.microbatch_size, a.seq_len, dtype=torch.int64)
-        share_of_loss.real_tokens = tokens.numel()
-        sizes = a.layers, schedule.num_stages
-        build = partial(build_part_and_copy, a, job)
-        a.cut = measured_cut(job, lambda *ends: build(*ends)[1], *sizes, tokens, share_of_loss)
-    return cut_layers(a, schedule.num_stages)
 
 
 def build_part_and_copy(arguments, job, first, last):

@@ -68,11 +68,7 @@ from extensions.planning.footprint import (
     memory_table,
     predict_memory,
 )
-from extensions.planning.measured_cut import (
-    add_measured_cut,
-    complete_cut,
-    measured_cut,
-)
+from extensions.planning.measured_cut import add_measured_cut, complete_cut, cut_model
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import ForwardOnly, activations_of
 from extensions.pretraining.metrics import Metrics
@@ -138,7 +134,8 @@ def main():
     replicas = form_replicas(job, arguments.replicas)
     stop_request = StopRequest() if arguments.checkpoints else None
     share_of_loss = ShareOfLoss()
-    cut = cut_model(arguments, job, schedule, share_of_loss)
+    build = partial(build_part_and_copy, arguments, job)
+    cut = cut_model(arguments, job, schedule.num_stages, build, share_of_loss)
     reduction = AllReduce(replicas, schedule)
     masters, stages = build_stages(arguments, job, schedule, cut, share_of_loss, reduction)
     training = build_training(arguments, masters, replicas)
@@ -345,18 +342,6 @@ def build_model_part(arguments, first, last, device="cpu"):
     if arguments.saved:
         return arguments.saved.build_part(first, last, dtype, device)
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
-
-
-def cut_model(arguments, job, schedule, loss_function):
-    """(first, last) layer of each stage: as --cut says, by measurement, or by counted work."""
-    a = arguments
-    if a.cut == "auto":
-        tokens = torch.zeros(a.microbatch_size, a.seq_len, dtype=torch.int64)
-        loss_function.real_tokens = tokens.numel()
-        sizes = a.layers, schedule.num_stages
-        build = partial(build_part_and_copy, a, job)
-        a.cut = measured_cut(job, lambda *ends: build(*ends)[1], *sizes, tokens, loss_function)
-    return cut_layers(a, schedule.num_stages)
 
 
 def build_part_and_copy(arguments, job, first, last):

@@ -27,6 +27,7 @@ import benchmark_plans
 import psutil
 import torch
 import torch.distributed as dist
+from this_machine import processor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # ranks.py
@@ -99,15 +100,6 @@ def describe_machine(repeats):
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"load average {load:.2f} at the start, {repeats} runs of each"
     )
-
-
-def processor():
-    """The model of the processor, as well as the system knows it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def measure_start(repeats):

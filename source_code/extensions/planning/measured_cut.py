@@ -43,6 +43,21 @@ def complete_cut(arguments, num_stages):
     cut_layers(argparse.Namespace(layers=a.layers, cut=counts), num_stages)
 
 
+def cut_model(arguments, job, num_stages, build, loss_function):
+    """(first, last) layer of each stage: as --cut says, after `complete_cut`, or by measurement.
+
+    `build(first, last)` returns these layers as they are updated, and as they compute. All ranks
+    call it together. `loss_function` is a ShareOfLoss.
+    """
+    a = arguments
+    if a.cut == "auto":
+        tokens = torch.zeros(a.microbatch_size, a.seq_len, dtype=torch.int64)
+        loss_function.real_tokens = tokens.numel()
+        sizes = a.layers, num_stages
+        a.cut = measured_cut(job, lambda *ends: build(*ends)[1], *sizes, tokens, loss_function)
+    return cut_layers(a, num_stages)
+
+
 def measured_cut(job, build, layers, num_stages, tokens, loss_function):
     """The layers of each stage, on every rank the same; all ranks call it together.
 
