@@ -210,7 +210,10 @@ WRONG = {
         ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',
            'folder / f"step-{step:04}", None'), ("        writing.rename(whole)\n", "        pass\n")],
          "rank 1 got SIGKILL with its file half written; started again, line"),
-        ([("    wait_for_all()\n    if rank == 0:", "    if rank == 0:")], "started again, line"),
+        # Rank 1 is late, so that this race has one end on a busy machine, too.
+        ([("    wait_for_all()\n    if rank == 0:", "    if rank == 0:"),
+          ("    torch.save(state", "    import time\n    time.sleep(0.5 * rank)\n    torch.save(state")],
+         "Parent directory"),
         ([(', "optimizer": optimizer.state_dict()', ""),
           ('    optimizer.load_state_dict(state["optimizer"])\n', "")],
          "the weights were right, so something else was not restored"),

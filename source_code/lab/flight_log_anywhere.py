@@ -79,6 +79,7 @@ class WatchedStage:
         self.index, self.part = index, part
         self.state, self.prints, self.number = None, None, None
         self.numbers = {}  # digest of all weights -> version
+        self.places, self.few = None, []  # where the weights lie, and the first values of each
 
     @property
     def version(self):
@@ -99,11 +100,12 @@ class WatchedStage:
         looked at, too.
         """
         weights = list(self.part.parameters())
-        few = [
-            weight.detach().view(-1)[:2].double() for weight in weights if weight.is_contiguous()
-        ]
-        counted = [(weight.data_ptr(), weight._version) for weight in weights]
-        return counted, torch.cat(few).tolist() if few else []
+        places = [(weight.data_ptr(), weight.dtype) for weight in weights]
+        if places != self.places:
+            contiguous = [weight.detach() for weight in weights if weight.is_contiguous()]
+            self.places, self.few = places, [weight.view(-1)[:2] for weight in contiguous]
+        counted = places, [weight._version for weight in weights]
+        return counted, torch.cat(self.few).tolist() if self.few else []
 
 
 class ProgramLog(FlightLog):

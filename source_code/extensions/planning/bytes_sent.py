@@ -85,8 +85,9 @@ def data_rings(model, machine, plan):
         nodes = copies // group
         rings.append((2 * (nodes - 1) / nodes * gradient / group, nodes, 1))
     if plan.sharding == "optimizer":
+        # The sums are whole on each replica (sharded_optimizer.py), and the weights are gathered.
         missing = (copies - 1) / copies
-        rings.append((missing * (gradient + BYTES_PER_VALUE * weights), copies, inside))
+        rings.append((missing * (2 * gradient + BYTES_PER_VALUE * weights), copies, inside))
     if plan.sharding == "none":
         rings.append((2 * (copies - 1) / copies * gradient, copies, inside))
     return rings

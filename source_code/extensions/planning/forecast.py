@@ -270,7 +270,7 @@ def exposed_reduction(model, machine, plan, rank, last_backward):
     sums = reduction_time(model, machine, plan, plan.stages_of(rank))
     overlap = plan.overlap and not machine.measured  # there a stage's gradients are one message
     hidden = last_backward * (1 - 1 / model.layers) if overlap else 0.0
-    return max(sums - hidden, 0.0)
+    return max(sums - hidden, 0.0) + regathering_time(model, machine, plan, plan.stages_of(rank))
 
 
 def reduction_time(model, machine, plan, stages):
@@ -280,15 +280,22 @@ def reduction_time(model, machine, plan, stages):
     if plan.sharding == "full" or copies == 1:
         return 0.0  # already scattered, or nothing to sum
     if machine.measured:
-        passes = 1.5 if plan.sharding == "optimizer" else 1  # weights are gathered, half a sum
-        return passes * (machine.measured.sum + machine.measured.sum_byte * 4 * weights)
+        return machine.measured.sum + machine.measured.sum_byte * 4 * weights
     if plan.sharding == "hybrid":
         size = plan.gradient_bytes * weights / inside
         return all_reduce_time(machine, size, copies // inside, 1)
-    if plan.sharding == "optimizer":  # gradients are scattered, updated weights gathered
-        sizes = (plan.gradient_bytes * weights, BYTES_PER_VALUE * weights)
-        return sum(gather_time(machine, size, copies, inside) for size in sizes)
     return all_reduce_time(machine, plan.gradient_bytes * weights, copies, inside)
+
+
+def regathering_time(model, machine, plan, stages):
+    """Seconds in which replicas that share an optimizer exchange the weights after their update."""
+    if plan.sharding != "optimizer" or plan.replicas == 1:
+        return 0.0
+    weights = weights_of(model, plan, stages)
+    if machine.measured:  # an all-gather is half of a sum
+        return (machine.measured.sum + machine.measured.sum_byte * 4 * weights) / 2
+    inside = plan.replicas_in_node(machine)
+    return gather_time(machine, BYTES_PER_VALUE * weights, plan.replicas, inside)
 
 
 def optimizer_time(model, machine, plan):
