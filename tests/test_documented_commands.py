@@ -63,6 +63,7 @@ KINDS = [
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
     (r"(\. slurm/site\.env && )?([A-Z_]+=\S+ )?sbatch\b", ON_SLURM),
+    (r"\. \.venv/bin/activate$", ELSEWHERE),
     (r"(\. slurm/site\.env|(srun|sinfo|source|slurm/local_cluster\.sh|eval)\b)", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
     (r"patch( -p0)?$", "tests/test_own_model.py applies the changes"),
