@@ -164,6 +164,11 @@ WRONG = {
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
         ([(" / len(inputs)", " / len(inputs) ** 2")], "it is divided by 5 twice"),
         (
+            [("    if stage.previous is not None:\n        activation =",
+              "    if stage.previous:\n        activation =")],
+            "In line 4 of forward, `previous` counts as false for rank 0 as for None",
+        ),
+        (
             [("range(len(inputs)):\n        backward", "range(1, len(inputs)):\n        backward")],
             "the gradient of micro-batch 0 is missing on rank 3",
         ),

@@ -223,6 +223,8 @@ WRONG = {
            'folder.glob("step-*"):\n        shutil.rmtree(old, ignore_errors=True)\n'
            "    writing.mkdir(exist_ok=True)\n")], "begins anew, and 1 steps had been saved"),
         ([("        return 0\n", "        return None\n")], "restore returns None on rank"),
+        ([('folder / f"step-{step:04}"', 'folder / f"step-{step}"')],
+         "goes back to step 9, and 12 steps had been saved: as text, 9 comes behind 12"),
         ([("whole[-1] / f", "whole[0] / f")], "these are not the weights of that step"),
     ],
     "sums_in_time": [

@@ -111,6 +111,7 @@ def test_a_number_of_numpy_is_a_number(capsys):
         (lambda n, w, d: n * w + d, "the dryer is the slower machine here"),
         (lambda n, w, d: w + n * d, "the washer is the slower machine here"),
         (lambda n, w, d: n * max(w, d), "the filling is missing"),
+        (lambda n, w, d: w + d + n * max(w, d), "one turn too many"),
         (lambda n, w, d: 100, "playing it load by load gives 230"),
     ],
 )

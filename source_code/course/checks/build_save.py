@@ -46,13 +46,16 @@ def save_and_restore(save, restore):
 
 
 def survives(save, restore, kills):
-    """What is wrong with a training that is killed at these moments, one after the other."""
+    """What is wrong with a training that is killed at these moments, one after the other.
+
+    It then comes to its end, and is started once more.
+    """
     request = request_of([save, restore])
     wanted, saved, kill = undisturbed(), 0, None
     with tempfile.TemporaryDirectory() as folder:
-        for following in [*kills, None]:
+        for following in [*kills, None, None]:
             told, failed = one_run(request, folder, following)
-            case = after(kill)
+            case = after(kill, saved)
             if complaint := wrong_start(told, saved, case):
                 return complaint
             if complaint := wrong_losses(told, wanted, case):
@@ -65,10 +68,10 @@ def survives(save, restore, kills):
     return None
 
 
-def after(kill):
-    """How a sentence about the start after a SIGKILL begins."""
+def after(kill, saved):
+    """How a sentence about the start after a SIGKILL, or after the end, begins."""
     if kill is None:
-        return ""
+        return f"started again after all {saved} steps, " if saved else ""
     rank, _, before = kill
     when = WORDS.get(before, "in the middle of a save")
     return f"rank {rank} got SIGKILL {when}; started again, "
@@ -97,6 +100,11 @@ def wrong_start(told, saved, case):
             )
         if start == 0 < saved:
             return f"{case}rank {rank} begins anew, and {saved} steps had been saved"
+        if start < saved and str(start) > str(saved):
+            return (
+                f"{case}rank {rank} goes back to step {start}, and {saved} steps had been saved: "
+                f"as text, {start} comes behind {saved}; compare the steps as numbers"
+            )
         if start < saved:
             return (
                 f"{case}rank {rank} goes back to step {start}, and {saved} steps had been saved; "

@@ -63,6 +63,21 @@ def names_in(text):
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
+def zero_as_none(text, names=("previous", "following")):
+    """(line, attribute) of the first condition that is false for rank 0 as for None, or None."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        conditions = [node.test] if isinstance(node, (ast.If, ast.IfExp)) else []
+        conditions += node.values if isinstance(node, ast.BoolOp) else []
+        conditions += [node.operand] if isinstance(node, ast.UnaryOp) else []
+        found += [
+            (each.lineno, each.attr)
+            for each in conditions
+            if isinstance(each, ast.Attribute) and each.attr in names
+        ]
+    return min(found, default=None)
+
+
 def holes(text):
     """The lines on which a stub's `...` still stands."""
     nodes = [node for node in ast.walk(ast.parse(text)) if not isinstance(node, ast.Subscript)]

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from course.checks.build_text import zero_as_none
+
 EXACT = 1e-12  # of losses and gradients in float64
 
 
@@ -25,7 +27,7 @@ class Words:
 
     def transport(self):
         """What kept the ranks from coming to the end, or what they did with messages; or None."""
-        return (
+        complaint = (
             self._raised()
             or self._shapes()
             or (self._stuck() if self.observed.stuck else None)
@@ -33,6 +35,18 @@ class Words:
             or (f"the ranks came to no end: {self.observed.crash}" if self.observed.crash else None)
             or self._unwaited()
         )
+        return complaint and complaint + self._zero_as_none()
+
+    def _zero_as_none(self):
+        """A condition such as `if stage.previous:`, as the end of a sentence."""
+        for name, lines in self.sources.items():
+            if found := zero_as_none("\n".join(lines)):
+                line, attribute = found
+                return (
+                    f". In line {line} of {name}, `{attribute}` counts as false for rank 0 as for "
+                    "None: compare it with `is not None`"
+                )
+        return ""
 
     def _raised(self):
         for rank in self.ranks:

@@ -20,6 +20,8 @@ def laundry(laundry_minutes):
             return f"{case}, but the washer is the slower machine here, and the dryer waits for it"
         if close(answer, loads * max(washer, dryer)):
             return f"{case}: the turns of the slower machine are right, the filling is missing"
+        if close(answer, right + max(washer, dryer)):
+            return f"{case}, one turn too many: the first load is already in the filling"
         return f"{case}, and playing it load by load gives {right:g}"
 
 
