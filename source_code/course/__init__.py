@@ -1,1 +1,1 @@
-"""What a notebook calls: to start ranks, to show a script's code, to reach a cluster."""
+"""The functions that notebooks call: they start ranks, show a script's code, reach a cluster."""

@@ -1,9 +1,9 @@
 """Lesson 11's access to a SLURM cluster: a real one, one on this machine, or a transcript.
 
-Inside a cluster, that cluster is used, also from a notebook that is itself a job there: what the
-lesson starts gets allocations of its own. On a machine with SLURM's programs,
-slurm/local_cluster.sh starts one, which ends with the notebook. Elsewhere nothing is run: the
-transcripts of such a cluster in slurm/transcripts are shown, and a line of output says so.
+Inside a cluster, the lesson uses that cluster. The notebook may itself be a job there: the lesson's
+jobs get allocations of their own. On a machine with SLURM's programs, slurm/local_cluster.sh starts
+a cluster, which ends with the notebook. Elsewhere nothing is run: the lesson shows the transcripts
+of such a cluster in slurm/transcripts, and prints a line that says so.
 """
 
 import json
@@ -28,35 +28,35 @@ from lab.timeline import from_chrome_trace
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL_CLUSTER = ROOT / "slurm" / "local_cluster.sh"
 TRANSCRIPTS = ROOT / "slurm" / "transcripts"
-USERS = ROOT / "build" / "11_cluster"  # a file for each notebook, where one has started it
+USERS = ROOT / "build" / "11_cluster"  # a file for each notebook that uses a cluster started here
 RECORD_VARIABLE = "PIPELINE_RECORD"  # 1: write the transcripts anew
 REPLAY_VARIABLE = "PIPELINE_REPLAY"  # 1: show the transcripts, even if there is a cluster
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
-# What SLURM tells the processes of a job. With it, srun would start a step of the notebook's job.
+# The variables that SLURM sets in a job. With them, srun would start a step of the notebook's job.
 OF_A_JOB = ("SLURM", "SRUN_", "SBATCH_", "SALLOC_", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 SEARCHED = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class ClusterFailed(RuntimeError):
-    """A command of the cluster that failed, or took too long; the text is its output."""
+    """A command of the cluster failed or took too long; the text is its output."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The output of a command or a job; `state` is the state of a job in SLURM's terms."""
+    """The output of a command or a job; `state` is the final state of a job, in SLURM's terms."""
 
     output: str
     state: str = ""
 
     @property
     def losses(self):
-        """The losses in a job's output, whatever was put before the lines."""
+        """The losses in a job's output; its lines may have a prefix."""
         return [float(loss) for loss in re.findall(r"\bstep \d+  loss (\S+)$", self.output, re.M)]
 
 
 def open_cluster():
-    """The Cluster there is, started if need be; one line says which."""
+    """Find or start a cluster and return the Cluster; prints a line that says which it is."""
     environment = without_job(os.environ)
     if os.environ.get(REPLAY_VARIABLE) == "1":
         print("You see what a cluster of two pretended nodes has said elsewhere.")
@@ -79,7 +79,7 @@ def open_cluster():
 
 
 def without_job(environment):
-    """`environment` as outside of the job that it belongs to; the cluster stays the same."""
+    """`environment` without the variables of the job that it belongs to; same cluster."""
     if "SLURM_JOB_ID" not in environment:
         return dict(environment)
     return {
@@ -90,7 +90,7 @@ def without_job(environment):
 
 
 def _answers(environment):
-    """Whether there is a cluster without our doing."""
+    """Whether a cluster that the course has not started answers to sinfo."""
     with suppress(OSError, subprocess.TimeoutExpired):
         return not subprocess.run(
             ["sinfo"], env=environment, capture_output=True, timeout=10
@@ -99,7 +99,7 @@ def _answers(environment):
 
 
 def _notebooks_that_use_it():
-    """The files of those that still run, of which the last one to end stops the cluster."""
+    """The files of the notebooks that still run; the last one to end stops the cluster."""
     USERS.mkdir(parents=True, exist_ok=True)
     for user in USERS.iterdir():
         if not psutil.pid_exists(int(user.name)):
@@ -108,12 +108,12 @@ def _notebooks_that_use_it():
 
 
 def _start_local():
-    """Start the cluster on this machine and let it end with the notebooks; its environment."""
+    """Start a cluster on this machine, which ends with the notebooks; return its environment."""
     running = subprocess.run([LOCAL_CLUSTER, "status"], capture_output=True).returncode == 0
     started = subprocess.run([LOCAL_CLUSTER, "start"], capture_output=True, text=True, timeout=60)
     if started.returncode:
         raise ClusterFailed(started.stderr)
-    if _notebooks_that_use_it() or not running:  # else somebody has started it by hand
+    if _notebooks_that_use_it() or not running:  # else it was started by hand
         (USERS / str(os.getpid())).touch()
         # A kernel that is killed cannot stop the cluster, and one that ends normally ends its
         # children first. So this process must not be a child: setsid --fork detaches it.
@@ -131,7 +131,7 @@ def _start_local():
 
 
 class Cluster:
-    """A cluster. `environment` is that of its commands, or None where transcripts are shown."""
+    """A cluster. `environment` is that of its commands, or None if transcripts are shown."""
 
     def __init__(self, environment):
         self.environment = environment and _with_site(environment)
@@ -143,8 +143,8 @@ class Cluster:
     def ask(self, name, command, may_fail=False, show=True, limit=60):
         """Run a line of shell in the course's folder and return the Answer.
 
-        `name` is that of the transcript. Raises ClusterFailed unless `may_fail`. `limit` is in
-        seconds; for srun they count from the moment at which it has its nodes.
+        `name` is the name of the transcript. Raises ClusterFailed for a failure unless `may_fail`.
+        `limit` is in seconds; for srun it counts from the moment at which srun has its nodes.
         """
         if show:
             print("$ " + command)
@@ -188,11 +188,11 @@ class Cluster:
     def submit(self, name, words, files=(), meanwhile=None, may_fail=False, show=True, limit=120):
         """Submit a job, watch it until it ends, and return its Answer with its whole output.
 
-        `words` are what follows sbatch. `files` are what the job writes, for the transcript.
-        `meanwhile` is (what the job prints, a line of shell): once the job has printed the one,
-        the other is run, with $JOB for its number. `limit` is in seconds from the moment at which
-        the job runs: the queue is as long as it is. An interrupt ends the job; if it has not yet
-        begun, the transcript takes its place.
+        `words` are the arguments of sbatch. `files` are the files that the job writes, for the
+        transcript. `meanwhile` is (text, a line of shell): once the job has printed the text, the
+        line is run, with the job's number in $JOB. `limit` is in seconds from the start of the job;
+        time in the queue does not count. An interrupt ends the job; if the job had not yet started,
+        the transcript is shown instead.
         """
         print("$ sbatch " + words)
         if not self.is_real:
@@ -210,7 +210,7 @@ class Cluster:
         return answer
 
     def _follow(self, name, words, files, meanwhile, limit):
-        """Submit and watch: a line for each change of state."""
+        """Submit a job and watch it; prints a line for each change of state."""
         log = ROOT / "build" / f"11_job_{os.getpid()}.out"
         log.parent.mkdir(exist_ok=True)
         log.unlink(missing_ok=True)
@@ -238,7 +238,7 @@ class Cluster:
         return answer
 
     def _queued(self, words):
-        """What SLURM says of a job: its state, and where it runs or why it waits; "" at its end."""
+        """The state of a job, with its nodes or the reason why it waits; "" after its end."""
         shown = subprocess.run(
             ["squeue", "--noheader", "--format=%T %R", *words],
             env=self.environment,
@@ -256,7 +256,7 @@ class Cluster:
         return self._recorded(name, files)
 
     def timeline(self, file):
-        """The timeline that a job has written to `file`, or that of the transcript."""
+        """The Timeline that a job has written to `file`, or the one of the transcript."""
         folder = ROOT if self.is_real else TRANSCRIPTS
         return from_chrome_trace((folder / (file if self.is_real else Path(file).name)).read_text())
 
@@ -277,7 +277,7 @@ class Cluster:
 
 
 def _output_of(process, watch, limit, command):
-    """What a process prints until it ends. Raises ClusterFailed when that takes too long."""
+    """The output of a process, once it has ended. Raises ClusterFailed if that takes too long."""
     begun = time.monotonic()
     while True:
         try:
@@ -294,7 +294,7 @@ def _output_of(process, watch, limit, command):
 
 
 def _end_session(process):
-    """End a shell with all that it has started; srun then gives back what it has or waits for."""
+    """End a shell and all its children; srun then releases its nodes, or leaves the queue."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
@@ -306,9 +306,9 @@ def _end_session(process):
 
 
 def _with_site(environment):
-    """`environment` with the values of slurm/site.env, as `source` gives them to a shell.
+    """`environment` with the values of slurm/site.env, as `source` sets them in a shell.
 
-    Jobs run with the notebook's own Python if the site names neither one nor a container.
+    If the site names neither a Python nor a container, jobs run with the notebook's Python.
     """
     site = Path(os.environ.get("COURSE_SITE", ROOT / "slurm" / "site.env"))
     text = site.read_text()
@@ -328,7 +328,7 @@ def _with_site(environment):
         timeout=30,
     )
     values = dict(pair.split("=", 1) for pair in shown.stdout.split("\0") if pair)
-    if "SBATCH_CONSTRAINT" in values:  # for srun outside of a job, as the lesson calls it
+    if "SBATCH_CONSTRAINT" in values:  # the lesson calls srun outside of a job
         values["SLURM_CONSTRAINT"] = values["SBATCH_CONSTRAINT"]
     return values
 
@@ -340,10 +340,10 @@ def _without_paths(text):
 
 
 def stacks_of(output):
-    """The course's own lines in the stack dumps of a job's ranks, {rank's prefix: [line]}.
+    """{prefix of a rank: [line]}: the lines of the course's code in the stack dumps of a job.
 
-    Each rank that was sent SIGUSR2 has printed where its threads are, the innermost call first;
-    the frames of the main thread are those that end in its script.
+    A rank that receives SIGUSR2 prints the stack of each of its threads, the innermost call first.
+    The frames of the main thread are those that end in the rank's script.
     """
     stacks = {}
     for prefix, text in re.findall(r"^\[(\S+)\]: *File (.*)$", output, re.MULTILINE):

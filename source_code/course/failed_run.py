@@ -1,24 +1,24 @@
-"""What a failed run said last: its ranks' own words, and which rank is to blame."""
+"""Describes a failed run: the error messages of its ranks, and the rank that failed first."""
 
 import re
 import signal
 
 
 class RunFailed(RuntimeError):
-    """A run that ended with an error; the text is what its ranks said last.
+    """A run ended with an error; the text has the error messages of its ranks.
 
-    `output` is what it had printed before.
+    `output` is what the run had printed before.
     """
 
     output = ""
 
     def _render_traceback_(self):
-        """The lines that a notebook shows: the words of the ranks, not the way to them."""
+        """The lines that a notebook shows: the error messages of the ranks, without a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 def readable_errors(errors):
-    """The ranks' own words, without torch's warnings and torchrun's report about them."""
+    """The error messages of the ranks, without torch's warnings and torchrun's report."""
     cut = [i for i, line in enumerate(errors) if re.match(r"[EW]\d{4} .*torch/distributed", line)]
     said = "".join(errors[: cut[0]] if cut else errors)
     said = re.sub(r"^\[rank\d+\]:\[W.*?(\n\n|\Z)", "", said, flags=re.MULTILINE | re.DOTALL)
@@ -26,13 +26,13 @@ def readable_errors(errors):
 
 
 def failed_rank(errors):
-    """The rank that failed first, from torchrun's report, in a sentence; None without a report."""
+    """A sentence that names the rank that failed first in torchrun's report; None without one."""
     failed = re.findall(
         r"^ +rank +: (\d+) .*\n +exitcode +: (-?\d+)", "".join(errors), re.MULTILINE
     )
     codes = {int(rank): int(code) for rank, code in failed}  # the root cause comes last
-    # What torchrun ends, it ends with SIGTERM. Another signal came from outside, and the exit
-    # statuses of the other ranks are what it led to.
+    # torchrun ends ranks with SIGTERM. Any other signal came from outside, and it is the cause of
+    # the exit statuses of the other ranks.
     killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
     rank = killed[0] if killed else next(reversed(codes), None)
     return None if rank is None else how_it_ended(rank, codes[rank])

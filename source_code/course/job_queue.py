@@ -1,4 +1,4 @@
-"""How long a job of lesson 11 has waited in SLURM's queue, and how long it has run."""
+"""Measures how long a job of lesson 11 has waited in SLURM's queue, and how long it has run."""
 
 import time
 
@@ -11,17 +11,17 @@ HINT = (
 
 
 class QueueWatch:
-    """Prints how the state of a job changes, and notices when it runs for too long.
+    """Prints the changes of a job's state, and raises an error when the job runs for too long.
 
-    `ask` returns what squeue says: a state and a reason, "" for a job that it does not list.
-    `limit` is in seconds and counts from the moment at which the job has its nodes. With `quiet`
-    seconds, only a job that waits is shown, and only from then on.
+    `ask` returns the answer of squeue: a state and a reason, "" for a job that is not listed.
+    `limit` is in seconds and counts from the moment at which the job has its nodes. With `quiet`,
+    only a waiting job is shown, and only after that many seconds.
     """
 
     def __init__(self, ask, limit, job="", quiet=None):
         self.ask, self.limit, self.job, self.quiet = ask, limit, job, quiet
         self.begun = time.monotonic()
-        self.last = self.shown = ""  # what squeue has said
+        self.last = self.shown = ""  # the last answer of squeue
         self.runs_since = None
         self.next_look = 0.0
         self.hint_is_due = True
@@ -31,9 +31,10 @@ class QueueWatch:
         return self.last.startswith(WAITING)
 
     def look(self):
-        """What squeue says, "" after the end. Raises TimeoutError when the job has run too long.
+        """The answer of squeue, "" after the end. Raises TimeoutError if the job has run too long.
 
-        Asks SLURM twice a second at first, then ever more rarely: one controller answers a room.
+        SLURM is asked twice per second at first, then less and less often, since one controller
+        may serve a whole classroom.
         """
         now = time.monotonic()
         if now < self.next_look:

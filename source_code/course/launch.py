@@ -1,12 +1,12 @@
 """How a notebook starts a script on several ranks.
 
 `run("gpipe.py --steps 3", ranks=4)` prints the command that does the same in a terminal, starts it,
-shows its output and returns what it printed. On one's own machine that is torchrun, inside a SLURM
-allocation srun with torchrun. With `warm=True` the ranks come out of a fork server that has
-imported torch once, which takes a tenth of the time; where forking is not safe or not there
-(macOS, Windows) torchrun is used instead. The output is the same.
+shows its output and returns a `Run`. The command is torchrun; in a SLURM allocation it is srun with
+torchrun. With `warm=True` the ranks are forked from a server that has imported torch once, so that
+a start takes a tenth of the time. Where forking is unsafe or missing (macOS, Windows), torchrun is
+used instead. The output is the same.
 
-Whatever happens, no rank outlives its cell: an interrupt or a failure ends all of them.
+No rank outlives its cell: an interrupt or a failure ends all ranks.
 """
 
 import multiprocessing
@@ -35,9 +35,9 @@ from lab.variables import LAUNCHER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"
-OURS = "PIPELINE_"  # how the names of variables begin that ranks inherit
-WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # set to 1, runs are warm unless they ask not to be
-# What the scripts import, and what the first backward of a torch process imports by itself.
+OURS = "PIPELINE_"  # prefix of the variables that ranks inherit
+WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # 1: runs are warm unless `warm` is False
+# The imports of the scripts, and those of torch in the first backward of a process.
 PRELOAD = [
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
@@ -52,7 +52,7 @@ _fork_server_is_ready = False
 
 @dataclass(frozen=True)
 class Run:
-    """What a run printed, the losses in it, and its timeline if it was asked for."""
+    """The output of a run, the losses in it, and its Timeline if one was requested."""
 
     output: str
     losses: list
@@ -62,7 +62,7 @@ class Run:
 def warm_up(*modules):
     """Let the fork server import torch in the background. Returns at once.
 
-    `modules` are what a lesson's scripts import besides, by name, where that takes long.
+    `modules` are the names of other slow imports of a lesson's scripts.
     """
     PRELOAD.extend(module for module in modules if module not in PRELOAD)
     if can_fork():
@@ -83,10 +83,10 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
 
     `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
     the timeline. With `ranks=None` the script is started with plain python, as one process, which
-    can be warm as well.
+    can be warm, too.
     `limit` is in seconds. `send=("SIGKILL", 2, "step 7")` sends that signal to rank 2 as soon as a
-    line is printed that starts so. Raises RunFailed, or KeyboardInterrupt after all ranks have
-    ended.
+    printed line starts with "step 7". Raises RunFailed for a failed run, and KeyboardInterrupt for
+    an interrupt, both after all ranks have ended.
     """
     script, *flags = shlex.split(command)
     if warm is None:
@@ -106,7 +106,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
 
 @contextmanager
 def started_ranks(script, flags, ranks, warm=True):
-    """Ranks of a script, see `run`. Whatever happens in the block, all have ended after it."""
+    """A context with the ranks of a script, see `run`. After the block all ranks have ended."""
     warm = warm and can_fork() and not _is_away()
     if warm:
         _wait_for_fork_server()
@@ -133,7 +133,7 @@ def launch_words(script, flags, ranks):
 
 
 def srun_words():
-    """Inside a SLURM allocation: srun, with all cores that the job has on its node; else nothing."""
+    """The words of srun with all cores of the job on its node; [] outside a SLURM allocation."""
     if "SLURM_JOB_ID" not in os.environ:
         return []
     # The notebook is part of the same job and keeps its share: the ranks overlap with it.
@@ -182,7 +182,7 @@ def _follow(started, show, limit, send=None):
                 failure = f"the run took longer than {limit} s"
             if failure is not None:
                 started.end()
-                deadline = time.monotonic() + 5  # for what they said last
+                deadline = time.monotonic() + 5  # for the last output of the ranks
         elif time.monotonic() > deadline:
             break
     failure = failure or started.failure(wait=True)
@@ -209,9 +209,9 @@ class LaunchedRanks:
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment["PYTHONUNBUFFERED"] = "1"
-        if words[0] != "srun":  # whose ranks run on other machines
+        if words[0] != "srun":  # srun's ranks may run on other machines
             environment[LAUNCHER_VARIABLE] = str(os.getpid())
-        # This very Python, which is the one that has torch: not the first one of the PATH.
+        # This process's Python, which has torch; the first Python of the PATH may be another.
         programs = {
             "torchrun": [sys.executable, "-m", "torch.distributed.run"],
             "python": [sys.executable],
@@ -227,7 +227,7 @@ class LaunchedRanks:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # an interrupt reaches the notebook first, which then ends this
+            start_new_session=True,  # an interrupt reaches only the notebook, which ends the ranks
         )
         self.streams = {"stdout": self.process.stdout, "stderr": self.process.stderr}
 
@@ -249,9 +249,9 @@ class LaunchedRanks:
 
 
 class WarmRanks:
-    """Ranks forked from a process that has imported torch, with the variables torchrun sets.
+    """Ranks forked from a process that has imported torch, with the variables that torchrun sets.
 
-    With `num_ranks=None` one process without them, as plain python starts it.
+    With `num_ranks=None` it is one process without these variables, as with plain python.
     """
 
     def __init__(self, script, flags, num_ranks):
@@ -296,7 +296,7 @@ class WarmRanks:
         codes = [process.exitcode or 0 for process in self.ranks]
         if not any(codes):
             return None
-        # A signal comes from outside: the exit statuses of others are what it led to.
+        # A signal came from outside: it is the cause of the other ranks' exit statuses.
         code = min(codes) if min(codes) < 0 else next(filter(None, codes))
         return how_it_ended(codes.index(code), code)
 
@@ -311,7 +311,7 @@ class WarmRanks:
 
 
 def _wait_for_fork_server():
-    """Until it has imported torch, once; an interrupt ends only this wait."""
+    """Wait until the fork server has imported torch; an interrupt ends only this wait."""
     global _fork_server_is_ready
     if not _fork_server_is_ready:
         warm_up()
@@ -324,7 +324,7 @@ def _wait_for_fork_server():
 
 @contextmanager
 def _interrupts_held():
-    """Keep a start or an end from being cut in half: an interrupt is delivered afterwards."""
+    """A context that delays an interrupt, so that a start or an end of ranks is completed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -340,7 +340,7 @@ def _interrupts_held():
 
 @contextmanager
 def _importable():
-    """Let a started Python find the course's code by itself: its own sys.path comes too late."""
+    """A context that lets a started Python find the course's code before its sys.path is set."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SCRIPTS), before]))
     try:
@@ -354,7 +354,7 @@ def _importable():
 
 @contextmanager
 def _without_main():
-    """Keep a started process from running the caller's own main module first."""
+    """A context in which a started process does not first run the caller's main module."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -373,7 +373,7 @@ def _be_a_rank(script, flags, environment, out, errors):
     for name in [name for name in os.environ if name.startswith(OURS)]:  # the fork server's
         del os.environ[name]
     os.environ.update(environment)
-    if "torch" in sys.modules:  # which read OMP_NUM_THREADS when the fork server imported it
+    if "torch" in sys.modules:  # torch read OMP_NUM_THREADS in the fork server
         sys.modules["torch"].set_num_threads(1)
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -383,7 +383,7 @@ def _be_a_rank(script, flags, environment, out, errors):
 
 
 def _end_tree(process_ids):
-    """Ask these processes and all their children to end; after a second, make them."""
+    """Ask these processes and all their children to end; kill them after one second."""
     processes = []
     for process_id in process_ids:
         try:

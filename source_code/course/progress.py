@@ -1,8 +1,9 @@
-"""What a reader's checks note of their progress: a line per check, in one file per person.
+"""Notes a reader's progress: the checks write one line per call, into one file per person.
 
-COURSE_PROGRESS names the folder, for a workshop one that all can write to, and is build/progress if it
-is not set; "off" switches it off. COURSE_NAME names the person, else the login does. A line holds the
-exercise, what came of it and when, and nothing of the answer. `make wall` shows such a folder.
+COURSE_PROGRESS names the folder; in a workshop, all readers must be able to write to it. Without
+the variable it is build/progress; "off" switches the notes off. COURSE_NAME names the person, by
+default with the login name. A line has the exercise, the outcome and the time, and nothing of the
+answer. `make wall` shows such a folder.
 """
 
 import getpass
@@ -19,13 +20,13 @@ NAME_VARIABLE = "COURSE_NAME"
 OFF = "off"
 REACHED, TRIED, RIGHT = "not attempted", "not yet", "right"
 OUTCOMES = (REACHED, TRIED, RIGHT)
-MOST_BYTES = 5_000_000  # of a file; a person's longest week stays far below
+MOST_BYTES = 5_000_000  # of a file; one person's week is far smaller
 ROOT = Path(__file__).resolve().parents[2]
-told = set()  # what has been said already
+told = set()  # the sentences that have been printed
 
 
 def note(exercise, outcome):
-    """Add a line on an exercise. Nothing that goes wrong here keeps a check from answering."""
+    """Append a line on an exercise. A file that cannot be written does not stop the check."""
     folder = folder_of_progress()
     if folder is None:
         return
@@ -33,7 +34,7 @@ def note(exercise, outcome):
     file = folder / f"{name_of_person()}.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # One write to the end of the file: lines of several kernels do not mix.
+        # A line is appended in one write, so lines of several kernels do not mix.
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, f"{json.dumps(record)}\n".encode())
@@ -47,7 +48,7 @@ def note(exercise, outcome):
 
 
 def folder_of_progress():
-    """The folder for the lines, or None where none are written: switched off, or in a page."""
+    """The folder for the lines; None if they are switched off, or in a web page."""
     chosen = os.environ.get(FOLDER_VARIABLE, "")
     stored = os.environ.get("PIPELINE_STORED_PICTURES") == "1"  # a notebook that is being stored
     if chosen == OFF or stored or sys.platform == "emscripten":
@@ -56,7 +57,7 @@ def folder_of_progress():
 
 
 def name_of_person():
-    """The name under which a file is written, with nothing in it that is special in a path."""
+    """The person's name as a file name, without characters that are special in a path."""
     try:
         name = os.environ.get(NAME_VARIABLE) or getpass.getuser()
     except (KeyError, OSError):  # a user without a name
@@ -71,10 +72,10 @@ def tell_once(sentence):
 
 
 def read_progress(folder):
-    """({person: their records in the order of time}, [what was skipped, a sentence each]).
+    """({person: records in the order of time}, [a sentence for each thing that was skipped]).
 
-    A file that holds no line of progress is foreign and skipped; so is a line that is damaged. A last
-    line that is still being written waits for the next look.
+    A file that is not a progress file is skipped, and so is a damaged line. The last line may still
+    be incomplete; the next call reads it.
     """
     people, skipped = {}, []
     for file in sorted(Path(folder).iterdir()):
@@ -99,7 +100,7 @@ def read_progress(folder):
 
 
 def read_line(line):
-    """The record of a line, or None if it is not one."""
+    """The record in a line, or None if the line is not a valid record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Shows the scripts' own code in a notebook, so that no second copy of it exists."""
+"""Shows the scripts' code in a notebook, so that the notebook needs no copy of it."""
 
 import ast
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ SOURCE_CODE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Source:
-    """A piece of a file; a notebook shows it with its colours and says where it stands."""
+    """A piece of a source file; a notebook shows it in colour, with its place in the file."""
 
     where: str
     text: str
@@ -23,11 +23,11 @@ class Source:
 
 
 def source_of(file, name=None):
-    """The text of function, class or method `name` (`Class.method`) of a file in source_code.
+    """The Source of the function, class or method `name` (`Class.method`) of a file in source_code.
 
     Without a name it is the whole file.
 
-    Raises LookupError when the file has no such definition.
+    Raises LookupError if the file has no such definition.
     """
     text = (SOURCE_CODE / file).read_text()
     if name is None:

@@ -1,1 +1,1 @@
-"""The lab looks on: it predicts a schedule, attaches instruments to a run, and draws both."""
+"""The lab: predicts a schedule, attaches instruments to a run, and draws both."""

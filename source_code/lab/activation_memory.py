@@ -1,9 +1,9 @@
-"""Counts activation memory: the bytes that forwards leave behind for their backwards.
+"""Counts activation memory: the bytes that forwards save for their backwards.
 
-Autograd keeps tensors for the backward of every operation. Hooks count each one as it is saved, so
-the count is exact on any device; a tensor that several operations share counts once, and weights
-and tables, which are there anyway, do not count at all. On a GPU the allocator's peak says the
-same from outside, with everything else that lives there.
+Autograd saves tensors for the backward of every operation. Hooks count each tensor as it is saved,
+so the count is exact on any device. A tensor that several operations share counts once. Weights and
+tables do not count, since they exist anyway. On a GPU the allocator's peak is a second measure,
+which includes all other memory in use.
 """
 
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ import torch
 class ActivationMemory:
     """The activation memory of one rank, now and at its peak, in bytes.
 
-    Counting takes time, and every pass is alike: only the first is counted, unless
+    Counting takes time, and all passes are alike, so only the first pass is counted unless
     `every_pass` is set.
     """
 
@@ -26,7 +26,7 @@ class ActivationMemory:
 
     @contextmanager
     def acting(self, work):
-        """Around an action: a forward adds what it saves, a backward takes it away."""
+        """A context for an action: a forward adds its saved bytes, a backward removes them."""
         if not self.active:
             yield
             return
@@ -44,18 +44,18 @@ class ActivationMemory:
             elif kind == "I" and hasattr(stage, "deferred"):
                 self.storages[key] = {}
                 self.keep(key, kept_by(stage, microbatch))
-        self.work = None  # its tensors would otherwise stay
+        self.work = None  # otherwise its tensors would stay alive
 
     @contextmanager
     def running_again(self, stage, function, inputs):
-        """Around a forward inside a backward: what it saves is there for a moment, on top.
+        """A context for a forward inside a backward: its saved bytes are added for a short time.
 
-        The hooks of torch.utils.checkpoint may be at work inside, which see what is saved instead
-        of others. So the forward is run once more on the side, where no other hook counts.
+        Inside, the hooks of torch.utils.checkpoint may receive the saved tensors in place of the
+        hooks here. So the forward is run once more before, where no other hook is active.
         """
         if self.active:
             index, _, microbatch = self.work.action
-            if hasattr(stage, "kept"):  # it has let go of some of them
+            if hasattr(stage, "kept"):  # the stage has freed some kept tensors
                 self.storages[index, microbatch] = {}
                 self.keep((index, microbatch), kept_by(stage, microbatch))
             inside = ActivationMemory()
@@ -70,38 +70,39 @@ class ActivationMemory:
 
     @contextmanager
     def saved_under(self, key, stage, there_anyway=()):
-        """Count what a forward of `stage` saves for its backward, without its weights and tables."""
+        """A context that counts the bytes that a forward of `stage` saves, without weights and
+        tables."""
         storages = {}
 
         def pack(tensor):
-            # Whole numbers are the tokens, which the caller keeps for the whole step.
+            # Integer tensors are the tokens, which the caller keeps for the whole step.
             if tensor.is_floating_point():
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # the tensor itself would keep its own graph alive for ever
+            return tensor.detach()  # the tensor itself would keep its graph alive
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        # Afterwards: a forward may have gathered weights that lay in shards.
+        # Weights are removed after the forward, which may have gathered them from shards.
         for tensor in [*weights_of(stage), *there_anyway]:
             storages.pop(tensor.untyped_storage().data_ptr(), None)
         self.storages[key] = storages
         self.peak = max(self.peak, self.held())
 
     def keep(self, key, tensors):
-        """Add tensors that the stage itself keeps."""
+        """Add the bytes of tensors that the stage itself keeps."""
         floats = (tensor for tensor in tensors if tensor.is_floating_point())
         storages = (tensor.untyped_storage() for tensor in floats)
         self.storages[key].update({s.data_ptr(): s.nbytes() for s in storages})
         self.peak = max(self.peak, self.held())
 
     def held(self):
-        """Bytes now; a storage that two micro-batches share counts once."""
+        """The bytes held now; a storage that two micro-batches share counts once."""
         return sum({k: v for held in self.storages.values() for k, v in held.items()}.values())
 
 
 def weights_of(stage):
-    """The tensors of a stage that are there anyway: weights, tables and older versions."""
+    """The tensors of a stage that do not count: weights, tables, older versions of the weights."""
     older = getattr(stage, "stash", None)
     versions = older.versions.values() if older else ()
     stashed = [weight for version in versions for weight in version.values()]
@@ -109,7 +110,7 @@ def weights_of(stage):
 
 
 def kept_by(stage, microbatch):
-    """What a stage itself keeps beside autograd: inputs to recompute from, deferred gradients."""
+    """The tensors that a stage itself keeps: inputs for recomputation, deferred gradients."""
     inputs = stage.kept(microbatch) if hasattr(stage, "kept") else []
     deferred = getattr(stage, "deferred", {}).get(microbatch, [])
     return inputs + [tensor for layer in deferred for tensor in (layer.inputs, layer.gradient)]

@@ -1,4 +1,4 @@
-"""What ranks have to agree on before their first message: flags, text, torch, and the code."""
+"""Compares what must be equal on all ranks before the first message: flags, text, torch, code."""
 
 import ctypes
 import hashlib
@@ -16,11 +16,11 @@ PACKAGES = ("pipeline", "lab", "extensions", "broken")
 
 
 class Disagreement(Exception):
-    """Ranks were started in different ways; the text names one, what differs, and both values."""
+    """Ranks were started differently; the text names one rank, the setting, and both values."""
 
 
 class Missing(Exception):
-    """Ranks have not come; `ranks` are their numbers."""
+    """Some ranks have not joined; `ranks` has their numbers."""
 
     def __init__(self, ranks):
         super().__init__(ranks_text(ranks))
@@ -28,12 +28,12 @@ class Missing(Exception):
 
 
 def agree(store, rank, num_ranks, settings, timeout, arrived=None):
-    """Wait until all ranks are there. Returns the process ids of those on this machine, by rank.
+    """Wait until all ranks have joined. Returns {rank: process id} of those on this machine.
 
-    `settings` are compared by name, beside the number of ranks, torch and the code. The numbers of
-    the ranks that are there are added to the set `arrived`. Raises Disagreement, with the same
-    words on all ranks, for the first one that was started otherwise than rank 0, and Missing after
-    `timeout` seconds.
+    `settings` are compared by name, with the number of ranks, torch's version and the code. The
+    numbers of the ranks that have joined are added to the set `arrived`. Raises Disagreement for
+    the first rank whose settings differ from those of rank 0, with the same text on all ranks, and
+    Missing after `timeout` seconds.
     """
     mine = {"the number of ranks": num_ranks, "torch": torch.__version__, "the code": version()}
     place = socket.gethostname(), os.getpid()
@@ -48,7 +48,7 @@ def agree(store, rank, num_ranks, settings, timeout, arrived=None):
                     arrived.add(other)
         missing -= set(found)
         if len({each[2]["the number of ranks"] for each in found.values()}) > 1:
-            break  # some of the missing ranks will never come
+            break  # the counts differ, so not all ranks will join
         if missing and time.monotonic() > deadline:
             raise Missing(sorted(missing))
         time.sleep(0.02 if missing else 0)
@@ -71,12 +71,12 @@ def difference_text(rank, settings, others):
 
 
 def ranks_text(ranks):
-    """As "rank 2" or "ranks 1, 3"."""
+    """Ranks in words, such as "rank 2" or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def version():
-    """The version of this code: the first digits of a SHA-256 of packages and script."""
+    """The version of this code: the first 12 digits of a SHA-256 of the packages and the script."""
     root = Path(__file__).resolve().parents[1]
     files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
     files += [path for path in [Path(sys.argv[0])] if path.is_file()]
@@ -84,9 +84,10 @@ def version():
 
 
 def settings_of(arguments):
-    """What has to be equal on all ranks, by name: the flags and the text.
+    """{name: value} of what must be equal on all ranks: the flags and the text.
 
-    --device may differ, and --data, whose content counts: a node may have a path of its own.
+    --device may differ. --data may also differ, since a node may have another path; the content of
+    the text is compared.
     """
     plain = (str, int, float, list, tuple, type(None))
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
@@ -95,11 +96,11 @@ def settings_of(arguments):
     settings = {"--" + name.replace("_", "-"): value for name, value in own.items()}
     if getattr(arguments, "text", None) is not None:
         settings["the text"] = checksum_of(arguments.text)
-    return json.loads(json.dumps(settings))  # as the other ranks read it: a tuple is a list
+    return json.loads(json.dumps(settings))  # as other ranks read it: a tuple becomes a list
 
 
 def checksum_of(text):
-    """Of all tokens; of those that stay in files the one that their folder has."""
+    """A checksum of all tokens; for tokens in files, the fingerprint stored in their folder."""
     if hasattr(text, "fingerprint"):
         return text.fingerprint[:12]
     checksum = 0

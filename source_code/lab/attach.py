@@ -1,6 +1,6 @@
 """The three lines that attach the lab to a script: import, flags, observe.
 
-Deleting them from a script changes no digit of a loss, and leaves a program that needs no lab.
+Without them, a script prints the same losses to the last digit and does not need the lab.
 """
 
 import faulthandler
@@ -58,10 +58,10 @@ def add_flags(parser):
 def observe(arguments, job, stages, schedule, what="step", first_step=0, memory=None):
     """Attach the lab to a job and this rank's `stages`. All ranks call it, before the first step.
 
-    `schedule` is a Schedule or a name. `what` is what one pass through it is, and `first_step` is
-    above 0 in a continued run. The summary is printed when the job is left; `memory(activations)`
-    may print more, given this rank's peak activation memory in bytes. Returns the Laboratory,
-    whose instruments can be asked.
+    `schedule` is a Schedule or a name. `what` is the name of one pass through the schedule, and
+    `first_step` is above 0 in a continued run. The summary is printed when the job is left;
+    `memory(activations)` may print more, given this rank's peak activation memory in bytes.
+    Returns the Laboratory, which has the instruments as attributes.
     """
     if isinstance(schedule, str):
         schedule = build_schedule(schedule, job.num_ranks, arguments.microbatches)
@@ -77,7 +77,7 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, memory=
 
 
 def watch(job):
-    """Attach the watch alone: a rank that waits too long ends the job, by name. Returns the Watch."""
+    """Attach the watch alone; it ends a job in which a rank waits too long. Returns the Watch."""
     alone = watch_of(job)
     Observer(job, [alone])
     alone.start()
@@ -91,12 +91,12 @@ class Laboratory:
         self.job, self.schedule, self.pace = job, schedule, pace
 
     def open(self, arguments, what, first_step):
-        """Set the instruments up, together with all other ranks."""
+        """Set up the instruments; all ranks call it."""
         job = self.job
         dump_stacks_when_asked()
         self.watch = watch_of(job)
         self.observer = Observer(job, [self.watch])
-        self.watch.start()  # before the others are set up: from here on a lost rank is named
+        self.watch.start()  # first, so that a rank lost during the setup is named
         self.network = attach_network(job)
         origin = shared_origin(job, self.network.nodes[job.rank])
         self.clock = Clock(job.rank, job.device, origin, self.pace)
@@ -109,7 +109,7 @@ class Laboratory:
         further += [self.memory, self.clock]
         steps = arguments.steps - first_step if what == "step" else 0
         if arguments.profile:
-            # The first step of several pays for what is done once; leave it out.
+            # The first of several steps includes work that is done once, so it is left out.
             self.profile = Profile(job, self.clock, int(steps > 1))
             further.append(self.profile)
         bar = steps if steps and self.has_loss() else 0
@@ -121,7 +121,7 @@ class Laboratory:
         self.leave_job, job.leave = job.leave, self.leave
 
     def has_loss(self):
-        """Whether this rank has the last stage, whose losses a terminal sees."""
+        """Whether this rank has the last stage, which prints the losses."""
         return self.job.rank == self.schedule.rank_of(self.schedule.num_stages - 1, 0)
 
     def leave(self):
@@ -140,7 +140,7 @@ class Laboratory:
 
 
 def dump_stacks_when_asked():
-    """On SIGUSR2 a rank prints where each of its threads is, and goes on."""
+    """Make this rank print the stacks of all its threads on SIGUSR2; it then continues."""
     if hasattr(signal, "SIGUSR2"):
-        # Not sys.stderr, which a notebook or a test may have replaced by something without a file.
+        # Not sys.stderr, which a notebook or a test may have replaced by an object without a file.
         faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)

@@ -1,4 +1,4 @@
-"""What the lab rejects before a run starts: outputs that could not be written, a wrong pace."""
+"""Rejects flags of the lab before a run starts: outputs that cannot be written, a wrong pace."""
 
 import os
 from dataclasses import replace
@@ -10,13 +10,13 @@ from pipeline.command_line import reject
 from pipeline.paths import WRITTEN, can_be_written, check_paths_apart
 
 OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
-LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward, were the layer ever so narrow
+LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward of the narrowest layer
 FASTEST_CPU, FASTEST_GPU = 2e11, 2.5e15  # operations per second of a thread, of a device
 OUTPUTS = {"--timeline": "timeline", "--profile": "profile", "--record": "record"}
 
 
 def check_has_ranks(arguments):
-    """Reject the lab's flags for one process with several stages: it attaches to ranks."""
+    """Reject the lab's flags for one process with several stages: the lab attaches to ranks."""
     names = "pace", "timeline", "profile", "record"
     if getattr(arguments, "single_process", None) and any(getattr(arguments, n) for n in names):
         reject(
@@ -26,7 +26,7 @@ def check_has_ranks(arguments):
 
 
 def check_outputs(arguments):
-    """Reject an output that could not be written when the training is over, or would destroy."""
+    """Reject an output that could not be written after the training, or would overwrite a file."""
     check_paths_apart(arguments, {**OUTPUTS, **WRITTEN})
     for flag in ("--timeline", "--profile", "--losses", "--metrics"):
         path = getattr(arguments, flag.removeprefix("--"), None)
@@ -60,16 +60,16 @@ def check_recording(folder):
 
 
 def check_memory(arguments):
-    """Reject sizes that cannot start: this is far less than training takes.
+    """Reject sizes for which this machine has too little memory even to start.
 
-    Counted are the weights of the largest stage, the tokens of a batch and the activations of one
-    layer, 8 bytes each, and Python's objects around layers and rows.
+    The estimate has the weights of the largest stage, the tokens of a batch and the activations of
+    one layer, 8 bytes each, and the Python objects of layers and rows. Training takes far more.
     """
     if getattr(arguments, "plan", None):
         return
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # some systems do not say
+    except (AttributeError, OSError, ValueError):  # not available on some systems
         return
     config = arguments.config
     layers = -(-config.layers // arguments.num_ranks)
@@ -88,10 +88,10 @@ def check_memory(arguments):
 
 
 def check_duration(arguments):
-    """Reject sizes of which one step would take more than an hour on any machine.
+    """Reject sizes for which one step would take more than an hour on any machine.
 
-    Every layer takes some time for every micro-batch however narrow it is, and 6 operations per
-    weight and token, by this rank's share of the layers.
+    Every layer takes at least LEAST_PER_LAYER for each micro-batch, and 6 operations per weight and
+    token, for this rank's share of the layers.
     """
     if getattr(arguments, "plan", None):
         return
@@ -111,7 +111,7 @@ def check_duration(arguments):
 
 
 def check_pace(arguments):
-    """Add `pace_costs`: --pace as Costs in milliseconds, or None."""
+    """Set `arguments.pace_costs`: --pace as Costs in milliseconds, or None. Reject a wrong pace."""
     pace, timeout = arguments.pace, arguments.timeout
     arguments.pace_costs = None
     if pace is None:
@@ -144,7 +144,7 @@ def check_pace(arguments):
 
 
 def check_pace_per_layer(arguments):
-    """Reject --pace-per-layer without a pace, or with a stage that would outlast --timeout."""
+    """Reject --pace-per-layer without a pace, or if an action would last longer than --timeout."""
     if not arguments.pace_per_layer:
         return
     pace, timeout = arguments.pace_costs, arguments.timeout
@@ -160,7 +160,7 @@ def check_pace_per_layer(arguments):
 
 
 def pace_by_layers(pace, cut):
-    """`pace` times the number of layers of each stage of the `cut`, as Costs in milliseconds."""
+    """`pace` times the number of layers of each stage in `cut`, as Costs in milliseconds."""
     layers = [last - first for first, last in cut]
     weight = pace.backward / 2 if pace.backward_weight is None else pace.backward_weight
     return replace(

@@ -1,6 +1,6 @@
-"""Bars and curves as SVG elements, with the standard library alone, so that a browser draws them too.
+"""Bars and curves as SVG elements, with the standard library alone, so that they work in a browser.
 
-Notebooks whose curves need no browser take matplotlib's (figures.py). A bar has its number beside it
+Notebooks whose curves need no browser use matplotlib (figures.py). A bar has its number beside it
 and a curve its name, so that no colour carries meaning alone.
 """
 
@@ -12,20 +12,20 @@ from lab.drawing import FONT, TEXT, round_step
 
 CHOSEN, COMPARED = "#D55E00", "#0072B2"  # of Okabe and Ito; both stand out on white and on black
 FILLED, OVER = "#56B4E9", "#D55E00"
-HALF = 410  # of the width of a drawing: what a plot or the bars of one schedule take
+HALF = 410  # half of the width of a drawing: the width of a plot, or of one schedule's bars
 
 AXIS = 46  # left of a plot, for its numbers
 ACROSS, DOWN = 205, 180  # a plot's width and height
-SAMPLE = 20  # of a curve, before its name
-PLOT = DOWN + 86  # with its title and the words below it
+SAMPLE = 20  # length of the piece of a curve before its name
+PLOT = DOWN + 86  # height of a plot with its title and the words below it
 SPACE = 15  # between two names at the end of curves
-CLOSE = 24  # numbers of the axis that are nearer are left out
+CLOSE = 24  # numbers on the axis that are closer together are left out
 BAR, BAR_GAP, LONGEST = 14, 4, 215
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Some points (x, y) with a name; `mark` is "circle", "square" or nothing."""
+    """The points (x, y) of a curve and its name; `mark` is "circle", "square" or ""."""
 
     name: str
     points: tuple
@@ -38,8 +38,8 @@ class Curve:
 def draw_plot(left, top, title, x_label, curves, now, limit=None, doubling=False):
     """A plot of Curves as a list of SVG elements. Its corner is at (`left`, `top`).
 
-    A line stands at `now`, a value on the x axis, and one at `limit`, on the y axis, if there is any.
-    With `doubling` each doubling of x takes the same way.
+    A line marks `now`, a value on the x axis, and another marks `limit`, a value on the y axis,
+    unless it is None. With `doubling` the x axis is logarithmic.
     """
     x0, y0 = left + AXIS, top + 36
     places = [value for curve in curves for value, _ in curve.points]
@@ -66,7 +66,7 @@ def draw_plot(left, top, title, x_label, curves, now, limit=None, doubling=False
 
 
 def _draw_frame(x0, y, most):
-    """Lines at round numbers, with these."""
+    """Horizontal lines at round numbers, with the numbers."""
     parts, step, value = [], round_step(most / 4), 0.0
     while value <= most:
         parts.append(_line(f"M{x0} {y(value):.1f}h{ACROSS}", TEXT, 0.5))
@@ -85,7 +85,7 @@ def _draw_places(values, x, bottom):
 
 
 def _draw_curve(curve, places):
-    """A Curve through some places of the drawing."""
+    """A Curve through the given places of the drawing."""
     path = "M" + "L".join(f"{across:.1f} {down:.1f}" for across, down in places)
     parts = [_line(path, curve.color, curve.width, curve.dashes)]
     for across, down in places if curve.mark else []:
@@ -98,7 +98,7 @@ def _draw_curve(curve, places):
 
 
 def _draw_names(curves, y, left, bottom):
-    """The names beside where the curves end, moved until none lies on another; a sample of each."""
+    """The names at the ends of the curves, moved apart until none overlap, each with a sample."""
     ends = sorted(curves, key=lambda curve: y(curve.points[-1][1]))
     places = []
     for curve in ends:
@@ -116,15 +116,15 @@ def _draw_names(curves, y, left, bottom):
 
 
 def bars_height(count):
-    """The height that `draw_bars` takes for so many bars."""
+    """The height of the drawing of `count` bars by `draw_bars`."""
     return 24 + count * (BAR + BAR_GAP) + 8
 
 
 def draw_bars(left, top, title, bars, limit, most):
     """A bar for each of `bars`, (name, base, rest, words), as a list of SVG elements.
 
-    `base` is hatched, `rest` filled, and what is over `limit` in another colour: see
-    `draw_bars_legend`. A line stands at `limit`; `most` is the longest of all bars on this scale.
+    `base` is hatched, `rest` is filled, and the part above `limit` has another colour: see
+    `draw_bars_legend`. A line marks `limit`; `most` is the longest of all bars on this scale.
     """
     parts = [_words(left, top + FONT, title)]
     scale = LONGEST / max(most, limit)
@@ -149,7 +149,7 @@ def draw_bars(left, top, title, bars, limit, most):
 
 
 def draw_bars_legend(left, top, base, rest):
-    """What the two parts of a bar and the dashed line are, as a list of SVG elements."""
+    """The legend of the two parts of a bar and the dashed line, as a list of SVG elements."""
     words = [base, rest, "limit", "over it"]
     at = [left]
     for each in words:

@@ -31,7 +31,7 @@ ROW_GAP = 6
 FONT = 13
 MOST_NUMBERS = 400
 READING = 16  # the height of a line of a block's story
-SHADE = 0.24  # how far the blocks of one stage differ from those of the rank's stage before
+SHADE = 0.24  # difference in shade between the blocks of two consecutive stages of a rank
 
 PATH = (  # the line of a longest path
     'fill="none" stroke="#D3006E" stroke-width="3.4" stroke-linejoin="round" pointer-events="none"'
@@ -41,12 +41,12 @@ DASHED = 'stroke="#555555" stroke-dasharray="3 2.4"'  # the outline of a forward
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one timeline lies in a drawing: the heights of its parts, and its scale."""
+    """The place of one timeline in a drawing: the heights of its parts, and its scale."""
 
     label: str
     timeline: Timeline
     title: float
-    reading: float | None  # of the first of two lines for a block's story, if there are any
+    reading: float | None  # height of the first of two lines for a block's story, if any
     top: float  # of rank 0
     scale: float  # units of the drawing for one unit of time
 
@@ -78,10 +78,8 @@ def arrange(timelines, reading=False, longest_path=False):
 
 
 def draw_cursor(timelines, time, reading=False, marked=()):
-    """A transparent drawing of the same size: a line at `time`, and what is under way outlined.
-
-    `marked` actions, if any, have a dashed outline and the sign of inequality.
-    """
+    """A transparent drawing of the same size, with a line at `time` and outlines of the actions
+    under way. Actions in `marked` have a dashed outline and the sign ≠."""
     places, height = arrange(timelines, reading)
     parts = []
     for place in places:
@@ -112,14 +110,14 @@ def draw_cursor(timelines, time, reading=False, marked=()):
 
 
 def has_numbers(timeline):
-    """Whether there is room for numbers and messages: with more blocks they would only blur."""
+    """Whether numbers and messages are drawn: with more blocks they could not be read."""
     return len(timeline.events) <= MOST_NUMBERS
 
 
 def draw_place(place, unit, title, stories=None):
     """One timeline at its place, as a list of SVG elements.
 
-    `stories` has two lines for each event, else what story.py says of it; False for none.
+    `stories` has two lines for each event; None takes them from story.py, False leaves them out.
     """
     timeline = place.timeline
     width = timeline.makespan * place.scale
@@ -144,7 +142,7 @@ def draw_place(place, unit, title, stories=None):
 
 def _draw_blocks(place, stories):
     timeline = place.timeline
-    # The outline is as thin as the blocks need; otherwise it would cover a dense drawing.
+    # The more blocks, the thinner the outline: otherwise it would cover a dense drawing.
     widths = sorted((event.end - event.start) * place.scale for event in timeline.events)
     outline = min(0.7, 0.1 * widths[len(widths) // 4])
     chunk = _chunks(timeline)
@@ -184,7 +182,7 @@ def _draw_blocks(place, stories):
 
 
 def _draw_recomputed(place, chunk):
-    """The forwards run again, over the start of the backwards that they are a part of."""
+    """Draw the recomputed forwards over the start of the backwards that contain them."""
     parts = []
     for event in place.timeline.events:
         if event.recompute:
@@ -198,7 +196,7 @@ def _draw_recomputed(place, chunk):
 
 
 def _chunks(timeline):
-    """{(rank, stage): which of the rank's stages it is, counted from 0}."""
+    """{(rank, stage): number of the stage among the rank's stages, from 0}."""
     chunks = {}
     for rank, events in enumerate(timeline.by_rank):
         for chunk, stage in enumerate(sorted({event.action.stage for event in events})):
@@ -254,7 +252,7 @@ def _draw_dots(dots):
 
 
 def _draw_messages(place):
-    """A thin line from the end of the action that sends to the start of the one that needs it."""
+    """Draw a thin line from the end of each sending action to the start of the receiving one."""
     lines = []
     for wait in waits_of(place.timeline):
         if wait.source is None:
@@ -305,7 +303,7 @@ def round_step(least):
 
 
 def _legend_of(timelines, longest_path=False):
-    """What the legend explains: (sign, words, left, line) of each entry, and the number of lines."""
+    """The entries of the legend, as (sign, words, left, line), and the number of lines."""
     kinds = {event.action.kind for timeline in timelines for event in timeline.events}
     few = [timeline for timeline in timelines if has_numbers(timeline)]
     entries = []
@@ -330,7 +328,7 @@ def _legend_of(timelines, longest_path=False):
 
 
 def draw_legend(timelines, top, longest_path=False):
-    """What the colours and marks mean, as a list of SVG elements."""
+    """The legend of colours and marks, as a list of SVG elements."""
     parts = []
     entries, _, few = _legend_of(timelines, longest_path)
     count = 1 + max(chunk for timeline in timelines for chunk in _chunks(timeline).values())
@@ -379,9 +377,10 @@ def _text(x, y, text, anchor):
 
 
 def wrap(parts, height, alt, titled=True):
-    """The SVG text of a whole drawing, and `alt` as its name for those who cannot see it.
+    """The SVG text of a whole drawing, with `alt` as its description for screen readers.
 
-    A title shows up wherever one points, so a drawing whose blocks have stories has none.
+    A title would pop up under the pointer everywhere, so a drawing whose blocks have stories has
+    none.
     """
     title = f"<title>{escape(alt)}</title>" if titled else ""
     return (

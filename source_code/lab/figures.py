@@ -1,6 +1,6 @@
 """Pictures for notebooks and pages: timelines, predicted or performed, and curves.
 
-Each says in words what it shows. How a timeline is drawn stands in drawing.py.
+Each picture has a text with the same content. drawing.py draws the timelines.
 """
 
 import io
@@ -14,7 +14,7 @@ from lab.story import short
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing as SVG text, and the same fact in words for those who cannot see it."""
+    """A drawing as SVG text, and its content in words for readers who cannot see it."""
 
     svg: str
     alt: str
@@ -52,7 +52,7 @@ def draw_timelines(
 
 
 def describe(timeline, unit="ms"):
-    """One timeline in a few words."""
+    """A short description of one timeline."""
     return (
         f"{timeline.name}, {timeline.num_ranks} ranks, {short(timeline.makespan)} {unit}, "
         f"{timeline.idle_fraction:.1%} idle"
@@ -60,7 +60,7 @@ def describe(timeline, unit="ms"):
 
 
 def table(timeline):
-    """A timeline as text: one line a rank, with what it does and when. The figure's equivalent."""
+    """The text equivalent of a figure: one line per rank, with its actions and their times."""
     lines = []
     for rank, events in enumerate(timeline.by_rank):
         cells = (
@@ -73,11 +73,12 @@ def table(timeline):
 
 
 def new_plot(x_label, y_label, titles=("",), width=8.0, height=3.4):
-    """A matplotlib figure in the course's style, clear ground and grey text, and its axes.
+    """A matplotlib figure and its axes, with a transparent background and grey text.
 
-    With several `titles` there is a panel for each, on one y axis, and the axes are a list.
+    With several `titles` there is one panel per title, the panels share the y axis, and the axes
+    are returned as a list.
     """
-    from matplotlib.figure import Figure  # only notebooks with a curve pay for the import
+    from matplotlib.figure import Figure  # slow, and needed only for curves
 
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.patch.set_alpha(0)
@@ -95,7 +96,7 @@ def new_plot(x_label, y_label, titles=("",), width=8.0, height=3.4):
 
 
 def picture_of(figure, alt):
-    """A matplotlib figure as a Picture; `alt` says in words what there is to see in it."""
+    """A matplotlib figure as a Picture; `alt` describes it in words."""
     import matplotlib
 
     for axes in figure.axes:

@@ -2,15 +2,14 @@
 
     torchrun --standalone --nproc-per-node 4 source_code/gpipe.py --record build/monday
 
-FOLDER then holds `run.json` (the schedule and the pace) and `rankN.jsonl`, one line of JSON for
-each thing that happened on rank N, in its order; flight_log_reader.py reads them. A line is on its way
-to the disk before the rank waits for anything, so that a run that was killed, or that waits for
-ever, can be read up to its last moment.
+The folder then has `run.json` (the schedule) and `rankN.jsonl`, with one line of JSON per event on
+rank N, in its order; flight_log_reader.py reads them. A line is written before the rank waits for
+anything, so the log of a run that was killed, or that hangs, is complete up to its last moment.
 
-Tensors are not kept but fingerprinted, and that after the action and after its message has left:
-while the rank waits for the next message, or within the next action's pace. So a tensor that was
-changed in place in between is seen as it is by then. On a GPU the rank has to wait for the device
-first, and a recorded run is slower there.
+The log has fingerprints of tensors, not the tensors. A fingerprint is computed after the action and
+after its message has left: while the rank waits for the next message, or within the next action's
+pace. A tensor that was changed in place in between is therefore recorded as changed. On a GPU the
+rank has to wait for the device first, so a recorded run is slower there.
 """
 
 import json
@@ -27,14 +26,14 @@ from pipeline.files import json_line, say_not_written, write_whole
 from pipeline.message import Message
 from pipeline.schedule import to_csv
 
-IN_CACHE = 65_536  # numbers that are looked at in one go: in 64 bits they fit into a core's cache
+IN_CACHE = 65_536  # numbers read at once: at 64 bits each they fit into a core's cache
 
 
 class FlightLog:
-    """What one rank writes into `folder`. Every rank makes one, after all have joined.
+    """The flight log that a rank writes into `folder`. Every rank makes one, after all have joined.
 
-    `clock` and `memory` are this rank's instruments. `first_version` is the number of updates that
-    the weights have behind them, above 0 when a training is continued.
+    `clock` and `memory` are this rank's instruments. `first_version` is the number of updates of
+    the weights so far, above 0 when a training is continued.
     """
 
     def __init__(self, folder, rank, schedule, clock, memory, first_version=0):
@@ -42,7 +41,7 @@ class FlightLog:
         self.open(folder, rank, run, clock, memory, first_version)
 
     def open(self, folder, rank, run, clock, memory, first_version=0, new=False):
-        """Begin the rank's file, which must not exist yet if it is to be `new`."""
+        """Open the rank's file. With `new`, raises FileExistsError if the file exists."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
@@ -50,13 +49,13 @@ class FlightLog:
         self.path = folder / RANK_FILE.format(rank)
         self.file = open(self.path, "x" if new else "w", buffering=1, encoding="utf-8")
         self.clock, self.memory = clock, memory
-        self.version = first_version  # of stages that do not count for themselves
-        self.pending = []  # what has happened and is not written yet
-        self.stages = {}  # those that have acted in this pass, by index
+        self.version = first_version  # for stages without a version of their own
+        self.pending = []  # events that are not written yet
+        self.stages = {}  # index -> stage, for stages that have acted in this pass
 
     @contextmanager
     def acting(self, work):
-        """Around an action. `stage.version` counts the updates behind the weights that it used."""
+        """A context for an action. `stage.version` is the number of updates of its weights."""
         self.flush()
         yield
         stage = work.stage
@@ -69,11 +68,11 @@ class FlightLog:
             self.pending.append((self.write_weights, stage, version))
 
     def has_new_weights(self, stage, version):
-        """Whether the weights have not been written yet in this pass; an update writes its own."""
+        """Whether the weights still have to be written in this pass; an update writes its own."""
         return stage.index not in self.stages
 
     def moved(self, direction, message, peer, tensor):
-        """A message has left or has arrived."""
+        """Note a message that has been sent or received."""
         preposition = "to" if direction == "sent" else "from"
         self.pending.append(
             (self.write_message, direction, producer_of(message), preposition, peer, tensor)
@@ -89,17 +88,17 @@ class FlightLog:
         yield
 
     def flush(self):
-        """Write what is pending: after this call it survives the process."""
+        """Write the pending events; after this call they survive the end of the process."""
         if self.pending:
             if self.clock.on_device:
-                torch.cuda.synchronize()  # else the ends of the actions are not known yet
+                torch.cuda.synchronize()  # otherwise the ends of the actions are unknown
             pending, self.pending = self.pending, []
-            known = {}  # a tensor that was received and used, or made and sent, is looked at once
+            known = {}  # one fingerprint for a tensor received and used, or made and sent
             for write, *arguments in pending:
                 write(*arguments, known=known)
 
     def pass_ended(self):
-        """The schedule has been performed once, and no gradient has been changed yet."""
+        """Write the end of a pass; no gradient has been changed since its last action."""
         self.flush()
         for stage in self.stages.values():
             self.write(updated=stage.index, gradient=norm_of(gradients_of(stage)))
@@ -119,7 +118,7 @@ class FlightLog:
         self.write(weights=weights, stage=stage.index, version=version)
 
     def write_action(self, work, version, known):
-        """The line of one action: times in milliseconds, `held` in bytes, tensors as fingerprints."""
+        """Write the line of an action: times in ms, `held` in bytes, tensors as fingerprints."""
         gradient = norm_of(gradients_of(work.stage)) if work.action.kind in "BIWU" else None
         self.write(
             did=str(work.action),
@@ -155,10 +154,10 @@ def producer_of(message):
 
 
 def gradients_of(stage):
-    """What the backwards so far have added up for the weights, as a list of tensors.
+    """The gradients of the weights, as added up by the backwards so far, as a list of tensors.
 
-    A stage with updates of its own gathers them in `gradients`; right after an update they are
-    those that went into it.
+    A stage with updates of its own has them in `gradients`; right after an update, they are those
+    that the update used.
     """
     gathered = getattr(stage, "gradients", None)
     if gathered:
@@ -167,7 +166,7 @@ def gradients_of(stage):
 
 
 def look_at(tensor, known):
-    """The fingerprint of a tensor, or None; `known` has those of tensors just looked at."""
+    """The fingerprint of a tensor, or None; `known` has the fingerprints already computed."""
     if tensor is None:
         return None
     key = tensor.data_ptr(), tensor.shape, tensor.dtype
@@ -197,13 +196,13 @@ def fingerprint(tensor):
 
 @lru_cache(maxsize=16)
 def _ramp(length):
-    """1, 2, 3, ..., as a vector of length one."""
+    """The vector 1, 2, 3, ..., scaled to norm 1."""
     ramp = torch.arange(1, length + 1, dtype=torch.float64)
     return ramp / ramp.norm()
 
 
 def norm_of(tensors):
-    """The norm of all of them together, None if there are none."""
+    """The norm of all tensors together; None if there are none."""
     if not tensors:
         return None
     return math.sqrt(math.fsum(norm.item() ** 2 for norm in torch._foreach_norm(tensors)))

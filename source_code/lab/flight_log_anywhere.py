@@ -6,13 +6,13 @@
     ...
     log.end_step()                                   # in each step, after clipping, before the update
 
-Each rank calls `record` once, for the stages that it has. The log sends no message, so a rank may
-have it alone. It writes what flight_log.py writes; `read_recording`, `compare` and the time machine
-read it. Messages are not seen, but what a stage takes in and what it gives are: a tensor that left
-one stage and did not arrive at the next one differs there.
+Each rank calls `record` once, for the stages that it has. The log sends no messages, so it can be
+attached to a single rank. It has the format of flight_log.py; `read_recording`, `compare` and the
+time machine read it. It does not record messages, but it records the input and the output of each
+stage: a tensor that was changed on its way differs at the next stage.
 
-The k-th forward of a stage in a step is micro-batch k. A backward begins when the gradient of the
-stage's output arrives, and ends with the gradient of its input, or with the whole backward.
+The k-th forward of a stage in a step is micro-batch k. A backward starts when the gradient of the
+stage's output arrives. It ends with the gradient of the stage's input, or with the whole backward.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ from lab.torch_stages import attach_torch_stage
 from lab.work import Work, first_tensor
 from pipeline.schedule import Action
 
-START_OF_2026 = 1767225600  # seconds since 1970: a zero for the clocks of all ranks
+START_OF_2026 = 1767225600  # seconds since 1970: the common start of all ranks' clocks
 
 
 class NotRecorded(ValueError):
-    """What cannot be recorded; the text says why, and what to do."""
+    """Something cannot be recorded; the text says why, and what to do."""
 
 
 def record(folder, stages, name="program"):
-    """Attach a flight log to this rank's stages; returns it. Call it after the process group is there.
+    """Attach a flight log to this rank's stages and return it. Call it after init_process_group.
 
-    `stages` has nn.Modules by the index of their stage, or is a list of torch's PipelineStages.
-    `name` is what the run is called in pictures. Raises NotRecorded for anything else, and for a
-    folder that has a log of this rank.
+    `stages` is {index of a stage: nn.Module}, or a list of torch's PipelineStages. `name` is the
+    name of the run in pictures. Raises NotRecorded for other stages, and for a folder that already
+    has a log of this rank.
     """
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     views = _views_of(stages)
@@ -54,7 +54,7 @@ def record(folder, stages, name="program"):
 
 
 def _views_of(stages):
-    """[(StageView, what is attached to)] of the argument of `record`."""
+    """[(WatchedStage, module or PipelineStage)] of the argument `stages` of `record`."""
     pairs = stages.items() if isinstance(stages, dict) else [(None, stage) for stage in stages]
     views = []
     for index, stage in pairs:
@@ -73,17 +73,17 @@ def _views_of(stages):
 
 
 class WatchedStage:
-    """A stage, as it appears to the instruments. `version` counts its different weights."""
+    """A stage as the instruments see it. `version` numbers the different states of its weights."""
 
     def __init__(self, index, part):
         self.index, self.part = index, part
         self.state, self.prints, self.number = None, None, None
         self.numbers = {}  # digest of all weights -> version
-        self.places, self.few = None, []  # where the weights lie, and the first values of each
+        self.places, self.few = None, []  # addresses of the weights, and their first values
 
     @property
     def version(self):
-        """The number of the weights as they are; those of an earlier version keep its number."""
+        """The version of the present weights; equal weights have the same version."""
         state = self.look_for_changes()
         if state != self.state:
             named = sorted(self.part.named_parameters())
@@ -94,10 +94,10 @@ class WatchedStage:
         return self.number
 
     def look_for_changes(self):
-        """What is another after an update, in far less time than a fingerprint of all weights takes.
+        """A state that changes with every update; it takes far less time than a fingerprint.
 
-        A program that writes into `weight.data` is not counted by autograd; so a few values are
-        looked at, too.
+        Autograd does not count changes through `weight.data`, so a few values of each weight are
+        part of the state, too.
         """
         weights = list(self.part.parameters())
         places = [(weight.data_ptr(), weight.dtype) for weight in weights]
@@ -123,7 +123,7 @@ class ProgramLog(FlightLog):
             ) from None
         self.observer = Observer(None, [self, memory, clock])
         self.views, self.modules, self.known_versions = [], [], set()
-        self.under_way, self.context = None, None  # the backward whose end no call announces
+        self.under_way, self.context = None, None  # the present backward; no call marks its end
 
     def attach(self, view, stage):
         self.views.append(view)
@@ -133,7 +133,7 @@ class ProgramLog(FlightLog):
             attach_torch_stage(self.observer, stage, view)
 
     def end_step(self):
-        """Say that all forwards and backwards of a step are done, and the update is still to come."""
+        """Mark the end of a step: call it after all forwards and backwards, before the update."""
         self.end_backward()
         self.observer.end_pass()
         for module in self.modules:
@@ -141,22 +141,22 @@ class ProgramLog(FlightLog):
 
     @contextmanager
     def acting(self, work):
-        """Around an action. It is written at once: nothing marks when the rank begins to wait."""
+        """A context for an action, which is written at once: no call marks the start of a wait."""
         with super().acting(work):
             yield
         self.flush()
 
     def has_new_weights(self, stage, version):
-        """Whether weights have not been written yet in this pass, or never."""
+        """Whether the weights have not been written in this pass, or this version never has."""
         known = (stage.index, version) in self.known_versions
         self.known_versions.add((stage.index, version))
         return super().has_new_weights(stage, version) or not known
 
     def begin_backward(self, view, microbatch, gradient):
-        """The gradient of a stage's output has arrived."""
+        """Note the start of a backward: the gradient of a stage's output has arrived."""
         before = self.under_way
         if before and before.action[::2] == (view.index + 1, microbatch) and before.made is None:
-            before.made = gradient  # in one process a graph may go through several stages
+            before.made = gradient  # in one process a graph may have several stages
         self.end_backward()
         self.under_way = Work(view, Action(view.index, "B", microbatch), gradient, starts_now=True)
         self.context = self.observer.entered("acting", self.under_way)
@@ -176,7 +176,7 @@ class ModuleStage:
         self.forward, view.part.forward = view.part.forward, self.observed_forward
 
     def observed_forward(self, *arguments, **keywords):
-        """The module's forward as one action; evaluations and forwards run again are none."""
+        """The module's forward as one action; evaluations and recomputations are not recorded."""
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return self.forward(*arguments, **keywords)
         self.log.end_backward()

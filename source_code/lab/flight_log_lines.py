@@ -1,4 +1,4 @@
-"""What may stand in a line of a recording.
+"""Checks the form of the lines of a recording.
 
 flight_log.py writes the lines, and flight_log_reader.py puts them together.
 """
@@ -8,15 +8,15 @@ import re
 from pipeline.inputs import is_count, is_number
 
 LONGEST_TIME = 1e12  # milliseconds: thirty years
-MOST_RANKS = 16_384  # and stages of a program that has no schedule
+MOST_RANKS = 16_384  # and most stages of a program without a schedule
 
 
 class RecordingError(ValueError):
-    """A folder without a recording, or two recordings that cannot be compared; the text says why."""
+    """A folder has no valid recording, or two cannot be compared; the text says why."""
 
 
 def forms_of_lines(num_ranks, rank, schedule):
-    """{what a line is about: {field: whether a value may stand there}}, as flight_log.py writes."""
+    """{key of a kind of line: {field: function that says whether a value is valid there}}."""
     actions = set(map(str, schedule.orders[rank])) if schedule else None
     stages = schedule.stages_of(rank) if schedule else range(MOST_RANKS)
 
@@ -49,7 +49,7 @@ def forms_of_lines(num_ranks, rank, schedule):
 
 
 def _is_action(text):
-    """Whether a text names one action on a stage that may exist."""
+    """Whether a text names one action on a stage with a valid number."""
     match = re.fullmatch(r"([0-9]{1,6})[FBIW][0-9]{1,9}", text)
     return match is not None and int(match[1]) < MOST_RANKS
 

@@ -1,6 +1,6 @@
-"""Reads a recording of a run and says what its ranks waited for at its end.
+"""Reads a recording of a run and describes what its ranks waited for at its end.
 
-flight_log.py writes them. A recording may end in the middle: the run was killed, or waited for ever.
+flight_log.py writes recordings. A recording may be incomplete if the run was killed or hung.
 """
 
 import math
@@ -30,7 +30,7 @@ LARGEST_FILE = 256 * MEBIBYTE
 
 
 class Fingerprint(NamedTuple):
-    """What a recording keeps of a tensor: see `fingerprint` in flight_log.py."""
+    """The fingerprint of a tensor in a recording: see `fingerprint` in flight_log.py."""
 
     digest: str
     norm: float
@@ -40,7 +40,7 @@ class Fingerprint(NamedTuple):
         return f"{self.digest[:6]} (norm {self.norm:.6g})"
 
     def distance(self, other):
-        """A lower bound of how far the tensors are apart, as a fraction of the larger norm."""
+        """A lower bound of the distance of the two tensors, as a fraction of the larger norm."""
         if self.digest == other.digest:
             return 0.0
         apart = max(abs(self.norm - other.norm), abs(self.weighted - other.weighted))
@@ -48,14 +48,14 @@ class Fingerprint(NamedTuple):
 
 
 class Travelled(NamedTuple):
-    """A message as one of its two ranks saw it; `peer` is the other."""
+    """A message as recorded by one of its two ranks; `peer` is the other rank."""
 
     peer: int
     what: Fingerprint
 
 
 class Unanswered(NamedTuple):
-    """What a rank waited for when its recording ended: what `producer` makes, from rank `source`."""
+    """A rank's wait at the end of its recording, for the result of `producer` from `source`."""
 
     producer: str
     source: int
@@ -66,10 +66,10 @@ class Unanswered(NamedTuple):
 class Entry:
     """One action of one rank as it was recorded.
 
-    `used` and `made` are Fingerprints of what the stage took in and gave, or None. `received` and
-    `sent` are what travelled for it, None where no message does. `version` counts the updates
-    behind the weights that it used, `held` is in bytes, `gradient` is the norm of what the stage
-    has gathered for its weights by then, None after a forward.
+    `used` and `made` are Fingerprints of the stage's input and output, or None. `received` and
+    `sent` are its messages, None if the action has none. `version` is the number of updates of the
+    weights that it used. `held` is the activation memory in bytes. `gradient` is the norm of the
+    stage's gradients so far, None after a forward.
     """
 
     event: Event
@@ -84,11 +84,11 @@ class Entry:
 
 @dataclass
 class Step:
-    """One pass through the schedule; `ended` has the ranks that came to its end.
+    """One pass through the schedule; `ended` has the ranks that reached its end.
 
-    `weights` has the Fingerprint of each weight by (stage, version), before any action used them;
-    `updated` has the norm of each stage's gradient when the step ended. What a step itself does to
-    its gradients is in it; what the training does between the step and the update is not.
+    `weights` is {(stage, version): {name: Fingerprint}}, before any action used the weights.
+    `updated` is {stage: norm of its gradient at the end of the step}. The norm includes changes to
+    the gradients within the step, but not those between the step and the update.
     """
 
     entries: list = field(default_factory=list)
@@ -98,7 +98,7 @@ class Step:
 
     @cached_property
     def by_result(self):
-        """The Entry of each action, under the name that `recorded_as` gives it."""
+        """{Action, as given by `recorded_as`: its Entry}."""
         return {recorded_as(entry.event.action): entry for entry in self.entries}
 
     @cached_property
@@ -108,11 +108,11 @@ class Step:
 
 @dataclass
 class Recording:
-    """`steps` are the passes through `schedule`, `unanswered` has what each rank waited for at the
-    end, by rank, for those that did.
+    """A whole recording. `steps` are the passes through `schedule`. `unanswered` is {rank: its wait
+    at the end of the recording}, for the ranks that waited.
 
-    The log of a program without a schedule is `seen`: `schedule` has what its ranks did in the step
-    in which they did most.
+    For a program without a schedule, `seen` is True, and `schedule` has the actions of the step
+    with the most actions.
     """
 
     schedule: Schedule
@@ -121,7 +121,7 @@ class Recording:
     seen: bool = False
 
     def timeline(self, step=-1):
-        """One step as a Timeline, to be drawn and measured like any other; it starts at 0."""
+        """One step as a Timeline in milliseconds that starts at 0."""
         events = [entry.event for entry in self.steps[step].entries]
         start = min(event.start for event in events)
         return Timeline(
@@ -130,14 +130,14 @@ class Recording:
         )
 
     def entry(self, action, step=-1):
-        """The Entry of an action, named as in "2F3". Raises RecordingError if it was not taken."""
+        """The Entry of an action such as "2F3". Raises RecordingError if no rank has taken it."""
         for entry in self.steps[step].entries:
             if str(entry.event.action) == action:
                 return entry
         raise RecordingError(f"no rank has taken {action} in step {step} of this recording")
 
     def updates(self, step=-1):
-        """Of each stage in a step: the norm its backwards gathered, the norm when it ended."""
+        """{stage: (gradient norm after its last backward, gradient norm at the step's end)}."""
         step = self.steps[step]
         gathered = {}
         for entry in sorted(step.entries, key=lambda entry: entry.event.end):
@@ -146,14 +146,14 @@ class Recording:
         return {stage: (gathered.get(stage), step.updated[stage]) for stage in sorted(step.updated)}
 
     def weight(self, name, step=-1):
-        """The Fingerprint of a weight of that name when a step began. Raises RecordingError."""
+        """The Fingerprint of the weight `name` at the start of a step. Raises RecordingError."""
         for (_, _), prints in sorted(self.steps[step].weights.items()):
             if name in prints:
                 return prints[name]
         raise RecordingError(f"no stage has a weight named {name}")
 
     def name_of(self, print_, step):
-        """In words, what a tensor is that was made in a step, or None if nothing made it."""
+        """The name of a tensor that was made in a step, in words; None if no action made it."""
         for entry in self.steps[step].entries:
             if print_ and entry.made and entry.made.digest == print_.digest:
                 return str(message_of(entry.event.action))
@@ -161,12 +161,12 @@ class Recording:
 
 
 def recorded_as(action):
-    """The Action under which two recordings are compared: a full backward as the I that it contains."""
+    """The Action by which two recordings are compared: for a full backward, the I in it."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
 def maker_of(message):
-    """The Action, F or I, whose text names a message in a recording."""
+    """The Action, F or I, that made a message and whose text is its name in a recording."""
     kind = "F" if message.what == "activation" else "I"
     return Action(message.stage, kind, message.microbatch)
 
@@ -180,7 +180,7 @@ def message_in(text):
 
 
 def read_recording(folder):
-    """The Recording in a folder. Raises RecordingError, with the file and the line that is damaged."""
+    """Read the Recording in a folder. Raises RecordingError with the file and the damaged line."""
     folder = Path(folder)
     name, num_ranks, schedule = _read_run(folder)
     steps, unanswered = [], {}
@@ -201,7 +201,7 @@ def read_recording(folder):
 
 
 def _read_run(folder):
-    """What is in run.json: the name, the number of ranks, and the schedule if there is one."""
+    """The content of run.json: the name, the number of ranks, and the schedule or None."""
     try:
         run = read_json(folder / RUN_FILE, LARGEST_FILE)
     except InputError as error:
@@ -221,7 +221,7 @@ def _read_run(folder):
 
 
 def _schedule_seen(folder, name, num_ranks, steps):
-    """What the ranks of a program did in the step with most actions, as a Schedule."""
+    """The actions of a program's ranks in the step with the most actions, as a Schedule."""
     if not steps:
         raise RecordingError(f"{folder}: no rank has recorded an action; record anew")
     most = max(steps, key=lambda step: len(step.entries))
@@ -233,7 +233,7 @@ def _schedule_seen(folder, name, num_ranks, steps):
 
 
 def _lines_of(path, forms):
-    """What the lines of a rank's file say, each a dictionary whose form has been checked."""
+    """The lines of a rank's file as dictionaries whose form has been checked."""
     if not os.path.lexists(path):  # the run ended before the rank began
         return
     try:
@@ -248,9 +248,9 @@ def _lines_of(path, forms):
 
 
 def _check_complete(path, rank, order, steps):
-    """Raise RecordingError where a step that a rank has ended lacks an action, or one is doubled.
+    """Raise RecordingError if a step that a rank has ended lacks an action or has one twice.
 
-    `order` is None in a program without a schedule, in which one cannot say what a step lacks.
+    `order` is None for a program without a schedule; there, missing actions cannot be found.
     """
     wanted = sorted(recorded_as(action) for action in order or () if action.kind != "W")
     for number, step in enumerate(steps):
@@ -266,7 +266,7 @@ def _check_complete(path, rank, order, steps):
 
 
 def _read_rank(rank, lines, steps):
-    """Add one rank's lines to the steps. Returns its last wait, if nothing came."""
+    """Add one rank's lines to the steps. Returns its last wait if no message ended it."""
     number, travelled, wait = 0, {}, None
     for line in lines:
         while len(steps) <= number:
@@ -318,7 +318,7 @@ def _entry(rank, line):
 
 
 def _attach(step, rank, travelled):
-    """Give each action of a rank the messages that travelled for it."""
+    """Add to each Entry of a rank the messages of its action."""
     for entry in step.entries:
         action = entry.event.action
         if entry.event.rank != rank or action.kind in "WU":
@@ -330,7 +330,7 @@ def _attach(step, rank, travelled):
 
 
 def describe_unanswered_waits(recording):
-    """What each rank waited for when the recording ended, a sentence each."""
+    """One sentence for each rank that waited when the recording ended."""
     sentences = []
     for rank, wait in sorted(recording.unanswered.items()):
         what = message_in(wait.producer) or wait.producer

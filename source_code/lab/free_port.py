@@ -1,4 +1,4 @@
-"""Finds a port at which ranks of this machine can meet."""
+"""Finds a free port on which ranks of this machine can meet."""
 
 import secrets
 import socket
@@ -7,20 +7,20 @@ from pipeline.slurm import FIRST_PORT, PORTS
 
 
 def free_port():
-    """A port of this machine that no process has, for ranks that are about to meet there.
+    """A port of this machine that no process uses, for ranks that will meet there.
 
-    Raises OSError.
+    Raises OSError if there is none.
     """
     with hold_free_port() as holder:
         return holder.getsockname()[1]
 
 
 def hold_free_port():
-    """A socket that has such a port, so that no other program gets it before the ranks listen.
+    """A socket bound to a free port, so that no other program gets it before the ranks listen.
 
-    On Linux a rank can listen there nevertheless: its socket lets others use the address, as this
-    one does from now on, and this one never listens. A port that the system hands out would not do:
-    it hands out the same one again. Raises OSError.
+    On Linux a rank can still listen there: both sockets have SO_REUSEADDR, and this one never
+    listens. The port is not chosen by the system, which may give the same port to another program.
+    Raises OSError if no free port is found.
     """
     for attempt in range(100):
         holder = socket.socket()

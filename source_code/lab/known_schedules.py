@@ -1,4 +1,4 @@
-"""Says whether a schedule is one of the field's, by comparing it with what every generator writes."""
+"""Finds the published name of a schedule by comparing it with the results of all generators."""
 
 from lab.simulator import Costs, simulate
 from pipeline.schedule import ScheduleError
@@ -22,11 +22,11 @@ TITLES = {
 
 
 def known_names(schedule):
-    """The keys of SCHEDULES whose generator writes the same for as many ranks and micro-batches.
+    """The keys of SCHEDULES whose generator gives the same schedule for this size.
 
-    Two schedules are the same if every rank takes the same kinds of action on the same stages in
-    the same order, and the step takes as long. So the micro-batches may have other numbers, and
-    GPipe's backwards may run in either order. In a small pipeline several schedules are the same.
+    Two schedules count as the same if every rank takes the same kinds of actions on the same stages
+    in the same order, and the steps have the same length. The micro-batches may have other numbers,
+    so GPipe's backwards may run in either order. Small pipelines have several equal schedules.
     """
     return [name for name in SCHEDULES if _is_made_by(name, schedule)]
 
@@ -54,7 +54,7 @@ def _length(schedule):
 
 
 def tell_name(schedule):
-    """A sentence with its name, or "" if it has none."""
+    """A sentence with the names of the schedule, or "" if it has none."""
     titles = [TITLES.get(name, name) for name in known_names(schedule)]
     if not titles:
         return ""

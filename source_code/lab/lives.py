@@ -1,7 +1,7 @@
-"""How long each rank holds one micro-batch: from its forward to the backward that frees it.
+"""Measures how long a rank holds one micro-batch: from its forward to the backward that frees it.
 
-A rank that holds every micro-batch for a time L, and begins one every T, holds L / T of them on
-average (Little's law). So a schedule that shortens the time saves memory.
+A rank that holds every micro-batch for a time L and starts one in every time T holds L / T
+micro-batches on average (Little's law). So a schedule that shortens L saves memory.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ BAND = 'fill-opacity="0.3" pointer-events="none"'
 
 
 def lives_of(timeline, microbatch):
-    """For each rank how long each of its stages holds the micro-batch, in the order of stages."""
+    """For each rank, the times for which its stages hold the micro-batch, by stage."""
     return [[end - start for start, end in spans] for spans in _spans(timeline, microbatch)]
 
 
@@ -35,10 +35,10 @@ def _spans(timeline, microbatch):
 
 
 def draw_lives(timelines, microbatch, unit="ms"):
-    """A Picture: one micro-batch alone in each timeline, and behind it how long each rank holds it.
+    """A Picture with one micro-batch alone in each timeline, and a band while a rank holds it.
 
-    `timelines` is a dictionary from label to Timeline. Two stages that hold it at a time make the
-    band darker, and the sum of a rank's times stands at its right.
+    `timelines` is {label: Timeline}. Where two stages of a rank hold the micro-batch at the same
+    time, the band is darker. The sum of a rank's times is printed at its right.
     """
     alone = {label: _alone(timeline, microbatch) for label, timeline in timelines.items()}
     places, height = arrange(alone)
@@ -52,7 +52,7 @@ def draw_lives(timelines, microbatch, unit="ms"):
         parts += draw_place(place, unit, place.label)
         words.append(f"{place.label}: held for {', '.join(sums)} {unit}".strip())
     legend = places[-1].bottom + 30
-    # The rank itself does not wait there: it works on other micro-batches.
+    # The rank is not idle in the gaps: it works on other micro-batches.
     parts += [
         part.replace(">waiting<", ">not held<") for part in draw_legend(alone.values(), legend)
     ]
@@ -62,7 +62,7 @@ def draw_lives(timelines, microbatch, unit="ms"):
 
 
 def _alone(timeline, microbatch):
-    """What the ranks do with one micro-batch, which becomes number 0."""
+    """The Timeline of one micro-batch alone, renumbered as 0."""
     events = [
         event._replace(action=event.action._replace(microbatch=0))
         for event in timeline.events

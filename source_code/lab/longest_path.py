@@ -1,9 +1,9 @@
-"""Why a step takes as long as it does: its longest path, and a reason for every idle time.
+"""Explains the length of a step: its longest path, and a reason for every idle time.
 
-The longest path leads from the first start to the last end. Each of its actions started when the one
-before it ended, or when that one's message arrived, so none of them could have been earlier. To
-shorten the step is to shorten this path (J. E. Kelley and M. R. Walker, Critical-path planning and
-scheduling, 1959). All of it is read off the timeline, predicted or performed.
+The longest path leads from the first start to the last end. Each of its actions started when the
+previous one ended, or when the previous one's message arrived, so none could have started earlier.
+A shorter step needs a shorter path (J. E. Kelley and M. R. Walker, Critical-path planning and
+scheduling, 1959). The functions need only a timeline, predicted or performed.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from pipeline.schedule import message_of
 
 
 class Step(NamedTuple):
-    """An event of the longest path, and the one before it on the path, None for the first.
+    """An event of the longest path, and the previous event of the path, None for the first.
 
-    `gap` is the time between the two: that of a message on its way from another rank, or, in a
-    performed run, the time that a rank took between two actions.
+    `gap` is the time between the two: the time of a message from another rank or, in a performed
+    run, the time between two actions of a rank.
     """
 
     event: Event
@@ -32,9 +32,8 @@ class Step(NamedTuple):
 class Bubble(NamedTuple):
     """A time in which a rank is idle, between the first start and the last end of all ranks.
 
-    `wait` says what the rank's next action waited for, None after the rank's last action. `instead`
-    is an action that the rank takes later although it was ready and short enough to run here, if
-    there is one.
+    `wait` is the Wait of the rank's next action, None after the rank's last action. `instead` is a
+    later action of the rank that was ready and short enough to run here, or None.
     """
 
     rank: int
@@ -74,7 +73,7 @@ def longest_path(timeline):
 
 
 def tell_path(path, unit="ms"):
-    """The longest path in a sentence: how long it is, and of what."""
+    """The longest path in a sentence: its length and its parts."""
     unit = f" {unit}" if unit else ""
     busy = {}
     for step in path:
@@ -115,20 +114,20 @@ def bubbles_of(timeline):
 
 
 def _fitting(later, ready, start, end, smallest):
-    """The first of the later events that was ready and short enough to run in between."""
+    """The first of the later events that was ready and fits between `start` and `end`, or None."""
     for event in later:
         if event.action.kind == "U":
-            continue  # it takes no time, so it fills none
+            continue  # an update takes no time, so it fills no bubble
         if max(ready[event], start) + event.end - event.start <= end + smallest:
             return event
     return None
 
 
 def ready_times(timeline, waits):
-    """{event: when all that it needs had arrived}, in the timeline's own times.
+    """{event: the time at which all that it needs had arrived}, in the timeline's own times.
 
-    A timeline says when a message was sent and when it was used, and seldom when it arrived. Else the
-    time that it travelled is taken to be the shortest between the two that occurs on the same link.
+    A timeline has the times at which a message was sent and used, but rarely its arrival. Without
+    it, the time on the way is taken to be the shortest time from sending to use on the same link.
     """
     fastest = {}  # (source, destination) -> time
     for wait in waits:
@@ -155,7 +154,7 @@ def ready_times(timeline, waits):
 
 
 def tell_bubble(bubble, timeline, unit="ms"):
-    """One sentence: why the rank is idle there, and what it could have done meanwhile."""
+    """A sentence on why the rank is idle there, and which action it could have run instead."""
     wait = bubble.wait
     if wait is None:
         last = max(timeline.events, key=lambda event: event.end)

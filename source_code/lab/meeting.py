@@ -1,4 +1,4 @@
-"""Finds the store that all ranks of a job share; at a loopback address, no other machine does."""
+"""Finds the store that all ranks of a job share; a loopback address keeps it on this machine."""
 
 import os
 import socket
@@ -16,11 +16,11 @@ from pipeline.job import GRACE, SLOW_START, end_process, store_of_one
 
 
 def find_store(job):
-    """The store through which ranks find each other. It does not wait for other ranks' arrival.
+    """The store through which ranks find each other. The call does not wait for all ranks to join.
 
-    A rank that would keep the store and is stopped on this machine ends the wait after the job's
-    timeout, anything else after SLOW_START if that is longer: on a loaded machine torchrun, too, may
-    need that long for an answer.
+    If rank 0 keeps the store and is stopped on this machine, the wait ends after the job's timeout.
+    Otherwise it ends after SLOW_START if that is longer: on a loaded machine, torchrun may need
+    that long to answer, too.
     """
     if job.num_ranks == 1:
         return store_of_one()
@@ -35,7 +35,7 @@ def find_store(job):
     is_keeper = job.rank == 0 and not of_launcher
     began = time.monotonic()
     try:
-        if not is_keeper:  # torchrun listens before it starts ranks: otherwise it is gone
+        if not is_keeper:  # torchrun listens before it starts ranks, so it must answer
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
         return open_store(address, port, is_keeper, limit)
     except (OSError, RuntimeError) as error:
@@ -47,9 +47,9 @@ def find_store(job):
 
 
 def wait_for_listener(job, address, port, limit):
-    """Wait until a process listens there. Raises OSError after `limit` seconds.
+    """Wait until a process listens at the address. Raises OSError after `limit` seconds.
 
-    torch's store would wait, too, but print the stack of its C++ at each try.
+    torch's store would also wait, but it prints a C++ stack at each attempt.
     """
     began = looked = time.monotonic()
     while True:
@@ -73,9 +73,9 @@ def launcher_keeps_the_store():
 
 
 def open_store(address, port, is_keeper, limit):
-    """Keep the store or connect to it. At a loopback address no other machine can reach the job.
+    """Create the store or connect to it. At a loopback address no other machine can reach the job.
 
-    By itself torch's store listens on all interfaces, and accepts every request.
+    By default, torch's store listens on all interfaces and accepts every request.
     """
     options = {"use_libuv": os.environ.get("USE_LIBUV", "1") == "1"}
     if is_loopback(address):
@@ -89,7 +89,7 @@ def open_store(address, port, is_keeper, limit):
 
 
 def is_loopback(address):
-    """Whether all that `address` leads to is this machine alone."""
+    """Whether all addresses behind the name `address` are loopback addresses."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(address, None)}
     except OSError:
@@ -98,7 +98,7 @@ def is_loopback(address):
 
 
 def stay_on_loopback():
-    """Let the messages, too, use no other interface, unless the user has named one."""
+    """Make messages use the loopback interface as well, unless the user has named an interface."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for name in names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -106,7 +106,7 @@ def stay_on_loopback():
 
 
 def listen(address, port):
-    """A socket that listens at this address only: its descriptor, and its port."""
+    """(descriptor, port) of a socket that listens at this address only."""
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

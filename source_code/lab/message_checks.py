@@ -1,4 +1,4 @@
-"""How messages travel between ranks: the last lines of the table of preflight.py."""
+"""Measures messages between ranks, for the last lines of the table of preflight.py."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from pipeline.job import join_job
 PREFLIGHT = Path(__file__).resolve().parents[1] / "preflight.py"
 SMALL, LARGE = 2**10, 2**24  # bytes of the two messages that are timed
 SIZES = [SMALL] * 21 + [LARGE] * 7  # of the messages, in the order they are sent
-WARM_UP = 2  # messages of each size that do not count
+WARM_UP = 2  # messages of each size that are not timed
 SLOW_SMALL = 2e-3  # seconds; a paced stage of the lessons takes 10 ms
 SLOW_LARGE = 1e8  # bytes per second; a network of 1 Gbit/s
 
@@ -41,7 +41,7 @@ def check_two_ranks(timeout):
     try:
         port = free_port()
     except OSError:
-        return []  # check_port has said it
+        return []  # check_port has reported it
     command = [sys.executable, PREFLIGHT, "--messages-only", "--json", "--timeout", str(timeout)]
     deadline = time.monotonic() + timeout
     ranks, said = [], []
@@ -73,7 +73,7 @@ def check_two_ranks(timeout):
 
 
 def environment_of(rank, port):
-    """What torchrun would tell one of two ranks on this machine."""
+    """The environment that torchrun would give to one of two ranks on this machine."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     return kept | {
         "RANK": str(rank),
@@ -88,7 +88,7 @@ def environment_of(rank, port):
 
 
 def failed_to_meet(reason):
-    """The line of ranks that exchanged no message, with what to look at."""
+    """The line for ranks that could not exchange messages, with advice."""
     advice = f"what went wrong: {reason}; "
     if "MASTER_" in reason:
         advice += "start the ranks with torchrun, which tells them where they meet"
@@ -101,15 +101,15 @@ def failed_to_meet(reason):
 
 
 def checks_of_job(timeout, of_this_node):
-    """The other nodes' lines, and the messages between all neighbours, on rank 0."""
+    """On rank 0, the lines of the other nodes and of the messages between all neighbours."""
     try:
         if ranks_from_environment()[1] > 1:
             meeting_point()
         job = join_job("auto", timeout, meeting=guarded)
-    except (RuntimeError, LauncherError) as error:  # nobody there, or MASTER_ADDR is not set
+    except (RuntimeError, LauncherError) as error:  # no rank answers, or MASTER_ADDR is not set
         yield failed_to_meet(str(error).splitlines()[0])
         return
-    # Plain text: what a rank receives from another one is unpickled, and no class is let in.
+    # Plain text: received objects are unpickled, and the unpickler allows no classes.
     own = [tuple(map(str, check)) for check in of_this_node] if job.rank else []
     for host, checks in gather(job, (socket.gethostname(), own)) or []:
         for name, *rest in checks:
@@ -121,9 +121,9 @@ def checks_of_job(timeout, of_this_node):
 
 
 def measure_neighbours(job):
-    """Measure from this rank to each neighbour; returns (order in the table, *Check) tuples.
+    """Measure messages from this rank to its neighbours; returns (order in the table, *Check).
 
-    One pair after the other, so that no pair disturbs another.
+    The pairs are measured one after the other, so that they do not disturb each other.
     """
     measured = []
     for left in range(job.num_ranks - 1):
@@ -137,10 +137,10 @@ def measure_neighbours(job):
 
 
 def measure_messages(job, destination):
-    """Seconds of a small message and bytes per second of a large one, medians, one way.
+    """(seconds of a small message, bytes per second of a large one), as medians, one way.
 
-    Each message is answered by a small one. Half of a small round trip is the time of one small
-    message; a large one took what is left of its round trip.
+    Each message is answered by a small one. Half of a small round trip is the time of a small
+    message. The time of a large message is its round trip minus the time of a small message.
     """
     times = {SMALL: [], LARGE: []}
     for size in SIZES:
@@ -155,7 +155,7 @@ def measure_messages(job, destination):
 
 
 def answer_messages(job, source):
-    """The other end of `measure_messages`."""
+    """Answer the messages of `measure_messages`, on the receiving rank."""
     answer = torch.zeros(SMALL, dtype=torch.uint8, device=job.device)
     for size in SIZES:
         receive_bytes(job, size, source)
@@ -163,7 +163,7 @@ def answer_messages(job, source):
 
 
 def receive_bytes(job, size, source):
-    """Receive a message and wait until the device has it, too."""
+    """Receive a message of `size` bytes and wait until it is on the device."""
     job.receive(source, "a message to measure", (size,), torch.uint8).wait()
     if job.device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,12 +1,12 @@
-"""Attaches instruments to stages and to a job's messages, from outside.
+"""Attaches instruments to stages and to a job's messages, without changes to their code.
 
 An instrument has any of five methods, all optional:
 
-    acting(work)                              a context: around the work of one action
-    waiting(peer, what)                       a context: around whatever blocks until `peer` acts
+    acting(work)                              a context for the work of one action
+    waiting(peer, what)                       a context for a call that blocks until `peer` acts
     moved(direction, message, peer, tensor)   a message was "sent" to, or "received" from, a rank
-    running_again(stage, function, inputs)    a context: around a forward inside a backward
-    pass_ended()                              a step's messages are all taken; gradients are whole
+    running_again(stage, function, inputs)    a context for a forward inside a backward
+    pass_ended()                              all messages of a step are done; gradients are whole
 
 `what` is the Message that a rank waits for, or text. Forwards without gradients, as in an
 evaluation, are not shown to the instruments; waiting always is.
@@ -43,19 +43,19 @@ class Observer:
             job.complete_sends = self.with_pass_ended(job.complete_sends)
 
     def add(self, *instruments):
-        """Show everything to these as well, from now on."""
+        """Add instruments; they are called from now on."""
         for name, methods in self.methods.items():
             methods += [getattr(each, name) for each in instruments if hasattr(each, name)]
 
     def entered(self, name, *arguments):
-        """All instruments' contexts of that name, as one."""
+        """Enter the context `name` of all instruments; returns one ExitStack that leaves them."""
         stack = ExitStack()
         for method in self.methods[name]:
             stack.enter_context(method(*arguments))
         return stack
 
     def attach_stage(self, stage):
-        """Show what `stage`, one of this course or of torch's library, does from now on."""
+        """Show the actions of `stage`, of this course or of torch's library, to the instruments."""
         if hasattr(stage, "forward_one_chunk"):
             attach_torch_stage(self, stage)
             return
@@ -67,7 +67,7 @@ class Observer:
 
     @contextmanager
     def around(self, work):
-        """Around one action, for programs that call modules stage by stage; yields `work`."""
+        """A context for one action, for programs that call modules by stage; yields `work`."""
         with self.entered("acting", work):
             yield work
 
@@ -112,7 +112,7 @@ class Observer:
             receiving = receive(source, message, *layout)
 
             def observed_wait():
-                del receiving.wait  # it refers to itself, and would keep the buffer alive
+                del receiving.wait  # a reference cycle, which would keep the buffer alive
                 tensor = receiving.wait()
                 self.moved("received", message, source, tensor)
                 return tensor

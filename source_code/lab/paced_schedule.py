@@ -30,7 +30,7 @@ SMALL = {"dim": 8, "heads": 2, "kv_heads": 1, "seq_len": 4, "steps": 4}
 
 
 def main():
-    """Read the file, build the small model, train it with the file's schedule and times."""
+    """Read the file, build the small model, and train it with the file's schedule and times."""
     parser = training_parser(__doc__)
     parser.add_argument("times", metavar="TIMES.json", help="the schedule, and times in ms")
     attach.add_flags(parser)

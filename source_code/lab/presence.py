@@ -1,7 +1,7 @@
-"""Guards the joining of a job: a missing, stopped or different rank ends it, and is named.
+"""Guards the joining of a job: a missing, stopped or different rank ends the job and is named.
 
-A thread of every rank gives signs of life through the store, and a process that is stopped gives
-none. It also ends a rank whose launcher is gone, for as long as the rank lives.
+A thread of every rank writes signs of life into the store; a stopped process writes none. During
+the whole run, the thread also ends its rank when the launcher is gone.
 """
 
 import os
@@ -18,8 +18,8 @@ from lab.siblings import end_siblings, launcher_lives, stopped_among
 from pipeline.command_line import reject
 from pipeline.job import GRACE, SLOW_START, end_process
 
-SIGN_OF_LIFE = 0.25  # seconds between two
-SILENCE = 2.0  # seconds without any, after which a rank does not live
+SIGN_OF_LIFE = 0.25  # seconds between two signs
+SILENCE = 2.0  # seconds without a sign, after which a rank counts as silent
 
 
 def guard(arguments):
@@ -29,9 +29,9 @@ def guard(arguments):
 
 @contextmanager
 def guarded(job, settings=None):
-    """In place of job.py's `meet`: ranks agree on `settings`, and channels are opened under guard.
+    """A context that replaces job.py's `meet`: ranks agree on `settings` and open their channels.
 
-    Adds to the job `processes`, {rank: process id} of the ranks on this machine.
+    Sets `job.processes`, {rank: process id} of the ranks on this machine.
     """
     presence = Presence(job.rank, job.num_ranks, job.timeout)
     presence.start()
@@ -48,7 +48,7 @@ def guarded(job, settings=None):
         yield
     except Missing as error:
         end_process(f"rank {job.rank} waited {limit:g} s for {error} to start")
-    except RuntimeError as error:  # torch's classes and gloo's have no other one in common
+    except RuntimeError as error:  # the only common base class of torch's and gloo's errors
         presence.explain_failure(error)
     except Disagreement as error:
         presence.store = None
@@ -59,7 +59,7 @@ def guarded(job, settings=None):
 
 
 def leave_together(job):
-    """Let rank 0, which may keep the store, be the last to go, and wait for it at most GRACE."""
+    """Let rank 0, which may keep the store, leave last; it waits for the others at most GRACE."""
     with suppress(RuntimeError):
         job.store.add("leaving", 1)
         deadline = time.monotonic() + GRACE
@@ -72,21 +72,21 @@ def leave_together(job):
 
 
 class Presence(threading.Thread):
-    """Ends this rank when its launcher is gone and, while it joins, when another rank is."""
+    """Ends this rank when its launcher is gone and, while it joins, when another rank is lost."""
 
     def __init__(self, rank, num_ranks, timeout):
         super().__init__(daemon=True, name="presence")
         self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
         self.parent = os.getppid()
-        self.store = None  # while this rank joins
+        self.store = None  # the store, while this rank joins
         self.signs = self.asked = self.joined = None  # connections to the store
         self.arrived = set()  # the ranks that have said how they were started
         self.processes = {}  # rank -> process id, of the ranks on this machine
         self.looking = threading.Lock()
 
     def begin(self, store):
-        """Give signs of life through `store` from now on."""
-        # One connection to write signs and one to read them: a connection that waits is taken.
+        """Write signs of life into `store` from now on."""
+        # Separate connections for writing and reading: one that waits cannot be used meanwhile.
         self.signs, self.asked, self.joined = (
             dist.PrefixStore("presence", store.clone()) for _ in range(3)
         )
@@ -94,9 +94,9 @@ class Presence(threading.Thread):
         self.began, self.store = time.monotonic(), store
 
     def end_joining(self):
-        """Say that this rank has joined, and give no more signs."""
+        """Announce that this rank has joined, and write no more signs."""
         self.store = None
-        with suppress(RuntimeError):  # the next rank that needs a store notices that it is gone
+        with suppress(RuntimeError):  # a lost store is noticed at its next use
             if self.joined:
                 self.joined.set(f"joined/{self.rank}", "")
 
@@ -104,7 +104,7 @@ class Presence(threading.Thread):
         return self.store is not None and time.monotonic() - self.began > self.timeout
 
     def run(self):
-        """The thread: look a few times a second whether the others are still there."""
+        """The thread's loop: check a few times per second whether the others still exist."""
         count, gives_signs = 0, True
         while launcher_lives(self.parent):
             if self.store is not None and gives_signs:
@@ -112,14 +112,14 @@ class Presence(threading.Thread):
                 try:
                     self.signs.set(str(self.rank), str(count))
                 except RuntimeError:
-                    gives_signs = False  # the store is gone, as this rank is about to find out
+                    gives_signs = False  # the store is gone; this rank's next use of it fails
             if self.waits_too_long() and not self.looking.locked():
                 threading.Thread(target=self.look_at_others, daemon=True).start()
             time.sleep(SIGN_OF_LIFE)
         os._exit(1)
 
     def look_at_others(self):
-        """End this rank and those that are silent. A thread of its own: the signs have to go on."""
+        """End this rank and silent ones. It runs in its own thread, so that the signs continue."""
         with self.looking:
             silent, waited = self.find_silent(), f"rank {self.rank} waited {self.timeout:g} s for"
             missing = sorted(set(range(self.num_ranks)) - self.arrived)
@@ -134,24 +134,24 @@ class Presence(threading.Thread):
                 end_process(f"{waited} {who} to start: {stopped}", partial(end_siblings, processes))
 
     def explain_failure(self, error):
-        """End this rank with the sentence for an error while it joined."""
+        """End this rank with the sentence for an error during joining."""
         reason = str(error).splitlines()[0].split("] ", 1)[-1]
         silent = self.find_silent()
         who = ranks_text(silent) if silent else "the other ranks"
         self.end(f"rank {self.rank} could not join {who} ({reason})", silent)
 
     def end(self, sentence, silent):
-        """End this rank, and those of this machine that do not hear a launcher's request to end."""
+        """End this rank, and silent ranks of this machine, which ignore a launcher's request."""
 
         def leave():
-            if 0 in (self.rank, *silent):  # the store may be there, and others are asking it
+            if 0 in (self.rank, *silent):  # others may still read from the store of rank 0
                 time.sleep(SILENCE)
             end_siblings(self.processes[rank] for rank in silent if rank in self.processes)
 
         end_process(sentence, leave)
 
     def find_silent(self):
-        """The ranks that have not joined, and give no sign of life for SILENCE seconds."""
+        """The ranks that have not joined and write no sign of life for SILENCE seconds."""
         before, after, answered = {}, {}, threading.Event()
 
         def ask():  # in a thread, since a store that does not answer blocks the caller
@@ -168,7 +168,7 @@ class Presence(threading.Thread):
         return [] if launcher_keeps_the_store() or self.rank == 0 else [0]
 
     def signs_in(self, store):
-        """What the ranks that have begun to join, and have not joined, gave as their last sign."""
+        """{rank: its last sign} of the ranks that have begun to join and have not joined yet."""
         joining = [
             rank
             for rank in range(self.num_ranks)

@@ -1,7 +1,7 @@
-"""Standard output that ends no run: one that no process reads, or that lies on a full disk.
+"""Keeps a run alive when standard output cannot be written: its reader has ended or a disk is full.
 
-Python would end with a traceback at the next line that it prints, hours of training or not. An
-interrupt ends a run with one word in place of a traceback of every rank.
+Without this, Python would end a training of hours with a traceback at the next printed line. An
+interrupt ends a run with one word instead of a traceback from every rank.
 """
 
 import io
@@ -12,10 +12,8 @@ from pipeline.files import say_not_written
 
 
 class Output(io.TextIOWrapper):
-    """Text for a file descriptor. What cannot be written is given up, and said once.
-
-    Characters that the terminal's encoding lacks are written as escapes.
-    """
+    """Text output to a file descriptor. If it cannot be written, it is dropped, and one line on
+    standard error says so. Characters that the encoding lacks are written as escapes."""
 
     def __init__(self, stream):
         descriptor = os.dup(stream.fileno())
@@ -38,7 +36,7 @@ class Output(io.TextIOWrapper):
 
 
 def keep_running_unheard():
-    """Let this process print wherever its output leads; the one of a notebook or a test stays."""
+    """Make standard output an Output, unless a notebook or a test has replaced it."""
     if sys.stdout is None:  # closed by the process that started it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     elif sys.stdout is sys.__stdout__ and not isinstance(sys.stdout, Output):
@@ -46,7 +44,7 @@ def keep_running_unheard():
 
 
 def end_quietly_when_interrupted():
-    """Let Ctrl-C print one line. A process that shows exceptions in its own way keeps it."""
+    """Make Ctrl-C print one line, unless the process has its own way to show exceptions."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = show_exception
 

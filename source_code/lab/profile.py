@@ -1,7 +1,7 @@
-"""Follows one step of a run with torch.profiler and makes one trace of what all ranks recorded.
+"""Profiles one step of a run with torch.profiler and joins the traces of all ranks.
 
-Each rank's profiler has the clock of its own machine. The lab's clock is shared, and both see the
-same actions: the traces are moved so that the ends of the actions agree.
+Each rank's profiler uses the clock of its machine, and the lab's clock is shared. Both record the
+same actions, so the traces are shifted until the ends of the actions agree.
 """
 
 import json
@@ -19,7 +19,7 @@ MICROSECONDS = 1000  # in a millisecond, which is what the lab's clock counts in
 class Profile:
     """Profiles one pass through the schedule on every rank; `--profile FILE` of the scripts.
 
-    It is the one that follows the first `passes_before`. `clock` is this rank's.
+    It is the pass after the first `passes_before` passes. `clock` is this rank's Clock.
     """
 
     def __init__(self, job, clock, passes_before):
@@ -38,12 +38,12 @@ class Profile:
             yield
 
     def begin(self):
-        """Called by every rank before the first pass: it may be the one to profile."""
+        """Start if the first pass is to be profiled; every rank calls it before that pass."""
         if self.passes_left == 0:
             self.start()
 
     def pass_ended(self):
-        """Begin or end if it is time."""
+        """Start or stop the profiler if the next or the ended pass is the one to profile."""
         if self.passes_left == 0:
             self.stop()
         elif self.passes_left == 1:
@@ -51,8 +51,8 @@ class Profile:
         self.passes_left -= 1
 
     def start(self):
-        """Begin, on all ranks together: the first use of the profiler takes most of a second."""
-        import torch  # only a profiled run pays for the profiler
+        """Start, then wait for all ranks: the first use of the profiler takes most of a second."""
+        import torch  # slow, and needed only for a profiled run
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
@@ -65,7 +65,7 @@ class Profile:
                 torch.distributed.barrier()
 
     def stop(self):
-        """End, and keep this rank's rows of the trace."""
+        """Stop, and keep this rank's rows of the trace."""
         self.profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "trace.json")
@@ -78,8 +78,8 @@ class Profile:
     def trace(self, nodes):
         """All ranks' rows as one Chrome trace, on rank 0; None elsewhere.
 
-        `nodes` has the name of each rank's node. None too when the run ended before the pass that
-        was to be profiled.
+        `nodes` has the name of each rank's node. Also None if the run ended before the pass to
+        profile.
         """
         ranks = gather(self.job, self.rows)
         if ranks is None or self.rows is None:
@@ -97,7 +97,7 @@ class Profile:
 
 
 def rows_on_shared_clock(rows, events, rank):
-    """What lasted in a trace of torch.profiler, moved to the clock of `events`.
+    """The rows with a duration in a trace of torch.profiler, shifted to the clock of `events`.
 
     Times in a trace are in microseconds, those of events in milliseconds. A row's process becomes
     its rank, so that the rows of all ranks can lie in one file.

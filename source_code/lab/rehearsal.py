@@ -46,7 +46,7 @@ COLLECTIVES = (
     "alltoall_base",
 )
 pending = []  # all operations of this rank that have not ended, in the order of issue
-queues = {}  # what may not be under way twice -> the queue of its operations
+queues = {}  # key of a queue, see Rehearsed.issue -> its operations
 naming = threading.local()
 
 
@@ -91,7 +91,7 @@ def as_one(operations, batch):
 
 
 def pending_text():
-    """What this rank has under way and in its queues, for a report; empty without a rehearsal."""
+    """The operations under way and queued on this rank, in words; "" without a rehearsal."""
     parts = []
     for state in "connecting", "under way", "queued":
         operations = [operation.text for operation in pending if operation.state == state]
@@ -100,7 +100,7 @@ def pending_text():
 
 
 class Operation(dist.Work):
-    """One operation of a communicator. `parts` begin it, each returning gloo's work."""
+    """One operation of a communicator. `parts` are functions that start it; each returns a Work."""
 
     def __init__(self, text, parts, results):
         super().__init__()
@@ -111,7 +111,7 @@ class Operation(dist.Work):
         pending.append(self)
 
     def run(self):
-        """In the thread of the queue."""
+        """Perform the operation, in the thread of its queue."""
         self.state = "under way"
         try:
             for work in [part() for part in self.parts]:
@@ -142,8 +142,8 @@ class Operation(dist.Work):
 class Rehearsed(ProcessGroup):
     """A process group over gloo whose operations wait for one another as `mode` says."""
 
-    # None until the first operation: to a group that has some when it is made, torch 2.15 attaches
-    # its flight recorder, which asks C++ for a name that this group has in Python.
+    # Empty until the first operation: torch 2.15 attaches its flight recorder to a new group with
+    # device types, and the recorder asks C++ for a name that this group has only in Python.
     _device_types = ()
 
     def __init__(self, mode, store, rank, size, timeout):
@@ -166,7 +166,7 @@ class Rehearsed(ProcessGroup):
         return operation
 
     def connect(self, peers, operation):
-        """Block until all `peers` have called this, the first time."""
+        """At the first call for these `peers`, block until all of them have called it."""
         if peers in self.connected:
             return
         operation.state = "connecting"
@@ -200,7 +200,7 @@ class Rehearsed(ProcessGroup):
         begin = lambda: getattr(self.inner, name)(*arguments, **options)  # noqa: E731
         return self.issue("all", text, [begin], arguments[0] if arguments else [])
 
-    # What torch asks of a process group besides.
+    # Other methods that torch calls on a process group.
 
     def rank(self):
         return self.own_rank
@@ -234,7 +234,7 @@ for each in COLLECTIVES:
 
 
 def queue_of(key):
-    """The queue of that key, which a thread of its own works off."""
+    """The queue of that key; its own thread performs the operations."""
     if key not in queues:
         queues[key] = SimpleQueue()
         threading.Thread(target=work_off, args=(queues[key],), daemon=True).start()

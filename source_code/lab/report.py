@@ -17,10 +17,10 @@ allow(Event, Action)  # ranks gather what they performed
 
 
 class Report:
-    """Prints how a job runs when it starts, and a summary when it leaves. All ranks make one.
+    """Prints how a job runs when it starts, and a summary when it ends. All ranks make one.
 
-    `what` is what one pass through `schedule` is. `bar` shows a progress bar of so many steps,
-    where a terminal watches.
+    `what` is the name of one pass through `schedule`. On a terminal, a progress bar shows `bar`
+    steps; 0 shows none.
     """
 
     def __init__(self, job, schedule, clock, memory, network, what="step", bar=0):
@@ -28,14 +28,14 @@ class Report:
         self.clock, self.memory, self.network = clock, memory, network
         self.bar = None
         if bar and sys.stderr.isatty():
-            from tqdm import tqdm  # only a terminal needs it
+            from tqdm import tqdm  # needed only on a terminal
 
             self.bar = tqdm(total=bar, unit="pass")
         if job.rank == 0:
             print(f"{schedule.name}: {self.describe()}", flush=True)
 
     def describe(self):
-        """Which way was taken, in one line."""
+        """One line on how the job runs."""
         job, nodes = self.job, self.network.nodes
         how = f"{job.num_ranks} rank{'s' if job.num_ranks > 1 else ''} on {job.device.type}"
         if len(set(nodes)) > 1:
@@ -62,7 +62,7 @@ class Report:
                 write_output("--timeline", timeline_file, to_chrome_trace(timelines[-1]))
 
     def summary(self, timelines, memory):
-        """Medians over the passes, the first left out where there are others."""
+        """The summary: medians over the passes, without the first if there are several."""
         timelines = timelines[1:] or timelines
         step = statistics.median(timeline.makespan for timeline in timelines)
         idle = statistics.median(timeline.idle_fraction for timeline in timelines)
@@ -86,7 +86,7 @@ def timelines_of(name, passes_of_ranks):
 
 
 def measured_costs(timelines):
-    """What each stage's actions took in the median step, as the simulator's costs."""
+    """The median times of each stage's actions, as Costs of the simulator in milliseconds."""
     durations = {}  # (kind, stage) -> milliseconds
     for timeline in timelines:
         for event in timeline.events:
@@ -101,7 +101,7 @@ def measured_costs(timelines):
     def typical(kind, stage):
         return statistics.median(durations.get((kind, stage), [0.0]))
 
-    # A stage's backwards are whole or in two halves; a schedule may have both.
+    # A stage's backwards are full or in two halves; a schedule may have both.
     weight = [typical("W", stage) for stage in stages]
     full = [typical("B", stage) or typical("I", stage) + weight[stage] for stage in stages]
     forward = [typical("F", stage) for stage in stages]
@@ -109,7 +109,7 @@ def measured_costs(timelines):
 
 
 def peak_memory(device):
-    """Bytes: the allocator's peak on a GPU, the whole process on a CPU."""
+    """The peak memory in bytes: the allocator's on a GPU, the whole process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

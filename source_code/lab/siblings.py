@@ -1,4 +1,4 @@
-"""The processes around a rank: its launcher, without which it ends, and other ranks beside it."""
+"""The processes around a rank: its launcher, and the other ranks on the same machine."""
 
 import multiprocessing
 import os
@@ -13,14 +13,14 @@ from pipeline.command_line import LauncherError, whole_number
 
 
 def launcher_lives(parent):
-    """Whether `parent`, which had started this process, and the launcher that it names still run."""
+    """Whether `parent`, which started this process, and the launcher in LAUNCHER_VARIABLE run."""
     if os.getppid() != parent:
         return False
     try:
         launcher = whole_number(LAUNCHER_VARIABLE, 0)
-    except LauncherError:  # another program's variable
+    except LauncherError:  # set by another program
         return True
-    if not launcher or sys.platform == "win32":  # where signal 0 is Ctrl-C
+    if not launcher or sys.platform == "win32":  # on Windows, signal 0 is Ctrl-C
         return True
     try:
         os.kill(launcher, 0)
@@ -32,9 +32,9 @@ def launcher_lives(parent):
 
 
 def end_with_launcher():
-    """In a forked rank, from its start on: end it when the process that asked for it is gone.
+    """Make this forked rank end when the process that requested it is gone.
 
-    The fork server does not report it: it lives as long as any rank does.
+    The fork server gives no sign of that: it runs as long as any of its ranks.
     """
 
     def wait():
@@ -45,18 +45,18 @@ def end_with_launcher():
 
 
 def end_siblings(process_ids):
-    """End processes of the same parent: a stopped one does not heed the launcher's request."""
+    """Kill processes of the same parent: a stopped one ignores the launcher's request to end."""
     for process_id in process_ids:
         with suppress(psutil.Error):
             process = psutil.Process(process_id)
-            if process.ppid() == os.getppid():  # the number has not gone to a stranger
+            if process.ppid() == os.getppid():  # the id has not been reused by another program
                 process.kill()
 
 
 def stopped_siblings():
-    """{process id: rank or None} of the stopped processes that this one's parent has started.
+    """{process id: rank or None} of the stopped processes that this process's parent has started.
 
-    The rank is None where it does not stand in the environment with which the process started.
+    The rank is None if the environment at the start of the process does not have it.
     """
     stopped = {}
     with suppress(psutil.Error):
@@ -70,9 +70,9 @@ def stopped_siblings():
 
 
 def stopped_among(missing):
-    """(what is said of it, process ids to end) of `missing` ranks that are stopped before they come.
+    """(text, process ids to end) of `missing` ranks that were stopped before they joined.
 
-    ("", []) where none is. A process of unknown rank is left to its launcher.
+    ("", []) if there are none. A process of unknown rank is in the text, but its launcher ends it.
     """
     found = {pid: rank for pid, rank in stopped_siblings().items() if rank in [None, *missing]}
     text = ", ".join(f"process {process_id} is stopped" for process_id in found)

@@ -1,7 +1,7 @@
-"""Predicts a schedule: given what actions and transfers cost, when does each start and end?
+"""Predicts a schedule: the start and end of each action, given the costs of actions and messages.
 
-A rank starts its next action as soon as it is free and everything the action needs has arrived. A
-message sets out when the action that made it ends, and the sender is not held up by it. A hop can be
+A rank starts its next action as soon as it is free and all messages for the action have arrived. A
+message leaves when the action that made it ends, and it does not delay its sender. A hop can be
 slow in two ways:
 
 - far: each message takes `transfer`, its latency, and any number of them travel at the same time;
@@ -9,10 +9,10 @@ slow in two ways:
   serves one message at a time, in the order in which they were made. The others wait.
 
 A message arrives `transfer` after its link has served it. Every ordered pair of ranks has a link of
-its own, as it has a channel. So the two directions do not disturb each other, and neither do the
+its own, as it has a channel. So the two directions do not disturb each other, and neither do
 messages to two different ranks. Where several ranks share a network card, or one rank sends to both
-neighbours through the same card, real messages wait longer than here. (In the LogP model, Culler et
-al. 1993, the two are the latency L and the gap g, and there the gap is one for all that a rank sends.)
+neighbours through the same card, real messages wait longer than here. (In the LogP model of Culler
+et al. 1993, the two are the latency L and the gap g; there all messages of a rank share one gap.)
 """
 
 import argparse
@@ -23,22 +23,22 @@ from lab.timeline import Event, Timeline
 from pipeline.command_line import positive_number
 from pipeline.schedule import message_of
 
-LONGEST = 1e15  # of a cost: sums of them stay numbers
+LONGEST = 1e15  # the largest cost: sums of costs stay finite
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one action of one stage costs, in any one unit of time.
+    """The costs of the actions of a stage and of messages, all in one unit of time.
 
     Each of `forward`, `backward`, `backward_weight` and `recompute` is a number, or a list with a
     number for each stage. `backward` is the full backward; `backward_weight` is the part of it that
-    a split backward does later, half of it unless given. `recompute` is the forward that a backward
-    runs again before it starts, and comes on top of it. An update costs nothing.
+    a split backward does later, by default half of it. `recompute` is the forward that a backward
+    runs again before it starts; it is added to the backward. An update costs nothing.
 
     `transfer` is the latency of a message, and `occupancy` the time for which it occupies its link:
-    see above. Each is a number for every pair of ranks, or a dictionary {(source, destination):
+    see above. Each is one number for every pair of ranks, or a dictionary {(source, destination):
     cost}; pairs that are not in it cost nothing. The sums of an update over several ranks have a
-    latency and occupy no link.
+    latency but occupy no link.
     """
 
     forward: float | list = 1.0
@@ -60,7 +60,7 @@ class Costs:
         return costs[action.kind] + self.recompute_of(action)
 
     def recompute_of(self, action):
-        """The part of that in which the stage's forward is run again."""
+        """The part of the action's cost in which the stage's forward is run again."""
         return _of_stage(self.recompute, action.stage) if action.kind in "BI" else 0.0
 
     def between(self, source, destination):
@@ -81,13 +81,13 @@ def _of_pair(cost, source, destination):
 
 
 def simulate(schedule, costs):
-    """Play `schedule` with `costs` into a Timeline. Raises ScheduleError for a deadlock.
+    """Simulate `schedule` with `costs`; returns a Timeline. Raises ScheduleError for a deadlock.
 
-    Linear in the number of actions.
+    The time is linear in the number of actions.
     """
     free = [0.0] * schedule.num_ranks
-    made = {}  # message -> the rank that made it, and when it was done
-    links = {}  # (source, destination) -> when the link has served all that it was given
+    made = {}  # message -> the rank that made it, and when that action ended
+    links = {}  # (source, destination) -> when the link has served all its messages
     arrivals = {}  # (destination, message) -> when it arrives, of messages that occupy a link
     cost_of = {}  # (stage, kind) -> cost
     events = []
@@ -112,7 +112,7 @@ def simulate(schedule, costs):
 
 
 def serve(links, arrivals, routes, time, costs):
-    """Give the messages of `routes` to their links at `time`: each waits until its link is free."""
+    """Pass the messages of `routes` to their links at `time`; each waits until its link is free."""
     for route in routes:
         link = route.source, route.destination
         occupied = costs.occupied_by(*link)
@@ -122,14 +122,14 @@ def serve(links, arrivals, routes, time, costs):
 
 
 def cost(text):
-    """A flag's value as a time, which has a size with which one can reckon."""
+    """The value of a flag as a cost, from 1 / LONGEST to LONGEST."""
     if not 1 / LONGEST <= positive_number(text) <= LONGEST:
         raise argparse.ArgumentTypeError(f"must be {1 / LONGEST} to {LONGEST}, not '{text}'")
     return float(text)
 
 
 def cost_or_nothing(text):
-    """The same, or 0."""
+    """The value of a flag as a cost that may be 0."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Nodes: on which one a rank is, and how slow the network between them pretends to be."""
+"""The nodes of ranks, and a pretended slow network between nodes."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ def node_delay():
 
 
 def node_occupancy():
-    """Seconds for which a message between nodes has the link to itself; the next one waits."""
+    """Seconds for which a message between nodes occupies its link; the next message waits."""
     return _seconds(OCCUPANCY_VARIABLE)
 
 
@@ -60,7 +60,7 @@ def check_transport(backend, slow):
 
 
 def attach_network(job):
-    """Learn the node of every rank, and slow messages between nodes down if asked. All call it."""
+    """Exchange the ranks' nodes; slow messages between nodes if requested. All ranks call it."""
     try:
         mine, delay, occupancy = node_name(job.rank), node_delay(), node_occupancy()
         check_transport(job.backend, delay or occupancy)
@@ -74,11 +74,11 @@ def attach_network(job):
 
 
 class SlowNetwork:
-    """Slows the messages that a job sends to other nodes; `nodes` has the name of each rank's.
+    """Slows the messages that a job sends to other nodes; `nodes` has the name of each rank's node.
 
-    `delay` and `occupancy` are seconds. They are the simulator's `transfer` and `occupancy`, with a
-    link for each ordered pair of ranks: its docstring says what that leaves out. A sum over ranks
-    on several nodes counts as one message to one of them.
+    `delay` and `occupancy` are in seconds. They are the simulator's `transfer` and `occupancy`,
+    with a link for each ordered pair of ranks; simulator.py says what this model leaves out. A sum
+    over ranks on several nodes counts as one message to one of them.
     """
 
     def __init__(self, job, nodes, delay, occupancy=0.0):
@@ -106,19 +106,19 @@ class SlowNetwork:
 
 
 class SlowLink:
-    """Starts sends to one rank late and in order, and does not hold the sender up.
+    """Starts sends to one rank late and in order, and does not delay the sender.
 
-    A send waits until the link has served those before it, occupies it for `occupancy` seconds,
-    and travels for `delay` seconds. Those that travel do so at the same time.
+    A send waits until the link has served the earlier ones, occupies the link for `occupancy`
+    seconds, and travels for `delay` seconds. Several sends can travel at the same time.
     """
 
     def __init__(self, delay, occupancy):
         self.delay, self.occupancy = delay, occupancy
-        self.served = 0.0  # when the link has served everything that it was given
+        self.served = 0.0  # when the link has served all its sends
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow link")
 
     def send(self, start):
-        """Call `start()`, which returns the transport's work, later; returns what to wait for."""
+        """Call `start()`, which returns a Work, later; returns an object with wait()."""
         self.served = max(time.monotonic(), self.served) + self.occupancy
         return LateTransfer(self.thread.submit(_start_at, self.served + self.delay, start))
 

@@ -1,6 +1,6 @@
-"""Says of each block of a timeline what it is and what it waited for, and what each rank does at a moment.
+"""Describes each block of a timeline and its wait, and what each rank does at a given time.
 
-Both are read off the timeline alone, so they hold for a predicted run and for a performed one.
+Both need only the timeline, so they work for a predicted run and for a performed one.
 Times in the sentences are counted from the timeline's start, as on the axis of a drawing.
 """
 
@@ -13,10 +13,10 @@ from pipeline.schedule import KINDS, message_of
 class Wait(NamedTuple):
     """Why `event` started when it did.
 
-    `free` is when its rank had ended the action before (for the first one: when the timeline
-    starts). `source` is the event on another rank that made what was sent to it, or None where it
-    needs no message; an update that several ranks make together needs several, and it is the last.
-    `for_message` says that the message is what the rank waited for.
+    `free` is the end of the rank's previous action; for its first action, the timeline's start.
+    `source` is the event on another rank that made the message for this event, or None if it needs
+    no message. An update over several ranks needs several messages; `source` is then the last one's
+    event. `for_message` says whether the rank waited for the message.
     """
 
     event: Event
@@ -26,16 +26,16 @@ class Wait(NamedTuple):
 
     @property
     def gap(self):
-        """How long the rank stood idle before the event."""
+        """The time for which the rank was idle before the event."""
         return self.event.start - self.free
 
 
 class Moment(NamedTuple):
-    """What one rank does and holds at one time.
+    """The actions and the held activations of one rank at one time.
 
-    `doing` are the events under way: one, none while the rank waits, or an update that takes no
-    time and what follows it. `next` is the event that it waits for, None at its end. `held` are
-    the (stage, micro-batch) pairs whose forward has started and whose backward has not ended.
+    `doing` has the events under way: one, none while the rank waits, or two after an update, which
+    takes no time. `next` is the rank's next event, None after the last one. `held` has the (stage,
+    micro-batch) pairs whose forward has started and whose backward has not ended.
     """
 
     rank: int
@@ -47,10 +47,10 @@ class Moment(NamedTuple):
 def waits_of(timeline):
     """The Wait of every event, in the order of `timeline.events`. Linear in their number.
 
-    A rank waited for a message if it was sent after the rank was free. A message that was sent
-    earlier and was still on its way looks like a slow rank; it counts as waited for
-    only if no message of the timeline was taken up sooner after it was sent, or if the timeline
-    has its arrival.
+    A rank waited for a message if the message was sent after the rank was free. A message that was
+    sent earlier and was still on its way cannot be told from a slow rank. It counts as waited for
+    only if no message of the timeline was used sooner after it was sent, or if the event started at
+    the arrival that the timeline has for it.
     """
     free = {}
     for events in timeline.by_rank:
@@ -92,17 +92,17 @@ def _ranks_by_stage(timeline):
 
 
 def smallest_time(timeline):
-    """What is shorter than this is a rounding error."""
+    """The smallest meaningful time of a timeline; anything shorter is a rounding error."""
     return 1e-9 * timeline.makespan
 
 
 def stories_of(timeline, unit="ms"):
-    """What `tell` says of each event, in the order of `timeline.events`."""
+    """The result of `tell` for each event, in the order of `timeline.events`."""
     return [tell(wait, timeline, unit) for wait in waits_of(timeline)]
 
 
 def tell(wait, timeline, unit="ms"):
-    """Two half-sentences on an event: what it is and when; why then.
+    """Two half-sentences on an event: the action and its times, and why it started then.
 
     ("forward of micro-batch 3 on stage 1, rank 1, 40 to 50 ms",
      "waited 10 ms for the activation of micro-batch 3 from rank 0")
@@ -139,13 +139,13 @@ def _why_then(wait, timeline, unit):
 
 
 def name_of_message(source):
-    """What `source` sends, and from where."""
+    """The message that `source` made, with its rank, in words."""
     what, _, microbatch = message_of(source.action)
     return f"the {what} of micro-batch {microbatch} from rank {source.rank}"
 
 
 def short(time):
-    """A time with four digits, and never in powers of ten."""
+    """A time with four digits, never in exponential notation."""
     return f"{time:.4g}" if abs(time) < 1000 else f"{time:.0f}"
 
 
@@ -155,7 +155,7 @@ def times_of(timelines):
     times = {event.start for event in events} | {event.end for event in events}
     smallest = max(map(smallest_time, timelines))
     ordered = sorted(times)
-    # Of several that differ by rounding alone, the last: by then all of them have happened.
+    # Of several times that differ only by rounding, the last: by then all events have happened.
     return [
         time
         for time, following in zip(ordered, [*ordered[1:], float("inf")])

@@ -1,10 +1,10 @@
 """A timeline: when every action of a run started and ended.
 
-A predicted run (simulator.py) and a performed one (clock.py) are the same kind of object, so
-they can be measured and drawn with the same code. Times are in one unit per timeline: whatever
-the costs were given in, milliseconds for a performed run.
+A predicted run (simulator.py) and a performed one (clock.py) have the same form, so the same code
+measures and draws them. Times are in one unit per timeline: the unit of the costs for a predicted
+run, milliseconds for a performed one.
 
-Bubble has two conventions, and a number without its convention says nothing:
+There are two conventions for the bubble, and a figure must name the convention that it uses:
 `bubble_over_total` = idle / (busy + idle), as in GPipe section 2.3;
 `bubble_over_ideal` = idle / busy, as in Megatron-LM (Narayanan et al. 2021) section 2.2.1.
 """
@@ -17,18 +17,18 @@ from pipeline.files import to_json
 from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_text
 from pipeline.schedule import KINDS, Action, needs_of
 
-RECOMPUTED = "recomputed forward"  # a part of a backward's time, in a trace and in a picture
+RECOMPUTED = "recomputed forward"  # name of a part of a backward, in traces and pictures
 LARGEST_FILE = 256 * MEBIBYTE
 LARGEST_COUNT = 2**31
 LONGEST_TIME = 1e15  # microseconds: thirty years
 
 
 class TimelineError(ValueError):
-    """A file that is no timeline of this course; the text says why."""
+    """A file is not a timeline of this course; the text says why."""
 
 
 class Event(NamedTuple):
-    """One action of a rank. Of its time, `recompute` went into a forward that was run again."""
+    """One action of a rank. `recompute` is the time in it for a forward that was run again."""
 
     rank: int
     action: Action
@@ -39,11 +39,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """All events of one step, on every rank; `name` says what ran.
+    """All events of one step on all ranks; `name` is the name of the schedule.
 
-    `arrivals` has the time at which a message arrives, {(rank, Message): time}, as far as that is
-    known: of a performed run it is not, and of a predicted one for messages that occupy a link.
-    `needs` has the messages that an action needs, where its stages are no line, {action: Messages}.
+    `arrivals` is {(rank, Message): time of its arrival}. It is known only in a predicted run, for
+    messages that occupy a link. `needs` is {action: the Messages that it needs}, for stages that do
+    not form a line.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Timeline:
 
     @cached_property
     def start(self):
-        """The first start of any rank: a performed timeline need not begin at 0."""
+        """The first start on any rank; a performed timeline need not start at 0."""
         return min(event.start for event in self.events)
 
     @cached_property
     def makespan(self):
-        """From the first start to the last end, over all ranks."""
+        """The time from the first start to the last end, over all ranks."""
         return max(event.end for event in self.events) - self.start
 
     @cached_property
@@ -85,27 +85,27 @@ class Timeline:
 
     @cached_property
     def busy_per_rank(self):
-        """The sum of what each rank's actions took."""
+        """The total time of each rank's actions."""
         return [sum(event.end - event.start for event in events) for events in self.by_rank]
 
     @property
     def idle_per_rank(self):
-        """What each rank waited between the first start and the last end of all ranks."""
+        """The idle time of each rank between the first start and the last end of all ranks."""
         return [self.makespan - busy for busy in self.busy_per_rank]
 
     @property
     def ideal(self):
-        """The largest busy time of a rank: no order of the same work can be faster."""
+        """The largest busy time of a rank: a lower bound of the makespan of the same work."""
         return max(self.busy_per_rank)
 
     @property
     def bubble_over_total(self):
-        """A share of the makespan, 0 to 1: (p - 1)/(m + p - 1) for GPipe."""
+        """The bubble as a share of the makespan, 0 to 1: (p - 1)/(m + p - 1) for GPipe."""
         return 1 - self.ideal / self.makespan
 
     @property
     def bubble_over_ideal(self):
-        """The same over the busy time, which may be above 1: (p - 1)/m for GPipe."""
+        """The bubble divided by the busy time; it may exceed 1. (p - 1)/m for GPipe."""
         return self.makespan / self.ideal - 1
 
     @property
@@ -115,7 +115,7 @@ class Timeline:
 
     @property
     def span_per_rank(self):
-        """Last end minus first start of each rank: what the zero-bubble papers count."""
+        """Last end minus first start of each rank, as the zero-bubble papers count."""
         return [events[-1].end - events[0].start for events in self.by_rank]
 
     @property
@@ -124,8 +124,8 @@ class Timeline:
         return 1 - self.ideal / max(self.span_per_rank)
 
     def _peak_held(self, release_kinds):
-        # A rank takes one action at a time, so walking its actions in order is exact: an action
-        # that ends has let go of its activation before the next one starts.
+        # A rank takes one action at a time, so the actions in order give the exact peak: an action
+        # that ends has freed its activation before the next one starts.
         peaks = []
         for events in self.by_rank:
             held = peak = 0
@@ -140,17 +140,18 @@ class Timeline:
 
     @property
     def peak_held_per_rank(self):
-        """Most stage x micro-batch activations held, from the start of F to the end of B or I."""
+        """The peak number of (stage, micro-batch) activations that each rank holds, from the start
+        of F to the end of B or I."""
         return self._peak_held("BI")
 
     @property
     def peak_held_until_weight_per_rank(self):
-        """The same, counted to the end of B or W."""
+        """The peak number of (stage, micro-batch) activations, to the end of B or W."""
         return self._peak_held("BW")
 
 
 def to_chrome_trace(timeline):
-    """The Chrome trace format as text; it opens in Perfetto (ui.perfetto.dev) and in a notebook."""
+    """The timeline as text in the Chrome trace format, which Perfetto (ui.perfetto.dev) opens."""
     rows = [
         {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
         for rank in range(timeline.num_ranks)
@@ -179,9 +180,9 @@ def to_chrome_trace(timeline):
 
 
 def from_chrome_trace(text):
-    """Read what `to_chrome_trace` wrote. Times come back in milliseconds from the first start.
+    """The Timeline in a text of `to_chrome_trace`, in milliseconds from the first start.
 
-    Raises TimelineError for all else.
+    Raises TimelineError for any other text.
     """
     try:
         trace = parse_json(text, "it")
@@ -206,7 +207,7 @@ def from_chrome_trace(text):
 
 
 def _event_of(row, where):
-    """The Event of a row of a trace, or None for a row about something else."""
+    """The Event of a row of a trace, or None for a row that is not an action."""
     if not isinstance(row, dict) or row.get("ph") not in ("X", "M"):
         raise TimelineError(f"{where} is no row that --timeline writes")
     if row["ph"] == "M":
@@ -230,7 +231,7 @@ def _numbers(named):
 
 
 def _whole(timeline):
-    """`timeline` if it can be measured and drawn: no action twice, no rank or stage left out."""
+    """`timeline`, if no action occurs twice and no rank or stage is missing."""
     events = timeline.events
     if not events or timeline.makespan <= 0:
         raise TimelineError("no action in it took any time")

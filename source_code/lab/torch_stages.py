@@ -1,7 +1,7 @@
 """Shows the stages of torch.distributed.pipelining to the instruments.
 
-The library calls each of three methods of a stage as soon as the message that it needs has arrived,
-as the course's worker does. Its own messages stay unseen; what a stage took in and gave does not.
+The library calls each of three methods of a stage as soon as the message for it has arrived, as the
+course's worker does. The library's messages are not seen, but each stage's inputs and outputs are.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pipeline.schedule import Action
 
 @dataclass
 class StageView:
-    """A stage of the library, as it appears to the instruments: its index and its module."""
+    """A stage of the library as the instruments see it: its index and its module."""
 
     index: int
     part: torch.nn.Module
@@ -23,9 +23,9 @@ class StageView:
 def attach_torch_stage(observer, stage, view=None):
     """Show a PipelineStage, cut by hand or traced, as `view` or as a StageView.
 
-    The library counts micro-batches from 0 in every replica; an attribute `first_microbatch` of the
-    stage says where its replica starts. What a backward used is the gradient of the stage's output
-    as it arrives there; on the last stage, whose output is scores, only a `view` of its own asks.
+    The library counts micro-batches from 0 in every replica; the stage's attribute
+    `first_microbatch` is the number of its replica's first one. A backward's `used` is the gradient
+    of the stage's output; on the last stage, whose output is scores, only a given `view` has it.
     """
     forward, backward = stage.forward_one_chunk, stage.backward_one_chunk
     backward_weight = stage.backward_weight_one_chunk
@@ -33,8 +33,8 @@ def attach_torch_stage(observer, stage, view=None):
     view = view or StageView(stage.stage_index, stage.submod)
     first = getattr(stage, "first_microbatch", 0)
 
-    under_way = []  # the Work of the backward that goes on
-    taken = []  # what the module was last called with, while a forward goes on
+    under_way = []  # the Work of the present backward
+    taken = []  # the module's last input, during a forward
 
     def note_input(module, inputs):
         taken[:] = [first_tensor(inputs)]
@@ -73,7 +73,7 @@ def attach_torch_stage(observer, stage, view=None):
         with work_of("B" if full_backward else "I", microbatch) as work:
             under_way.append(work)
             backward(microbatch, *arguments, **keywords)
-            under_way.clear()  # its tensors would otherwise stay
+            under_way.clear()  # otherwise its tensors would stay alive
             work.made = first_tensor(stage.bwd_cache.get(microbatch))
 
     def observed_backward_weight(microbatch, *arguments, **keywords):

@@ -4,19 +4,19 @@ import os
 from contextlib import contextmanager
 
 LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
-FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for what each rank sent last
+FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
 DELAY_VARIABLE = "PIPELINE_NODE_DELAY"  # ms that a message between nodes takes longer
 OCCUPANCY_VARIABLE = "PIPELINE_NODE_OCCUPANCY"  # ms for which it has their link to itself
-PRETENDED_VARIABLE = "PIPELINE_RANKS_PER_NODE"  # on one machine: play nodes of so many ranks
+PRETENDED_VARIABLE = "PIPELINE_RANKS_PER_NODE"  # pretended nodes of so many ranks, on one machine
 
 
 @contextmanager
 def pretended_nodes(ranks_per_node, delay=0, occupancy=0):
-    """Let what is started inside play nodes of so many ranks, with a slow network between them.
+    """A context in which started programs pretend to run on nodes of `ranks_per_node` ranks.
 
-    Each message between nodes travels for `delay` milliseconds, and before that it occupies its
-    link for `occupancy` milliseconds (simulator.py says what shares a link). Without either,
-    nothing is pretended.
+    Each message between nodes first occupies its link for `occupancy` milliseconds and then travels
+    for `delay` milliseconds (simulator.py says what shares a link). If both are 0, nothing is
+    pretended.
     """
     wanted = {}
     if delay or occupancy:

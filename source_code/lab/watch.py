@@ -1,13 +1,13 @@
 """Ends a job in which a rank waits too long, and names the rank that it waits for.
 
 A watch is a thread of every rank, and an instrument: it is called at every wait. After half of the
-timeout it writes the wait into the store that all ranks share; after the whole timeout it follows
-who waits for whom to the rank that waits for nobody, names it, and ends that rank and its own.
+timeout it writes the wait into the store that all ranks share. After the whole timeout it follows
+the chain of waits to the rank that does not wait, names it, and ends that rank and its own.
 
-With NCCL a wait returns at once: the device waits, and the host goes on until it needs a result. So
-the watch leaves a mark in the device's queue before and after each wait, and asks which of them the
-device has reached. (torch's works would tell, too, by is_completed(), but each keeps its tensor: a
-rank would hold every message that it has received until the watch looks.)
+With NCCL a wait returns at once: the device waits, and the host continues until it needs a result.
+So the watch puts a mark into the device's queue before and after each wait, and checks which marks
+the device has reached. (is_completed() of torch's Works would also do, but each Work keeps its
+tensor: a rank would hold every received message until the watch looks.)
 """
 
 import os
@@ -31,7 +31,7 @@ STORE_TIMEOUT = 2  # seconds that a store may take for an answer
 
 
 class Wait(NamedTuple):
-    """For which rank one waits, for what of it, and since when (time.monotonic seconds)."""
+    """A wait: the rank `peer`, what it has to send, and the start (time.monotonic seconds)."""
 
     peer: int
     what: str
@@ -39,7 +39,7 @@ class Wait(NamedTuple):
 
 
 class LeftToDevice(NamedTuple):
-    """A wait that returned at once, between two marks of which `query()` tells if they are reached."""
+    """A wait that returned at once, with marks before and after it in the device's queue."""
 
     peer: int
     what: str
@@ -54,7 +54,7 @@ def watch_of(job):
     if job.num_ranks > 1:
         watch.store = dist.PrefixStore("watch", job.store.clone())
         watch.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
-        watch.processes = getattr(job, "processes", {})  # of a job that was guarded
+        watch.processes = getattr(job, "processes", {})  # set for a guarded job
     job.explain_loss = watch.explain_loss
     job.naming_loss = watch.around_starts(job.naming_loss)
     return watch
@@ -69,17 +69,17 @@ class Watch(threading.Thread):
         self.timeout = timeout
         self.store = store
         self.wait = None
-        self.device_waits = False  # and the host does not, as with NCCL
-        self.left = deque()  # to the device, in the order in which it comes to them
-        self.stands_since = None  # when the device was first seen in the first of them
+        self.device_waits = False  # True with NCCL: the device waits, the host does not
+        self.left = deque()  # waits left to the device, in the device's order
+        self.stands_since = None  # when the device was first seen in the first of these waits
         self.announced = None
-        self.pending = {}  # rank -> what it has under way, where messages are rehearsed
+        self.pending = {}  # rank -> its pending operations, in a rehearsal
         self.processes = {}  # rank -> process id, of the ranks on this machine
         self.stopped = threading.Event()
 
     @contextmanager
     def waiting(self, peer, what):
-        """Around every call that blocks, or lets the device block, until rank `peer` acts."""
+        """A context for every call that blocks the host or the device until rank `peer` acts."""
         begin = device_mark() if self.device_waits else None
         with self.host_waiting(peer, what):
             yield
@@ -96,7 +96,7 @@ class Watch(threading.Thread):
             self.wait = outer and outer._replace(since=time.monotonic())
 
     def around_starts(self, naming_loss):
-        """A job's `naming_loss`, under watch: with NCCL the start of a transfer can block, too."""
+        """`naming_loss` of a job, watched: with NCCL the start of a transfer can block, too."""
 
         @contextmanager
         def watched(peer, what):
@@ -107,10 +107,10 @@ class Watch(threading.Thread):
 
     @contextmanager
     def acting(self, work):
-        """Around the work of an action, during which a rank waits for no other.
+        """A context for an action, during which a rank does not wait for another rank.
 
-        Within a longer wait, such as a step of a library, it is what comes after the action that
-        the rank waits for.
+        After an action inside a longer wait, such as a library's step, a new wait starts for what
+        follows the action.
         """
         outer, self.wait = self.wait, None
         yield
@@ -118,7 +118,7 @@ class Watch(threading.Thread):
             self.wait = Wait(outer.peer, f"what it needs after {work.action}", time.monotonic())
 
     def run(self):
-        """The thread: look a few times a second for how long this rank has been waiting."""
+        """The thread's loop: check several times per second how long this rank has waited."""
         while not self.stopped.wait(min(0.25, self.timeout / 20)):
             wait = self.longest_wait()
             waited = time.monotonic() - wait.since if wait else 0.0
@@ -127,12 +127,12 @@ class Watch(threading.Thread):
             self.tell_others(wait if waited > self.timeout / 2 else None)
 
     def longest_wait(self):
-        """The Wait in which the host or the device stands, the one that began first, or None."""
+        """The present Wait of the host or the device, whichever started first, or None."""
         waits = [wait for wait in (self.wait, self.device_wait()) if wait]
         return min(waits, key=lambda wait: wait.since, default=None)
 
     def device_wait(self):
-        """The Wait in which the device stands; None while it computes."""
+        """The present Wait of the device; None while it computes."""
         with suppress(RuntimeError):  # a device that has failed raises an error on the host, too
             while self.left and self.left[0].end.query():
                 self.left.popleft()
@@ -154,9 +154,9 @@ class Watch(threading.Thread):
         end_process(sentence, before_leaving=lambda: self.end_rank(silent))
 
     def write_flight_recorder(self):
-        """If asked for: torch's record of the last messages of this rank, as rankN.json.
+        """If requested, write torch's record of this rank's last messages as rankN.json.
 
-        torch keeps 2,000, or as many as TORCH_FR_BUFFER_SIZE says, of NCCL and since 2.13 of gloo.
+        torch keeps 2,000, or TORCH_FR_BUFFER_SIZE, messages of NCCL and, since 2.13, of gloo.
         """
         folder = os.environ.get(FLIGHT_VARIABLE)
         if folder:
@@ -167,7 +167,7 @@ class Watch(threading.Thread):
                     file.write(record)
 
     def tell_others(self, wait):
-        """Announce a long wait, and take it back once it is over."""
+        """Announce a long wait in the store, and withdraw it once it is over."""
         if wait != self.announced:
             self.announced = wait
             with suppress(RuntimeError):  # the watch goes on without a store
@@ -189,12 +189,12 @@ class Watch(threading.Thread):
         return int(peer), what
 
     def explain_silence(self, wait):
-        """The sentence for a wait that took longer than the timeout, and the rank to blame.
+        """The sentence for a wait that took longer than the timeout, and the rank that caused it.
 
-        In a deadlock there is no such rank, and in its place stands None.
+        In a deadlock there is no such rank; it is then None.
         """
         text = f"rank {self.rank} waited {self.timeout:g} s for {wait.what} from rank {wait.peer}"
-        # The store may live in the very process that does not answer: do not wait for it, too.
+        # The process that does not answer may keep the store: do not wait for the store, too.
         chain, complete = [], threading.Event()
         threading.Thread(
             target=self._follow_waits, args=(wait.peer, chain, complete), daemon=True
@@ -210,7 +210,7 @@ class Watch(threading.Thread):
 
     def _follow_waits(self, rank, chain, complete):
         seen = [self.rank]
-        with suppress(RuntimeError):  # the store does not answer: what is known so far has to do
+        with suppress(RuntimeError):  # without the store, the chain known so far is used
             while rank not in seen and (further := self.announced_by(rank)):
                 seen.append(rank)
                 chain.append(further)
@@ -222,7 +222,7 @@ class Watch(threading.Thread):
         return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else with torchrun
 
     def end_rank(self, rank):
-        """End a silent rank of this machine."""
+        """End a silent rank if it is on this machine."""
         end_siblings([self.processes[rank]] if rank in self.processes else [])
 
     def explain_loss(self, peer, what, error):
@@ -241,14 +241,14 @@ class Watch(threading.Thread):
 
 
 def device_mark():
-    """A mark behind all that this rank has given to its device so far."""
+    """An event in the device's queue, behind all work that this rank has issued so far."""
     mark = torch.cuda.Event()
     mark.record()
     return mark
 
 
 def flight_record(backend):
-    """torch's own record of a backend's last operations, as JSON. Each backend has another one."""
+    """torch's record of a backend's last operations, as JSON; each backend has its own record."""
     from torch._C import _distributed_c10d as recorders
 
     if backend == "gloo":

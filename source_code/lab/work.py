@@ -1,4 +1,4 @@
-"""One action, as it appears to the instruments."""
+"""One action as the instruments see it."""
 
 from dataclasses import dataclass, field
 
@@ -10,10 +10,10 @@ from pipeline.schedule import Action
 
 @dataclass
 class Work:
-    """One action of one stage: what it used and made, tensors or None, and when.
+    """One action of one stage: the tensors that it used and made, or None, and its times.
 
-    `start` and `end` are the clock's; `again` has (start, end) of each forward that it ran again.
-    `starts_now` says that what it needs has arrived just now, unseen.
+    `start` and `end` are set by the clock; `again` has (start, end) of each recomputed forward.
+    `starts_now` says that its message has just arrived without having been observed.
     """
 
     stage: object

@@ -1,1 +1,1 @@
-"""The part of the course that runs in a page: see page.py."""
+"""The part of the course that runs in a web page; page.py receives the page's requests."""

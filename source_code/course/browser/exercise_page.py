@@ -17,8 +17,8 @@ from pipeline.schedule import Schedule, ScheduleError, from_csv, message_of, nee
 NOT_ATTEMPTED = "Not attempted yet: replace the ... above, then check."
 NOT_BEGUN = "Not attempted yet."
 CODE = "<your code>"
-# Schedules that other lessons than 12 ask for: the sizes at which a right answer is drawn, and the
-# costs. Rows have their own size.
+# The exercises outside lesson 12 that ask for a schedule: (ranks, micro-batches) of the drawing of
+# a right answer, None where the answer has a size of its own, and the costs.
 DRAWN = {
     ("lesson_02", "own_gpipe"): ((4, 8), Costs(10, 20)),
     ("lesson_03", "own_1f1b"): ((4, 8), Costs(10, 20)),
@@ -27,11 +27,12 @@ DRAWN = {
 
 
 def check(lesson, call, code, setup=""):
-    """What the check of an exercise says of the reader's code, as a dictionary for JSON.
+    """Check the reader's code and return a dictionary for JSON.
 
     `lesson` is a module of course.checks, such as "lesson_02"; `call` is the line of the notebook
-    that asks for the check, such as "check.own_gpipe(own_gpipe)"; `setup` are the imports of the
-    notebook. `said` is what is printed. A right schedule is drawn and explained, too.
+    that runs the check, such as "check.own_gpipe(own_gpipe)"; `setup` holds the notebook's imports.
+    In the result, `said` is the printed text and `right` says whether the answer is right. For a
+    right schedule it also has the keys of `explained`.
     """
     namespace = {"__name__": "__main__"}
     printed = io.StringIO()
@@ -55,7 +56,7 @@ def check(lesson, call, code, setup=""):
 
 
 def _say(error):
-    """One line on what the reader's code raised, with the number of the line."""
+    """The error that the reader's code raised, in one line with the line number."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == CODE]
@@ -64,7 +65,10 @@ def _say(error):
 
 
 def explained(schedule, costs, unit="ms"):
-    """A finished schedule: drawn with its longest path, why each bubble is there, its name."""
+    """A dictionary with the drawing of a finished schedule, its name and the cause of each bubble.
+
+    The drawing shows the longest path. `costs` are in `unit`.
+    """
     timeline = simulate(schedule, costs)
     picture = draw_answer(timeline, longest_path=True)
     return {
@@ -76,11 +80,11 @@ def explained(schedule, costs, unit="ms"):
 
 
 def solve(number, rows=(), code="", setup=""):
-    """What the check of lesson 12 says of an answer to a puzzle, as a dictionary for JSON.
+    """Check an answer to puzzle `number` of lesson 12 and return a dictionary for JSON.
 
-    `rows` has a row per rank; or else `code` is Python that defines `rows`, a list or a function, and
-    `setup` are the imports of the notebook. An answer that is not legal yet is drawn as far as its
-    actions can run.
+    `rows` has one row per rank. Alternatively, `code` is Python that defines `rows`, a list or a
+    function, and `setup` holds the notebook's imports. If the answer is not legal yet, the drawing
+    shows the actions that can run. The keys are those of `check`.
     """
     if code:
         namespace = {"rows": ...}
@@ -109,7 +113,10 @@ def solve(number, rows=(), code="", setup=""):
 
 
 def begun(given, rows):
-    """The drawing of what can run of rows that are no legal schedule yet, {} if nothing can."""
+    """The drawing of the actions that can run in rows that are not a legal schedule yet.
+
+    Returns {} if no action can run or the rows cannot be read.
+    """
     try:
         written = [from_csv(row).orders[0] if row.strip() else () for row in rows]
     except ScheduleError:
@@ -119,13 +126,13 @@ def begun(given, rows):
     if not any(orders):
         return {}
     schedule = Schedule("so far", orders)
-    vars(schedule)["num_stages"] = num_stages  # its rows do not have all of them yet
+    vars(schedule)["num_stages"] = num_stages  # the rows may lack some stages so far
     picture = draw_answer(simulate(schedule, given.costs))
     return {"svg": picture.svg, "alt": picture.alt}
 
 
 def runnable(orders, num_stages):
-    """The actions that each rank can run before all of them have to stop."""
+    """The actions that each rank can run before no rank can run its next action."""
     done, steps = set(), [0] * len(orders)
     moved = True
     while moved:

@@ -1,4 +1,4 @@
-"""The explorer of the website: what it offers, and what it answers when something was moved."""
+"""The explorer of the website: its controls, and its answers when the reader moves one of them."""
 
 from dataclasses import fields
 from functools import lru_cache
@@ -39,15 +39,16 @@ START = {
     "occupancy": 0,
     "rows": "",
 }
-# Where memory and time are shown, there are sliders for the sizes, and the slider moved last.
+# The memory view adds the sizes in GiB, and the name of the slider that was moved last.
 SIZES_START = {name: getattr(Sizes(), name) for name in SIZE_SLIDERS} | {"moved": "microbatches"}
 
 
 def explore(settings, longest_path=False, table=False):
-    """Everything that a page shows for some settings, as a dictionary for JSON.
+    """Everything that a page shows for the given settings, as a dictionary for JSON.
 
-    `settings` has the keys of START, with names of CHOICES and numbers; `rows` is the text form of
-    a schedule, for the choice OWN. What cannot be drawn has a `refusal`, one sentence.
+    `settings` has the keys of START; the values are names from CHOICES and numbers. For the choice
+    OWN, `rows` is a schedule in its text form. If the schedule cannot be drawn, `refusal` is one
+    sentence that says why; otherwise it is "".
     """
     try:
         view = view_of(settings)
@@ -69,10 +70,10 @@ def explore(settings, longest_path=False, table=False):
 
 
 def memory_and_time(settings, lines):
-    """Whether the memory of each rank suffices, and the first `lines` curves, for JSON.
+    """Whether each rank has enough memory, and the first `lines` curves, as a dictionary for JSON.
 
-    `settings` has the keys of START and SIZES_START. A page asks for one curve after the other, so
-    that a slider which is moved meanwhile does not wait for all of them.
+    `settings` has the keys of START and SIZES_START. A page requests the curves one by one, so that
+    a slider that is moved meanwhile does not wait for all of them.
     """
     try:
         view = view_of(settings)
@@ -92,7 +93,7 @@ def memory_and_time(settings, lines):
 
 
 def moment(settings, time):
-    """What holds at one time: a drawing of the cursor to lay over the picture, and words."""
+    """The state of all ranks at `time`, in ms: a cursor to draw over the picture, and a table."""
     view = view_of(settings)
     return {
         "svg": draw_cursor(view.timelines, time),
@@ -102,9 +103,10 @@ def moment(settings, time):
 
 
 def point(settings, x, y):
-    """The time at a place of the picture, in the drawing's own units, and what the block there tells.
+    """The time at the point (`x`, `y`) of the picture, in ms, and the story of the block there.
 
-    Where no block is, the story is empty; beside the timelines the time is None.
+    `x` and `y` are in the drawing's own units. The story is empty where there is no block; the time
+    is None outside the timelines.
     """
     view = view_of(settings)
     for place, waits in zip(arrange(view.timelines)[0], view.waits):
@@ -136,14 +138,14 @@ def _view(items):
 
 
 def without_effect(view):
-    """The names of the sliders that change nothing at these settings."""
+    """The names of the sliders that have no effect at the view's settings."""
     chosen = (view.settings.schedule, view.settings.compare)
     names = []
     if not any(isinstance(choice, str) for choice in chosen):
         names += ["ranks", "microbatches"]
     if not any(map(can_choose_chunks, chosen)):
         names += ["chunks"]
-    # Where a refusal may be about the weights' part, it must be possible to move it.
+    # A refusal may be about the weights' part, so this slider stays movable then.
     if not view.refusal and not any(is_split(each.schedule) for each in view.predictions):
         names += ["weight"]
     return names

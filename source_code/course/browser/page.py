@@ -1,7 +1,7 @@
-"""What a page of the website asks of the course's Python: JSON in, JSON out.
+"""Answers the requests of a page of the website: JSON in, JSON out.
 
 The worker of a page (tools/browser/worker.js) calls `answer`. Nothing here needs a browser, so the
-tests compare what a page shows with what the same call returns here.
+tests compare what a page shows with the result of the same call outside the browser.
 """
 
 import json
@@ -20,6 +20,6 @@ ASKED = {
 
 
 def answer(request):
-    """The answer to `{"do": NAME, ...}`, a name of ASKED with its arguments. Both are JSON text."""
+    """Answer a request `{"do": NAME, ...}`: a key of ASKED with arguments. Both are JSON text."""
     arguments = json.loads(request)
     return json.dumps(ASKED[arguments.pop("do")](**arguments))

@@ -1,5 +1,5 @@
-"""What a reader builds, the file that lessons 01 to 05 grow, and how each is examined."""
+"""The pipeline that readers build in lessons 01 to 05, and how their functions are examined."""
 
-MARK = "\x1e"  # before each line by which a rank tells what it does
-ANSWER = "answer "  # how the line begins in which a rank reports
-RAISED = "raised "  # and the one about an error in the reader's own code
+MARK = "\x1e"  # starts each line in which a rank reports an event
+ANSWER = "answer "  # starts the line with a rank's report
+RAISED = "raised "  # starts the line about an error in the reader's own code

@@ -1,8 +1,8 @@
-"""Gives a reader's comparison of gradients to three ranks; build_comparison.py reads the report.
+"""Runs a reader's comparison of gradients on three ranks; build_comparison.py reads the report.
 
 One argument: a JSON file with the source of the function. The ranks take one step with
-torch.distributed.pipelining, beside it each works out the gradients of one process, and then the
-reader compares them: as they are, and with one thing wrong on one rank.
+torch.distributed.pipelining, and each also computes the gradients of one process. The reader's
+function then compares the two: once unchanged, and once for each fault of WRONG on one rank.
 """
 
 import sys
@@ -18,7 +18,7 @@ from course.building.request import errors_told, read_request, report
 
 RANKS, MICROBATCHES = 3, 4
 TIMEOUT = 4.0  # seconds that a rank may wait for another
-WRONG = {  # what is wrong with the gradients of one rank: (rank, what is done to them)
+WRONG = {  # {fault: (rank that has it, function that puts it into the gradients)}
     "nothing is wrong": (0, lambda found: found),
     "rank 2 divided its gradients by 8 once more": (2, lambda found: [one / 8 for one in found]),
     "rank 0 has one number that is too small": (0, lambda found: [one_lower(found[0]), *found[1:]]),
@@ -29,7 +29,7 @@ WRONG = {  # what is wrong with the gradients of one rank: (rank, what is done t
 
 
 def main():
-    """Report from rank 0 what every rank says of each case, with what is true of it."""
+    """Report from rank 0, for each case, every rank's result together with the `facts`."""
     _, (difference,) = read_request(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def main():
 
 
 def gradients_of_both():
-    """(gradients of this rank's weights after one step, those of one process for the same)."""
+    """This rank's gradients after one step, and those of one process for the same weights."""
     rank = dist.get_rank()
     part = build_stage(rank, RANKS)
     stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
@@ -64,7 +64,7 @@ def gradients_of_both():
 
 
 def one_lower(gradient):
-    """The gradient with its largest number lowered by half of it."""
+    """A copy of the gradient whose largest number is halved."""
     changed = gradient.clone()
     at = changed.argmax()
     changed.view(-1)[at] /= 2
@@ -72,7 +72,7 @@ def one_lower(gradient):
 
 
 def facts(found, right):
-    """(largest difference, largest right gradient, all differences added up) on this rank."""
+    """(largest difference, largest right gradient, sum of all differences) on this rank."""
     off = [(t if f is None else f - t).abs() for f, t in zip(found, right)]
     largest = max(t.abs().max().item() for t in right)
     return max(one.max().item() for one in off), largest, sum(one.sum().item() for one in off)

@@ -1,4 +1,4 @@
-"""Calls a reader's decode loop on this rank and prints what came of it; lesson_11b.py reads that.
+"""Calls a reader's decode loop on this rank and prints its result, which lesson_11b.py reads.
 
 One argument: a JSON file with the source of the function, its name, the groups and the tokens.
 """
@@ -49,7 +49,7 @@ def first_tokens(groups):
 
 
 class Tools:
-    """What the reader's function calls; `did` lists the calls of this rank."""
+    """The functions that the reader's loop calls; `did` lists the calls of this rank."""
 
     def __init__(self, job, groups):
         self.job, self.did = job, []
@@ -59,7 +59,7 @@ class Tools:
         self.stage = CachedStage(part, job.rank, job.num_ranks, groups, 1, CONFIG.seq_len)
 
     def forward(self, group, x):
-        """Take what came in through this rank's layers; the last rank returns the next token."""
+        """Run this rank's layers on `x` and return the output; on the last rank, the next token."""
         self.did.append(["forward", group])
         start = self.lengths[group]
         self.lengths[group] += 1
@@ -73,7 +73,7 @@ class Tools:
         self.job.send(tensor, destination, f"what rank {self.job.rank} made")
 
     def receive(self, source):
-        """A token from the last rank, an activation from any other."""
+        """Receive from rank `source`: a token from the last rank, else an activation."""
         self.did.append(["receive", source])
         name = f"what rank {source} made"
         if self.stage.is_first:
@@ -86,7 +86,7 @@ def choose(scores, group, position):
 
 
 def texts_of_one_process(groups, count):
-    """What the function should return on rank 0."""
+    """The tokens that the reader's function should return on rank 0, from one process."""
     model, texts = build_part(CONFIG, 0, CONFIG.layers), {}
     for group, token in first_tokens(groups).items():
         tokens = [token]

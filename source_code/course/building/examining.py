@@ -1,6 +1,7 @@
-"""Runs a reader's function on warm ranks under a limit, and notes what each rank did.
+"""Runs a reader's function on warm ranks with a time limit, and notes what each rank did.
 
-It always ends, and no process outlives it: when nobody can go on, the ranks are ended at once.
+An examination always ends and leaves no process behind: as soon as no rank can continue, all ranks
+are ended.
 """
 
 import json
@@ -14,29 +15,30 @@ from dataclasses import dataclass, field
 from course.building import MARK
 from course.launch import read_stream, started_ranks
 
-START, LIMIT = 120, 20  # seconds until the first rank tells something, and from then on
+START, LIMIT = 120, 20  # seconds: until the first event, and from the first event on
 SCRIPT = "course/building/on_ranks.py"
 
 
 @dataclass
 class Rank:
-    """What one rank has done so far. `steps` has its actions, one list for each step."""
+    """The events of one rank so far. `steps` has its actions, one list for each step."""
 
     number: int
     steps: list = field(default_factory=list)
     results: list = field(default_factory=list)
-    waits: dict | None = None  # the event of the wait that it is in
+    waits: dict | None = None  # the event of the present wait
     unwaited: dict = field(default_factory=dict)  # message -> the event that began it
     raised: dict | None = None
-    lost: dict | None = None  # an error that says that another rank is gone
+    lost: dict | None = None  # the event of an error caused by the loss of another rank
     busy: dict | None = None
-    ended: bool = False  # the step that it is in
-    done: bool = False  # all steps
+    ended: bool = False  # whether the present step has ended
+    done: bool = False  # whether all steps have ended
 
 
 @dataclass
 class Observed:
-    """What all ranks did. `begun` has the events of (sender, receiver, tag), by who began them."""
+    """The events of all ranks. `begun` has the starts of transfers, as a list of events for each
+    (sender, receiver, tag, "send" or "receive")."""
 
     ranks: list
     begun: dict = field(default_factory=lambda: defaultdict(list))
@@ -44,7 +46,7 @@ class Observed:
     crash: str | None = None
 
     def waits_in_vain(self, rank):
-        """Whether what `rank` waits for needs something that nobody has begun."""
+        """Whether the other side of the transfer that `rank` waits for has not been started."""
         what, peer, tag, number = rank.waits["message"]
         if what == "join":
             return any(other.ended for other in self.ranks)
@@ -57,7 +59,7 @@ class Observed:
         return bool(left) and all(rank.waits and self.waits_in_vain(rank) for rank in left)
 
     def note(self, event):
-        """Add what a rank has just told."""
+        """Add one event, a dictionary that a rank has sent."""
         rank = self.ranks[event["rank"]]
         kind, name = event["event"], tuple(event.get("message", ()))
         if kind == "begins":
@@ -77,7 +79,7 @@ class Observed:
         elif kind == "ends step":
             rank.results.append(event)
             rank.ended = True
-            if all(other.ended for other in self.ranks):  # and all go on to the next step
+            if all(other.ended for other in self.ranks):  # then all continue with the next step
                 for other in self.ranks:
                     other.ended = False
         elif kind == "raised" and " by peer" in event["said"]:
@@ -91,7 +93,10 @@ class Observed:
 
 
 def examine(request, num_ranks, limit=LIMIT):
-    """Run `request` (see on_ranks.py) on `num_ranks` ranks and return what was Observed."""
+    """Run `request` (see on_ranks.py) on `num_ranks` ranks and return an Observed.
+
+    `limit` is in seconds, counted from the first event.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(request, file)
         file.flush()

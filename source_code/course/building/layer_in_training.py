@@ -1,4 +1,4 @@
-"""Runs pretrain_llama.py with a reader's feed-forward network; build_llama.py reads what it prints.
+"""Runs pretrain_llama.py with a reader's feed-forward network; build_llama.py reads the output.
 
 One argument: a JSON file with the function and the program's flags (see request.py).
 """
@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
 
 
 def main():
-    """Put the function in the place of the network, and run the program."""
+    """Replace the forward of the feed-forward network by the reader's function; run the program."""
     request, [function] = read_request(sys.argv[1])
     check_alone(function)
 
@@ -31,7 +31,7 @@ def main():
 
 
 def check_alone(function):
-    """Raise what a training would only say later: another shape, a weight that is left out."""
+    """Exit with a message if the output has another shape than x, or an input gets no gradient."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (6, 4), (4, 6))]
     for weight in (x, *weights):

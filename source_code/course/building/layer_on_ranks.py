@@ -1,7 +1,7 @@
-"""Runs a layer with a reader's collectives on this rank; lesson_10b.py reads what came of it.
+"""Runs a layer with a reader's collectives on this rank; lesson_10b.py reads the report.
 
 One argument: a JSON file with the source of the function and its name. The layer is a feed-forward
-network, x -> down(relu(up(x))), of which each of two ranks has half.
+network, x -> down(relu(up(x))), and each of two ranks has half of its hidden units.
 """
 
 import json
@@ -45,7 +45,7 @@ def is_pair(pair):
 
 
 def all_reduce(job, calls, x):
-    """The sum of x over both ranks, as a new tensor; `calls` gets its shape."""
+    """The sum of x over both ranks, as a new tensor; the shape of x is appended to `calls`."""
     calls.append(list(x.shape))
     total = x.detach().clone()
     Summing(job, [total], RANKS, "its part of a sum").wait()
@@ -53,7 +53,7 @@ def all_reduce(job, calls, x):
 
 
 def run_layer(rank, pair, calls):
-    """How the output and the gradients of this rank compare with those of the whole layer."""
+    """Compare the output and the gradients of this rank with those of the whole layer."""
     enter, leave = pair
     draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x, up, down, slope = draw(2, 3, 8), draw(16, 8), draw(8, 16), draw(2, 3, 8)
@@ -63,7 +63,7 @@ def run_layer(rank, pair, calls):
     report = {"forward": ours["forward"], "backward": len(calls) - ours["forward"]}
     for name in ("output", "input"):
         report[name] = compare(ours[name], right[name], halves[rank][name])
-    for name in ("up", "down"):  # a rank has half of these, whole
+    for name in ("up", "down"):  # these gradients are those of the rank's half of the matrices
         report[name] = compare(ours[name], halves[rank][name], None)
     return report
 
@@ -80,7 +80,7 @@ def gradients_of(x, up, down, slope, enter=None, leave=None, calls=()):
 
 
 def compare(found, right, own):
-    """[factor, of what]: `found` as a multiple of "right" or of this rank's "own" share."""
+    """[factor, name]: `found` as a multiple of the "right" tensor or of this rank's "own" share."""
     if found is None:
         return [0, "none"]
     for wanted, name in ((right, "right"), (own, "own")):

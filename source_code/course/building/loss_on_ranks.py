@@ -1,7 +1,7 @@
-"""Runs a reader's loss over a split vocabulary on this rank; lesson_10c.py reads what came of it.
+"""Runs a reader's loss over a split vocabulary on this rank; lesson_10c.py reads the report.
 
-One argument: a JSON file with the source of the function and its name. 50 tokens of the vocabulary
-are cut over three ranks, 17, 17 and 16, and 6 positions have a target on one of them.
+One argument: a JSON file with the source of the function and its name. A vocabulary of 50 tokens is
+cut over three ranks into 17, 17 and 16; each of 6 positions has its target on one of the ranks.
 """
 
 import json
@@ -45,7 +45,7 @@ def main():
 
 
 def all_reduce(job, calls, x, operation):
-    """The sum or the maximum of x over all ranks, as a new tensor; `calls` gets the operation."""
+    """The sum or the maximum of x over all ranks, as a new tensor; `calls` lists the operations."""
     calls.append(operation)
     total = x.detach().clone()
     following = (job.rank + 1) % job.num_ranks
@@ -55,7 +55,7 @@ def all_reduce(job, calls, x, operation):
 
 
 def examine(rank, function, calls, scale):
-    """What the function makes of scores of that size, beside what it should, and what it might."""
+    """Call the function with scores of the size `scale`, and compare loss and gradient."""
     whole = scale * draw_scores()
     targets = torch.tensor(TARGETS)
     first, last = cut_evenly(VOCABULARY, len(RANKS))[rank]
@@ -83,7 +83,7 @@ def gradient_of(scores, targets):
 
 
 def losses_that_might_be(whole, targets, first, last):
-    """{what was left out: the loss that comes of it}, with what is right in front."""
+    """{name of an omission: the loss that it gives}; the first entry is the right loss."""
     parts = [whole[:, a:b] for a, b in cut_evenly(VOCABULARY, len(RANKS))]
     scores, largest = whole[:, first:last], whole.max(-1).values
     of_target = whole.gather(-1, targets[:, None]).squeeze(-1)
@@ -102,13 +102,13 @@ def losses_that_might_be(whole, targets, first, last):
 
 
 def compare(gradient, right, whole, targets, first, last):
-    """What the gradient is: "right", a multiple of it, or right but for one part; else "else"."""
+    """Classify the gradient: "right", a multiple, right except for one part, or "else"."""
     if gradient.shape != right.shape:
         return ["shape", list(gradient.shape), list(right.shape)]
     count = len(targets)
     softmax = whole.softmax(-1)[:, first:last]
     own = whole[:, first:last].softmax(-1)
-    hit = softmax - count * right  # one where the target is
+    hit = softmax - count * right  # 1 at the target, 0 elsewhere
     if is_close(gradient, right):
         return ["right"]
     if is_close(gradient, count * right):

@@ -1,4 +1,4 @@
-"""A pipeline of one's own: what lessons 01, 02, 03 and 05 build. It needs torch and nothing else.
+"""The pipeline that lessons 01, 02, 03 and 05 build. It needs torch and nothing else.
 
     torchrun --standalone --nproc-per-node 4 my_pipeline.py 1f1b
     python my_pipeline.py naive

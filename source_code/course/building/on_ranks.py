@@ -1,7 +1,7 @@
-"""One rank of an examination: runs the reader's function and tells what it did, as it happens.
+"""One rank of an examination: runs the reader's function and reports its events as they happen.
 
 `examining.py` starts it on each rank with the path of a request. Every event is one line of JSON
-behind MARK on standard output; other lines are what the reader's code prints.
+after MARK on standard output; all other lines were printed by the reader's code.
 """
 
 import json
@@ -21,8 +21,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # torchrun knows this
 from course.building import MARK, my_pipeline, split  # noqa: E402
 from course.building.versions import run_versions  # noqa: E402
 
-YOURS = "<your "  # how the file names of the reader's functions begin
-BUSY = 5  # seconds after which a rank that does not wait says where it is
+YOURS = "<your "  # starts the file names of the reader's functions
+BUSY = 5  # seconds after which a rank that does not wait reports its place in the code
 CLOSE = 1e-9
 
 
@@ -46,7 +46,7 @@ def place(frame):
 
 
 class Watched:
-    """torch's work of one message; says when its rank begins and ends to wait for it."""
+    """torch's Work of one message; reports when its rank starts and stops waiting for it."""
 
     def __init__(self, teller, work, name):
         self.teller, self.work, self.name = teller, work, name
@@ -62,7 +62,7 @@ class Watched:
 
 
 def watch_messages(teller):
-    """Put functions that tell what they do in the place of torch.distributed's own."""
+    """Replace the functions of torch.distributed by functions that also report each call."""
     counts, works, begin = {}, [], {"send": c10d.isend, "receive": c10d.irecv}
 
     def start(what, tensor, peer, tag, **more):
@@ -74,7 +74,7 @@ def watch_messages(teller):
         counts[key] = counts.get(key, 0) + 1
         name = [*key, counts[key]]
         work = begin[what](tensor.detach(), peer, tag=tag, **more)
-        works.append(work)  # one that is forgotten would end with its message still under way
+        works.append(work)  # a Work that is freed would end while its message travels
         teller.tell("begins", message=name, shape=[*tensor.shape], dtype=str(tensor.dtype)[6:])
         return Watched(teller, work, name)
 
@@ -103,7 +103,7 @@ def watch_messages(teller):
 
 
 def watch_halves(teller):
-    """Tell when a half for the weights runs, too."""
+    """Also report when the half of a backward for the weights runs."""
     begin = split.backward_input
 
     def backward_input(stage, k, held, sends):
@@ -119,9 +119,9 @@ def watch_halves(teller):
 
 
 class Reference:
-    """What one process computes for each stage and micro-batch, of its own copy of the model.
+    """The results of one process with its own copy of the model, by stage s and micro-batch k.
 
-    `inputs[s][k]` goes into stage s, `gradients[s][k]` is that of what comes out of it, and
+    `inputs[s][k]` is the input of stage s, `gradients[s][k]` is the gradient of its output, and
     `weights[s]` has one column per micro-batch: the gradient of all weights of the stage.
     """
 
@@ -147,7 +147,7 @@ class Reference:
 
 
 def flat_gradient(stage):
-    """The gradients of all weights in one vector; zeros where there is none."""
+    """The gradients of all weights as one vector; zeros for a weight without a gradient."""
     weights = stage.parameters()
     return torch.cat(
         [(w.grad if w.grad is not None else 0 * w.detach()).flatten() for w in weights]
@@ -155,7 +155,7 @@ def flat_gradient(stage):
 
 
 def observe(teller, stage, index, reference, halves):
-    """Tell of every forward and backward of `stage` which micro-batch it is."""
+    """Report every forward and backward of `stage` with its micro-batch."""
     stage.half, stage.index = "I" if halves else "B", index
     if halves:
         split.split(stage)
@@ -217,7 +217,7 @@ def run_steps(request, define, teller):
 
 
 def result_of(returned, stages, rank, p, reference):
-    """What is compared with one process: the loss and, stage by stage, the gradients."""
+    """The loss and the gradients of each stage, as compared with one process."""
     gradients = []
     for c, stage in enumerate(stages):
         wanted = reference.weights[rank + c * p]
@@ -242,14 +242,14 @@ def result_of(returned, stages, rank, p, reference):
 
 
 def run_words(request, define, teller):
-    """Run the reader's function, which joins and exchanges messages by itself (lesson 01)."""
+    """Run the reader's function of lesson 01, which itself joins the group and sends messages."""
     returned = define(request)()
     value = returned.tolist() if isinstance(returned, torch.Tensor) else repr(returned)
     teller.tell("ends step", value=value, left=not dist.is_initialized())
 
 
 def define(request):
-    """The reader's function, among the names of my_pipeline.py."""
+    """The reader's function, defined in a namespace with the names of my_pipeline.py."""
     names = dict(vars(my_pipeline), __name__="yours")
     exec("\n".join(request["imports"]), names)
     for name, text in request["sources"]:
@@ -261,7 +261,7 @@ RUNS = {"words": run_words, "steps": run_steps, "versions": run_versions}
 
 
 def main():
-    """Run the request as one rank, and stay until ended: others may still need its messages."""
+    """Run the request as one rank, then stay: other ranks may still need its messages."""
     request = json.loads(Path(sys.argv[1]).read_text())
     teller = Teller(int(os.environ["RANK"]))
     if hasattr(signal, "SIGALRM"):  # not on Windows

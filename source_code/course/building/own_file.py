@@ -13,7 +13,7 @@ MODEL = Path(__file__).with_name("my_pipeline.py")
 FILE = ROOT / "build" / "my_pipeline.py"
 PARTS = FILE.with_suffix("")  # a folder with one JSON file for each exercise
 EXERCISES = ["naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"]
-_accepted = {}  # text of a function -> the request of a check that found nothing to say
+_accepted = {}  # text of a function -> the request whose check accepted it
 
 
 def accept(request):
@@ -22,9 +22,9 @@ def accept(request):
 
 
 def keep(function):
-    """Put `function` into build/my_pipeline.py, if its check has called it right; write the file.
+    """Write build/my_pipeline.py with `function` in it, if its check has accepted the function.
 
-    Exercises that are not solved yet have the course's solution there.
+    For exercises that are not solved yet, the file has the course's solution.
     """
     request = _accepted.get(textwrap.dedent(inspect.getsource(function)))
     if request:
@@ -52,7 +52,7 @@ def assemble(requests):
 
 
 def _replace(text, name, function, before):
-    """`text` with another definition of `name`; one that it does not have yet stands `before`."""
+    """`text` with `function` as the definition of `name`; a new name is inserted above `before`."""
     lines = text.splitlines()
     places = {
         n.name: n for n in ast.parse(text).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))
@@ -64,7 +64,7 @@ def _replace(text, name, function, before):
 
 
 def _write(path, text):
-    """At once, so that nobody reads half of it."""
+    """Write the file in one atomic step, so that no process reads half of it."""
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)

@@ -1,7 +1,7 @@
 """Runs a reader's whole program on this rank; build_library.py reads what it prints.
 
-One argument: a JSON file with the text of the program. It is left as it is; only the time that a
-rank may wait for another is shorter than torch's half an hour, unless the program sets one.
+One argument: a JSON file with the text of the program. The text is not changed. Only the timeout of
+the process group is shorter than torch's 30 minutes, unless the program sets one.
 """
 
 import json

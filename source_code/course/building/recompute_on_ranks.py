@@ -1,8 +1,8 @@
-"""Runs a reader's recomputing backward on two ranks; build_recompute.py reads what came of it.
+"""Runs a reader's recomputing backward on two ranks; build_recompute.py reads the report.
 
 One argument: a JSON file with the source of the function. Each rank has half of the model of
 my_pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
-reader's; beside it the same rank works out what a stage that keeps everything would have.
+reader's. The same rank also computes the gradients of a stage that keeps everything.
 """
 
 import sys
@@ -16,12 +16,12 @@ from course.building.my_pipeline import DIM, LENGTH, batch, build_stage, loss_of
 from course.building.request import errors_told, read_request, report
 
 RANKS, MICROBATCHES, SIZE = 2, 4, 2
-TIMEOUT = 25.0  # seconds; longer than a loop without an end takes to be ended, see request.py
+TIMEOUT = 25.0  # seconds; longer than request.py lets an endless loop run
 ORDERS = [[0, 1, 2, 3], [2, 0, 3, 1]]  # of the backwards, in two steps
 
 
 def main():
-    """Run both steps, and report from rank 0 what every rank has seen."""
+    """Run both steps, and report the observations of all ranks from rank 0."""
     _, (backward,) = read_request(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     torch.set_num_threads(1)
@@ -71,15 +71,15 @@ def run_step(stage, step, order, backward):
                 "weights": factor_of(added, list(right[1].values())),
             }
         )
-        if not whole.is_first:  # the right one, so that the rank before can be judged alone
+        if not whole.is_first:  # the right gradient, so that the previous rank is judged alone
             dist.send(right[0], dist.get_rank() - 1)
     return seen
 
 
 class StageOfMicrobatch:
-    """`stage(k, x)`: what the stage makes of micro-batch k; on the last one its share of the loss.
+    """`stage(k, x)` returns the output for micro-batch k, on the last stage its share of the loss.
 
-    `calls` says of which micro-batch the inputs were on which the reader's backward has run it.
+    `calls` has the micro-batch of each input with which the reader's backward has called it.
     """
 
     def __init__(self, stage, step):
@@ -97,7 +97,7 @@ class StageOfMicrobatch:
 
 
 class Inside:
-    """Counts the bytes that autograd has for later backwards of `stage`, now and at the peak."""
+    """Counts the bytes that autograd has saved for backwards of `stage`, now and at the peak."""
 
     def __init__(self, stage):
         self.weights = {weight.untyped_storage().data_ptr() for weight in stage.parameters()}
@@ -134,7 +134,7 @@ class Inside:
 
 
 class Kept:
-    """A tensor that autograd has saved; it is gone when autograd has let go of it."""
+    """A tensor that autograd has saved; Python frees this object when autograd frees the tensor."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -147,7 +147,7 @@ def receive():
 
 
 def gradients_of(whole, k, x, gradient):
-    """(gradient of x, {weight: its gradient}, bytes of the inside) when nothing is recomputed."""
+    """(gradient of x, {weight: its gradient}, saved bytes of a forward) without recomputation."""
     inside = Inside(whole.stage)
     weights = list(whole.stage.parameters())
     asked = weights if whole.is_first else [*weights, x.requires_grad_()]
@@ -157,7 +157,7 @@ def gradients_of(whole, k, x, gradient):
 
 
 def factor_of(found, right):
-    """[factor, "right"] where `found` is that multiple of `right`, else [None, what it is]."""
+    """[factor, "right"] if `found` is a multiple of `right`, else [None, a word for `found`]."""
     if not all(isinstance(one, torch.Tensor) for one in found):
         return [None, "missing"]
     if any(one.shape != other.shape for one, other in zip(found, right)):

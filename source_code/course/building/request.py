@@ -1,4 +1,4 @@
-"""What a rank of an exercise is asked for, and how it answers (lessons 06, 07, 08 and 10)."""
+"""Reads the request of an exercise on a rank and prints the report (lessons 06, 07, 08, 10)."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from course.building import ANSWER, RAISED, my_pipeline
 
-COMPUTING = 2  # seconds of the processor after which a rank is taken for caught in a loop
-YOURS = "<your "  # how the file names of the reader's functions begin
+COMPUTING = 2  # seconds of processor time after which a loop counts as endless
+YOURS = "<your "  # starts the file names of the reader's functions
 
 
 def read_request(path):
-    """(the whole request, the reader's functions) of a JSON file that reader_on_ranks.py wrote.
+    """(the whole request, the reader's functions) from a JSON file that reader_on_ranks.py wrote.
 
-    The functions find the names of my_pipeline.py, and what the reader has defined or imported.
+    The functions can use the names of my_pipeline.py and those that the reader defined or imported.
     """
     request = json.loads(Path(path).read_text())
     names = dict(vars(my_pipeline), __name__="yours")
@@ -29,15 +29,16 @@ def read_request(path):
 
 
 def report(value):
-    """Print what the check reads."""
+    """Print `value` as JSON, in the line that the check reads."""
     print(ANSWER + json.dumps(value), flush=True)
 
 
 @contextmanager
 def endless_loops_ended(seconds=None):
-    """Around code of the reader's: a loop that never ends becomes an error at its own line.
+    """A context for the reader's code: an endless loop becomes an error at its own line.
 
-    What counts is the processor's time, so a busy machine and a wait for other ranks do not.
+    The limit is in seconds of processor time, so a busy machine or a wait for other ranks does not
+    count.
     """
     seconds = seconds or COMPUTING
     in_main = threading.current_thread() is threading.main_thread()
@@ -59,7 +60,7 @@ def endless_loops_ended(seconds=None):
 
 @contextmanager
 def errors_told(seconds=None):
-    """Around all that a rank does: an error is told with the reader's line at which it came."""
+    """A context for the whole program of a rank: an error is reported with the reader's line."""
     try:
         with endless_loops_ended(seconds):
             yield

@@ -1,7 +1,7 @@
 """Trains two ranks with a reader's save and restore, and kills one of them; see build_save.py.
 
-One argument: a JSON file with the sources, the folder to save into, how many steps to train, and
-the moment of the SIGKILL: a rank, a save counted from 0, and what it is about to do by then.
+One argument: a JSON file with the sources, the folder to save into, the number of steps, and the
+moment of the SIGKILL: a rank, a save counted from 0, and the operation before which it comes.
 """
 
 import os
@@ -18,12 +18,12 @@ from course.building.my_pipeline import batch, build_stage, naive_step
 from course.building.request import errors_told, read_request, report
 
 TIMEOUT = 4.0  # seconds that a rank may wait for another
-LATER = 0.2  # seconds after which a rank is killed, so that the other comes as far as it can
+LATER = 0.2  # seconds before the SIGKILL, in which the other rank continues as far as it can
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
 
 
 def main():
-    """Restore, train and save after each step; tell each step with its loss."""
+    """Restore, train and save after each step; report the loss of each step."""
     request, (save, restore) = read_request(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     torch.set_num_threads(1)
@@ -49,8 +49,8 @@ def main():
 class Moment:
     """Sends this rank SIGKILL in a save: `before` is "write", "half", "rename", "end" or a number.
 
-    A number from 0 to 1 is a share of all that the save before did to the folder. `did` has what
-    the save has done so far.
+    A number from 0 to 1 is a share of the file operations of the previous save. `did` lists the
+    operations of the present save so far.
     """
 
     def __init__(self, rank, folder, killed, save, before):
@@ -67,7 +67,7 @@ class Moment:
         self.inside = False
 
     def audit(self, event, arguments):
-        """Called by Python before each thing that it does to a file."""
+        """Python's audit hook: called before each operation on a file."""
         if not self.inside or event not in CHANGES or not arguments:
             return
         if event == "open" and not is_for_writing(arguments):
@@ -76,7 +76,7 @@ class Moment:
             self.passes({"os.rename": "rename", "open": "write"}.get(event, event))
 
     def save_with_torch(self, value, file, *arguments, **options):
-        """torch.save, which writes from C++, where Python sees no file."""
+        """Stands in for torch.save, whose file is written in C++ and raises no audit event."""
         named = isinstance(file, (str, os.PathLike))
         if self.inside and named and self.is_own(file):
             self.passes("write")
@@ -90,7 +90,7 @@ class Moment:
         self.did.append("half")
 
     def wait_for_all(self):
-        """Given to the reader: it returns when both ranks have called it."""
+        """A barrier for the reader's functions: returns when both ranks have called it."""
         self.passes("wait")
         dist.barrier()
 
@@ -101,7 +101,7 @@ class Moment:
             return False
 
     def passes(self, what):
-        """Note that `what` comes next, and end here if this is the moment."""
+        """Note that operation `what` comes next, and kill this rank if this is the moment."""
         if self.is_due(what):
             self.kill()
         self.did.append(what)
@@ -112,7 +112,7 @@ class Moment:
         before = self.before
         if isinstance(before, float):
             return len(self.did) == int(before * len(self.last))
-        missing = before not in self.last  # what the reader's save never does
+        missing = before not in self.last  # the reader's save has no such operation
         return what == before or (missing and what == "end")
 
     def kill(self):

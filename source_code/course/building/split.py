@@ -1,4 +1,4 @@
-"""The backward of lesson 02 in two halves: what the stage before waits for, and the rest (lesson 09).
+"""The backward of lesson 02 in two halves, for the input and for the weights (lesson 09).
 
 Zero Bubble: Qi et al. 2023, arXiv 2401.10241, section 2.
 """
@@ -28,7 +28,7 @@ def weight_half(deferred):
 
 
 class SplitLinear(torch.autograd.Function):
-    """x Aᵀ, of which the backward runs the half for x only."""
+    """The product x Aᵀ, whose backward runs only the half for x."""
 
     @staticmethod
     def forward(ctx, inputs, weight, stage):

@@ -1,7 +1,7 @@
-"""Lets a reader's hook start the sums of gradients on four ranks; build_sums.py reads the report.
+"""Runs a reader's hook that starts the gradient sums on four ranks; build_sums.py reads the report.
 
-One argument: a JSON file with the source of the hook. Two pipelines of two ranks with two stages
-each perform an interleaved schedule, once with the reader's hook and once with all sums at the end.
+One argument: a JSON file with the source of the hook. Two pipelines of two ranks, with two stages
+per rank, perform an interleaved schedule: with the reader's hook, and with all sums at the end.
 """
 
 import sys
@@ -29,12 +29,12 @@ from pipeline.stage import Stage
 CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=2, seq_len=8)
 REPLICAS, RANKS, CHUNKS, MICROBATCHES, SIZE, STEPS = 2, 2, 2, 4, 1, 3
 PACE = {"F": 0.005, "B": 0.010}  # seconds of an action
-ON_ITS_WAY = 0.030  # seconds that a sum takes; those of a rank travel one after the other
+ON_ITS_WAY = 0.030  # seconds that a sum takes; the sums of one rank run one after the other
 TIMEOUT = 5.0  # seconds that a rank may wait for another
 
 
 def main():
-    """Run steps with the hook and steps without it in turns, and report from rank 0."""
+    """Alternate steps with the hook and steps without it, and report from rank 0."""
     _, (after,) = read_request(sys.argv[1])
     schedule = replicate(interleaved_1f1b(RANKS, MICROBATCHES, CHUNKS), REPLICAS)
     shape = SIZE, CONFIG.seq_len, CONFIG.dim
@@ -67,7 +67,7 @@ def main():
 
 
 class PacedSums(AllReduce):
-    """Sums that take their time, begun by the reader's hook or, for comparison, at the end."""
+    """Sums with a given duration, started by the reader's hook or, for comparison, at the end."""
 
     def __init__(self, replicas, schedule, after):
         super().__init__(replicas, schedule)
@@ -76,7 +76,7 @@ class PacedSums(AllReduce):
 
     @contextmanager
     def around(self, action):
-        """Around each action: it lasts as long as PACE says, and then comes the hook."""
+        """A context for each action: it lasts at least its time in PACE; the hook follows it."""
         begun = time.perf_counter()
         yield
         time.sleep(max(0.0, begun + PACE[action.kind] - time.perf_counter()))
@@ -84,12 +84,12 @@ class PacedSums(AllReduce):
             self.after(action, self.order, self.start)
 
     def start(self, index):
-        """Send the gradients of stage `index` on their way, behind those that still travel."""
+        """Start the sum of the gradients of stage `index`, after the sums still under way."""
         super().start(index)
         self.free_at = max(self.free_at, time.perf_counter()) + ON_ITS_WAY
 
     def finish(self):
-        """Wait for all sums; `waited` is for how long."""
+        """Wait for all sums; `waited` becomes the duration of the wait in seconds."""
         begun = time.perf_counter()
         for index in self.parts:
             if index not in self.sums:
@@ -100,7 +100,7 @@ class PacedSums(AllReduce):
 
 
 def share_of_loss(scores, targets):
-    """Of the mean over both replicas' micro-batches."""
+    """A micro-batch's share of the mean loss over the micro-batches of both replicas."""
     whole = REPLICAS * MICROBATCHES * targets.numel()
     return cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / whole
 
@@ -114,7 +114,7 @@ def batch_of_all():
 
 
 def factor_of(index, stage):
-    """The summed gradient of a stage as a multiple of one process's; None where it is none."""
+    """The factor between the summed gradient of a stage and one process's; None without one."""
     whole = build_part(CONFIG, 0, CONFIG.layers)
     tokens, targets = batch_of_all()
     for k in tokens:

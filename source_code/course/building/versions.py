@@ -1,6 +1,6 @@
-"""What a rank of an examination tells of the versions of its weights (lesson 04).
+"""Reports the versions of the weights that a rank of an examination uses (lesson 04).
 
-Version t of a stage's weights is what t updates make of its first weights, in PipeDream's rule:
+Version t of a stage's weights is its first weights after t updates. In PipeDream's rule,
 the gradient of mini-batch k is taken at version max(0, k - (p - 1 - s)) of stage s of p.
 """
 
@@ -17,7 +17,7 @@ EXACT = 1e-12
 
 
 class Rule:
-    """PipeDream's rule worked out in one process: `versions[s][t]`, by name, and `losses`."""
+    """PipeDream's rule in one process: `versions[s][t]` has the weights by name; `losses`."""
 
     def __init__(self, num_stages, inputs, targets):
         stages = [my_pipeline.build_stage(index, num_stages) for index in range(num_stages)]
@@ -43,12 +43,12 @@ class Rule:
 
 
 class Versions:
-    """Tells of every forward and backward of this rank which version of the weights it has."""
+    """Reports the version of the weights for every forward and backward of this rank."""
 
     def __init__(self, teller, known):
         self.teller, self.known = teller, known  # the versions of the rule
-        self.used = {}  # mini-batch -> what its forward had: the weights, and a copy
-        self.seen = []  # weak references to one tensor of each
+        self.used = {}  # mini-batch -> the weights of its forward, and a copy
+        self.seen = []  # weak references to one tensor of each version
         self.last = 0
 
     def number_of(self, weights):
@@ -66,7 +66,7 @@ class Versions:
         return None, round(factor, 6) if close else None
 
     def forward_with(self, weights, stage, k, *more):
-        """In the place of stash.forward_with."""
+        """Replaces stash.forward_with."""
         version, factor = self.number_of(weights)
         self.used[k] = weights, {name: weight.detach().clone() for name, weight in weights.items()}
         tensor = next(iter(weights.values()))
@@ -77,7 +77,7 @@ class Versions:
         return self.forward(weights, stage, k, *more)
 
     def backward_with(self, weights, stage, k, *more):
-        """In the place of stash.backward_with."""
+        """Replaces stash.backward_with."""
         used, copy = self.used.pop(k, (weights, weights))
         same = all(weights[name] is used[name] for name in used)
         kept = all(torch.equal(weight, copy[name]) for name, weight in used.items())

@@ -1,1 +1,1 @@
-"""Answers to the exercises, at once: one file per lesson, what they share, the puzzles as data."""
+"""Checks of the exercises: one file per lesson, the code that they share, the puzzles as data."""

@@ -1,7 +1,7 @@
-"""How a check answers: at once, like a colleague, and never with a traceback.
+"""Turns a check into a function that answers at once, in one line and without a traceback.
 
-A check is a function that takes the learner's answer and returns a sentence when something is
-wrong, None when all is right. The decorator `checked` turns it into what a notebook calls.
+A check is a function that takes the learner's answer and returns a sentence if something is wrong,
+None if all is right. The decorator `checked` turns it into the function that a notebook calls.
 """
 
 import functools
@@ -18,8 +18,9 @@ NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, t
 def checked(praise, name=None):
     """Make a check print one line: not attempted, not yet and why, or right and what it means.
 
-    `praise` is what it means, or a function that says so of the answers. `name` is that of the
-    exercise in the reader's progress, the check's own unless given, with its number if it has one.
+    `praise` is the text after "Right: ", or a function of the answers that returns it. `name` is
+    the exercise's name in the reader's progress; without it, the name of the check is used. If the
+    first argument of the check is `number`, that number follows the name.
     """
 
     def decorate(check):
@@ -38,7 +39,7 @@ def checked(praise, name=None):
 
 
 def _line_on(check, praise, answers):
-    """What a check prints."""
+    """The line that a check prints."""
     if any(value is None or value is ... for value in answers):
         return NOT_ATTEMPTED
     try:
@@ -48,7 +49,7 @@ def _line_on(check, praise, answers):
     except WrongAnswer as error:
         return f"Not yet: {error}"
     except Exception as error:
-        # The check took the answer for what the exercise asks for, and it is not.
+        # The check assumed the form that the exercise asks for, and the answer has another.
         return (
             "Not yet: the answer does not have the form that this exercise asks for "
             f"({_in_short(error)})"
@@ -73,14 +74,14 @@ class WrongAnswer(Exception):
 
 
 def call(function, *arguments):
-    """What the learner's function returns, or the reason why it returned nothing."""
+    """The result of the learner's function. Raises NotAttempted, or WrongAnswer with the reason."""
     shown = ", ".join(map(repr, arguments)) if all(_is_short(a) for a in arguments) else "..."
     name = f"{_name_of(function)}({shown})"
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {_in_short(repr(function))}")
     try:
         result = function(*arguments)
-    except Exception as error:  # whatever the learner's code raises is an answer, too
+    except Exception as error:  # an error in the learner's code is an answer, too
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
     if result is ...:
         raise NotAttempted
@@ -90,13 +91,13 @@ def call(function, *arguments):
 
 
 def call_for_number(function, *arguments):
-    """The same for a function that must return a number."""
+    """Like `call`, for a function that must return a number."""
     result = call(function, *arguments)
     return require_number(result, f"{_name_of(function)} returned")
 
 
 def require_number(value, name):
-    """`value`, if it is a finite number; `name` is the beginning of the sentence if it is not."""
+    """`value`, if it is a finite number. Raises WrongAnswer otherwise; `name` begins its text."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is no number")
     if isinstance(value, numbers.Integral):
@@ -107,7 +108,7 @@ def require_number(value, name):
 
 
 def call_for_schedule(rows, num_ranks, num_microbatches):
-    """The legal schedule that the learner's function writes, one text a rank, "0F0,0F1,0B0,0B1"."""
+    """The legal Schedule that the learner's function returns: one text per rank, "0F0,0F1,0B0"."""
     answer = call(rows, num_ranks, num_microbatches)
     case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
     if not isinstance(answer, (list, tuple)) or not all(isinstance(row, str) for row in answer):
@@ -128,7 +129,7 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
 
 
 def many(count, thing):
-    """As in "1 rank", "4 ranks", "1 micro-batch", "8 micro-batches"."""
+    """A count with its noun: "1 rank", "4 ranks", "1 micro-batch", "8 micro-batches"."""
     plural = "es" if thing.endswith("ch") else "s"
     return f"{count} {thing}{'' if count == 1 else plural}"
 
@@ -142,7 +143,7 @@ def _name_of(function):
 
 
 def _in_short(value, most=60):
-    """One line of at most `most` characters."""
+    """`value` as one line of at most `most` characters."""
     text = " ".join(str(value).split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

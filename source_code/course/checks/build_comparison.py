@@ -11,15 +11,18 @@ EXACT = 1e-12
 
 @checked("it finds each of the five mistakes from every rank, and none where there is none.")
 def comparison(difference):
-    """`difference(found, right)`: two lists of gradients on each rank; see the script."""
+    """Check `difference(found, right)`; on each rank it gets two lists of gradients.
+
+    It returns the largest difference of the whole model, divided by its largest right gradient.
+    """
     (reports,) = perform(SCRIPT, request_of([difference]), 3)
-    for cases in zip(*reports):  # one case, as each rank tells it
+    for cases in zip(*reports):  # one case, as each rank reports it
         if complaint := wrong_answer(*cases):
             return f"{cases[0][0]}: {complaint}"
 
 
 def wrong_answer(*ranks):
-    """What is wrong with what the ranks say of one case, or None."""
+    """The error in the ranks' results for one case, as a sentence, or None."""
     _, said, off, largest, _ = zip(*ranks)
     for rank, one in enumerate(said):
         if type(one) not in (int, float):
@@ -35,7 +38,7 @@ def wrong_answer(*ranks):
 
 
 def wrong_on_nan(said):
-    """The same for gradients that are no numbers."""
+    """The error in the results if a gradient is nan, or None."""
     for rank, one in enumerate(said):
         if math.isfinite(one):
             return (
@@ -45,7 +48,7 @@ def wrong_on_nan(said):
 
 
 def differing(said):
-    """Of ranks that do not agree."""
+    """The sentence about ranks that return different numbers."""
     return (
         f"the ranks return {', '.join(f'{one:.3g}' for one in said)}; each has to learn of the "
         "largest difference and of the largest gradient on all ranks"
@@ -53,7 +56,7 @@ def differing(said):
 
 
 def meaning(said, ranks, wanted):
-    """What a wrong number is."""
+    """The end of a sentence: the quantity that the wrong number is equal to."""
     _, _, off, largest, added = zip(*ranks)
     shares = [one / most for one, most in zip(off, largest)]
     known = [

@@ -1,4 +1,4 @@
-"""Lesson 11's job script: what SLURM would do with it, and on a cluster what it did with it."""
+"""The check of lesson 11's job script: with a stand-in for srun, and on a cluster as a real job."""
 
 import contextlib
 import io
@@ -14,11 +14,11 @@ from course.launch import ROOT
 
 NODES, RANKS = 2, 4
 PROGRAM = ["source_code/gpipe.py", "--steps", "2"]
-LOSSES = [5.929890, 5.242678]  # of lesson 02, whose model it trains
+LOSSES = [5.929890, 5.242678]  # those of lesson 02, whose model the job trains
 LONGEST = 30  # minutes that a job of two steps may ask for
 FAILED = 3  # the status of the srun that stands in for a rank that fails
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
-# Stands in for srun: writes its words down, one per line, and fails as a rank would.
+# Stands in for srun: writes its arguments to a file, one per line, and fails as a rank would.
 STAND_IN = f"""#!/bin/sh
 printf '%s\\n' "$@" > "$SRUN_WORDS"
 exit {FAILED}
@@ -29,10 +29,10 @@ exit {FAILED}
     "four ranks start on two nodes, neighbours side by side, and a rank that fails fails the job."
 )
 def job_script(job, cluster):
-    """`job` is the text of a job script; the words after its name are what the ranks are to run.
+    """Check `job`, the text of a job script; its arguments are the command that the ranks run.
 
-    The script runs once with a srun that only writes down how it was called, and on a real
-    `cluster` (course/cluster.py) as a job.
+    The script runs once with a stand-in for srun that only records its arguments. On a real
+    `cluster` (course/cluster.py) it is also submitted as a job.
     """
     if not isinstance(job, str):
         raise WrongAnswer("give the script as a text, in three quotes")
@@ -55,7 +55,7 @@ def options_of(text):
 
 
 def _options_in(words):
-    """The same in a list of words, as in ["--nodes=2", "-t", "10"]."""
+    """{long name: value} of the options in a list of words, such as ["--nodes=2", "-t", "10"]."""
     options = {}
     for word, following in zip(words, [*words[1:], ""]):
         name, equals, value = word.lstrip("-").partition("=")
@@ -92,7 +92,7 @@ def _complaint_on_options(text):
 
 
 def _minutes(limit):
-    """SLURM's MINUTES, MINUTES:SECONDS or HOURS:MINUTES:SECONDS in minutes; None for other text."""
+    """A limit such as MINUTES, MINUTES:SECONDS or HOURS:MINUTES:SECONDS in minutes, or None."""
     if not re.fullmatch(r"\d+(:\d\d){0,2}", limit):
         return None
     parts = [int(part) for part in limit.split(":")]
@@ -101,7 +101,7 @@ def _minutes(limit):
 
 
 def _complaint_on_call(text):
-    """Run the script with a srun that fails; look at how it was called and what came of it."""
+    """Run the script with a stand-in for srun that fails; check its arguments and the status."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "srun").write_text(STAND_IN)

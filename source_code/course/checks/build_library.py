@@ -13,7 +13,7 @@ SCRIPT = "course/building/program_on_ranks.py"
 
 @checked("the losses of one process on four ranks and on two, with nothing between you and torch.")
 def training_program(path):
-    """The file `path`: a training with the library. It prints the loss of each step."""
+    """Check the file `path`: a training with the library that prints the loss of each step."""
     name, text = text_of(path)
     for num_ranks in (4, 2):
         found, _ = printed_by(name, text, num_ranks)
@@ -23,7 +23,8 @@ def training_program(path):
 
 @checked("one norm for the whole model, and a forward that nobody learns from.")
 def clipping_program(path):
-    """The same with clipped gradients, and a last line `held out  loss ...`."""
+    """Check the file `path`: like `training_program`, with clipped gradients and a last line
+    `held out  loss ...`."""
     name, text = text_of(path)
     for num_ranks in (4, 2):
         found, held_out = printed_by(name, text, num_ranks)
@@ -42,7 +43,7 @@ def clipping_program(path):
 
 
 def of_held_out(found, wanted):
-    """What is wrong with the loss on text that nobody has learnt."""
+    """The error in the loss on held-out text, as a sentence, or None."""
     case = f"that of batch {STEPS} is {found:.6f}, and one process has {wanted:.6f}"
     if abs(found - 8 * wanted) < 10 * LIMIT:
         return f"{case}: that is the sum over its 8 micro-batches"
@@ -52,7 +53,7 @@ def of_held_out(found, wanted):
 
 
 def text_of(path):
-    """(name, text) of the reader's file. Raises NotAttempted while only the ... is there."""
+    """(name, text) of the reader's file. Raises NotAttempted while it still has only the `...`."""
     path = Path(path)
     text = path.read_text() if path.is_file() else "..."
     try:
@@ -67,7 +68,7 @@ def text_of(path):
 
 
 def printed_by(name, text, num_ranks):
-    """([(step, loss)], [held-out losses]) that the program prints on so many ranks."""
+    """([(step, loss)], [held-out losses]) as printed by the program on `num_ranks` ranks."""
     with requested({"sources": [(name, text)]}) as file:
         output = run_script(f"{SCRIPT} {file}", num_ranks, {name: text}, limit=40)
     steps = re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Lesson 12c's builds: flags with which a plan fits its machine, and a layer in a verified training."""
+"""The checks of lesson 12c's builds: flags that fit a machine, a layer in a verified training."""
 
 import re
 import shlex
@@ -16,11 +16,11 @@ from pipeline.schedule import ScheduleError
 from pipeline.schedules import build_schedule
 
 MACHINES = {"A": (8, 16), "B": (8, 8), "C": (4, 14), "D": (2, 12)}  # devices, GiB of each
-ROWS, LEAST_ROWS = 64, 2  # of the batch; of a micro-batch that keeps a device busy
+ROWS, LEAST_ROWS = 64, 2  # rows of the batch; rows of a micro-batch that keep a device busy
 MODEL = f"--model 1b --dtype bfloat16 --seq-len 2048 --batch-size {ROWS} --device cpu"
 CHOICES = ("schedule", "chunks", "microbatches", "recompute")
-TOLERANCE = 1.10  # of the shortest step of a plan that fits
-AGAIN = {"none": 0.0, "selective": 0.1, "layer": 1.0, "stage": 1.0}  # of a forward, in a backward
+TOLERANCE = 1.10  # a plan's step divided by the shortest step of all plans that fit
+AGAIN = {"none": 0.0, "selective": 0.1, "layer": 1.0, "stage": 1.0}  # forwards rerun per backward
 LAYER_FLAGS = (
     "--dtype float64 --device cpu --dim 16 --heads 2 --kv-heads 2 --seq-len 16 --layers 4 --steps 3 "
     "--batch-size 8 --microbatches 4 --evaluate-windows 2 --schedule 1f1b --verify"
@@ -30,7 +30,7 @@ LAYER_SCRIPT = "course/building/layer_in_training.py"
 
 @checked("each plan fits its machine, and none is slower than it has to be.")
 def plans(flags):
-    """`flags` has the flags of pretrain_llama.py for each of MACHINES, as one text each."""
+    """Check `flags`, a dictionary: for each of MACHINES one text with pretrain_llama.py's flags."""
     if not isinstance(flags, dict) or set(flags) != set(MACHINES):
         raise WrongAnswer('give a text for each machine, as in {"A": "--schedule gpipe ...", ...}')
     for name, (devices, room) in MACHINES.items():
@@ -58,7 +58,7 @@ def _complaint_on_plan(machine, flags, devices, room):
 
 
 def _choice_of(machine, flags):
-    """{name: value} of the flags; all else of the model stays as it is."""
+    """{name: value} of the flags in CHOICES. Raises WrongAnswer for any other flag."""
     try:
         words = shlex.split(flags) if isinstance(flags, str) else ["?"]
     except ValueError:
@@ -83,9 +83,10 @@ def _choice_of(machine, flags):
 
 
 def _step_of(devices, schedule, chunks, microbatches, recompute):
-    """A step in units: a row's forward through one device's layers takes one, its backward two.
+    """The length of a step. The unit is the forward of one row through one device's layers.
 
-    A micro-batch of fewer than LEAST_ROWS rows takes as long as one of so many.
+    A backward takes two units. A micro-batch of fewer than LEAST_ROWS rows takes as long as one of
+    LEAST_ROWS rows.
     """
     order = build_schedule(schedule, devices, microbatches, chunks)
     rows = max(ROWS / microbatches, LEAST_ROWS) * devices / order.num_stages
@@ -93,7 +94,7 @@ def _step_of(devices, schedule, chunks, microbatches, recompute):
 
 
 def _planned(machine, flags, devices):
-    """GiB of each rank, by the program's own --plan."""
+    """The GiB that each rank needs, as printed by the program's own --plan."""
     command = f"pretrain_llama.py {MODEL} --plan {devices} {flags}"
     try:
         output = launch.run(command, None, warm=True, show=False, limit=60).output
@@ -104,7 +105,7 @@ def _planned(machine, flags, devices):
 
 @cache
 def _all_plans(devices):
-    """(GiB of the fullest rank, length of a step, choice) of all that is to be compared."""
+    """(GiB of the fullest rank, length of a step, choice) of each plan in the comparison."""
     config = ModelConfig(20, 2048, 32, 4, 2048, 32000)
     found = []
     for schedule, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1)):
@@ -122,7 +123,7 @@ def _all_plans(devices):
 
 
 def _why_slow(choice, devices, room, step):
-    """Which of the choices is to blame: another one alone makes it faster, and still fits."""
+    """The flag to change: with another value for it alone, the plan still fits and is faster."""
     shorter = []
     for memory, other_step, other in _all_plans(devices):
         changed = [name for name, value in zip(CHOICES, other) if value != choice[name]]
@@ -142,10 +143,11 @@ def _why_slow(choice, devices, room, step):
     "four ranks and one process agree to the last digits: your layer can be trained in a pipeline."
 )
 def feed_forward(function):
-    """`function(x, gate, up, down)` takes the place of the feed-forward network of each layer.
+    """Check `function(x, gate, up, down)`, which replaces the feed-forward network of each layer.
 
-    `x` is (rows, length, dim), `gate` and `up` (hidden, dim), `down` (dim, hidden); returns the
-    shape of x. Four ranks train with it, and one process that --verify compares with.
+    `x` has shape (rows, length, dim), `gate` and `up` (hidden, dim), `down` (dim, hidden); the
+    result has the shape of x. Four ranks train with the function, and --verify compares them with
+    one process.
     """
     request = request_of([function], flags=LAYER_FLAGS)
     with requested(request) as file:

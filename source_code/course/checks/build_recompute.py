@@ -8,7 +8,8 @@ SCRIPT = "course/building/recompute_on_ranks.py"
 
 @checked("the gradients of a stage that keeps everything, and one inside at a time.")
 def recomputing_backward(backward):
-    """`backward(stage, k, gradient, held)` on two ranks, four micro-batches, in two orders."""
+    """Check `backward(stage, k, gradient, held)` on two ranks, with four micro-batches, in two
+    orders of the backwards."""
     (reports,) = perform(SCRIPT, request_of([backward]), 2)
     for judge in (wrong_gradient, wrong_bytes):
         for rank in reversed(range(2)):
@@ -18,7 +19,7 @@ def recomputing_backward(backward):
 
 
 def wrong_gradient(seen):
-    """What is wrong with the gradients of one backward, or None."""
+    """The error in the gradients of one backward, as a sentence, or None."""
     for what, name in (("weights", "the weights"), ("input", "the input")):
         if seen[what] is None:
             continue
@@ -42,7 +43,7 @@ def wrong_gradient(seen):
 
 
 def wrong_bytes(seen):
-    """What one backward holds too much of, or None."""
+    """The memory that one backward holds in excess, as a sentence, or None."""
     k, (peak, inside) = str(seen["k"]), seen["bytes"]
     if seen["left"]:
         return (

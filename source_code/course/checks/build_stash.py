@@ -11,7 +11,7 @@ RANKS, MINIBATCHES = 4, 8
 
 @checked("each backward has the weights of its forward, and rank r keeps p - r versions, no more.")
 def pipedream_run(function):
-    """`pipedream_run(stage, inputs, targets, rate)` on four ranks, with eight mini-batches."""
+    """Check `pipedream_run(stage, inputs, targets, rate)` on four ranks with eight mini-batches."""
     request = request_of(function, 1, run="versions", microbatches=[MINIBATCHES])
     orders = pipedream(RANKS, MINIBATCHES).orders
     rows = [[str(action) for action in order if action.kind != "U"] for order in orders]
@@ -24,7 +24,7 @@ def pipedream_run(function):
 
 
 def complaint_of_versions(ranks, words):
-    """What is wrong with the weights that the forwards and backwards had, from the last rank on."""
+    """The first error in the versions of the weights that actions used, from the last rank on."""
     for wrong, kind in ((_backward, "B"), (_forward, "F"), (_memory, "B")):
         for rank in reversed(ranks):
             for event in rank.steps[0] if rank.steps else []:

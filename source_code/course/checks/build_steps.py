@@ -1,4 +1,4 @@
-"""Checks of what a reader builds: steps of a pipeline, run on real ranks (lessons 01 to 05)."""
+"""Checks of the pipeline steps that a reader builds, on real ranks (lessons 01 to 05)."""
 
 from course.building.examining import examine
 from course.building.own_file import accept
@@ -9,7 +9,7 @@ from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h
 
 
 def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=False):
-    """What is wrong with the reader's step on four ranks, for each number of micro-batches."""
+    """The error in the reader's step on four ranks, over all numbers of micro-batches, or None."""
     request = request_of(
         function,
         places,
@@ -31,7 +31,7 @@ def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=F
 
 @checked("two processes have met, and a tensor went there and back.")
 def there_and_back(function):
-    """`there_and_back()` on two ranks: (1, 2, 3) goes to rank 1, which sends it back doubled."""
+    """Check `there_and_back()` on two ranks: (1, 2, 3) goes to rank 1 and comes back doubled."""
     request = request_of(function, run="words")
     observed = examine(request, 2)
     complaint = Words(observed, request).transport()
@@ -49,29 +49,31 @@ def there_and_back(function):
 
 @checked("four ranks, and loss and gradients are those of one process, to the last digit.")
 def naive_step(function):
-    """`naive_step(stage, tokens, targets)` on four ranks."""
+    """Check `naive_step(stage, tokens, targets)` on four ranks."""
     return perform(function, 3, naive, [1], whole_batch=True)
 
 
 @checked("GPipe's order on four ranks, with the loss and the gradients of one process.")
 def gpipe_step(function):
-    """`gpipe_step(stage, inputs, targets)` on four ranks, with five and with two micro-batches."""
+    """Check `gpipe_step(stage, inputs, targets)` on four ranks: five and two micro-batches."""
     return perform(function, 1, gpipe, [5, 2])
 
 
 @checked("1F1B's three phases on four ranks, with the loss and the gradients of one process.")
 def one_f_one_b_step(function):
-    """`one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer micro-batches."""
+    """Check `one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer than four
+    micro-batches."""
     return perform(function, 1, one_f_one_b, [6, 2])
 
 
 @checked("eight stages on four ranks, in Megatron's order, with the gradients of one process.")
 def interleaved_step(function):
-    """`interleaved_step(stages, inputs, targets)` on four ranks with two chunks each."""
+    """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks per rank."""
     return perform(function, 1, interleaved_1f1b, [8, 4], chunks=2)
 
 
 @checked("ZB-H1 on four ranks: the weights' halves wait, and no gradient is lost or late.")
 def zb_h1_step(function):
-    """`zb_h1_step(stage, inputs, targets)` on four ranks, also with fewer micro-batches."""
+    """Check `zb_h1_step(stage, inputs, targets)` on four ranks, also with fewer than four
+    micro-batches."""
     return perform(function, 1, zb_h1, [6, 2], halves=True)

@@ -1,4 +1,4 @@
-"""The check of a hook that starts the sums of gradients in time (lesson 10)."""
+"""The check of a hook that starts the sums of gradients early enough (lesson 10)."""
 
 from course.checks.answer import WrongAnswer, checked
 from course.checks.reader_on_ranks import perform, request_of
@@ -6,13 +6,16 @@ from lab.simulator import Costs, simulate
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 
 SCRIPT = "course/building/sums_on_ranks.py"
-HIDDEN = 0.8  # of the wait without the hook, which the hook has to go below; half is to be had
+HIDDEN = 0.8  # the largest accepted wait, as a share of that without the hook; 0.5 can be reached
 PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8)]
 
 
 @checked("each sum leaves with the last gradient that it adds, and half of the wait is hidden.")
 def sums_in_time(after):
-    """`after(action, order, start)`: called after each action of a rank, with all its actions."""
+    """Check `after(action, order, start)`, which is called after each action of a rank.
+
+    `order` has all actions of the rank; `start(stage)` starts the sum of a stage's gradients.
+    """
     from course.building.request import endless_loops_ended  # torch comes with it
 
     request = request_of([after])
@@ -37,7 +40,7 @@ def sums_in_time(after):
 
 
 def misplaced(after, schedule, rank, order):
-    """What is wrong with when a rank of `schedule` starts its sums, or None."""
+    """The error in the moments at which a rank of `schedule` starts its sums, or None."""
     started = []  # (position in order, stage)
     for position, action in enumerate(order):
         try:
@@ -73,6 +76,6 @@ def misplaced(after, schedule, rank, order):
 
 
 def late(schedule, rank, last, place):
-    """Milliseconds between the ends of two actions, at 10 ms forward and 20 ms backward."""
+    """Milliseconds between the ends of two actions; a forward takes 10 ms, a backward 20 ms."""
     events = simulate(schedule, Costs(10, 20)).by_rank[rank]
     return events[place].end - events[last].end

@@ -1,4 +1,4 @@
-"""Checks of lesson 01: a backward in two pieces. build_steps.py has the others."""
+"""The check of lesson 01's backward in two pieces. build_steps.py has the lesson's other checks."""
 
 from course.checks.answer import WrongAnswer, call, checked
 
@@ -14,10 +14,10 @@ NOT_CUT = (
 
 @checked("both stages have the gradients of the whole model, and only one tensor crossed the cut.")
 def backward_in_two_pieces(gradients_by_hand):
-    """`gradients_by_hand(first, second, tokens, targets)` leaves gradients in both stages.
+    """Check `gradients_by_hand(first, second, tokens, targets)`, which gives both stages gradients.
 
-    It returns the activation that crossed the cut, as a leaf with its gradient. Compared with the
-    whole model in float64, to 1e-12.
+    It returns the activation that crossed the cut, as a leaf with its gradient. All gradients are
+    compared with those of the whole model in float64, to 1e-12.
     """
     from pipeline.data import load_text
     from pipeline.model import ModelConfig, build_part, token_loss
@@ -32,7 +32,7 @@ def backward_in_two_pieces(gradients_by_hand):
     try:
         crossed = call(gradients_by_hand, first, second, tokens, targets)
     except WrongAnswer:
-        # Without a gradient of what arrived, output.backward(None) raises, in other words.
+        # If the activation has no gradient, output.backward(None) raises, with another message.
         if received and not received[-1].requires_grad:
             return DOES_NOT_ASK
         if received and not received[-1].is_leaf:

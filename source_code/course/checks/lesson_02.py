@@ -1,4 +1,4 @@
-"""Checks of lesson 02: a schedule of one's own, enough micro-batches."""
+"""Checks of lesson 02: the reader's own GPipe schedule, and the number of micro-batches."""
 
 import math
 
@@ -14,7 +14,7 @@ from pipeline.schedules import gpipe, naive
 
 @checked("your schedule is legal, and it takes exactly as long as GPipe's.")
 def own_gpipe(rows):
-    """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
+    """Check `rows(num_ranks, num_microbatches)`: one text per rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 2), (4, 8), (3, 1), (1, 4)]:
         schedule = call_for_schedule(rows, num_ranks, num_microbatches)
         case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
@@ -39,7 +39,8 @@ def own_gpipe(rows):
 
 @checked("m >= (p - 1)(1 - x) / x: halving the bubble takes about twice the micro-batches.")
 def enough_microbatches(microbatches_needed):
-    """`microbatches_needed(num_ranks, largest_bubble)`: fewest with bubble over total at most x."""
+    """Check `microbatches_needed(num_ranks, largest_bubble)`: the fewest micro-batches for which
+    the bubble over the total is at most `largest_bubble`."""
     for num_ranks, largest in [(4, 0.25), (4, 0.1), (8, 0.1), (2, 0.5), (1, 0.1), (64, 0.05)]:
         answer = call_for_number(microbatches_needed, num_ranks, largest)
         right = _fewest(num_ranks, largest)

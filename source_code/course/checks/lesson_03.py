@@ -1,4 +1,4 @@
-"""Checks of lesson 03: 1F1B as a schedule, and what the room is good for."""
+"""Checks of lesson 03: 1F1B as a schedule, and the micro-batches that fit into the memory."""
 
 from course.checks.answer import call_for_number, call_for_schedule, checked, many
 from lab.simulator import Costs, simulate
@@ -7,7 +7,7 @@ from pipeline.schedules import one_f_one_b
 
 @checked("legal, as fast as GPipe, and rank r never holds more than p - r micro-batches.")
 def own_1f1b(rows):
-    """`rows(num_ranks, num_microbatches)`: one text row a rank, such as "0F0,0F1,0B0,0B1"."""
+    """Check `rows(num_ranks, num_microbatches)`: one text per rank, such as "0F0,0F1,0B0,0B1"."""
     for num_ranks, num_microbatches in [(2, 3), (4, 8), (4, 2), (1, 3)]:
         schedule = call_for_schedule(rows, num_ranks, num_microbatches)
         case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
@@ -29,9 +29,10 @@ def own_1f1b(rows):
 
 @checked("GPipe's room limits m and so the bubble; 1F1B's room limits only p.")
 def most_microbatches(most):
-    """`most(schedule, num_ranks, room, available)`: the largest m that fits, "gpipe" or "1f1b".
+    """Check `most(schedule, num_ranks, room, available)`: the largest number of micro-batches.
 
-    Rank 0 has room for `room` micro-batches; the batch has `available` of them at most.
+    `schedule` is "gpipe" or "1f1b". Rank 0 has memory for `room` micro-batches; the batch has at
+    most `available` micro-batches.
     """
     for num_ranks, room, available in [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64)]:
         for schedule in ("gpipe", "1f1b"):

@@ -1,4 +1,4 @@
-"""Check of lesson 04: versions of the weights. build_stash.py has the stash."""
+"""The check of lesson 04's versions of the weights. build_stash.py has that of the stash."""
 
 from course.checks.answer import call_for_number, checked
 from pipeline.schedules import pipedream
@@ -6,9 +6,10 @@ from pipeline.schedules import pipedream
 
 @checked("rank r is p - 1 - r updates behind; the last rank is never behind.")
 def version_seen(version):
-    """`version(minibatch, rank, num_ranks)` that a forward sees, all counted from 0.
+    """Check `version(minibatch, rank, num_ranks)`: the version of the weights in a forward.
 
-    Counted in the schedule itself: the updates before that forward in the rank's list.
+    Everything counts from 0. The right answer is the number of updates before that forward in the
+    rank's list of the schedule.
     """
     for num_ranks in (4, 2, 1):
         for rank, order in enumerate(pipedream(num_ranks, 9).orders):

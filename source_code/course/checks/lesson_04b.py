@@ -1,4 +1,4 @@
-"""Checks of lesson 04b: the cut with the fastest slowest stage, and who gets the spare ranks."""
+"""Checks of lesson 04b: the cut with the shortest slowest stage, and the stages of spare ranks."""
 
 from itertools import accumulate, combinations
 
@@ -7,9 +7,9 @@ from course.checks.answer import WrongAnswer, call, checked
 
 @checked("your slowest stage is as fast as that of the best of all cuts.")
 def best_cut(cut):
-    """`cut(seconds, num_stages)`: the number of layers of each stage, such as [3, 2, 1].
+    """Check `cut(seconds, num_stages)`: the number of layers of each stage, such as [3, 2, 1].
 
-    `seconds` has one number per layer. Compared with all cuts that there are.
+    `seconds` has one number per layer. The answer is compared with all possible cuts.
     """
     for seconds, num_stages in (
         ([2, 2, 2, 2, 2, 2, 2, 2], 4),
@@ -61,9 +61,10 @@ def _all_cuts(num_layers, num_stages):
 
 @checked("no other way to hand out the ranks gives a faster slowest stage.")
 def spare_ranks(ranks):
-    """`ranks(seconds, num_ranks)`: how many ranks each stage gets, such as [2, 1, 1].
+    """Check `ranks(seconds, num_ranks)`: the number of ranks of each stage, such as [2, 1, 1].
 
-    `seconds` has one number per stage. By the planner's estimate: seconds divided by ranks.
+    `seconds` has one number per stage. A stage takes its seconds divided by its ranks, which is the
+    planner's estimate.
     """
     for seconds, num_ranks in (
         ([60, 30, 30], 4),

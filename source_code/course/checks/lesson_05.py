@@ -1,4 +1,4 @@
-"""Checks of lesson 05: when messages eat up what chunks save. build_steps.py has the step."""
+"""The check of lesson 05's best number of chunks. build_steps.py has that of the step."""
 
 from course.checks.answer import call_for_number, checked
 from lab.simulator import Costs, simulate
@@ -7,9 +7,10 @@ from pipeline.schedules import interleaved_1f1b, one_f_one_b
 
 @checked("chunks shorten the bubble and multiply the messages; the network decides how far to go.")
 def best_chunks(best):
-    """`best(num_ranks, num_microbatches, forward, backward, transfer)`: 1, 2 or 4 chunks.
+    """Check `best(num_ranks, num_microbatches, forward, backward, transfer)`: 1, 2 or 4 chunks.
 
-    `forward` and `backward` are milliseconds of a rank's whole share, which the chunks divide.
+    `forward` and `backward` are the milliseconds of all layers of a rank, which the chunks divide;
+    `transfer` is the milliseconds of a message.
     """
     for num_ranks, num_microbatches, forward, backward, transfer in [
         (4, 8, 20, 40, 0.5),

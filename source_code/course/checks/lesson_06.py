@@ -1,4 +1,4 @@
-"""Checks of lesson 06: what recomputation leaves to hold, and where to checkpoint."""
+"""Checks of lesson 06: the activation memory with recomputation, and the number of checkpoints."""
 
 from course.checks.answer import call_for_number, checked, close
 from lab.simulator import Costs, simulate
@@ -9,10 +9,10 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 @checked("an input for each micro-batch that waits, and the inside of the one at work.")
 def held_with_recompute(held):
-    """`held(schedule, rank, num_ranks, num_microbatches, input_bytes, inside_bytes)`, in bytes.
+    """Check `held(schedule, rank, num_ranks, num_microbatches, input_bytes, inside_bytes)`.
 
-    `schedule` is "gpipe" or "1f1b". `inside_bytes` is what one forward leaves behind without
-    recomputation, its own input among it.
+    It returns the peak activation memory of a rank in bytes. `schedule` is "gpipe" or "1f1b".
+    `inside_bytes` is what one forward saves without recomputation, including its input.
     """
     for num_ranks, m, inp, inside in [(4, 8, 16, 400), (4, 2, 10, 300), (8, 32, 1, 50)]:
         for name, make in SCHEDULES.items():
@@ -45,10 +45,10 @@ def held_with_recompute(held):
 
 @checked("the square root of what an inside costs over what an input costs, and never past l.")
 def best_checkpoints(best):
-    """`best(layers, input_bytes, inside_bytes, waiting)`: how many inputs a stage should keep.
+    """Check `best(layers, input_bytes, inside_bytes, waiting)`: how many inputs a stage keeps.
 
-    Of c checkpoints in a stage of `layers` layers, each of `waiting` micro-batches keeps c inputs,
-    and the one at work has the inside of layers / c layers.
+    With c checkpoints in a stage of `layers` layers, each of `waiting` micro-batches keeps c
+    inputs; the micro-batch in its backward also has the inside of layers / c layers.
     """
     cases = [(16, 16, 64, 1), (24, 1, 24, 4), (24, 1, 24, 16), (8, 1, 32, 1)]
     for layers, inp, inside, waiting in cases:
@@ -78,5 +78,5 @@ def best_checkpoints(best):
 
 
 def held_bytes(checkpoints, layers, inp, inside, waiting=1):
-    """What a stage holds: inputs of all that wait, and the inside of one piece of one of them."""
+    """The bytes that a stage holds: the inputs of `waiting` micro-batches, one piece's inside."""
     return waiting * checkpoints * inp + layers / checkpoints * inside

@@ -1,4 +1,4 @@
-"""Checks of lesson 07: what must come before what, and who reads what."""
+"""Checks of lesson 07: the order of the calls in a save, and the files that each rank reads."""
 
 from course.checks.answer import WrongAnswer, call, checked
 from pipeline.model import cut_evenly
@@ -8,10 +8,10 @@ CALLS = ["write", "sync", "wait for all ranks", "rename", "move latest", "remove
 
 @checked("at every moment one whole checkpoint has its name, and latest names one.")
 def order_of_a_save(order):
-    """`order` holds the calls of CALLS; a crash of the machine is tried before and after each.
+    """Check `order`, a list of the calls of CALLS; a crash is tried before and after each call.
 
-    Played with two ranks: rank 0 makes the calls in this order, rank 1 is slower and has written
-    and synced its file only when rank 0 has waited for it.
+    There are two ranks: rank 0 makes the calls in this order. Rank 1 is slower: it has written and
+    synced its file only after rank 0 has waited for it.
     """
     if not isinstance(order, (list, tuple)) or sorted(map(str, order)) != sorted(CALLS):
         raise WrongAnswer(f"use each of these once: {', '.join(CALLS)}")
@@ -23,7 +23,7 @@ def order_of_a_save(order):
 
 
 def _after_crash(made):
-    """What is wrong with the folder when only these calls were made, or None."""
+    """The error in the folder after a crash when only these calls were `made`, or None."""
     named = "rename" in made
     before_name = made[: made.index("rename")] if named else made
     if named and "write" not in before_name:
@@ -47,7 +47,7 @@ def _after_crash(made):
 
 @checked("a rank opens the files that hold its layers, whoever wrote them.")
 def files_to_open(files):
-    """`files(rank, num_ranks, saved_by, layers)`: the ranks whose files hold this rank's layers."""
+    """Check `files(rank, num_ranks, saved_by, layers)`: the ranks whose files have these layers."""
     for layers, saved_by, num_ranks in [(8, 4, 2), (8, 2, 4), (8, 4, 1), (8, 4, 4), (10, 4, 3)]:
         saved = cut_evenly(layers, saved_by)
         for rank, (first, last) in enumerate(cut_evenly(layers, num_ranks)):

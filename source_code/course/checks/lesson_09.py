@@ -1,4 +1,4 @@
-"""Checks of lesson 09: a backward in halves, and moving the weights' halves by hand."""
+"""Checks of lesson 09: a backward in two halves, and a schedule whose weights' halves move."""
 
 from course.checks.answer import WrongAnswer, call, checked
 from lab.simulator import Costs, simulate
@@ -12,9 +12,10 @@ EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 
 @checked("the half that somebody waits for comes first, and the other one loses nothing.")
 def split_backward(input_half, weight_half):
-    """`input_half(gradient, inputs, weight, deferred)`, `weight_half(deferred)`, of y = x Aᵀ.
+    """Check the halves of the backward of y = x Aᵀ with two micro-batches.
 
-    Two micro-batches, compared with autograd in float64, to 1e-12.
+    They are `input_half(gradient, inputs, weight, deferred)` and `weight_half(deferred)`; their
+    gradients are compared with those of autograd in float64, to 1e-12.
     """
     import torch
 
@@ -43,7 +44,7 @@ def split_backward(input_half, weight_half):
 
 
 def _half_of_weights(weight_half, weight, deferred, wanted, k):
-    """What is wrong with the half W of micro-batch `k`; that of 1 runs before that of 0."""
+    """The error in the half W of micro-batch `k`, or None; micro-batch 1 runs before 0."""
     import torch
 
     before = weight.grad.clone()
@@ -71,7 +72,7 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
 
 @checked("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
 def fill_the_bubble(rows):
-    """`rows`: a text for each of three ranks, four micro-batches; only the W may have moved."""
+    """Check `rows`, one text for each of three ranks: four micro-batches, only the W have moved."""
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
         raise WrongAnswer("rows is a list with one text for each rank")
     try:
@@ -96,7 +97,7 @@ def fill_the_bubble(rows):
 
 
 def _where_time_is_lost(timeline):
-    """A W that a rank could run while it waits, or else one in the way of what another waits for."""
+    """The sentence about a W that fits into a wait, or about one that delays another rank."""
     waits = {wait.event: wait for wait in waits_of(timeline)}
     event = last = max(timeline.events, key=lambda event: event.end)
     order = timeline.by_rank[last.rank]
@@ -110,8 +111,8 @@ def _where_time_is_lost(timeline):
                     f"rank {last.rank} waits from {free:g} to {waited.start:g} and could run "
                     f"{kept.action} there, which it keeps until {kept.start:g}"
                 )
-    # Back from the end, each time to what made the action start no sooner.
-    waiting = None  # the event of another rank from which the way came last
+    # From the end backwards, each time to the event that kept the action from starting earlier.
+    waiting = None  # the event of another rank that the path visited last
     while event.start > timeline.start:
         source = waits[event].source
         if source and source.end == event.start:

@@ -5,10 +5,10 @@ from course.checks.answer import WrongAnswer, call_for_number, checked, close
 
 @checked("one divisor for the whole batch, and every real token weighs the same.")
 def share_of_loss(share):
-    """`share(losses, counts)`: what one micro-batch adds to the loss of the whole batch.
+    """Check `share(losses, counts)`: what one micro-batch adds to the loss of the whole batch.
 
-    `losses` are those of its real tokens, a list, and `counts` the real tokens of every
-    micro-batch of every replica.
+    `losses` is the list of the losses of its real tokens; `counts` has the number of real tokens of
+    every micro-batch of every replica.
     """
     cases = [[[2.0, 4.0], [9.0]], [[1.0], [], [5.0, 6.0, 7.0]], [[2.0, 2.0], [4.0, 4.0]]]
     for pieces in cases:

@@ -12,7 +12,7 @@ NAMES = {
     "up": "the gradient of the first matrix",
     "input": "the gradient of the layer's input",
 }
-PLACES = {  # what is looked at first if it is wrong
+PLACES = {  # the code to look at first if that tensor is wrong
     "output": "forward",
     "down": "the backward of leaving",
     "up": "the backward of leaving",
@@ -22,7 +22,7 @@ PLACES = {  # what is looked at first if it is wrong
 
 @checked("output and gradients of the whole layer, with one sum forward and one backward.")
 def layer_ends(ends):
-    """`ends(all_reduce)`: a pair (enter, leave), of which each goes once round a split layer."""
+    """Check `ends(all_reduce)`: a pair (enter, leave), applied before and after a split layer."""
     reports = on_ranks(SCRIPT, ends, 2)
     for rank, report in enumerate(reports):
         if report is None:
@@ -36,7 +36,7 @@ def layer_ends(ends):
 
 
 def complaint_of(name, factor, of):
-    """What is wrong with one of the four tensors; `factor` times what is `of`, or None."""
+    """The error in one of the four tensors, which is `factor` times the tensor `of`, or None."""
     what, where = NAMES[name], PLACES[name]
     if of == "none":
         return f"{what} is missing: does {where} return a tensor?"
@@ -64,13 +64,13 @@ MACHINES = {
 def step_of(mesh, machine):
     """Milliseconds of a step of 8 ranks; `mesh` is (replicas, stages, ranks that share a layer).
 
-    A collective or a message takes `inside` ms in a node and `between` ms out of it, and the sum
-    of all gradients 200 times as long, divided by the ranks that a model is spread over.
+    A collective or a message takes `inside` ms within a node and `between` ms between nodes. The
+    sum of all gradients takes 200 times as long, divided by the number of ranks per model.
     """
     replicas, stages, t = mesh
     node, inside, between = machine["node"], machine["inside"], machine["between"]
     layers = LAYERS // stages
-    talk = 2 * (inside if t <= node else between) if t > 1 else 0  # alone, no layer has to talk
+    talk = 2 * (inside if t <= node else between) if t > 1 else 0  # an unsplit layer sends nothing
     hops = {
         pair: inside if s * t // node == (s + 1) * t // node else between
         for s in range(stages - 1)
@@ -83,7 +83,7 @@ def step_of(mesh, machine):
 
 
 def meshes(machine):
-    """All (replicas, stages, t) of 8 ranks into which the model fits, with their milliseconds."""
+    """{mesh: milliseconds of a step} for all meshes of 8 ranks into which the model fits."""
     powers = (1, 2, 4, 8)
     all_of_8 = [(d, p, 8 // (d * p)) for d in powers for p in powers if d * p <= 8]
     return {
@@ -93,7 +93,7 @@ def meshes(machine):
 
 @checked("sharing a layer stays in a node, stages cross, replicas take what is left.")
 def chosen_meshes(chosen):
-    """`chosen`: for each of MACHINES a mesh (replicas, stages, t) within 3 % of the fastest."""
+    """Check `chosen`: for each of MACHINES a mesh (replicas, stages, t) at most 3 % too slow."""
     if any(mesh is ... for mesh in chosen.values()):
         raise NotAttempted
     for name, machine in MACHINES.items():
@@ -108,7 +108,7 @@ def chosen_meshes(chosen):
 
 
 def complain_of_size(name, machine, mesh):
-    """Why a mesh is none of 8 ranks, or has no room for the model."""
+    """The sentence about a mesh that does not have 8 ranks or not enough memory, or None."""
     replicas, stages, t = mesh
     if replicas * stages * t != 8:
         return f"{name}: {shown(mesh)} is {replicas * stages * t} ranks, and there are 8"

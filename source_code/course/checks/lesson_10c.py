@@ -7,7 +7,7 @@ from course.checks.reader_on_ranks import on_ranks
 
 RANKS, MOST_CALLS = 3, 3
 SCRIPT = "course/building/loss_on_ranks.py"
-LOSSES = {  # what is said of a loss that is none of the right ones, but one of these
+LOSSES = {  # the sentence about each loss that a known omission gives
     "sum": "of this rank's rows alone: the sum of the exponentials needs those of all ranks",
     "target": "without the score of most targets: the rank that has it must tell the others",
     "tops": "from exponentials above different scores: all ranks must subtract the same one",
@@ -22,7 +22,7 @@ GRADIENTS = {
 
 @checked("the loss and the gradient of the whole vocabulary, and no score has left its rank.")
 def split_loss(function):
-    """`function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
+    """Check `function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
     reports = on_ranks(SCRIPT, function, RANKS)
     for rank, of_rank in enumerate(reports):
         for size, report in zip(("", ", with scores a thousand times as large,"), of_rank):
@@ -36,7 +36,7 @@ def split_loss(function):
 
 
 def complaint_of(report):
-    """What is wrong with the loss, or else with the gradient; None if nothing is."""
+    """The error in the loss, else the error in the gradient, as a sentence, or None."""
     loss, losses = report["loss"], report["losses"]
     if loss is None:
         return "the loss is not one number"
@@ -54,7 +54,7 @@ def complaint_of(report):
 
 
 def complaint_of_gradient(what, *more):
-    """What is wrong with the gradient, from what `compare` in loss_on_ranks.py has found."""
+    """The error in the gradient, from the result of `compare` in loss_on_ranks.py."""
     if what == "right":
         return None
     if what == "shape":
@@ -75,12 +75,12 @@ CASES = [(8, 2.42, 4), (32, 0.65, 4), (32, 2.41, 8), (24, 9.13, 4), (24, 9.13, 8
 
 
 def slowest_of(cut, head):
-    """The layers' worth of work of the slowest stage."""
+    """The work of the slowest stage, in layers; the head counts as `head` layers."""
     return max(*cut[:-1], cut[-1] + head) if len(cut) > 1 else cut[0] + head
 
 
 def best_of(layers, head, stages):
-    """The least that the slowest stage of any cut can have, a layer or more per stage."""
+    """The least work of the slowest stage over all cuts with at least one layer per stage."""
     best = math.inf
     for last in range(1, layers - stages + 2):
         others = -(-(layers - last) // (stages - 1)) if stages > 1 else 0
@@ -90,7 +90,7 @@ def best_of(layers, head, stages):
 
 @checked("no cut has a faster slowest stage; and for the last models even the best one is slow.")
 def cut_by_cost(function):
-    """`function(layers, head, stages)`: the layers of each stage, the head being on the last."""
+    """Check `function(layers, head, stages)`: the layers of each stage; the head is on the last."""
     for layers, head, stages in CASES:
         case = f"{layers} layers, a head of {head}, {stages} stages"
         cut = call(function, layers, head, stages)

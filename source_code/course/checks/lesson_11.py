@@ -1,14 +1,14 @@
-"""The check of lesson 11: which rank to look at. That of its job script is in build_job.py."""
+"""The check of lesson 11's search for the rank to look at. build_job.py has the other check."""
 
 from course.checks.answer import call, checked
 
 
 class RoundAndRound(Exception):
-    """A chain of waits that was followed for ever."""
+    """Raised when a function follows a cycle of waits without end."""
 
 
 class Waits(dict):
-    """Who waits for whom; gives up when it is asked again and again."""
+    """{rank: the rank that it waits for}; raises RoundAndRound after too many reads."""
 
     asked = 0
 
@@ -19,7 +19,7 @@ class Waits(dict):
         return super().__getitem__(rank)
 
     def get(self, rank, default=None):
-        """As a dictionary's, counted."""
+        """Like dict.get; the read is counted."""
         return self[rank] if rank in self else default
 
 
@@ -34,9 +34,9 @@ HANGS = [
 
 @checked("the rank that waits for nobody holds all the others up; without one it is a deadlock.")
 def to_blame(blame):
-    """`blame(waits)`: the rank to look at, or "deadlock".
+    """Check `blame(waits)`: the rank to look at, or "deadlock".
 
-    `waits` says for each rank for which other rank it waits, None for a rank that waits for none.
+    `waits` maps each rank to the rank that it waits for, or to None if it does not wait.
     """
     for waits, right in HANGS:
         answer = call(blame, Waits(waits))

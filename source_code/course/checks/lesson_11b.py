@@ -1,4 +1,4 @@
-"""Checks of lesson 11b: a decode loop on three real ranks, and the groups of a pipeline for a chat."""
+"""Checks of lesson 11b: a decode loop on three real ranks, and the number of groups for a chat."""
 
 from course.checks.answer import call_for_number, checked
 from course.checks.reader_on_ranks import on_ranks
@@ -12,7 +12,8 @@ SCRIPT = "course/building/decode_on_ranks.py"
 
 @checked("the texts of one process, and every rank had a group to work on.")
 def decode_loop(decode):
-    """`decode(rank, last, first, count, forward, send, receive)` on three ranks, with three groups."""
+    """Check `decode(rank, last, first, count, forward, send, receive)` on three ranks, with three
+    groups."""
     from course.building.decode_on_ranks import texts_of_one_process
 
     found = on_ranks(SCRIPT, decode, RANKS, groups=GROUPS, count=COUNT)
@@ -34,7 +35,7 @@ def decode_loop(decode):
 
 
 def tell_difference(group, ours, right):
-    """What is wrong with the tokens of a group."""
+    """The sentence about the first wrong token of a group."""
     if not isinstance(ours, list) or len(ours) != len(right):
         count = len(ours) if isinstance(ours, list) else 0
         return (
@@ -48,7 +49,7 @@ def tell_difference(group, ours, right):
 
 
 def most_under_way(did):
-    """The most groups of which rank 0 has run a forward whose token has not come back."""
+    """The largest number of groups for which rank 0 has run a forward and awaits the token."""
     now = most = 0
     for what, _ in did:
         now += {"forward": 1, "receive": -1}.get(what, 0)
@@ -58,7 +59,8 @@ def most_under_way(did):
 
 @checked("a pipeline of more stages has more hops, and at some length no text is fast enough.")
 def groups_for_chat(groups_of):
-    """`groups_of(p)`: the groups, at most p, with most tokens per second at 30 or more per text."""
+    """Check `groups_of(p)`: the number of groups, at most p, with the most tokens per second among
+    those in which each text gets at least 30 tokens per second; 0 if there are none."""
     for p in (1, 2, 4, 8, 9, 10, 16):
         answer = call_for_number(groups_of, p)
         if not 0 <= answer <= p:
@@ -74,7 +76,7 @@ def groups_for_chat(groups_of):
 
 
 def rates_of(p, groups, tokens=40):
-    """Tokens per second of all texts and of one, once the pipeline is full."""
+    """(tokens per second of all texts, tokens per second of one text) in a full pipeline."""
     requests = [Request((0,), tokens) for _ in range(groups)]
     schedule = schedule_of(plan_passes(requests, groups, 1, 1), p)
     costs = Costs(forward=24 / p, transfer={(a, (a + 1) % p): 1 for a in range(p)})

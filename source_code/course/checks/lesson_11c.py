@@ -1,4 +1,4 @@
-"""Checks of lesson 11c: the cost model of a stage, which way for which machine, how many GPUs."""
+"""Checks of lesson 11c: a stage's cost model, the way to train on a machine, the number of GPUs."""
 
 import math
 from functools import lru_cache
@@ -27,9 +27,9 @@ GPUS_PER_NODE = 8
 
 
 class Times(NamedTuple):
-    """What was measured of a model, in milliseconds per micro-batch: pairs (forward, backward).
+    """Measured times of a model, in milliseconds per micro-batch, as pairs (forward, backward).
 
-    `layers` is their number. With `recompute` a backward runs the layers' forwards again.
+    `layers` is the number of layers. With `recompute` a backward runs the layers' forwards again.
     """
 
     layers: int
@@ -39,7 +39,8 @@ class Times(NamedTuple):
     recompute: bool = False
 
 
-# Of a model with a large vocabulary: the head is worth three layers, the embedding a part of one.
+# A model with a large vocabulary: its head takes as long as three layers, its embedding less than
+# one layer.
 MEASURED = Times(12, layer=(6, 12), embedding=(2, 4), head=(18, 36))
 RANKS, MICROBATCHES = 4, 8
 CASES = [
@@ -52,7 +53,7 @@ CASES = [
 
 
 def right_times(times, first, last):
-    """(forward, backward) of a stage with layers `first` to `last` - 1."""
+    """The right (forward, backward) in ms of a stage with the layers `first` to `last` - 1."""
     count = last - first
     forward, backward = count * times.layer[0], count * times.layer[1]
     if times.recompute:
@@ -63,7 +64,7 @@ def right_times(times, first, last):
 
 
 def asked(stage_times, times, first, last):
-    """What the reader's function says of a stage, as two numbers."""
+    """The (forward, backward) that the reader's function returns. Raises WrongAnswer otherwise."""
     answer = call(stage_times, times, first, last)
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise WrongAnswer("return two numbers, forward and backward")
@@ -71,14 +72,15 @@ def asked(stage_times, times, first, last):
 
 
 def step_of(cut, times_of):
-    """Milliseconds of a step of 1F1B with so many layers per stage; `times_of(first, last)`."""
+    """Milliseconds of a step of 1F1B; `cut` has the layers per stage, `times_of(first, last)` the
+    (forward, backward) of a stage."""
     both = [times_of(first, last) for first, last in cut_as(cut)]
     costs = Costs([forward for forward, _ in both], [backward for _, backward in both])
     return simulate(one_f_one_b(len(cut), MICROBATCHES), costs).makespan
 
 
 def best_cut(times_of, layers=MEASURED.layers, ranks=RANKS):
-    """The cut with the shortest step, of all that there are; of equals the first."""
+    """The cut with the shortest step of all cuts; among equals, the first."""
     found = []
     for marks in combinations(range(1, layers), ranks - 1):
         ends = (0, *marks, layers)
@@ -91,7 +93,7 @@ EVEN = [last - first for first, last in cut_evenly(MEASURED.layers, RANKS)]
 
 
 def gain(stage_times):
-    """What the reader's cost model is good for: the cut that it chooses beside the even one."""
+    """The sentence that compares the cut chosen by the reader's cost model with the even cut."""
     chosen = best_cut(lambda first, last: asked(stage_times, MEASURED, first, last))
     steps = [step_of(cut, lambda *part: right_times(MEASURED, *part)) for cut in (EVEN, chosen)]
     names = [",".join(map(str, cut)) for cut in (EVEN, chosen)]
@@ -103,7 +105,8 @@ def gain(stage_times):
 
 @checked(gain)
 def stage_cost(stage_times):
-    """`stage_times(times, first, last)`: (forward, backward) in ms of layers first to last - 1."""
+    """Check `stage_times(times, first, last)`: (forward, backward) in ms of a stage with the layers
+    `first` to `last` - 1."""
     for times in CASES:
         for first, last in cut_evenly(times.layers, RANKS):
             answer, right = asked(stage_times, times, first, last), right_times(times, first, last)
@@ -115,7 +118,7 @@ def stage_cost(stage_times):
 
 
 def what_is_wrong(times, first, last, answer, right):
-    """The mistake that gives this answer, as a question or a sentence."""
+    """The mistake that leads to this answer, as a question or a sentence."""
     count, is_last = last - first, last == times.layers
     forward, backward = answer
     if close(forward, count * times.layer[0] + times.layer[0]):
@@ -168,18 +171,19 @@ MACHINES = {
     "four nodes": Machine(gpus=32),
     "four nodes, one slow card each": Machine(gpus=32, between=Link(2.8e9, 30e-6, number=1)),
 }
-CLOSE = 1 + 2 * MACHINES["one node"].error  # two forecasts, each with its error: equals
+CLOSE = 1 + 2 * MACHINES["one node"].error  # a ratio of two forecasts that count as equal
 
 
 @lru_cache
 def ways_of(name, where):
-    """{name of a way: Way} of one model on one machine."""
+    """{name: Way} of all ways to train model `name` on machine `where`."""
     return {way.name: way for way in ways(MODELS[name], MACHINES[where])}
 
 
 @checked("the network between the nodes decides, and the answer is not always a pipeline.")
 def choices(chosen):
-    """`chosen`: {(model, machine): name} of a way that can be done and that no other beats clearly."""
+    """Check `chosen`: {(model, machine): name of a way}. The way must be possible, and no other may
+    be faster by more than the forecasts' error."""
     if not isinstance(chosen, dict):
         raise WrongAnswer("chosen is a dictionary, {(model, machine): name}")
     if chosen and all(pick is ... for pick in chosen.values()):
@@ -206,7 +210,7 @@ def choices(chosen):
 
 
 def reason(way, best):
-    """What makes a way slower than the best one."""
+    """The main reason why `way` is slower than `best`, as the end of a sentence."""
     if way.leaving > best.leaving:
         return f"the {way.leaving / 1e9:.0f} GB that leave each node"
     if way.plan.tensor > 1:
@@ -216,7 +220,10 @@ def reason(way, best):
 
 @checked("8 T P / (n X), turned round, and rounded up to nodes that can be rented whole.")
 def gpus_needed(needed):
-    """`needed(parameters, tokens, days, flops)`: GPUs in whole nodes of 8, by Megatron equation 4."""
+    """Check `needed(parameters, tokens, days, flops)`: the GPUs, in whole nodes of 8.
+
+    The training time follows equation 4 of Megatron-LM (Narayanan et al. 2021).
+    """
     for parameters, tokens, days, flops in [
         (175e9, 300e9, 34, 140e12),
         (175e9, 300e9, 10, 140e12),

@@ -1,4 +1,4 @@
-"""Checks of lesson 12: a schedule of one's own is judged, drawn, and performed by real ranks."""
+"""Checks of lesson 12: the reader's own schedule is checked, drawn, and performed by real ranks."""
 
 from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer
 from course.checks.puzzle_answers import puzzle, schedule_of
@@ -14,9 +14,10 @@ __all__ = ["perform", "puzzle"]
 
 
 def perform(number, answer):
-    """Train two steps with it on real ranks and compare with one process; return what to look at.
+    """Train two steps with the schedule `answer` on real ranks and compare the losses with those of
+    one process. Returns a Picture with the prediction above and the run below.
 
-    The Picture has the prediction above and the run below. Nothing is started for what is not legal.
+    If the schedule is not legal, no rank is started.
     """
     try:
         schedule = schedule_of(number, answer)

@@ -1,4 +1,4 @@
-"""Checks of lesson 12b: which fault on which ranks, and whether the repair gives the right losses."""
+"""Checks of lesson 12b: the fault and its ranks, and whether the repair gives the right losses."""
 
 import ast
 import inspect
@@ -17,19 +17,19 @@ from lab.flight_log_reader import RecordingError, read_recording
 SCRIPT = "broken_pipelines.py"
 FAULTY_CODE = "broken/pipelines/faults.py"
 RANKS = 4
-UNKNOWN = 9  # the case that is no script of the course: two ranks, and one process beside it
+UNKNOWN = 9  # the case of UNKNOWN_SCRIPT, which uses torch's library: two ranks, one process
 UNKNOWN_SCRIPT = "broken_unknown_program.py"
-asked = {}  # case -> how many hints have been asked for
-wrong = {}  # case -> the wrong diagnoses so far, each once
+asked = {}  # case -> number of hints shown
+wrong = {}  # case -> the different wrong diagnoses so far
 
 
 def faults():
-    """Print the faults to choose from, not in the order of the cases. One nobody has committed."""
+    """Print the faults to choose from, in alphabetical order. One of them never occurs."""
     print("\n".join(sorted(FAULTS)))
 
 
 def hint(case):
-    """Print the next hint on a case, and which of how many it is."""
+    """Print the next hint on a case, with its number and the number of hints."""
     try:
         hints = _case(case).hints
     except WrongAnswer as error:
@@ -44,20 +44,20 @@ def hint(case):
 
 
 def diagnosis(case, fault, ranks):
-    """`fault` is one of those that faults() prints; `ranks` is the rank that commits it, a list of
-    several, or "all"."""
+    """Check a diagnosis. `fault` is one of those that faults() prints; `ranks` is the rank that has
+    it, a list of several ranks, or "all"."""
     checked(lambda *_: f"{CASES[case].found}{_tally(case)}", "diagnosis")(_check_diagnosis)(
         case, fault, ranks
     )
 
 
 def repair(case, function):
-    """`function` takes the place of the broken piece, under its name; the ranks train with it."""
+    """Check a repair: the ranks train with `function` in place of the broken piece of that name."""
     checked(lambda *_: CASES[case].cured, "repair")(_check_repair)(case, function)
 
 
 def broken_piece(case, fault, ranks):
-    """The code with the fault, for those who have found it: what a notebook shows."""
+    """The Source of the broken code once the diagnosis is right; otherwise None."""
     try:
         found = None not in (fault, ranks) and ... not in (fault, ranks)
         if found and _complaint_on(case, fault, ranks) is None:
@@ -78,7 +78,7 @@ def _case(number):
 
 
 def _tally(case):
-    """What a right diagnosis has taken, if more than a look at the recordings."""
+    """The number of hints and wrong diagnoses before the right one, as a sentence, or ""."""
     taken = []
     if asked.get(case):
         taken.append(many(asked[case], "hint"))
@@ -89,7 +89,7 @@ def _tally(case):
 
 
 def _check_diagnosis(number, fault, ranks):
-    """The first wrong diagnosis of a case is answered with a question, the next with evidence."""
+    """None for a right diagnosis, a question for the first wrong one, evidence for later ones."""
     complaint = _complaint_on(number, fault, ranks)
     if complaint is None:
         return None
@@ -112,7 +112,7 @@ def _in_words(ranks):
 
 
 def _complaint_on(number, fault, ranks):
-    """What the recording says against a diagnosis; None for the right one."""
+    """The evidence in the recording against a diagnosis; None if the diagnosis is right."""
     case = _case(number)
     if fault not in list(FAULTS):
         raise WrongAnswer(f"choose the fault from those that faults() prints; not {fault!r}")
@@ -148,7 +148,7 @@ def _as_ranks(ranks):
 
 
 def _against(number, fault):
-    """What the recording of a case shows that speaks against a fault."""
+    """The evidence in the recording of a case against a fault, as the end of a sentence."""
     case = CASES[number]
     if number in (5, UNKNOWN):
         return case.shows
@@ -182,7 +182,7 @@ def _check_repair(number, function):
 
 
 def _write_piece(name, function):
-    """The learner's function as a file that the ranks can read."""
+    """Write the learner's function into a file that the ranks can read; return its path."""
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
     if getattr(function, "__name__", "") != name:
@@ -200,7 +200,7 @@ def _write_piece(name, function):
 
 
 def _is_stub(text):
-    """Whether there is nothing in the function but its words and three dots."""
+    """Whether the function has only its docstring and `...`."""
     body = ast.parse(text).body[0].body
     dots = [
         isinstance(node, (ast.Expr, ast.Return)) and isinstance(node.value, ast.Constant)
@@ -216,7 +216,7 @@ def _run(flags, folder):
 
 
 def _uneven(function):
-    """What is wrong with a cut, without training anything; None if no stage stands out."""
+    """The error in a cut, found without training; None if no stage is too large."""
     for num_layers, num_stages in [(11, 4), (8, 4), (10, 4), (7, 2)]:
         layers = call(function, num_layers, num_stages)
         case = f"{num_layers} layers on {num_stages} stages: you cut {layers}"
@@ -226,14 +226,14 @@ def _uneven(function):
             raise WrongAnswer(f"{case}; return a list with a number for each stage") from None
         if (total, count) != (num_layers, num_stages):
             return f"{case}, which is {count} stages with {total} layers in all"
-        if most > math.ceil(num_layers / num_stages):  # the slowest stage sets the pace
+        if most > math.ceil(num_layers / num_stages):  # the slowest stage limits the step
             stage = layers.index(most)
             return f"{case}; all others wait for stage {stage}, which has {most}"
     return None
 
 
 def _unscaled(function):
-    """What is wrong with a share of the loss, for other numbers of micro-batches than the run's."""
+    """The error in a share of the loss, tried with other numbers of micro-batches, or None."""
     for count in (8, 4, 5):
         answer = call(function, 6.0, count)
         try:
@@ -249,7 +249,7 @@ def _unscaled(function):
 
 
 def _explain_unknown(file):
-    """What is still wrong with the program that is not the course's, beside one process."""
+    """The remaining error of the repaired UNKNOWN_SCRIPT, compared with one process, or None."""
     folder, healthy = file.with_name("repaired_9"), file.with_name("healthy_9")
     for each in (folder, healthy):
         shutil.rmtree(each, ignore_errors=True)
@@ -274,7 +274,7 @@ def _explain_unknown(file):
 
 
 def _explain(number, folder, failed):
-    """Why the repaired pipeline is not right yet, from its output and its recording."""
+    """The remaining error of the repaired pipeline, from its output and its recording."""
     text = str(failed)
     refused = re.search(r"^--repair: .*", text, re.MULTILINE)
     raised = re.findall(r"(?:^|\braised )(\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Checks of lesson 12c: tokens that count once, useful work. Its builds are in build_llama.py."""
+"""Checks of lesson 12c: the loss of an update, and the MFU. build_llama.py has its other checks."""
 
 import math
 
@@ -7,7 +7,10 @@ from course.checks.answer import call_for_number, checked, close
 
 @checked("sum everything, divide once: then no cut of the batch can change the loss.")
 def loss_of_an_update(loss):
-    """`loss(passes)`: of an update. A pass is a list of (mean loss, real tokens) of micro-batches."""
+    """Check `loss(passes)`: the loss of an update, as the mean over all its real tokens.
+
+    A pass is a list of (mean loss, real tokens), one pair per micro-batch.
+    """
     cases = [
         [[(2.0, 10), (4.0, 10)]],
         [[(2.0, 30), (4.0, 10)]],

@@ -1,7 +1,7 @@
-"""Which mistake makes a program with the library print the losses that it prints (lesson 08).
+"""Finds the mistake that explains the losses printed by a program with the library (lesson 08).
 
-Each typical mistake is a training of its own, done here in one process: the one whose losses the
-program has printed is the one that it makes.
+Each typical mistake is trained here in one process. The program makes the mistake whose losses it
+has printed.
 """
 
 from functools import cache
@@ -9,7 +9,7 @@ from functools import cache
 from course.checks.reader_on_ranks import one_thread
 
 STEPS, RATE, MICROBATCHES, LARGEST = 6, 0.5, 8, 1.3
-LIMIT = 3e-5  # torch's clip_grad_norm_ divides by the norm and 1e-6, which shows in the sixth digit
+LIMIT = 3e-5  # torch's clip_grad_norm_ divides by norm + 1e-6, which changes the sixth digit
 
 MISTAKES = [
     ({"zeroed": False}, "the gradients of the step before are still in .grad: step() adds to them, "
@@ -39,7 +39,7 @@ CLIPS = [
 
 
 def mistake_in(found, num_ranks, clipped):
-    """What is wrong with the printed [(step, loss)], or None."""
+    """The mistake behind the printed `found`, [(step, loss)], as a sentence, or None."""
     if not found:
         return "no line `step 0  loss 5.123456` was printed; the rank of the last stage prints them"
     numbers = [step for step, _ in found]
@@ -72,7 +72,7 @@ def agree(found, wanted):
 def losses_of(
     num_ranks=4, zeroed=True, rate=RATE, first=0, always=None, shown="mean", clip=None, steps=STEPS
 ):
-    """The printed losses of `steps` steps in one process, and that of the batch after them."""
+    """The losses of `steps` steps in one process, and the loss of the batch that follows."""
     from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it
 
     model, printed = build_stage(0, 1), []
@@ -81,7 +81,7 @@ def losses_of(
         parts = [x.chunk(MICROBATCHES) for x in batch(first + step if always is None else always)]
         if step == 0 or zeroed:
             model.zero_grad()
-        else:  # step() divides what it finds, too
+        else:  # step() also divides the gradients of earlier steps
             for weight in model.parameters():
                 weight.grad /= MICROBATCHES
         losses = [loss_of(model(tokens), targets) for tokens, targets in zip(*parts)]
@@ -105,7 +105,7 @@ def stages_of(model, num_ranks):
 
 
 def factors(stages, clip):
-    """By what each rank scales its gradients; `clip` says from what it takes the norm."""
+    """The factor by which each rank scales its gradients; `clip` names the norm that it uses."""
     norms = [sum((weight.grad**2).sum().item() for weight in stage) ** 0.5 for stage in stages]
     whole = sum(norm**2 for norm in norms) ** 0.5
     if clip is None:

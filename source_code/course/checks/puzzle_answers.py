@@ -1,6 +1,6 @@
-"""How an answer to a puzzle of lesson 12 is judged and drawn.
+"""Checks and draws an answer to a puzzle of lesson 12.
 
-It imports the standard library only, so that the puzzles run in a browser, too.
+This file needs only the standard library, so the puzzles also run in a browser.
 """
 
 from course.checks.answer import NotAttempted, WrongAnswer, call, checked
@@ -15,8 +15,8 @@ from pipeline.schedules.legal import check_legal
 def puzzle(number, answer):
     """Print whether `answer` solves the puzzle of that number; return its timeline as a Picture.
 
-    `answer` holds one row per rank, as one string or a list of strings, or is a function
-    `answer(num_ranks, num_microbatches)` that returns them. What is not legal has no timeline.
+    `answer` has one row per rank, as one string or a list of strings, or is a function
+    `answer(num_ranks, num_microbatches)` that returns them. Returns None for an illegal schedule.
     """
     _judge(number, answer)
     try:
@@ -27,7 +27,7 @@ def puzzle(number, answer):
 
 
 def draw_answer(timeline, longest_path=False):
-    """The timeline of an answer as a Picture, and in words how long each rank is idle."""
+    """The timeline of an answer as a Picture; the caption gives each rank's idle time."""
     idle = ", ".join(
         f"rank {rank} {short(time)} ms" for rank, time in enumerate(timeline.idle_per_rank)
     )
@@ -45,7 +45,7 @@ def _praise(number, answer):
 
 
 def complaint_of(number, answer):
-    """Why the answer does not solve the puzzle, None if it does. Raises what `schedule_of` does."""
+    """Why the answer does not solve the puzzle, or None. Raises the errors of `schedule_of`."""
     schedule, given = schedule_of(number, answer), PUZZLES[number]
     timeline = simulate(schedule, given.costs)
     complaints = [complaint for complaint in [too_much_held(given, timeline)] if complaint]
@@ -59,7 +59,7 @@ _judge = checked(_praise, "puzzle")(complaint_of)
 
 
 def schedule_of(number, answer):
-    """The legal Schedule of the puzzle's size that the answer is. Raises NotAttempted, WrongAnswer."""
+    """The answer as a legal Schedule of the puzzle's size. Raises NotAttempted or WrongAnswer."""
     if answer is None or answer is ...:
         raise NotAttempted
     if number not in list(PUZZLES):
@@ -92,7 +92,7 @@ def _read(rows, name):
 
 
 def _fits(given, schedule):
-    """Raise WrongAnswer unless it is a schedule of this puzzle: stages, ranks, micro-batches, kinds."""
+    """Raise WrongAnswer unless stages, ranks, micro-batches and kinds are those of the puzzle."""
     if schedule.num_microbatches != given.num_microbatches:
         raise WrongAnswer(
             f"your rows hold {schedule.num_microbatches} micro-batches, the puzzle has "
@@ -117,7 +117,7 @@ def _fits(given, schedule):
 
 
 def how_far(given, timeline):
-    """How long the schedule is, how long it should be, and how long the best one is."""
+    """The sentence about the schedule's length, the target, and the best known length."""
     value, small = given.measured(timeline), smallest_time(timeline)
     if given.measure == "idle":
         idle = [span - busy for span, busy in zip(timeline.span_per_rank, timeline.busy_per_rank)]
@@ -144,7 +144,7 @@ def how_far(given, timeline):
 
 
 def too_much_held(given, timeline):
-    """Which rank holds more than the puzzle allows, or None."""
+    """The sentence about a rank that holds more activations than its room, or None."""
     if given.room is None:
         return None
     what = "micro-batches"
@@ -157,7 +157,7 @@ def too_much_held(given, timeline):
 
 
 def longest_wait(timeline):
-    """Where a rank that had begun stood idle for longest, and for what."""
+    """The sentence about the longest wait of a rank after its first action, and its reason."""
     first = {events[0] for events in timeline.by_rank}
     waits = [wait for wait in waits_of(timeline) if wait.event not in first and wait.source]
     wait = max(waits, key=lambda wait: wait.gap)

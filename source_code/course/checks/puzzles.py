@@ -1,6 +1,6 @@
-"""The puzzles of lesson 12, as data: what is given, what is asked for, what is known to be best.
+"""The puzzles of lesson 12, as data: the given sizes and costs, the target, the best known result.
 
-The figures of what is best come from exact_search.py, and the tests ask it again.
+The best results come from exact_search.py; the tests compute them again.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Puzzle:
     stage x micro-batch activations that the rank may hold, from the start of F to the end of B or
     I, or with `until_weight` to the end of B or W. `target` and `best` are makespans, or with
     `measure="idle"` the longest time that a rank is idle between its first action and its last.
-    `best` is proven to be the best unless `bound` is given: then nothing below `bound` is possible,
-    and whether that can be reached is not known. `flags` are those of train.py that make
-    the ranks as fast as the costs say, `node_delay` the milliseconds that a message between two
-    nodes of two ranks takes.
+    `best` is proven to be optimal unless `bound` is given: then nothing below `bound` is possible,
+    and it is not known whether `bound` can be reached. `flags` are the flags of train.py that pace
+    the ranks by the costs. `node_delay` is the time in ms of a message between two nodes, each of
+    which has two ranks.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Puzzle:
 
     @property
     def problem(self):
-        """The same for exact_search.py, which looks for the shortest makespan."""
+        """The puzzle as a Problem of exact_search.py, which finds the shortest makespan."""
         return Problem(
             self.rank_of_stage,
             self.num_microbatches,
@@ -55,7 +55,7 @@ class Puzzle:
         )
 
     def measured(self, timeline):
-        """What the target is compared with."""
+        """The time in ms that is compared with the target."""
         if self.measure == "makespan":
             return timeline.makespan
         return max(
@@ -63,7 +63,7 @@ class Puzzle:
         )
 
     def held(self, timeline):
-        """What `room` is compared with, for each rank."""
+        """The peak number of held activations of each rank, to be compared with `room`."""
         if self.until_weight:
             return timeline.peak_held_until_weight_per_rank
         return timeline.peak_held_per_rank
@@ -71,10 +71,10 @@ class Puzzle:
 
 STAGE = Costs(forward=20, backward=40)
 HALF_A_STAGE = Costs(forward=10, backward=20)
-# Stages 1 and 2 have two layers each, the outer ones one; ranks 1 and 2 are on different nodes.
+# Stages 1 and 2 have two layers each, stages 0 and 3 one; ranks 1 and 2 are on different nodes.
 TWO_NODES = Costs([10, 20, 20, 10], [20, 40, 40, 20], transfer={(1, 2): 50, (2, 1): 50})
 
-# By the number of the exercise.
+# {number of the exercise: Puzzle}
 PUZZLES = {
     1: Puzzle(
         "One at a time",

@@ -1,4 +1,4 @@
-"""Runs functions of the reader's on real ranks, through a script of course/building."""
+"""Runs a reader's functions on real ranks, through a script of course/building."""
 
 import inspect
 import json
@@ -18,7 +18,7 @@ LIMIT = 30  # seconds of a whole run
 
 @contextmanager
 def one_thread():
-    """In the block torch computes with one thread, as on a rank: small products take longer on more."""
+    """A context in which torch uses one thread, as a rank does; small products are then faster."""
     import torch
 
     usual = torch.get_num_threads()
@@ -30,7 +30,7 @@ def one_thread():
 
 
 def source_of_function(function):
-    """Its text. Raises NotAttempted where it still has the `...` of the stub."""
+    """The source of a function. Raises NotAttempted if it still has the `...` of the stub."""
     if not inspect.isfunction(function):
         raise WrongAnswer("this exercise asks for a function")
     source = inspect.cleandoc("\n" + inspect.getsource(function))
@@ -40,16 +40,16 @@ def source_of_function(function):
 
 
 def on_ranks(script, function, num_ranks, **more):
-    """What rank 0 reports of the reader's function. Raises WrongAnswer with what went wrong."""
+    """Run `script` with the reader's function; return rank 0's report. Raises WrongAnswer."""
     request = {"source": source_of_function(function), "function": function.__name__, **more}
     with requested(request) as file:
         return answers_of(run_script(f"{script} {file}", num_ranks))[0]
 
 
 def request_of(functions, **more):
-    """What request.py needs to define the reader's functions, with what they use of the reader's.
+    """The request with which request.py defines the reader's functions and all that they use.
 
-    Raises NotAttempted while every function still has its `...`.
+    Raises NotAttempted while every function still has its `...`, and WrongAnswer if only some have.
     """
     sources, imports = {}, []
     for function in functions:
@@ -68,7 +68,7 @@ def request_of(functions, **more):
 
 
 def perform(script, request, num_ranks, limit=LIMIT):
-    """All that ranks report of a request. Raises WrongAnswer with what went wrong."""
+    """Run `script` with a request; return all reports. Raises WrongAnswer with the error."""
     with requested(request) as file:
         return answers_of(
             run_script(f"{script} {file}", num_ranks, dict(request["sources"]), limit)
@@ -77,7 +77,7 @@ def perform(script, request, num_ranks, limit=LIMIT):
 
 @contextmanager
 def requested(request):
-    """The name of a file with the request, as long as the block lasts."""
+    """A context that yields the path of a temporary file with the request."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "request.json"
         file.write_text(json.dumps(request))
@@ -90,7 +90,7 @@ def answers_of(output):
 
 
 def run_script(command, num_ranks, sources=None, limit=LIMIT):
-    """What a script of course/building prints on warm ranks."""
+    """Run a script of course/building on warm ranks; return its output. Raises WrongAnswer."""
     try:
         return run(command, num_ranks, warm=True, show=False, limit=limit).output
     except RunFailed as failed:
@@ -98,7 +98,7 @@ def run_script(command, num_ranks, sources=None, limit=LIMIT):
 
 
 def what_failed(said, sources=None):
-    """The sentence about a wait in vain, or the reader's own error with its line."""
+    """The reader's own error with its line, or the sentence about a wait that timed out."""
     told = errors_in(said)
     if told:
         rank, name, number, error = own_error(said) or told[0]
@@ -122,16 +122,16 @@ def what_failed(said, sources=None):
 
 
 def errors_in(said):
-    """[rank, function, line, error] of each error that came up in the reader's own code."""
+    """[rank, function, line, error] for each error in the reader's own code."""
     raised = re.findall(rf"^{RAISED}(.*)$", said, re.MULTILINE)
     return [json.loads(line) for line in raised]
 
 
 def own_error(said):
-    """The first of these that does not only say that another rank is missing, or None."""
+    """The first error that is not merely the loss or the absence of another rank, or None."""
     return next((one for one in errors_in(said) if not is_late(one[-1])), None)
 
 
 def is_late(error):
-    """Whether an error only says that another rank did not come, or is gone."""
+    """Whether an error is merely the absence or the loss of another rank."""
     return "Timed out waiting" in error or "by peer" in error

@@ -1,1 +1,1 @@
-"""What a recording tells: who waited for what, where two runs first differ, the time machine."""
+"""Analysis of recordings: what ranks waited for, where two runs first differ, the time machine."""

@@ -1,6 +1,6 @@
-"""The cases of lesson 12b: what is wrong where, what a recording shows of it, and hints."""
+"""The cases of lesson 12b: the fault and its ranks, its traces in a recording, and hints."""
 
-# What each fault would show, for those who name it where it is not.
+# What each fault would show; printed for a reader who names it in the wrong case.
 FAULTS = {
     "swapped messages": "a rank that sends what it made of another micro-batch",
     "scale forgotten": "on the last rank a share of the loss that is too large by a whole factor",
@@ -22,12 +22,12 @@ IN_UPDATES = ("clipping by stage", "tied weights drift")
 
 
 class Case:
-    """One broken pipeline: what is wrong where, what a recording shows of it, what it teaches."""
+    """One broken pipeline: its fault and ranks, the traces in a recording, and what it teaches."""
 
     def __init__(self, piece, fault, ranks, shows, elsewhere, found, cured, hints=()):
         self.piece, self.fault, self.ranks = piece, fault, ranks
-        self.shows = shows  # of the first difference, without naming the fault
-        self.elsewhere = elsewhere  # said to whom names another rank
+        self.shows = shows  # describes the first difference without naming the fault
+        self.elsewhere = elsewhere  # the answer to a reader who names another rank
         self.found, self.cured, self.hints = found, cured, hints
 
 

@@ -1,4 +1,4 @@
-"""Compares two recordings: the first action at which they differ, in the order of cause and effect."""
+"""Compares two recordings and finds their first difference in the order of cause and effect."""
 
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ from lab.timeline import Event
 
 
 class Difference(NamedTuple):
-    """Where two recordings first differ: in `step`, at `event` of the first of them, and how.
+    """The first difference of two recordings: `step`, `event` of the first recording, a sentence.
 
-    `event` is None where no action differs: the weights before the step, or the update after it.
+    `event` is None if no action differs, only the weights before the step or the update after it.
     """
 
     step: int
@@ -26,12 +26,12 @@ class Difference(NamedTuple):
 def compare(one, other, tolerance=0.0):
     """The first Difference between two Recordings in the order of cause and effect, or None.
 
-    Of the actions that differ, those count of which nothing that they build on differs, and of
-    these the one that ended first. `tolerance` 0 asks for the same bits; 1e-9 lets tensors pass
-    whose fingerprints are that close, as fractions of their norms: another cut or another device
-    rounds differently. Times and held bytes are not compared. Raises RecordingError when the two
-    have different stages, ranks or micro-batches; logs of programs without a schedule may have
-    their stages on other ranks, as when one of the two ran in one process.
+    An action that differs is a cause if no action that it depends on differs; of the causes, the
+    one that ended first is returned. With `tolerance` 0 the bits must be equal. With 1e-9, tensors
+    count as equal if their fingerprints are that close, as fractions of their norms: another cut or
+    device rounds differently. Times and held bytes are not compared. Raises RecordingError if the
+    two have different stages, ranks or micro-batches. In logs of programs without a schedule, the
+    stages may be on different ranks, for example if one of the two ran in one process.
     """
     _check_comparable(one, other)
     for number in range(max(len(one.steps), len(other.steps))):
@@ -49,7 +49,7 @@ def compare(one, other, tolerance=0.0):
 
 def _check_comparable(one, other):
     passages = [recording.schedule.rank_of_passage for recording in (one, other)]
-    if one.seen or other.seen:  # a run that stopped early has not come to some of them
+    if one.seen or other.seen:  # a run that stopped early may lack some stages
         stages = [sorted({stage for stage, _ in each}) for each in passages]
         if not set(stages[0]) & set(stages[1]):
             raise RecordingError(
@@ -72,7 +72,7 @@ def _check_comparable(one, other):
 
 
 def _names_of_weights(recording):
-    """The names of each stage's weights, as far as the recording goes."""
+    """The names of each stage's weights that are in the recording."""
     if not recording.steps:
         return {}
     step = recording.steps[0]
@@ -81,7 +81,7 @@ def _names_of_weights(recording):
 
 def _layers(names):
     layers = {name.split(".")[1] for name in names if name.startswith("layers.")}
-    if not layers:  # of a model that names its parts otherwise
+    if not layers:  # the model's names have no layer numbers
         return "weights " + ", ".join(sorted(names))
     return "layers " + ", ".join(sorted(layers, key=lambda layer: (len(layer), layer)))
 
@@ -93,9 +93,9 @@ def _missing_step(number, one, other):
 
 
 def _apart(one, other, tolerance):
-    """Whether two Fingerprints, or None, stand for different tensors."""
+    """Whether two Fingerprints belong to different tensors; each may be None."""
     if one is None or other is None:
-        return False  # a rank that has a neighbour on board gets no message from it
+        return False  # a rank that has both stages gets no message
     return one.distance(other) > tolerance if tolerance else one.digest != other.digest
 
 
@@ -106,7 +106,7 @@ def _numbers_apart(one, other, tolerance):
 
 
 def _first_weights(one, other, number, tolerance):
-    """Weights that differ before any action of the step used them."""
+    """The Difference of weights before any action of the step has used them, or None."""
     ours, theirs = one.steps[number].weights, other.steps[number].weights
     first = min((version for _, version in ours), default=0)
     for (stage, version), prints in sorted(ours.items()):
@@ -137,7 +137,8 @@ def causes_among(differing, one, other, number):
 
 
 def _followed(timeline):
-    """Pairs of results: the action before on the same rank, the backward before of the same stage."""
+    """Pairs (earlier, later) of results: the previous action of the rank, and the previous backward
+    of the stage."""
     for events in timeline.by_rank:
         results = [recorded_as(event.action) for event in events]
         yield from zip(results, results[1:])
@@ -174,7 +175,7 @@ def _first_action(one, other, number, tolerance):
 
 
 def _in_both_kinds(one, other):
-    """The entries of two steps by result; a W is left out where the other has a backward in full."""
+    """The entries of two steps by result; a W is left out if the other step has a full backward."""
 
     def whole(step, result):
         entry = step.by_result.get(result._replace(kind="I"))
@@ -187,7 +188,7 @@ def _in_both_kinds(one, other):
 
 
 def _differences(mine, yours, one, number, tolerance):
-    """What differs between two Entries of the same action, as half-sentences."""
+    """The differences between two Entries of the same action, as a list of half-sentences."""
     if yours is None:
         return ["the other never came to it"]
     found = []
@@ -212,7 +213,7 @@ def _differences(mine, yours, one, number, tolerance):
 
 
 def _pairs(mine, yours):
-    """What is compared of an action, in the order in which it passes through; nothing twice."""
+    """The pairs of tensors to compare for an action, in the order of the data flow, each once."""
     received, sent = (
         [getattr(entry, name) and getattr(entry, name).what for entry in (mine, yours)]
         for name in ("received", "sent")
@@ -227,7 +228,7 @@ def _pairs(mine, yours):
 
 
 def _how_far(here, there):
-    """For tensors that are nearly equal: by how much they are not."""
+    """How far two nearly equal tensors are apart, as the end of a sentence."""
     distance = here.distance(there)
     if distance > 1e-6:
         return ""
@@ -235,7 +236,7 @@ def _how_far(here, there):
 
 
 def _never_taken(one, other, number, roots):
-    """Some rank of the first recording stopped before the other did."""
+    """The Difference if a rank of the first recording stopped before an action of the other."""
     ranks = other.schedule.rank_of_passage | one.schedule.rank_of_passage
     result = min(roots, key=lambda r: (ranks[r.stage, r.microbatch], r))
     rank = ranks[result.stage, result.microbatch]
@@ -270,5 +271,5 @@ def _first_update(one, other, number, tolerance):
 
 
 def short_norm(norm):
-    """A norm with six digits; a recording has none for what is not finite."""
+    """A norm with six digits; the recording has None for a norm that is not finite."""
     return "no finite number" if norm is None else f"{norm:.6g}"

@@ -1,4 +1,4 @@
-"""Records a broken pipeline of lesson 12b and a healthy one, and lays them side by side."""
+"""Records a broken pipeline of lesson 12b and a healthy one, and compares them."""
 
 import shutil
 
@@ -12,7 +12,7 @@ LONGEST_WAIT = 5  # seconds: a rank of a case that waits longer ends its job
 
 
 def investigate(case):
-    """Record case `case`, broken and healthy, print the losses of both, open the time machine."""
+    """Record case `case` with and without its fault, print both losses, open the time machine."""
     if case not in list(CASES):
         print(f"Put a number from 1 to {len(CASES)} in the place of the dots.")
         return None
@@ -35,7 +35,7 @@ def investigate(case):
 
 def runs_of(case):
     """(name, command, ranks) of the two runs of a case."""
-    if case == len(CASES):  # the program that is not the course's
+    if case == len(CASES):  # the case of broken_unknown_program.py
         script = "broken_unknown_program.py"
         return [("broken", script, 2), ("healthy", script, 1)]
     call = f"broken_pipelines.py --case {case}"
@@ -46,7 +46,7 @@ def runs_of(case):
 
 
 def tell_summary(output):
-    """The line with the time of a step and how idle the ranks are, if the program prints one."""
+    """Print the program's line with the time of a step and the ranks' idle time, if it has one."""
     last = output.splitlines()[-1].split("  peak")[0]
     if "idle" in last:
         print(last)

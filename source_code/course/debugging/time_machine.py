@@ -1,11 +1,11 @@
-"""The time machine: goes through a recorded step forwards and backwards, all ranks together.
+"""The time machine: steps through a recording forwards and backwards, with all ranks together.
 
     time_machine("build/monday")
     time_machine("build/monday", compare="build/sunday")
 
-as the last line of a notebook's cell. Each block says what it waited for and which version of the
-weights it used, and at each moment every rank says what it took in and what it gave. With two
-recordings the first action at which they differ is named and marked.
+as the last line of a notebook's cell. Each block shows what it waited for and which version of the
+weights it used. At each moment, a table shows what every rank used and made. With two recordings,
+the first action at which they differ is named and marked.
 """
 
 from html import escape
@@ -28,9 +28,10 @@ SAME = "No message, no weight and no gradient differs."
 def time_machine(recording, compare=None, step=None, tolerance=0.0):
     """The panel, for the last line of a cell.
 
-    `recording` and `compare` are folders that --record wrote, or what `read_recording` returns.
-    `step` is shown first: else the one with the first difference, or the last. `tolerance` is that
-    of `compare` in comparing.py. Raises RecordingError when a folder holds no recording.
+    `recording` and `compare` are folders that --record wrote, or results of `read_recording`.
+    `step` is shown first; without it, the step of the first difference, else the last step.
+    `tolerance` is that of `compare` in comparing.py. Raises RecordingError if a folder has no
+    recording.
     """
     recordings = {"recorded": _read(recording)}
     difference, words = None, ""
@@ -55,9 +56,9 @@ def _read(recording):
 
 
 class TimeMachine(Shown):
-    """What `time_machine` returns. `difference` is where the two recordings first differ, or None.
+    """The result of `time_machine`. `difference` is the first Difference of the two, or None.
 
-    `words` say the same, or why they cannot be compared.
+    `words` describes the difference, or says why the recordings cannot be compared.
     """
 
     def __init__(self, recordings, step, difference, words):
@@ -113,7 +114,7 @@ class TimePanel(Stepper):
         self.show(RecordedView(self.recordings, change["new"], self.difference))
 
     def go_to_difference(self):
-        """Show the step of the first difference, the cursor where its action begins."""
+        """Show the step of the first difference, with the cursor at the start of its action."""
         self.chosen.value = self.difference.step
         [event] = [
             event
@@ -124,7 +125,7 @@ class TimePanel(Stepper):
 
 
 def verdict(recordings, words):
-    """What can be said before any step: the first difference, and who waited at the end."""
+    """HTML about the whole recordings: the first difference, and the waits at the end."""
     sentences = [words] if words else []
     for label, recording in recordings.items():
         sentences += [f"{label}: {sentence}" for sentence in describe_unanswered_waits(recording)]

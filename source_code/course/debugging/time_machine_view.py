@@ -1,4 +1,4 @@
-"""What the time machine shows of one recorded step, as text: the drawing as SVG, the tables as HTML."""
+"""The content of the time machine for one recorded step: the drawing as SVG, the tables as HTML."""
 
 from functools import cached_property
 from html import escape
@@ -12,10 +12,10 @@ from pipeline.schedule import KINDS
 
 
 class RecordedView:
-    """One step of one recording, or of two that lie under each other.
+    """One step of one recording, or of two recordings, one below the other.
 
-    `recordings` has them by label; a recording that ended before the step is left out. `difference`
-    is where they first differ, or None.
+    `recordings` is {label: Recording}; a recording that ended before the step is left out.
+    `difference` is the first Difference of the two, or None.
     """
 
     refusal = ""
@@ -31,7 +31,7 @@ class RecordedView:
 
     @property
     def alt(self):
-        """In words what there is to see."""
+        """The picture in words."""
         return f"step {self.step}; {self.stored_picture.alt}"
 
     @cached_property
@@ -45,14 +45,14 @@ class RecordedView:
 
     @cached_property
     def waits(self):
-        """Of each timeline, by label: {event: its Wait}."""
+        """{label: {event: its Wait}} of each timeline."""
         return {
             label: {wait.event: wait for wait in waits_of(timeline)}
             for label, timeline in self.timelines.items()
         }
 
     def stories(self, label):
-        """What is said of each block: what and when, then why then and with which weights."""
+        """Two lines per block: the action and its times; its wait and its version of weights."""
         timeline = self.timelines[label]
         told = (tell(self.waits[label][event], timeline) for event in timeline.events)
         return [
@@ -64,7 +64,7 @@ class RecordedView:
         return self.recordings[label].steps[self.step].by_action[event.action]
 
     def weights(self, label, event):
-        """The version that an action used, or that an update made."""
+        """The version of the weights that an action used or an update made, in words."""
         verb = "makes" if event.action.kind == "U" else "uses"
         return f"{verb} version {self.entry(label, event).version}"
 
@@ -75,11 +75,11 @@ class RecordedView:
         return draw_cursor(self.timelines, time, reading=True, marked=marked)
 
     def moment(self, time):
-        """What every rank does, took in, gave and holds at `time`: a table for each recording."""
+        """What every rank does, used, made and holds at `time`: a table for each recording."""
         return "".join(self.moment_table(label, time) for label in self.timelines)
 
     def moment_table(self, label, time):
-        """The same for one recording; a rank that does nothing says what it waits for."""
+        """The table of one recording; for an idle rank, it has what the rank waits for."""
         timeline, unanswered = self.timelines[label], self.recordings[label].unanswered
         last = self.step == len(self.recordings[label].steps) - 1
         rows = []
@@ -108,7 +108,7 @@ class RecordedView:
         return table_of(caption, heads, rows)
 
     def cells(self, label, event):
-        """Of one action: what it took in, what it gave, what is held then, the gradient's norm."""
+        """The cells of one action: what it used and made, the held bytes, the gradient's norm."""
         entry = self.entry(label, event)
         recording = self.recordings[label]
         gradient = "" if entry.gradient is None else f"norm {entry.gradient:.6g}"
@@ -117,7 +117,7 @@ class RecordedView:
 
     @property
     def updates(self):
-        """What each stage's backwards gathered and what the step made of it: a table."""
+        """A table of the gradient norm of each stage after its backwards and after the step."""
         rows = []
         for label, recording in self.recordings.items():
             for stage, (gathered, taken) in recording.updates(self.step).items():
@@ -129,11 +129,11 @@ class RecordedView:
 
     @property
     def table(self):
-        """The text equivalent of the drawing: a row a block, in the order of time."""
+        """The text equivalent of the drawing: one row per block, in the order of time."""
         return "".join(self.action_table(label) for label in self.timelines)
 
     def action_table(self, label):
-        """The same for one recording, as a table that scrolls by itself."""
+        """The rows of one recording, as a table with its own scroll bar."""
         timeline = self.timelines[label]
         stories = dict(zip(timeline.events, self.stories(label)))
         rows = []
@@ -153,7 +153,7 @@ class RecordedView:
 
 
 def tell_used(recording, step, entry):
-    """What an action took in, and whether that is what was sent to it."""
+    """What an action used, and whether that equals the tensor that was sent to it."""
     if entry.used is None:
         return "nothing from outside"
     text = str(entry.used)
@@ -170,7 +170,7 @@ def tell_used(recording, step, entry):
 
 
 def tell_made(recording, entry):
-    """What an action gave, and whether that is what left."""
+    """What an action made, and whether that equals the tensor that was sent."""
     action = entry.event.action
     if entry.made is None:
         return "no message"

@@ -1,1 +1,1 @@
-"""What a reader sees of a timeline: the explorer, and steps through time."""
+"""Interactive views of a timeline: the explorer, and the controls that step through time."""

@@ -1,10 +1,10 @@
-"""The schedule explorer: choose a schedule and its costs, see at once what every rank does and why.
+"""The schedule explorer: the reader chooses a schedule and costs and sees what every rank does.
 
     explore("gpipe", compare="1f1b")
 
-as the last line of a notebook's cell. All of it works with the keyboard alone: Tab moves from one
-control to the next, the arrow keys move a slider, and the cursor tells the story of the blocks
-that a pointer would show. What is drawn is worked out by the simulator anew at every change.
+as the last line of a notebook's cell. The keyboard alone is enough: Tab moves from one control to
+the next, the arrow keys move a slider, and the cursor shows the stories of the blocks that a
+pointer would show. At every change the simulator predicts the timelines again.
 """
 
 from dataclasses import replace
@@ -39,21 +39,22 @@ def explore(
 ):
     """The panel, for the last line of a cell. All arguments can be changed in it afterwards.
 
-    `schedule` is a name such as "1f1b" or a Schedule; `compare`, of the same kind, is laid
-    underneath on the same scale. `chunks` is the number of stages of a rank, for the schedules that
-    can choose it. `forward` and `backward` are the milliseconds that the layers of one rank take for
-    one micro-batch, however many stages they are cut into, so that the same model is compared;
-    `weight` is the part of the backward that a split backward does later, half of it unless given.
-    `transfer` is the latency of a message in milliseconds. `occupancy` is for how many it occupies
-    its link, where the next message waits until it is free. `longest_path` shows it, and says why
-    each bubble is there.
+    `schedule` is a name such as "1f1b" or a Schedule; `compare`, a name or a Schedule, is drawn
+    below it on the same scale. `chunks` is the number of stages per rank, for schedules that can
+    choose it. `forward` and `backward` are the milliseconds that all layers of a rank take for one
+    micro-batch, whatever the number of stages, so that the same model is compared. `weight` is the
+    part of the backward that a split backward does later, by default half of it. `transfer` is the
+    latency of a message in milliseconds. `occupancy` is the milliseconds for which a message
+    occupies its link; the next message waits until the link is free. `longest_path` draws a longest
+    path and adds the cause of each bubble.
 
-    With `kept` the panel also says whether the memory of each rank suffices, and plots memory and
-    time over the slider that was moved last. `kept` are the GiB that the layers of one rank keep of
-    one micro-batch, `states` those of their weights, gradients and optimizer, and `limit` those that
-    a rank has.
+    With `kept` the panel also shows whether each rank has enough memory, and plots memory and time
+    over the slider that was moved last. `kept` is the GiB that the layers of one rank keep per
+    micro-batch, `states` the GiB of their weights, gradients and optimizer state, and `limit` the
+    GiB that a rank has.
 
-    Raises ValueError for an unknown name. What a generator refuses is said in the picture's place.
+    Raises ValueError for an unknown name. If a generator rejects the settings, its message is shown
+    in place of the picture.
     """
     for choice in (schedule, compare):
         if isinstance(choice, str) and choice not in SCHEDULES:
@@ -66,14 +67,14 @@ def explore(
 
 
 class Explorer(Shown):
-    """What `explore` returns. `sizes` is None where memory and time are not shown."""
+    """The result of `explore`. `sizes` is None if memory and time are not shown."""
 
     def __init__(self, settings, longest_path, sizes=None):
         self.settings, self.longest_path, self.sizes = settings, longest_path, sizes
 
     @property
     def view(self):
-        """What is stored: with `sizes` the picture of memory and time, else the timelines."""
+        """The view that is stored: with `sizes` that of memory and time, else the timelines."""
         view = View(self.settings, self.longest_path)
         if self.sizes is None or view.refusal:
             return view
@@ -88,8 +89,8 @@ class Panel(Stepper):
 
     def __init__(self, settings, longest_path=False, sizes=None):
         self.settings = settings
-        self.sizes = {} if sizes is None else vars(sizes)  # the name of each and its value
-        self.moved = "microbatches"  # what the curves go along
+        self.sizes = {} if sizes is None else vars(sizes)  # name -> value
+        self.moved = "microbatches"  # the setting on the x axis of the curves
         self.path = widgets.Checkbox(
             value=longest_path, description="longest path and bubbles", indent=False
         )
@@ -106,7 +107,7 @@ class Panel(Stepper):
         self.listen()
 
     def make_controls(self):
-        """One control for each of the Settings, under the same name."""
+        """Make one control for each of the Settings, under the same name."""
         chosen = self.settings
         names = [*self.own, *(name for name in SCHEDULES if name not in self.own)]
         first, second = (
@@ -153,7 +154,7 @@ class Panel(Stepper):
         )
 
     def on_change(self, name, change):
-        """A setting was moved: predict and draw again."""
+        """Predict and draw again after setting `name` has changed."""
         self.moved = name if name in AXES else self.moved
         values = {name: control.value for name, control in self.controls.items()}
         values["schedule"] = self.own.get(values["schedule"], values["schedule"])
@@ -163,7 +164,7 @@ class Panel(Stepper):
         self.redraw()
 
     def redraw(self):
-        """Predict and draw anew."""
+        """Predict and draw again with the present settings."""
         view = View(self.settings, self.path.value)
         self.figures.value, self.reasons.value = view.figures, view.reasons
         self.show(view)
@@ -171,7 +172,7 @@ class Panel(Stepper):
         self.show_memory_and_time()  # last: the picture is on its way to the page already
 
     def show_memory_and_time(self):
-        """The sentences on memory and the curves, where there are sizes."""
+        """Show the sentences on memory and the curves, if there are sizes."""
         if not self.sizes:
             return
         shown = not self.view.refusal
@@ -188,12 +189,12 @@ class Panel(Stepper):
         self.controls["ranks"].disabled = self.controls["microbatches"].disabled = not made
         self.controls["chunks"].disabled = not any(map(can_choose_chunks, chosen))
         split = any(is_split(each.schedule) for each in self.view.predictions)
-        # Where a refusal may be about the weights' part, it must be possible to move it.
+        # A refusal may be about the weights' part, so this slider stays movable then.
         self.controls["weight"].disabled = not split and not self.view.refusal
 
 
 def _by_name(*choices):
-    """The Schedules among them, each under a name of its own."""
+    """{name: Schedule} of the Schedules among the choices, each with a name of its own."""
     own = {}
     for choice in choices:
         if isinstance(choice, Schedule):
@@ -226,6 +227,6 @@ def _named(description):
     return {
         "description": description,
         "tooltip": description,
-        "style": {"description_width": "175px"},  # of the longest, in a wide font
+        "style": {"description_width": "175px"},  # fits the longest description in a wide font
         "layout": widgets.Layout(width="405px"),
     }

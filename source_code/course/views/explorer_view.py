@@ -1,4 +1,4 @@
-"""What the explorer shows, as text: the drawing as SVG, the tables as HTML. No widget is needed for it."""
+"""The content of the explorer as text: the drawing as SVG, the tables as HTML, without widgets."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -25,11 +25,11 @@ from pipeline.schedules import SCHEDULES, build_schedule
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be chosen. Costs are in milliseconds and per micro-batch: see `costs_of`.
+    """The choices of a reader. Costs are in milliseconds per micro-batch: see `costs_of`.
 
-    `schedule` and `compare` are names of generators or a Schedule of one's own, whose numbers of
-    ranks and micro-batches are its own. `compare` is None where nothing lies underneath. `transfer`
-    and `occupancy` are those of a message: see simulator.py.
+    `schedule` and `compare` are names of generators or Schedules; a Schedule has its own numbers of
+    ranks and micro-batches. `compare` is None if there is no second timeline. `transfer` and
+    `occupancy` are the costs of a message: see simulator.py.
     """
 
     schedule: str | Schedule
@@ -46,7 +46,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One schedule, and what the simulator says about it."""
+    """One schedule and its simulated timeline."""
 
     label: str
     schedule: Schedule
@@ -55,10 +55,10 @@ class Prediction:
 
 
 class View:
-    """Everything that is shown for some Settings, as SVG and HTML text. No widget is needed for it.
+    """Everything that is shown for some Settings, as SVG and HTML text, without widgets.
 
-    `refusal` is the sentence that stands in the picture's place when there is nothing to draw. With
-    `longest_path` the pictures show it, and `reasons` are not empty.
+    `refusal` is the sentence shown in place of the picture if there is nothing to draw, else "".
+    With `longest_path` the pictures show a longest path, and `reasons` is not empty.
     """
 
     def __init__(self, settings, longest_path=False):
@@ -73,7 +73,7 @@ class View:
 
     @property
     def alt(self):
-        """In words what there is to see."""
+        """The picture in words."""
         return self.stored_picture.alt if self.predictions else f"No picture: {self.refusal}"
 
     @cached_property
@@ -94,7 +94,7 @@ class View:
 
     @property
     def reasons(self):
-        """The longest path and why each bubble is there, of each timeline."""
+        """HTML: the longest path of each timeline and the cause of each bubble."""
         shown = self.timelines.values() if self.longest_path else []
         return "".join(map(reasons, shown))
 
@@ -111,13 +111,13 @@ class View:
         return [{w.event: w for w in waits_of(each)} for each in self.timelines.values()]
 
     def moment(self, time):
-        """What every rank does and holds at `time`, counted as the timelines count."""
+        """HTML: what every rank does and holds at `time`, in the timelines' unit."""
         both = zip(self.timelines.values(), self.waits)
         return "".join(moment_table(timeline, waits, time) for timeline, waits in both)
 
 
 def predict(settings):
-    """The Predictions for some Settings, one or two. Raises ScheduleError with a sentence."""
+    """The one or two Predictions for some Settings. Raises ScheduleError with a sentence."""
     chosen = {"predicted": settings.schedule, "to compare": settings.compare}
     schedules = {
         label: schedule_of(replace(settings, schedule=choice))
@@ -138,10 +138,10 @@ def predict(settings):
 
 
 def costs_of(settings, schedule):
-    """What one stage costs in `schedule`.
+    """The Costs of one stage in `schedule`, in milliseconds.
 
-    The settings say what the layers of one rank cost where each rank has one stage. In every
-    schedule the model is the same, so that with two stages a rank each stage costs half of that.
+    The settings give the costs of all layers of one rank. The model is the same in every schedule,
+    so with two stages per rank each stage costs half of that.
     """
     share = schedule.num_ranks / schedule.num_stages
     return Costs(
@@ -154,12 +154,12 @@ def costs_of(settings, schedule):
 
 
 def is_split(schedule):
-    """Whether backwards for the weights are actions of their own in it."""
+    """Whether the schedule has backwards for the weights as separate actions."""
     return any(action.kind == "W" for order in schedule.orders for action in order)
 
 
 def schedule_of(settings):
-    """The Schedule that `settings.schedule` names, or is. Raises ScheduleError with a sentence."""
+    """The Schedule of `settings.schedule`, which may be its name. Raises ScheduleError."""
     name = settings.schedule
     if isinstance(name, Schedule):
         return name
@@ -167,7 +167,7 @@ def schedule_of(settings):
     return _built(name, settings.ranks, settings.microbatches, chunks)
 
 
-_built = lru_cache(maxsize=64)(build_schedule)  # a slider of a cost changes no schedule
+_built = lru_cache(maxsize=64)(build_schedule)  # sliders of costs do not change the schedule
 
 
 def can_choose_chunks(choice):
@@ -178,12 +178,12 @@ def can_choose_chunks(choice):
 
 
 def problem(sentence):
-    """What stands in the picture's place when there is nothing to draw."""
+    """HTML that is shown in place of the picture if there is nothing to draw."""
     return f'<p role="alert" style="font-size:14px;padding:24px 0"><b>{escape(sentence)}</b></p>'
 
 
 def figures_table(predictions):
-    """The numbers of one Prediction or several, side by side."""
+    """An HTML table with the figures of one or several Predictions, side by side."""
     timelines = [each.timeline for each in predictions]
     split = any(is_split(each.schedule) for each in predictions)
     rows = {
@@ -224,7 +224,7 @@ def reasons(timeline, unit="ms"):
 
 
 def bubble_table(timeline, unit="ms"):
-    """An HTML table with a row for every time in which a rank is idle, and why it is."""
+    """An HTML table with one row for each idle time of a rank, and its cause."""
     rows = [
         [
             f"rank {bubble.rank}",
@@ -246,7 +246,7 @@ def bubble_table(timeline, unit="ms"):
 
 
 def action_table(timeline, unit="ms"):
-    """The text equivalent of a drawing: a row for each block, rank by rank in the order of time."""
+    """The text equivalent of a drawing: one row per block, rank by rank in the order of time."""
     stories = dict(zip(timeline.events, stories_of(timeline, unit)))
     rows = []
     for rank, events in enumerate(timeline.by_rank):
@@ -265,7 +265,10 @@ def action_table(timeline, unit="ms"):
 
 
 def moment_table(timeline, waits, time, unit="ms"):
-    """What every rank of one timeline does and holds at `time`, and why; {event: its Wait}."""
+    """HTML: what every rank of a timeline does and holds at `time`, and why.
+
+    `waits` is {event: its Wait}.
+    """
     split = any(event.action.kind == "W" for event in timeline.events)
     until_weight = moments_at(timeline, time, until="BW")
     rows = []
@@ -291,7 +294,7 @@ def tell_wait(wait, timeline, unit):
 
 
 def tell_held(held):
-    """Some (stage, micro-batch) pairs: how many, and which; stages are named where there are two."""
+    """The number of (stage, micro-batch) pairs, and their list; several stages are named."""
     stages = {stage: [m for _, m in pairs] for stage, pairs in groupby(held, lambda pair: pair[0])}
     if not stages:
         return "none"
@@ -302,7 +305,7 @@ def tell_held(held):
 
 
 def _runs(numbers):
-    """0, 1, 2, 5 as "0-2, 5"."""
+    """Numbers in short form: 0, 1, 2, 5 become "0-2, 5"."""
     runs = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -313,7 +316,7 @@ def _runs(numbers):
 
 
 def table_of(caption, heads, rows):
-    """An HTML table; the first cell of a row is its head."""
+    """An HTML table; the first cell of each row is its header."""
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     body = "".join(
         f'<tr><th scope="row">{escape(str(head))}</th>'

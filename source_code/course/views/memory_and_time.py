@@ -1,8 +1,8 @@
-"""What the explorer shows an engineer: does each rank's memory suffice, and where is the knee?
+"""Memory and time in the explorer: whether each rank's memory suffices, and curves over a slider.
 
-The bytes of a rank are what it holds for its backwards, counted on the predicted timeline, and its
-weights, gradients and optimizer. The curves are the simulator's predictions over the values of one
-slider, for the chosen schedules beside those of the field.
+The memory of a rank is its activation memory, counted on the predicted timeline, plus its weights,
+gradients and optimizer state. The curves are the simulator's predictions over the values of one
+slider, for the chosen schedules and for those of FIELD.
 """
 
 from dataclasses import dataclass, replace
@@ -33,14 +33,14 @@ SIZE_SLIDERS = {
     "states": ("weights, optimizer, GiB", 0, 100, 0.1),
     "limit": ("limit of a rank, GiB", 1, 192, 1),
 }
-FIELD = {  # what the chosen ones are beside, and their dashes
+FIELD = {  # the schedules to compare with, and the dashes of their curves
     "gpipe": "5 3",
     "1f1b": "2 2",
     "interleaved-1f1b": "9 3",
     "zb-h1": "9 2 2 2",
     "zb-v": "3 1",
 }
-# The words for each slider below a plot; what changes with it is said where it is not plain.
+# The label of each slider below a plot; it says what else changes where that is not obvious.
 AXES = {
     "ranks": "ranks, each with as many layers",
     "microbatches": "micro-batches",
@@ -51,14 +51,14 @@ AXES = {
     "transfer": "transfer, ms",
     "occupancy": "occupancy of a link, ms",
 }
-POINTS = 7  # of a curve over a time
+POINTS = 7  # on a curve over a time
 TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """In GiB: what the layers of one rank keep of a micro-batch, what their weights, gradients and
-    optimizer take, and what a rank has."""
+    """GiB that the layers of one rank keep per micro-batch, GiB of their weights, gradients and
+    optimizer state, and GiB that a rank has."""
 
     kept: float = 0.65
     states: float = 4.0
@@ -66,8 +66,8 @@ class Sizes:
 
 
 class Point(NamedTuple):
-    """One schedule at some settings: milliseconds of the step per micro-batch, and for how many
-    micro-batches each rank keeps what all its layers keep, at most."""
+    """One schedule at some settings: the milliseconds of a step per micro-batch, and for each rank
+    the peak number of held micro-batches, in units of all its layers."""
 
     milliseconds: float
     held: tuple
@@ -75,7 +75,7 @@ class Point(NamedTuple):
 
 @lru_cache(maxsize=2000)
 def point_of(settings):
-    """The Point of `settings.schedule`, or None where the settings allow no such schedule."""
+    """The Point of `settings.schedule`, or None if the schedule does not allow these settings."""
     try:
         (one,) = predict(replace(settings, compare=None))
     except ScheduleError:
@@ -87,14 +87,15 @@ def point_of(settings):
 
 
 def gib_per_rank(point, sizes):
-    """What each rank needs."""
+    """The GiB that each rank needs."""
     return [sizes.states + held * sizes.kept for held in point.held]
 
 
 def values_of(name, settings, least, most):
-    """The values of a slider at which the curves have points, the present one among them.
+    """The values of a slider at which the curves have points, including the present value.
 
-    Micro-batches are doubled from one per rank on, as many schedules need.
+    Most numbers of micro-batches are the number of ranks times a power of two, since many schedules
+    need a multiple of the ranks.
     """
     now, ranks = getattr(settings, name), settings.ranks
     if name == "microbatches":
@@ -107,10 +108,10 @@ def values_of(name, settings, least, most):
 
 
 class MemoryAndTime:
-    """All of it for the predictions of a View that has some, as SVG and HTML text.
+    """Memory and time for a View with predictions, as SVG and HTML text.
 
-    `moved` is the slider that the curves go along, by the name of its setting, and `limits` are its
-    least and its most value. Only the first `lines` curves are worked out; None is all of them.
+    `moved` is the name of the setting on the x axis of the curves, and `limits` are its least and
+    its largest value. Only the first `lines` curves are computed; None means all of them.
     """
 
     def __init__(self, view, sizes, moved="microbatches", limits=(1, 64), lines=None):
@@ -144,12 +145,12 @@ class MemoryAndTime:
 
     @property
     def verdict(self):
-        """HTML: for each schedule whether its fullest rank has room, in a sentence."""
+        """HTML: for each schedule, a sentence on whether its fullest rank has enough memory."""
         lines = (escape(self.sentence(*each)) for each in self.present)
         return "".join(f'<p class="verdict">{line}</p>' for line in lines)
 
     def sentence(self, prediction, point):
-        """Such as "gpipe: rank 0 needs 9.2 GiB of 8"."""
+        """A sentence such as "gpipe: rank 0 needs 9.2 GiB of 8"."""
         needs, limit = gib_per_rank(point, self.sizes), self.sizes.limit
         most = max(needs)
         full = [str(rank) for rank, need in enumerate(needs) if need > most - TOLERANCE]
@@ -169,7 +170,7 @@ class MemoryAndTime:
 
     @cached_property
     def curves(self):
-        """[(choice, {value: its Point}), ...]; values that the schedule does not allow are left out."""
+        """[(choice, {value: its Point}), ...] without values that the schedule does not allow."""
         found = []
         for choice in self.choices:
             points = {}
@@ -189,12 +190,12 @@ class MemoryAndTime:
             marks = {"dashes": FIELD.get(choice) if isinstance(choice, str) else ""}
             if choice == self.settings.schedule:
                 marks = {"color": CHOSEN, "mark": "circle", "width": 2.4}
-            elif choice == self.settings.compare:  # wider, since the chosen one may lie on it
+            elif choice == self.settings.compare:  # wider, since the chosen curve may cover it
                 marks = {"color": COMPARED, "mark": "square", "width": 5}
             places = tuple((value, measure(point)) for value, point in points.items())
             if places:
                 lines.append(Curve(name_of(choice), places, **marks))
-        return lines  # the chosen one last, so that it lies on the others
+        return lines  # the chosen curve last, so that it is drawn on top
 
     @cached_property
     def picture(self):
@@ -227,7 +228,7 @@ class MemoryAndTime:
         return Picture(wrap(parts, top + PLOT, self.alt), self.alt)
 
     def _without_bubble(self):
-        """The time that no order of the same work can beat: the work of one rank."""
+        """The shortest possible time of the same work in any order: the work of one rank."""
         work = []
         for value in self.values:
             there = replace(self.settings, **{self.moved: value})
@@ -236,7 +237,7 @@ class MemoryAndTime:
 
     @property
     def alt(self):
-        """In words what there is to see."""
+        """The picture in words."""
         said = [self.sentence(*each) for each in self.present]
         for choice, points in self.curves[: len(self.present)]:
             ends = [value for value in (min(points), self.now, max(points)) if value in points]
@@ -250,7 +251,7 @@ class MemoryAndTime:
 
     @property
     def table(self):
-        """HTML: the curves' text equivalent, folded, a row for each value of the slider."""
+        """HTML: the text equivalent of the curves, folded, with one row per value of the slider."""
         rows = []
         for value in self.values:
             cells = []
@@ -272,7 +273,7 @@ class MemoryAndTime:
 
 
 def own_size(choice, name):
-    """The value of a slider that does not count for a Schedule of one's own; None if it counts."""
+    """The size that a given Schedule fixes in place of slider `name`; None if the slider counts."""
     if isinstance(choice, str) or name not in ("ranks", "microbatches", "chunks"):
         return None
     stages_per_rank = choice.num_stages // choice.num_ranks
@@ -281,7 +282,7 @@ def own_size(choice, name):
 
 
 def tell_need(need, limit):
-    """Such as "9.2 GiB, 1.2 over"."""
+    """The need in words, such as "9.2 GiB, 1.2 over"."""
     over = f", {short(need - limit)} over" if need > limit + TOLERANCE else ""
     return f"{short(need)} GiB{over}"
 
@@ -291,5 +292,5 @@ def name_of(choice):
 
 
 def updates_early(schedule):
-    """Whether it updates before its end, so that a rank stores several versions of its weights."""
+    """Whether the schedule has updates before its end, so that ranks store several versions."""
     return any(action.kind == "U" for order in schedule.orders for action in order)

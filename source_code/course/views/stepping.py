@@ -1,9 +1,8 @@
-"""Steps through a timeline in a notebook: picture or table, a cursor, and what holds at its moment.
+"""Steps through a timeline in a notebook: picture or table, a cursor, and the state at its time.
 
-The explorer steps through predictions, the time machine through recordings; what is the same in
-both stands here. All of it works with the keyboard alone: Tab moves from one control to the next,
-the arrow keys move the cursor, and what it says tells the story of the blocks that a pointer would
-show.
+The explorer steps through predictions, the time machine through recordings; this file has what they
+share. The keyboard alone is enough: Tab moves from one control to the next, the arrow keys move the
+cursor, and the text below it has the stories of the blocks that a pointer would show.
 """
 
 import os
@@ -14,8 +13,8 @@ import ipywidgets as widgets
 
 from lab.story import short
 
-# Set to 1 where a notebook is run in order to be stored: without a kernel a page would show an
-# error in the panel's place, so the picture alone is stored.
+# 1 when a notebook is run in order to be stored: a page without a kernel would show an error in
+# place of the panel, so only the picture is stored.
 STORED = "PIPELINE_STORED_PICTURES"
 STYLE = """<style>
 .pipeline-explorer svg { display: block; width: 100%; height: auto; max-width: 1000px !important; }
@@ -32,10 +31,10 @@ STYLE = """<style>
 .pipeline-explorer th { white-space: nowrap; }
 .pipeline-explorer .jupyter-button:focus-visible { outline: 2px solid currentColor; }
 </style>"""
-# What ipywidgets leaves undone for those who use the keyboard or hear the page, done in it by a
-# picture of one pixel whenever that is loaded. JupyterLab's own keys, of which an arrow moves to the
-# next cell and two letters delete one, do not count in the panel. The handles of sliders and the
-# signs on the player get the names that stand beside them, and the cursor's time is read out.
+# Makes the widgets accessible by keyboard and screen reader, which ipywidgets alone does not. The
+# script runs when a picture of one pixel is loaded. It keeps JupyterLab's own keys out of the panel
+# (an arrow moves to the next cell, two letters delete a cell). It labels the sliders' handles and
+# the player's buttons with the names beside them, and has the cursor's time read out.
 KEYS_AND_NAMES = (
     '<img alt="" style="display:none" src="data:image/gif;base64,'
     'R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw==" onload="'
@@ -50,24 +49,24 @@ KEYS_AND_NAMES = (
     '">'
 )
 PLAYED = 20_000  # milliseconds that playing a whole schedule takes, about
-NARROWEST = "760px"  # below that the text of the picture would be smaller than 9 pt
+NARROWEST = "760px"  # below this width the picture's text is smaller than 9 pt
 
 
 class Shown:
-    """What a notebook shows as a panel, and stores as its picture: the last line of a cell."""
+    """An object that a notebook shows as a panel and stores as a picture; a cell's last line."""
 
     @property
     def view(self):
-        """What there is to see, see `Stepper.show`; with `alt` and `stored_picture`."""
+        """The view to show, see `Stepper.show`; it also has `alt` and `stored_picture`."""
         raise NotImplementedError
 
     def make_panel(self):
-        """The Stepper itself."""
+        """Make and return the Stepper."""
         raise NotImplementedError
 
     @cached_property
     def panel(self):
-        """The widget, made when it is first shown."""
+        """The widget; it is made when it is first shown."""
         return self.make_panel().box
 
     def _repr_mimebundle_(self, include=None, exclude=None):
@@ -85,22 +84,22 @@ class Shown:
 
 
 class Stepper:
-    """The widgets that step through a view. A panel adds its own and puts all into `box`."""
+    """The widgets that step through a view. A subclass adds its own and puts all into `box`."""
 
     def __init__(self):
-        self.time = 0.0  # of the cursor
-        self.moving = False  # while the cursor is set from here
+        self.time = 0.0  # the cursor's time
+        self.moving = False  # True while this class moves the cursor
         self.make_player()
         self.make_outputs()
         self.box = self.arrange()
         self.box.add_class("pipeline-explorer")
 
     def arrange(self):
-        """All widgets in one box."""
+        """Put all widgets into one box."""
         raise NotImplementedError
 
     def make_player(self):
-        """The widgets that move through time: play, back, on, the cursor, and picture or table."""
+        """Make the widgets that move through time: play, back, on, cursor, picture or table."""
         self.shown = widgets.ToggleButtons(
             options=["picture", "table"],
             description="show as",
@@ -125,7 +124,7 @@ class Stepper:
         self.now.add_class("pipeline-explorer-now")
 
     def make_outputs(self):
-        """What they move: the drawing under its cursor, the table, and the moment in words."""
+        """Make the widgets that show the view: the drawing, its cursor, the table, the moment."""
         self.moment = widgets.HTML()
         over = widgets.Layout(grid_area="1 / 1 / 2 / 2", min_width=NARROWEST, margin="0")
         self.picture, self.line = widgets.HTML(layout=over), widgets.HTML(layout=over)
@@ -147,7 +146,7 @@ class Stepper:
         ]
 
     def listen(self):
-        """From now on the controls act."""
+        """Connect the controls to their actions."""
         self.shown.observe(self.on_shown, names="value")
         self.cursor.observe(self.on_cursor, names="value")
         self.back.on_click(lambda _: self.step(-1))
@@ -155,10 +154,10 @@ class Stepper:
         widgets.jslink((self.play, "value"), (self.cursor, "value"))
 
     def show(self, view):
-        """Everything anew. The cursor stays at its time, as nearly as there is a moment.
+        """Show a view. The cursor moves to the moment that is nearest to its present time.
 
-        A view has, as text for the page, `picture` and `table`, `cursor(time)` and `moment(time)`;
-        `times`, at which something starts or ends; and `refusal`, a sentence if there is nothing to
+        A view has `picture`, `table`, `cursor(time)` and `moment(time)` as text for the page,
+        `times`, at which something starts or ends, and `refusal`, a sentence if there is nothing to
         draw.
         """
         self.view = view
@@ -182,7 +181,7 @@ class Stepper:
         self.show_table()
 
     def show_table(self):
-        # A row a block is much text, so it is written only where it is looked at.
+        # The table has one row per block and is large, so it is filled only when it is shown.
         self.table.value = self.view.table if self.shown.value == "table" else ""
 
     def on_cursor(self, change):
@@ -190,7 +189,7 @@ class Stepper:
             self.show_moment()
 
     def show_moment(self):
-        if not self.view.refusal:  # else the time stays, until there is something to draw again
+        if not self.view.refusal:  # otherwise the time stays until there is a drawing again
             self.time = self.view.times[min(self.cursor.value, len(self.view.times) - 1)]
         self.line.value = self.view.cursor(self.time)
         self.moment.value = self.view.moment(self.time) + KEYS_AND_NAMES
