@@ -65,7 +65,7 @@ def parse_arguments():
 
 
 def performed(title, function, seconds, machine):
-    """What came of one part, as plain data."""
+    """Run one part for at most `seconds`; return its result as plain data for JSON."""
     part = Part(machine, seconds)
     status = "passed"
     try:

@@ -1,6 +1,6 @@
 """The parts of the acceptance. Each takes a Part and the machine, and fills the part's table.
 
-A part goes on when one of its runs fails: the failure is noted, and the row is missing.
+If a run of a part fails, the failure is noted, its row is missing, and the part continues.
 """
 
 import json
@@ -81,7 +81,7 @@ def scripts(part, machine):
 
 
 def steps_of(machine, command):
-    """The sizes and steps of a script, where it takes them."""
+    """The flags for sizes and steps of a script, as far as the script has them."""
     sizes = "" if command.startswith(("finetune", "torch_pipelining_gpt2")) else sizes_of(machine)
     if command.startswith("inference"):
         return re.sub(r"--seq-len \d+", "", sizes)
@@ -89,7 +89,7 @@ def steps_of(machine, command):
 
 
 def verified(part, command, flags, **options):
-    """The row of a run with --verify, in a list; empty where it failed."""
+    """A list with the row of a run with --verify; empty if the run failed."""
     output = part.run(f"{command} {flags} --verify", **options)
     if output is None:
         return []
@@ -115,7 +115,7 @@ def orders(part, machine):
 def lost_ranks(part, machine):
     """A killed rank, and one that stops answering: who is named, and after how many seconds."""
     part.columns = ["a rank gets", "seconds to the end of all ranks", "what was said"]
-    # On several nodes the rank has to be on this one, which is the first.
+    # On several nodes the rank has to be on this node, which is the first.
     rank = 1 if machine.ranks // machine.nodes > 1 else 0
     timeout = 2 if machine.small else 5
     command = f"gpipe.py {sizes_of(machine)} --steps 1000000 --timeout {timeout}"
@@ -194,14 +194,14 @@ def training(part, machine):
 
 
 def rates_in(output):
-    """[tokens per second, MFU, milliseconds of a pass without its update, if it is said]."""
+    """[tokens per second, MFU, milliseconds of a pass without its update or None] of an output."""
     rate, utilisation = RATE.search(output).groups()
     step = summary_of(output)["step"] if "  idle " in output else None
     return [float(rate.replace(",", "")), float(utilisation), step]
 
 
 def as_sizes(flags, machine):
-    """The flags of pretrain_llama.py as those of a script that knows no --model."""
+    """The flags of pretrain_llama.py for a script that has no --model."""
     import pretrain_llama
 
     name = re.search(r"--model (\S+)", flags)[1]

@@ -1,7 +1,7 @@
-"""How accept.py starts a run of a script, and what it reads out of what the run prints.
+"""How accept.py starts a run of a script, and what it reads from the output of the run.
 
-On one machine launch.py starts the ranks; in a SLURM job of several nodes srun does, one process
-for each rank.
+On one machine launch.py starts the ranks. In a SLURM job of several nodes srun starts them, one
+process per rank.
 """
 
 import os
@@ -26,7 +26,7 @@ RATE = re.compile(r"^([\d,]+) tokens/s .*MFU ([\d.]+)%", re.MULTILINE)
 VERDICT = re.compile(r"^largest difference from one process: (\S+?),? (.*)$", re.MULTILINE)
 
 
-LONGEST = 150  # seconds that one run may take: one that hangs does not use up its part
+LONGEST = 150  # seconds per run, so that a run that hangs does not use up its part
 
 
 class OutOfTime(Exception):
@@ -34,7 +34,7 @@ class OutOfTime(Exception):
 
 
 class Machine(NamedTuple):
-    """On what the runs run. `device` is cpu or cuda; `small` asks for the smallest sizes."""
+    """The machine of the runs. `device` is cpu or cuda; `small` asks for the smallest sizes."""
 
     ranks: int
     nodes: int
@@ -43,7 +43,7 @@ class Machine(NamedTuple):
 
     @contextmanager
     def started(self, script, flags, ranks, warm):
-        """The ranks of a run, which have all ended after the block."""
+        """The ranks of a run; all of them have ended after the block."""
         if self.nodes == 1 or ranks in (None, 1):
             with launch.started_ranks(script, flags, ranks, warm) as started:
                 yield started
@@ -74,7 +74,7 @@ class StepOfJob(launch.LaunchedRanks):
 
 
 class Part:
-    """One part of the acceptance, which has so many seconds: its table, and what has failed."""
+    """One part of the acceptance, limited to `seconds`: its table and its failures."""
 
     def __init__(self, machine, seconds):
         self.machine, self.began = machine, time.monotonic()
@@ -83,9 +83,10 @@ class Part:
         self.signalled = None  # when the last signal was sent to a rank
 
     def run(self, command, ranks="all", warm=True, send=None, fails=False):
-        """What a run has printed, or None once its failure is noted.
+        """The output of a run, or None after its failure is noted.
 
-        With `fails` it is expected to fail, and what it said last is returned.
+        With `fails` the run is expected to fail, and its error message is returned. Raises
+        OutOfTime if the part has no time left.
         """
         began = time.monotonic()
         left = min(self.ends - began, LONGEST)
@@ -124,7 +125,7 @@ class Part:
 
 
 def summary_of(output):
-    """The numbers of a script's summary line: milliseconds, per cent and lists of MiB."""
+    """The numbers of a script's summary line in a dict: milliseconds, per cent, lists of MiB."""
     step, predicted, idle, predicted_idle, peaks, held = SUMMARY.search(output).groups()
     return {
         "step": float(step),
@@ -137,6 +138,6 @@ def summary_of(output):
 
 
 def find_nodes():
-    """The nodes of this SLURM job from which its other nodes can be reached, else 1."""
+    """The number of nodes of this SLURM job if srun can start ranks on them, else 1."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     return int(nodes) if shutil.which("srun") and nodes.isdecimal() else 1

@@ -1,4 +1,4 @@
-"""Prints the pictures of source_code for CONTRIBUTING.md, from its real imports.
+"""Prints the diagrams of source_code for CONTRIBUTING.md, from its imports.
 
 python tools/architecture.py
 """
@@ -17,7 +17,7 @@ def main():
 
 
 def pictures(imports):
-    """The packages with all scripts as one box, then the core and the lab file by file."""
+    """Diagrams: of the packages with all scripts as one box, of the core's files, of the lab's."""
     return [
         mermaid(topics_of(imports)),
         mermaid(files_of(imports, "pipeline"), "pipeline/"),
@@ -26,10 +26,10 @@ def pictures(imports):
 
 
 def module_imports(source):
-    """{module: the modules of `source` that it imports}, names as in `course.checks.lesson_01`.
+    """{module: the modules of `source` that it imports}.
 
-    A folder's `__init__.py` goes by the name of the folder. Imports within functions count: they
-    run the same way.
+    Names are as in `course.checks.lesson_01`. A folder's `__init__.py` has the name of the folder.
+    Imports within functions count, because they must obey the same direction.
     """
     modules = {
         ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): path
@@ -53,13 +53,13 @@ def imported_names(source):
 
 
 def package_of(module):
-    """The package that a module lies in, or SCRIPTS."""
+    """The package of a module, or SCRIPTS."""
     first = module.split(".")[0]
     return first if first in PACKAGES else SCRIPTS
 
 
 def topic_of(module):
-    """The box of a module in the first picture: a package, a topic of one, or SCRIPTS."""
+    """The box of a module in the first diagram: a package, a topic of a package, or SCRIPTS."""
     package = package_of(module)
     parts = module.split(".")[1:2]
     if package == "course" and not (SOURCE / "/".join([package, *parts])).is_dir():
@@ -80,7 +80,7 @@ def topics_of(imports):
 
 
 def files_of(imports, package):
-    """The same imports between the files of one package; a folder counts as one."""
+    """The same imports between the files of one package; a folder counts as one file."""
     within = {module: others for module, others in imports.items() if package_of(module) == package}
     within.pop(package, None)
     inside = {module: others & within.keys() for module, others in within.items()}
@@ -97,7 +97,7 @@ def merged(imports, group_of):
 
 
 def cycle_in(imports):
-    """Modules that import each other in a ring, the first one again at the end; or None."""
+    """Modules that import each other in a cycle, the first one again at the end; or None."""
     done = set()
 
     def search(module, path):
@@ -115,7 +115,7 @@ def cycle_in(imports):
 
 
 def reachable(imports, module):
-    """What `module` builds on, directly or through others."""
+    """All modules that `module` imports, directly or through others."""
     found = set()
     waiting = list(imports[module])
     while waiting:
@@ -129,7 +129,7 @@ def reachable(imports, module):
 def mermaid(imports, folder=""):
     """A Mermaid block: floors from the ground up, and only the arrows that no others imply.
 
-    Labels leave out `folder`, in which all boxes lie.
+    Labels leave out `folder`, which contains all boxes.
     """
     direct = {
         module: others - set().union(*(reachable(imports, other) for other in others))
@@ -153,12 +153,12 @@ def mermaid(imports, folder=""):
 
 
 def name_of(group):
-    """How Mermaid refers to a box."""
+    """The name of a box in Mermaid."""
     return group.replace("/", "_").replace(" ", "_")
 
 
 def label_of(group):
-    """What stands in the box of a file, of a folder, or of the scripts."""
+    """The label of the box of a file, of a folder, or of the scripts."""
     if group == SCRIPTS:
         return group
     return f"{group}/" if (SOURCE / group).is_dir() else f"{group}.py"

@@ -1,6 +1,6 @@
-"""The least that a rank can do: import torch, join the process group, meet the others, leave.
+"""The shortest script of a rank: import torch, join the process group, wait for all, leave.
 
-What gpipe.py's cold start is compared with. Started by benchmark.py.
+benchmark.py starts it to compare the cold start of gpipe.py with it.
 """
 
 import torch.distributed as dist

@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/benchmark_page.py
 
-Makes the site anew, opens its explorer from disk and prints the best of several tries and all of
-them. A page is opened in a browser of its own each time, so nothing is warm but the disk.
+The program builds the site, opens its explorer from disk, and prints the best of several tries and
+all of them. Each try opens the page in a new browser, so only the disk cache is warm.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 TRIES = 5
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
-# Moves one slider as a hand would, and waits until the new picture has been painted.
+# Moves one slider as a user would, and waits until the new picture has been painted.
 MOVE = """async ([name, value]) => {
     const slider = document.querySelector(`.live-choices input[aria-label="${name}"]`);
     const drawing = document.querySelector(".live-drawing");

@@ -1,7 +1,7 @@
-"""What benchmark.py lets ranks do: pretrain_llama.py, and a plain loop that trains the same model.
+"""Runs pretrain_llama.py, and a plain loop that trains the same model, for benchmark.py.
 
-Counted are the processor's seconds, of all threads of all ranks, from the end of one step to that of
-the next. Other programs on the same cores change them much less than the time on the clock.
+It measures the CPU seconds of all threads of all ranks, from the end of one step to the end of the
+next. Other programs on the same cores change CPU seconds much less than elapsed time.
 """
 
 import os
@@ -32,7 +32,7 @@ RUNS = {  # name: (what each rank runs, how many ranks)
 
 
 def seconds_after_steps(rank, name, flags):
-    """The processor's seconds on this rank after each step of a script of RUNS."""
+    """The CPU seconds of this rank after each step of a script in RUNS."""
     script, _ = RUNS[name]
     seconds = []
     end_step = Metrics.end_step
@@ -52,7 +52,7 @@ def seconds_after_steps(rank, name, flags):
 
 
 def microseconds_per_token(name, steps=5):
-    """Of the processor, the median over the steps but the first; of two loops, of one of them."""
+    """CPU microseconds per token, the median over all steps but the first; of two loops, of one."""
     script, ranks = RUNS[name]
     rows = run_on_ranks(seconds_after_steps, ranks, name, f"{SIZES} --steps {steps}", timeout=LIMIT)
     if script is plain_loop:

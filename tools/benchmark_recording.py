@@ -1,7 +1,7 @@
-"""What benchmark.py lets ranks do: steps of which every second one has a flight log.
+"""Runs steps with a flight log in every second one, for benchmark.py.
 
-Four ranks of the course take paced steps of GPipe; two ranks of a program that is not the course's
-take steps at full speed.
+Four ranks of the course run paced steps of GPipe. Two ranks of a program that is not the course's
+run steps at full speed.
 """
 
 import shlex
@@ -29,9 +29,9 @@ from pipeline.training import (
 
 
 def steps_in_turns(rank, flags, folder):
-    """Milliseconds of each step on this rank, the first two left out: (not recorded, recorded).
+    """Milliseconds of each step on this rank, without the first two: (not recorded, recorded).
 
-    A step is all between two updates, the update and what the log writes at its end included.
+    A step is the time between two updates, including the update and what the log writes at its end.
     """
     parser = training_parser(gpipe.__doc__)
     attach.add_flags(parser)
@@ -64,7 +64,7 @@ def steps_in_turns(rank, flags, folder):
 
 
 def program_steps_in_turns(rank, folder, steps):
-    """The same of a program of two ranks, a transformer of 6 million weights, not paced."""
+    """The same for a program of two ranks, a transformer with 6 million weights, not paced."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     dist.init_process_group("gloo")

@@ -77,23 +77,23 @@ def part(p, most, seconds):
 
 
 def question_in_line(p, m, room, split):
-    """One stage per rank. Split backwards hold until the weights' half, as the papers count."""
+    """One stage per rank. With split backwards an activation is held until W, as in the papers."""
     costs = Costs([1] * p, [2] * p, [1] * p if split else None, {})
     return Question(tuple(range(p)), m, costs, split, (room,) * p, split)
 
 
 def question_in_v(p, m, room):
-    """Two stages per rank, there and back."""
+    """Two stages per rank, placed there and back in a V."""
     places = (*range(p), *reversed(range(p)))
     costs = Costs([1] * 2 * p, [2] * 2 * p, [1] * 2 * p, {})
     return Question(places, m, costs, True, (room,) * p, True)
 
 
 def row(questions, seconds):
-    """The cells of questions that differ in their room, the least first.
+    """The cells of questions that differ only in their room, the smallest room first.
 
-    What fits into less room fits into more. And no schedule with less room is shorter than the
-    bound of one with more.
+    A schedule that fits a smaller room fits a larger one. The bound of a larger room holds for a
+    smaller one.
     """
     answers = [search(question, seconds) for question in questions]
     makespans = list(accumulate((one.makespan for one in answers), min))
@@ -102,7 +102,7 @@ def row(questions, seconds):
 
 
 def cell(answer, makespan, bound):
-    """The makespan and who reaches it, as a cell of a table."""
+    """The makespan and the schedules that reach it, as a cell of a table."""
     if makespan == float("inf"):
         return "–"
     best = [TITLES[name] for name, length in answer.known.items() if length == makespan]

@@ -1,4 +1,4 @@
-"""The exercises of the course in their order, found in the notebooks by the calls of their checks."""
+"""The exercises of the course in order, found in the notebooks by the calls of their checks."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import nbformat
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 CALL = r"^(?:check|build)\.(\w+)\((?:(\d+), )?.*\)$"
-NOT_EXERCISES = ("perform", "broken_piece")  # what one looks at once the answer is right
+NOT_EXERCISES = ("perform", "broken_piece")  # calls that show something once the answer is right
 
 
 class Exercise(NamedTuple):

@@ -1,6 +1,7 @@
-"""Mermaid flowcharts for pages without a network: the text becomes a drawing and a list.
+"""Mermaid flowcharts for pages without a network: a drawing as SVG, and the same as a list.
 
-Read is what `tools/architecture.py` writes: `name["label"]` and `name --> other`, one a line.
+The input is the output of `tools/architecture.py`: one `name["label"]` or `name --> other` per
+line.
 """
 
 import html
@@ -8,11 +9,11 @@ import re
 
 LETTER, LINE, MARGIN = 7.9, 18, 12  # pixels of a letter and a line of 13 px type, and around them
 GAP, ROW, WIDTH = 16, 66, 900  # between boxes, from row to row, and the widest row
-SWEEPS = 8  # after which each box lies near its neighbours
+SWEEPS = 8  # sweeps until each box is near its neighbours
 
 
 def as_picture(mermaid):
-    """The drawing as SVG, what builds on nothing at the bottom, and the same in words below it."""
+    """The drawing as SVG, boxes without arrows at the bottom; below it the same in words."""
     labels, arrows = read(mermaid)
     rows = rows_of(labels, arrows)
     places, height = places_of(rows, labels)
@@ -39,7 +40,7 @@ def read(mermaid):
 
 
 def rows_of(labels, arrows):
-    """Rows of names from top to bottom: each above all that it leads to, near what it leads to."""
+    """Rows of names from top to bottom: each box above and near those that its arrows lead to."""
     floors = {}
 
     def floor(name):
@@ -54,7 +55,7 @@ def rows_of(labels, arrows):
     levels = [[] for _ in range(1 + max(map(floor, labels)))]
     for name in labels:
         levels[floors[name]].append(name)
-    middle = {}  # from -1 to 1, of each box in its level
+    middle = {}  # position of each box in its level, from -1 to 1
     for _ in range(SWEEPS):
         for level in levels:
             known = {name: [middle[o] for o in near[name] if o in middle] for name in level}
@@ -64,7 +65,7 @@ def rows_of(labels, arrows):
 
 
 def wrapped(names, labels):
-    """`names` in as few rows as fit into the width, equally long."""
+    """`names` in as few rows of even length as fit into the width."""
     total = sum(width_of(labels[name]) + GAP for name in names)
     count = -(-total // (WIDTH * 0.9))
     rows, filled = [[]], 0.0
@@ -127,7 +128,7 @@ def box_of(name, labels, arrows, places):
 
 
 def said(name, labels, arrows):
-    """A box in words."""
+    """A sentence with a box's label and the boxes that it builds on."""
     others = [" ".join(lines_of(labels[other])) for other in arrows[name]]
     label = " ".join(lines_of(labels[name]))
     return f"{label} builds on {', '.join(others)}" if others else f"{label} builds on nothing here"

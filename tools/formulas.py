@@ -6,5 +6,5 @@ from latex2mathml.converter import convert
 
 
 def with_formulas(markdown):
-    """`markdown` with each formula as MathML, which browsers draw by themselves."""
+    """`markdown` with each formula as MathML, which browsers draw without a library."""
     return re.sub(r"\$\$(.+?)\$\$", lambda m: convert(m[1], display="block"), markdown, flags=re.S)

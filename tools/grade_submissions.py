@@ -49,7 +49,7 @@ def parse_arguments():
 
 
 def read_all(folder, ours=()):
-    """({name of the file: submission}, [what was skipped and why])."""
+    """({file name: submission}, [skipped file and reason])."""
     submissions, skipped = {}, []
     for file in sorted(folder.iterdir()):
         if file in ours:
@@ -62,7 +62,7 @@ def read_all(folder, ours=()):
 
 
 def read(file):
-    """The content of a submission, checked to its last field. Raises ValueError with what it is."""
+    """The content of a submission, with every field checked. Raises ValueError with the reason."""
     if file.suffix != ".json" or not file.is_file():
         raise ValueError("is no submission")
     if file.stat().st_size > MOST_BYTES:
@@ -94,7 +94,7 @@ def is_text(value, most):
 
 
 def mark_of(said):
-    """right, not yet, or nothing for what was not attempted."""
+    """The mark "right" or "not yet"; empty if the exercise was not attempted."""
     return next((mark for start, mark in MARKS.items() if said.startswith(start)), "")
 
 
@@ -117,12 +117,12 @@ def write_csv(path, submissions, exercises):
 
 
 def harmless(text):
-    """Text that no spreadsheet takes for a formula."""
+    """The text, changed if a spreadsheet would read it as a formula."""
     return f"'{text}" if text[:1] in "=+-@\t\r" else text
 
 
 def page_of(submissions, skipped, exercises):
-    """The table as a page, and below it every answer with what its check said."""
+    """The table as a page. Below it are all answers with the output of their checks."""
     heads = "".join(
         f'<th scope="col"><span>{escape(f"{exercise.lesson} {exercise.name}")}</span></th>'
         for exercise in exercises

@@ -1,6 +1,6 @@
-"""Pictures of ideas for lessons 01 to 05 and 09, as make_images.py saves them: images/idea-NAME.svg.
+"""Pictures of ideas for lessons 01 to 05 and 09; make_images.py saves images/idea-NAME.svg.
 
-What has a time axis is drawn from a predicted schedule, so it shows what that schedule does.
+Every picture with a time axis is drawn from a predicted schedule.
 """
 
 from typing import NamedTuple
@@ -64,7 +64,7 @@ def arrow(*corners):
 
 
 def cut_graph():
-    """The graph of one step over two processes: the gradient comes back as a message (lesson 01)."""
+    """The graph of one step over two processes: the gradient returns as a message (lesson 01)."""
     forward, backward = (
         {"fill": FILL["F"], "color": NUMBER["F"]},
         {"fill": FILL["B"], "color": "#ffffff"},
@@ -146,7 +146,7 @@ def bubble():
 def waited_for(timeline, rank):
     """[(event, start, end)]: the actions of other ranks that fill the idle times of `rank`.
 
-    Each is the one whose end its follower waited for, back to the start of the idle time.
+    Each event's end is what the next event waits for, back to the start of the idle time.
     """
     found = []
     for idle in bubbles_of(timeline):
@@ -254,7 +254,7 @@ def storages_of(timeline, rank):
 
 
 def versions():
-    """Which storage of the weights exists when on the first and the last rank (lesson 04)."""
+    """Which versions of the weights are stored when on the first and the last rank (lesson 04)."""
     timeline = simulate(pipedream(4, 8), COSTS)
     (place,), _ = arrange({"": timeline})
     parts, top = [], 8
@@ -365,7 +365,7 @@ def chunk_loop():
 
 
 def long_and_short():
-    """How long each rank holds a micro-batch, with one stage and with both ends of a V (lesson 09)."""
+    """How long each rank holds a micro-batch, with one stage and with a V (lesson 09)."""
     one, both = Costs(20, 40), Costs(10, 20)  # two stages per rank, each half as long
     timelines = {
         "1F1B": simulate(one_f_one_b(4, 16), one),

@@ -1,7 +1,7 @@
-"""What of a notebook's cells lives in a page: which explorers and exercises, and with what they start.
+"""Which explorers and exercises of a notebook run in a page, and their initial settings.
 
-The pages hold it as JSON in attributes; the scripts in tools/browser make controls of it. An exercise
-lives if its check needs nothing but what a browser has.
+The pages store these settings as JSON in attributes; the scripts in tools/browser turn them into
+controls. An exercise runs in a page if a browser can import everything that its check needs.
 """
 
 import ast
@@ -35,10 +35,10 @@ PERFORM = '<p class="panel">Real ranks perform it in JupyterLab: <code>make lab<
 
 
 def bring_to_life(cells, name, page):
-    """Change the cells of a notebook into what lives in a page; return the HTML of its places.
+    """Replace the cells of a notebook that run in a page; return the HTML of the replacements.
 
-    A cell that becomes a place holds MARK with the place's number. `name` is the notebook's, such as
-    "02_gpipe"; `page` is the address of the large explorer.
+    A replaced cell contains MARK with the number of its place. `name` is the notebook's name, such
+    as "02_gpipe"; `page` is the address of the large explorer.
     """
     lesson = f"lesson_{name.partition('_')[0]}"
     originals = [cell.copy() for cell in cells]
@@ -58,7 +58,10 @@ def bring_to_life(cells, name, page):
 
 
 def explorer(cells, index, page):
-    """The explorer that the cell shows, as HTML, or None. `page` is the address of the large one."""
+    """The explorer that the cell shows, as HTML, or None.
+
+    `page` is the address of the large explorer.
+    """
     call = re.search(EXPLORE, cells[index].source, re.MULTILINE)
     if call is None:
         return None
@@ -73,9 +76,9 @@ def explorer(cells, index, page):
 
 
 def explorer_place(settings, page, sizes=None, whole=False):
-    """An explorer with these Settings as HTML; `whole` if it is the page's own and starts at once.
+    """An explorer with these Settings as HTML. `whole`: it has its own page and starts at once.
 
-    With `sizes` it has memory and time, too.
+    With `sizes` it also has settings for memory and time.
     """
     start = dict(explorer_page.START)
     start |= {field.name: getattr(settings, field.name) for field in fields(Settings)}
@@ -98,15 +101,15 @@ def explorer_place(settings, page, sizes=None, whole=False):
 
 
 def whole_explorer():
-    """The explorer of a page of its own."""
+    """The explorer that has its own page, as HTML."""
     chosen = {field.name: explorer_page.START[field.name] for field in fields(Settings)}
     return explorer_place(Settings(**chosen), "", Sizes(), whole=True)
 
 
 def exercise(cells, index, lesson):
-    """The exercise that the cell checks and the one before it begins, as HTML, or None.
+    """The exercise that the cell checks and the cell before it contains, as HTML, or None.
 
-    `lesson` is the check's module, such as "lesson_02".
+    `lesson` is the module of the check, such as "lesson_02".
     """
     stub, cell = cells[index - 1], cells[index]
     call = re.search(CHECK, cell.source, re.MULTILINE)
@@ -129,7 +132,7 @@ def exercise(cells, index, lesson):
 
 
 def puzzle(number, stub, setup):
-    """A puzzle of lesson 12 as HTML: its ranks and actions, and the rows that it starts from."""
+    """A puzzle of lesson 12 as HTML: its ranks, its actions, and its initial rows."""
     puzzle = PUZZLES[number]
     stages = [
         [stage for stage, owner in enumerate(puzzle.rank_of_stage) if owner == rank]
@@ -158,7 +161,7 @@ def place_of(kind, name, data, content):
 
 @cache
 def check_runs_in_a_browser(lesson, function):
-    """Whether a check of that lesson imports, at its start or when it runs, what a page has."""
+    """Whether a browser has all modules that a check imports, at its start or when it runs."""
     modules = living_site.modules_for_a_page()
     if f"course.checks.{lesson}" not in modules:
         return False
@@ -180,7 +183,7 @@ def functions_of(source):
 
 
 def body_of(source):
-    """The statements of a cell, [] for one that is no Python, such as a command of the shell."""
+    """The statements of a cell; [] for a cell that is not Python, such as a shell command."""
     try:
         return ast.parse(source).body
     except SyntaxError:
@@ -192,7 +195,7 @@ def is_import(node):
 
 
 def is_for_a_page(node):
-    """Whether an import statement works in a page."""
+    """Whether a browser can run an import statement."""
     names = architecture.imported_names(ast.unparse(node))
     modules = {name for name in names if living_site.path_of(name).is_file()}
     if modules:

@@ -1,8 +1,8 @@
-"""What lets the website run the course's Python in a page: Pyodide, and the course's own files.
+"""The files with which a page runs the course's Python: Pyodide and the course's modules.
 
-Pyodide is CPython for a browser. It comes from npm, at a fixed version and with a fixed hash, and is
-kept in build/npm. A page that lies on a disk can read no file but scripts, so everything is written
-into two of them: runtime.js has Pyodide, course.js the course.
+Pyodide is CPython for browsers. It is fetched from npm, at a fixed version and with a fixed hash,
+and cached in build/npm. A page opened from disk can read only scripts, so all files are packed into
+two scripts: runtime.js contains Pyodide, and course.js contains the course.
 """
 
 import ast
@@ -45,13 +45,13 @@ ENTRY = "course.browser.page"
 
 
 class NoRuntime(Exception):
-    """Pyodide cannot be had; the text says why."""
+    """Pyodide is not available; the text gives the reason."""
 
 
 def pyodide():
-    """The bytes of Pyodide's files, {name: bytes}, ready for a page. Raises NoRuntime.
+    """The files of Pyodide for a page, {name: bytes}. Raises NoRuntime.
 
-    They are fetched, and the standard library is compiled, once; build/npm keeps both.
+    The files are fetched and the standard library is compiled once; build/npm keeps both.
     """
     archive = DOWNLOADED / f"pyodide-{VERSION}.tgz"
     if not archive.is_file():
@@ -95,7 +95,7 @@ def compiled_library(files):
 
 
 def run(command):
-    """Run a command. Raises NoRuntime with npm's code for the error, else the last line it says."""
+    """Run a command. Raises NoRuntime with npm's error code, or with the last line of output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
@@ -108,10 +108,10 @@ def run(command):
 
 @cache
 def modules_for_a_page():
-    """{module: path} of the course's files that a browser can run, as far as pages need them.
+    """{module: path} of the course's files that pages need and that a browser can run.
 
-    They are what `course.browser.page` imports, and the checks of lessons that import nothing else
-    than such files and the standard library.
+    These are all imports of `course.browser.page`, and the checks of the lessons that import only
+    such files and the standard library.
     """
     imports = architecture.module_imports(SOURCE)
     needed = closure([ENTRY], imports)
@@ -124,7 +124,7 @@ def modules_for_a_page():
 
 
 def closure(modules, imports):
-    """The modules, those that importing them imports, and the packages they lie in."""
+    """The modules, all modules that they import, and the packages of both."""
     found, ahead = set(), list(modules)
     while ahead:
         module = ahead.pop()
@@ -136,14 +136,14 @@ def closure(modules, imports):
 
 
 def imports_at_the_top(module):
-    """Every dotted name that a file imports when it is imported itself."""
+    """Every dotted name that is imported when the file itself is imported."""
     tree = ast.parse(path_of(module).read_text())
     tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     return architecture.imported_names(ast.unparse(tree))
 
 
 def runs_in_a_browser(module):
-    """Whether it imports nothing but the standard library and the course."""
+    """Whether a module imports only the standard library and the course."""
     known = sys.stdlib_module_names | set(architecture.PACKAGES)
     return {name.partition(".")[0] for name in imports_at_the_top(module)} <= known
 
@@ -163,7 +163,7 @@ def zipped(files):
 
 
 def as_script(files):
-    """JavaScript that adds {name: bytes} to what a page gives its worker, as text."""
+    """JavaScript, as text, that adds {name: bytes} to the data of a page's worker."""
     text = {
         name: base64.b64encode(gzip.compress(data, mtime=0)).decode()
         for name, data in files.items()
@@ -172,7 +172,7 @@ def as_script(files):
 
 
 def write_runtime(folder):
-    """Write what pages need to run Python into `folder`. Raises NoRuntime where it cannot be had."""
+    """Write the files that pages need to run Python into `folder`. Raises NoRuntime."""
     runtime = pyodide()
     course = {
         str(path.relative_to(SOURCE)): path.read_bytes() for path in modules_for_a_page().values()

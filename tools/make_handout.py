@@ -1,10 +1,10 @@
-"""Make what participants get: build/handout, the course and its website without the answers.
+"""Make the copy for participants: build/handout, the course and its website without the answers.
 
     make handout
 
-The copy of the course has no solutions, no pages for instructors and no tests, which hold right
-answers, too. Below a question that asks for a guess the notebooks have no output, so that the number
-is not there before the guess; a run of the cell brings it. Links to what is left out become words.
+The copy contains no solutions, no pages for instructors and no tests, because tests contain right
+answers, too. Cells below a question that asks for a guess have no output, so that the answer is not
+visible before the guess; running the cell shows it. Links to removed files become plain text.
 """
 
 import re
@@ -37,7 +37,7 @@ def main():
 
 
 def write_course(folder):
-    """Write the copy into `folder`. Returns how many files and how many cells without outputs."""
+    """Write the copy into `folder`. Returns the numbers of files and of cells without outputs."""
     shutil.rmtree(folder, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -64,7 +64,7 @@ def is_left_out(file):
 
 
 def without_answers(notebook, file):
-    """Remove from a notebook what gives an answer away. Returns how many cells lost their outputs."""
+    """Remove outputs that give an answer away. Returns the number of cells that lost outputs."""
     hidden, asked = 0, False
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -77,15 +77,15 @@ def without_answers(notebook, file):
 
 
 def asks_for_a_guess(prose):
-    """Whether the reader is to answer before the next cell runs: the last paragraph asks."""
+    """Whether the last paragraph asks the reader to answer before the next cell runs."""
     last = prose.strip().split("\n\n")[-1]
     return last.endswith("?") or re.search(ASKS, last) is not None
 
 
 def without_links(text, file):
-    """Markdown of `file` in which a link to what is left out is its words alone.
+    """Markdown of `file` in which each link to a removed file is replaced by its text.
 
-    The sentence that says where the solutions are goes altogether.
+    The sentence that links to the solutions is removed.
     """
 
     def words(match):

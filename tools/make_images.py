@@ -16,7 +16,7 @@ from lab.figures import draw_timelines  # noqa: E402
 from lab.simulator import Costs, simulate  # noqa: E402
 from pipeline.schedules import SCHEDULES, build_schedule  # noqa: E402
 
-RUNS = 3  # of which the shortest is drawn: whatever else the machine does only adds time
+RUNS = 3  # the shortest run is drawn, because other load only adds time
 
 MICROBATCHES = {"naive": 1}  # 8 for the others
 
@@ -30,19 +30,19 @@ def main():
 
 
 def schedule_of(name):
-    """What is drawn of a schedule: four ranks, and two stages on each where it has several."""
+    """The Schedule to draw: four ranks, with two stages per rank if the schedule has chunks."""
     return build_schedule(name, 4, MICROBATCHES.get(name, 8))
 
 
 def script_of(name):
-    """The command that performs it. Each asynchronous schedule has a script of its own name."""
+    """The command that runs the schedule. Each asynchronous schedule has its own script."""
     if not SCHEDULES[name].synchronous:
         return f"{name}.py --steps 8"
     return f"train.py --schedule {name} --microbatches {MICROBATCHES.get(name, 8)}"
 
 
 def draw(name, schedule, script, costs):
-    """One schedule above, what four ranks did with it below, as images/NAME.svg."""
+    """Draw the predicted schedule above the measured timeline of four ranks, as images/NAME.svg."""
     predicted = simulate(schedule, costs)
     runs = [perform(name, schedule, script, costs) for _ in range(RUNS)]
     performed = min(runs, key=lambda timeline: timeline.makespan)

@@ -1,14 +1,14 @@
-"""Make slides of the notebooks: build/slides/NN_name.html, one file a lesson, no network needed.
+"""Make slides of the notebooks: build/slides/NN_name.html, one file per lesson, no network needed.
 
-make slides                                 # all lessons
-python tools/make_slides.py 02 03           # some
+    make slides                                 # all lessons
+    python tools/make_slides.py 02 03           # some
 
-A mark in a lesson's prose, <!-- slide: TITLE -->, makes a slide of the sentence behind it, with the
-next thing that the lesson has stored as its figure, or else the one above: a drawing, some lines of
-output or of code. So a slide says what the lesson says. What follows the sentence, up to the next
-mark, is the note of what to say. A sentence that asks for a prediction has no figure. <!-- slide:
-TITLE; above --> takes the last one above, "; drawing" the last drawing above, and "; words" none.
-Exercises and the question at the end need no mark. docs/lesson-plans.md gives the minutes.
+A mark in a lesson's prose, <!-- slide: TITLE -->, makes a slide of the sentence after it. The
+figure of the slide is the next stored output of the lesson, else the one above: a drawing, or some
+lines of output or code. The text between the sentence and the next mark becomes the speaker's note.
+A sentence that asks for a prediction has no figure. <!-- slide: TITLE; above --> takes the last
+figure above, "; drawing" the last drawing above, and "; words" none. Exercises and the question at
+the end need no mark. docs/lesson-plans.md gives the minutes.
 """
 
 import json
@@ -33,7 +33,7 @@ MARK = r"<!-- slide: (.*?)(?:; (above|drawing|words))? -->"
 PARTS = r"(?=<!-- slide: )|(?=^#)|(?=^\*\*\d+\. )|(?=^\*\*Next\.\*\*)"
 NOT_SAID = r"```.*?```|^\|.*$|<!--.*?-->|\$\$.*?\$\$|!\[.*?\]\(.*?\)"  # of a note
 MOST_WORDS = 90  # of a note
-LONG = 30  # words, from which on a sentence alone is written smaller
+LONG = 30  # words; a longer sentence without a figure is written smaller
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Slide:
 
     @property
     def name(self):
-        """By which a plan names it: exercises without their numbers."""
+        """The name of the slide in a plan; exercises are without their numbers."""
         return re.sub(r"^Exercise \d+:", "Exercise:", self.title)
 
 
@@ -106,7 +106,7 @@ def last_of(figures, kind=""):
 
 
 def slide_of(part, number):
-    """The slide that a part of the prose makes, if it makes one."""
+    """The slide of a part of the prose, or None."""
     if mark := re.match(MARK, part):
         sentence, note = first_sentence(part[mark.end() :])
         table = None if mark[2] == "words" else table_in(part)
@@ -126,7 +126,7 @@ def slide_of(part, number):
 
 
 def first_sentence(markdown):
-    """The first sentence of a part of the prose, and what follows it."""
+    """(first sentence of a part of the prose, the text after it)."""
     text = markdown.strip()
     paragraph, rest = (re.split(r"\n\n|\n(?=- )", text, maxsplit=1) + [""])[:2]
     paragraph = " ".join(paragraph.split())
@@ -139,7 +139,7 @@ def first_sentence(markdown):
 
 
 def capital(sentence):
-    """A mark may stand within a sentence; on the slide it begins one."""
+    """The sentence with a capital at its start, because a mark may be inside a sentence."""
     return re.sub(r"^(\*{0,2})([a-z])", lambda start: start[1] + start[2].upper(), sentence)
 
 
@@ -148,7 +148,7 @@ def sentences_of(text):
 
 
 def enough_of(text, most=42):
-    """The first sentences of `text`, at most so many words."""
+    """The first sentences of `text`, with at most `most` words."""
     kept = []
     for sentence in sentences_of(text):
         if kept and len(" ".join([*kept, sentence]).split()) > most:
@@ -170,13 +170,13 @@ def table_in(part):
 
 
 def asks(slide):
-    """Whether it asks for a prediction, which the figure would answer."""
+    """Whether the slide asks for a prediction, which the figure would answer."""
     words = r"\?|[Ww]rite .*down|[Bb]efore you|[Gg]uess|[Pp]redict the|[Ss]ay (it|a number)"
     return re.search(words, slide.sentence) or "guess" in slide.title.lower()
 
 
 def wrong_answers(number, exercise):
-    """What is often answered wrongly in an exercise, and what to say, from the instructors' pack."""
+    """Frequent wrong answers to an exercise, and what to say, from the instructors' pack."""
     lesson = re.search(rf"^### Lesson {number}\n(.*?)(?=^##)", PACK.read_text(), re.M | re.S)
     notes, name = [], ""
     for first, wrong, say in re.findall(
@@ -189,7 +189,7 @@ def wrong_answers(number, exercise):
 
 
 def plan_of(number):
-    """{title of a slide: (minute at which it begins, what the plan says)} for a lesson."""
+    """{title of a slide: (its first minute, the text of the plan)} of a lesson."""
     lesson = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", PLANS.read_text(), re.M | re.S)
     begins, plan = 0, {}
     for row in re.findall(
@@ -223,7 +223,7 @@ def texts_of(slides, plan):
 
 
 def with_own_names(figure, number):
-    """The drawing with names that no other slide has: a name in a hidden slide draws nothing."""
+    """The drawing with unique names: a browser draws nothing by a name in a hidden slide."""
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>s{number}-", figure)
 
 
@@ -242,7 +242,7 @@ def html_of(markdown):
 
 
 def without_links(markdown):
-    """A slide is no page of the repository: its links lead nowhere, and their text stays."""
+    """The text without its links: they lead nowhere, because a slide is not a repository page."""
     return re.sub(r"\[([^\]]*)\]\([^)\s]*\)", r"\1", markdown)
 
 

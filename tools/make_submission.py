@@ -1,10 +1,11 @@
 """Run all checks of your notebooks and write one file to hand in: build/submission_NAME.json.
 
     make submission                              # COURSE_NAME=... for another name than the login's
-    python tools/make_submission.py 02 03        # only these lessons; the others stay as not attempted
+    python tools/make_submission.py 02 03        # only these lessons; others are not attempted
 
-Of each notebook run its imports and functions, your answers, and the checks below them, in a process
-of its own with a limit. The file has, for every exercise, what the check said and your answer as text.
+Each notebook runs in a separate process with a time limit: its imports and functions, your answers,
+and the checks below them. The file has, for every exercise, the output of the check and your answer
+as text.
 """
 
 import argparse
@@ -29,14 +30,14 @@ from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook
-MOST_LETTERS = 20_000  # of an answer, and of what a check says
+MOST_LETTERS = 20_000  # of an answer, and of the output of a check
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
 def main():
     arguments = parse_arguments()
     if arguments.one:
-        os.environ[FOLDER_VARIABLE] = OFF  # these runs are no attempts
+        os.environ[FOLDER_VARIABLE] = OFF  # these runs do not count as attempts
         print(json.dumps(answers_of(arguments.one)))
         return 0
     answers = []
@@ -64,7 +65,7 @@ def parse_arguments():
 
 
 def run_apart(path):
-    """The answers of one notebook, from a process that cannot hang for longer than LIMIT."""
+    """The answers of one notebook, from a separate process that is stopped after LIMIT."""
     command = [sys.executable, __file__, "--one", path]
     problem = f"Not yet: the checks of this notebook did not end within {LIMIT} s"
     try:
@@ -83,7 +84,7 @@ def run_apart(path):
 
 
 def answers_of(path):
-    """[{lesson, exercise, said, answer}] of a notebook, whose answers and checks run here."""
+    """[{lesson, exercise, said, answer}] of a notebook, after its answers and checks have run."""
     cells = nbformat.read(path, as_version=4).cells
     checks = dict(exercises_of(cells, lesson_of(path)))
     namespace = {"__name__": "__main__"}
@@ -109,13 +110,13 @@ def answers_of(path):
 
 
 def prepare(source, name, namespace, whole):
-    """Run a cell that is no check: all of an answer, of the others what later cells may need."""
+    """Run a cell that is not a check: all statements of an answer, the definitions of others."""
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)  # checks read the text of functions
     try:
         statements = ast.parse(source).body
     except SyntaxError:
-        statements = []  # a command of the shell, or an answer that the check will miss
+        statements = []  # a shell command, or an answer that the check will find missing
     for statement in statements:
         if whole or isinstance(statement, DEFINITIONS):
             module = ast.Module([statement], [])
@@ -124,7 +125,7 @@ def prepare(source, name, namespace, whole):
 
 
 def run_check(source, namespace):
-    """What the check prints, or why it prints nothing."""
+    """The output of the check, or the exception that stopped it."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

@@ -1,14 +1,14 @@
 """Estimate the minutes of every lesson from its notebook, by one rule.
 
-python tools/minutes.py             # a table of all lessons
-python tools/minutes.py --write     # the same, and put them into each lesson's head and the README
+    python tools/minutes.py             # a table of all lessons
+    python tools/minutes.py --write     # the same, and put them into each lesson's head and README
 
-A lesson without its exercises: 150 words a minute, 15 lines of code a minute, those that it shows of
-a script included, and 12 seconds for each cell that one runs, rounded to 5 minutes. Sources are not
-read. Exercises come on top, with the minutes that stand at each: 5 for a number or a choice, 10 to 15
-for a function or a schedule, up to 20 for a program on real ranks or a long puzzle. Those of "more
-minutes" are for whoever has them; a lesson with the others takes an hour at most. All of it is an
-estimate; nobody was timed.
+A lesson without its exercises takes 1 minute per 150 words, 1 minute per 15 lines of code,
+including the script lines that it shows, and 12 seconds per cell that the reader runs, rounded to 5
+minutes. Sources are not read. The exercises are added with the minutes stated at each: 5 for a
+number or a choice, 10 to 15 for a function or a schedule, up to 20 for a program on real ranks or a
+long puzzle. Exercises of "more minutes" are optional; a lesson with the others takes an hour at
+most. All minutes are estimates; nobody was timed.
 """
 
 import json
@@ -31,7 +31,7 @@ ANY_HEAD = r"\*\*Time:\*\* [^*]*(?=\*\*Builds on:)"
 
 
 class Minutes(NamedTuple):
-    """`lesson` without exercises, rounded to 5; `exercises` that belong to it; `more` of them."""
+    """`lesson` without exercises, rounded to 5; required `exercises`; `more` for optional ones."""
 
     lesson: int
     exercises: int
@@ -57,7 +57,7 @@ def minutes_of(path):
 
 
 def exercises_in(text):
-    """[(title, minutes, whether it is a further one)] of the exercises that a cell sets."""
+    """[(title, minutes, whether it is optional)] of the exercises in the text of a cell."""
     found = re.findall(EXERCISE, text, re.MULTILINE)
     return [(title, int(minutes), bool(more)) for title, minutes, more in found]
 
@@ -69,7 +69,7 @@ def shown_by(cell):
 
 
 def stated_in(path):
-    """The Minutes that stand in the head of a notebook, or None."""
+    """The Minutes in the head of a notebook, or None."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     found = re.search(HEAD, "".join(cells[0]["source"]))
     return Minutes(*(int(part or 0) for part in found.groups())) if found else None
@@ -91,7 +91,7 @@ def write(path, minutes):
 
 
 def with_totals(readme):
-    """The README with the minutes of its routes added up; ◐ is a part, whose minutes it states."""
+    """The README with the minutes of its routes added up; a part (◐) counts its stated minutes."""
     part = int(re.search(r"◐ is lesson .*?, (\d+) minutes", readme)[1])
     lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", readme, re.M)
     for column, route in enumerate(("90 minutes", "one day", "everything"), 1):

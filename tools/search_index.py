@@ -1,4 +1,4 @@
-"""The index of the website's search: a section for every heading of every page, as plain text."""
+"""The index of the website's search: the plain text of every section of every page."""
 
 import html
 import json
@@ -24,10 +24,10 @@ def sections_of(address, title, body):
 
 
 def text_of(markup):
-    """What a reader sees of some HTML, with single spaces."""
+    """The visible text of some HTML, with single spaces."""
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", markup)).split())
 
 
 def as_script(sections):
-    """JavaScript that hands the index to search.js, as text."""
+    """JavaScript, as text, that passes the index to search.js."""
     return f"globalThis.searchIndex = {json.dumps(sections, ensure_ascii=False)};\n"

@@ -1,8 +1,8 @@
-"""What a notebook has stored, made legible from the last row of a room: at least 18 pt on a slide.
+"""Stored outputs of a notebook, enlarged for the last row of a room: at least 18 pt on a slide.
 
-A slide has 1280 x 720 pixels, of which a figure takes WIDTH x HEIGHT. Text of a drawing is enlarged
-until it is LEAST pixels high there; numbers of blocks that are then too narrow are left out, and a
-timeline's legend becomes a line of text below it.
+A slide has 1280 x 720 pixels; a figure takes WIDTH x HEIGHT of them. The text of a drawing is
+enlarged to a height of LEAST pixels. Numbers of blocks that are too narrow for that are left out,
+and a timeline's legend becomes a line of text below it.
 """
 
 import html
@@ -12,16 +12,16 @@ import xml.etree.ElementTree as ElementTree
 from lab.drawing import FILL, LEFT, LEGEND, TEXT
 
 WIDTH, HEIGHT = 1168, 420
-LEAST = 24.6  # pixels: 18 pt, and a little for rounding
+LEAST = 24.6  # pixels: 18 pt, plus a margin for rounding
 LINES, COLUMNS = 12, 79  # of printed output and code
-DARK = "#3a3a3a"  # the drawings' grey is for a page; a projector needs more
-LETTER = 0.58  # width of a letter over its height, on the safe side
+DARK = "#3a3a3a"  # the drawings' grey is for a page; a projector needs more contrast
+LETTER = 0.58  # width of a letter over its height, rounded up
 BOLD = 0.68
 SVG = "http://www.w3.org/2000/svg"
 
 
 def figure_of(cell):
-    """The first thing that a code cell has stored and that fits on a slide, as HTML; or None."""
+    """The first stored output of a code cell that fits on a slide, as HTML; or None."""
     for output in cell.get("outputs", []):
         data = output.get("data", {})
         if "image/svg+xml" in data:
@@ -41,7 +41,7 @@ def fitting(lines):
 
 
 def preformatted(kind, lines):
-    """Few and short lines are written larger."""
+    """Lines of output or code as HTML; few and short lines are written larger."""
     columns = max(len(line) for line in lines)
     size = min(34.0, WIDTH / (0.62 * columns + 0.5), HEIGHT / (1.3 * len(lines)))
     text = html.escape(chr(10).join(lines))
@@ -49,7 +49,7 @@ def preformatted(kind, lines):
 
 
 def drawing(svg):
-    """An SVG text in the size of a slide, with its legend below."""
+    """An SVG text scaled to a slide, with its legend below."""
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")  # marks of a curve
     root = ElementTree.fromstring(svg[svg.index("<svg") :])
@@ -64,7 +64,7 @@ def drawing(svg):
 
 
 def cut_off_legend(root):
-    """Take the legend of a timeline away; returns it as a line of HTML."""
+    """Remove the legend of a timeline; return it as a line of HTML."""
     signs = [e for e in root if e.tag == f"{{{SVG}}}rect" and e.get("height") == "18"]
     if not signs:
         return ""
@@ -90,10 +90,10 @@ def view_box(root):
 
 
 def enlarge(root, height):
-    """Set the size of a drawing, and that of its text so that it is LEAST pixels high."""
+    """Set the size of a drawing, and the size of its text to LEAST pixels."""
     x, y, width, tall = view_box(root)
     is_timeline = root.find(f".//{{{SVG}}}g[@class='blocks']") is not None
-    for _ in range(3):  # room on the left makes the rest smaller, and the text wants more room
+    for _ in range(3):  # room on the left makes the rest smaller, so the text needs more room
         size = LEAST / min(WIDTH / width, height / tall)
         more = max(0.0, 7 * LETTER * size - LEFT) if is_timeline else 0.9 * max(0.0, size - 10)
         x, width = -more, view_box(root)[2] + more + 8  # the last label may stick out

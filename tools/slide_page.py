@@ -1,10 +1,10 @@
-"""The page that shows slides: one file of HTML, which needs no other and no network."""
+"""The HTML page that shows slides: one file, which needs no other file and no network."""
 
 import html
 
 
 def page_of(title, slides):
-    """A whole page; `slides` are texts of HTML, each a <section>."""
+    """A whole page. `slides` are HTML texts, each a <section>."""
     return PAGE.replace("TITLE", html.escape(title)).replace("SECTIONS", "\n".join(slides))
 
 

@@ -1,4 +1,4 @@
-"""What a page of measurements says of a machine, as well as the system knows it."""
+"""The description of a machine on a page of measurements, as far as the system provides it."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def processor():
-    """The model of the processor."""
+    """The name of the processor's model."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -24,7 +24,7 @@ def processor():
 
 
 def commit():
-    """The repository's commit; a + after it says that files have been changed since."""
+    """The repository's commit, with a + after it if files have been changed since."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 20, "check": True}
         head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **options).stdout.strip()
@@ -34,19 +34,19 @@ def commit():
 
 
 def gpus():
-    """The names of this node's GPUs, one for each."""
+    """The names of this node's GPUs, one per GPU."""
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def nccl():
-    """NCCL's version, or None in a build of torch without it."""
+    """The version of NCCL, or None if torch is built without it."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def describe():
-    """All of it, for JSON."""
+    """All fields of the description, as data for JSON."""
     return {
         "host": socket.gethostname(),
         "processor": processor(),

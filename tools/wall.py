@@ -3,9 +3,9 @@
     make wall FOLDER=/shared/progress
     python tools/wall.py FOLDER [--names]
 
-Open build/wall/wall.html in a browser. The page asks nobody for anything: this program rewrites a file
-beside it whenever the folder changes, and the page reads that file twice a second. Names are shown with
---names only.
+Open build/wall/wall.html in a browser. This program rewrites a file next to the page whenever the
+folder changes, and the page reads that file twice a second; it needs no server. Names are shown
+only with --names.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
 
 WALL = ROOT / "build" / "wall"
 EVERY = 0.5  # seconds
-MANY_ATTEMPTS = 3  # wrong ones in a row, from which on a person counts as stuck
-LONG = 8 * 60  # seconds since the first wrong one, after which a person counts as stuck
-GONE = 30 * 60  # seconds without a check, after which a person is not in the room any more
+MANY_ATTEMPTS = 3  # wrong answers in a row after which a person counts as stuck
+LONG = 8 * 60  # seconds since the first wrong answer after which a person counts as stuck
+GONE = 30 * 60  # seconds without a check after which a person is no longer in the room
 
 
 class Place(NamedTuple):
-    """Where a person is: the last exercise, what came of it last, and since when."""
+    """Where a person is: the latest exercise, its latest result, and since when."""
 
     person: str
     exercise: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How a room did at one exercise: people by their best outcome, and attempts of those who tried."""
+    """The results of a room in one exercise: people by their best result, and their attempts."""
 
     exercise: str
     reached: int
@@ -83,7 +83,7 @@ def parse_arguments():
 
 
 def follow(folder, wall, lessons, names):
-    """Look at the folder once and write what the page shows into the folder `wall`."""
+    """Read the folder once, and write the data of the page into the folder `wall`."""
     people, skipped = read_progress(folder)
     now = time.time()
     shown = wall_of(people, skipped, lessons, names, now)
@@ -128,13 +128,13 @@ def counts_of(people, places, lessons):
 
 
 def stumbling_block(counts):
-    """The Count at which most people have tried and are not through, if at least two are."""
+    """The Count with the most people stuck, then the most who tried; None if fewer than two."""
     hardest = max(counts, key=lambda count: (count.stuck, count.tried), default=None)
     return hardest if hardest and max(hardest.stuck, hardest.tried) >= 2 else None
 
 
 def wall_of(people, skipped, lessons, names, now):
-    """What the page shows, as HTML."""
+    """The content of the page, as HTML."""
     everybody = [place_of(person, records, now) for person, records in people.items()]
     places = [place for place in everybody if place.last < GONE]
     counts = counts_of(people, places, lessons)

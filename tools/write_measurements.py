@@ -46,7 +46,7 @@ def with_figures(page, machine, parts):
 
 
 def with_row(page, machine, parts):
-    """README with a row for this machine in its table, in place of an older one."""
+    """README with a row for this machine in its table; it replaces an older row."""
     passed = sum(part["status"] == "passed" for part in parts)
     row = (
         f"| {hardware(machine)} | [the acceptance]({ANCHOR}): {passed} of {len(parts)} parts "
@@ -57,7 +57,7 @@ def with_row(page, machine, parts):
 
 
 def hardware(machine):
-    """As in "2 nodes with 4 x NVIDIA H100 80GB HBM3 each"."""
+    """The hardware in words, as in "2 nodes with 4 x NVIDIA H100 80GB HBM3 each"."""
     counts = Counter(machine["gpus_per_node"]).items()
     names = ", ".join(f"{count} x {name}" for name, count in counts)
     return names if machine["nodes"] == 1 else f"{machine['nodes']} nodes with {names} each"
@@ -73,7 +73,7 @@ def about(machine):
 
 
 def section(part):
-    """One part: how it ended, its table, and what of it failed."""
+    """One part: its status, its table, and its failures."""
     status = part["status"]
     if status == "out of time":
         status = f"out of time after {part['limit']} s"

@@ -1,8 +1,8 @@
 """A stage that keeps the keys and values of all tokens that have passed it.
 
-Attention looks back: the query of a token meets the keys and values of all tokens before it, and
-nothing else of them. Whoever keeps these two computes each token once; without them each new token
-costs the whole text before it again.
+Attention needs the query of the current token, and the keys and values of all tokens before it. A
+stage that keeps keys and values computes each token once. Without them each new token would need
+the computation of the whole text before it.
 """
 
 import torch
@@ -11,10 +11,10 @@ from pipeline.model import rotate
 
 
 class CachedStage:
-    """The layers of `part` at work on passes, with `slots` places of `length` tokens per group.
+    """Runs the layers of `part` on passes, with a cache of `slots` x `length` tokens per group.
 
-    The cache is one tensor (layers, 2, groups x slots, kv_heads, length, head_dim): its bytes are
-    2 x layers x tokens x kv_heads x head_dim x the bytes of a number.
+    The cache is one tensor (layers, 2, groups x slots, kv_heads, length, head_dim). Its size is
+    2 x layers x tokens x kv_heads x head_dim x the bytes of one element.
     """
 
     def __init__(self, part, rank, num_ranks, groups, slots, length):
@@ -27,10 +27,11 @@ class CachedStage:
         self.index = rank
 
     def forward(self, chain, inputs, one):
-        """Take the Pass `one`, of the chain of that number, through the layers.
+        """Run the layers on the Pass `one` of chain number `chain`.
 
-        `inputs` are its tokens (n) on the first stage, else activations (n, dim). Returns
-        activations (n, dim), on the last stage the scores (rows that choose, vocabulary).
+        `inputs` are the tokens (n) on the first stage, else activations (n, dim). Returns
+        activations (n, dim); on the last stage it returns the scores (rows that choose,
+        vocabulary).
         """
         part = self.part
         x = part.embedding(inputs) if self.is_first else inputs
@@ -70,6 +71,6 @@ class CachedStage:
         return attention.output(torch.cat(mixed))
 
     def take_turn(self, one):
-        """Note which stage of the schedule the rank is during a Pass; returns the stage."""
+        """Set `index` to the schedule's stage that runs on this rank in a Pass; return self."""
         self.index = one.depth * self.num_ranks + self.rank
         return self

@@ -1,16 +1,18 @@
 """Which tokens go through the pipeline together: a plan as data, like a schedule of a training.
 
-A pass takes some tokens of one group of requests through all stages. The tokens that it chooses go
-from the last stage back to the first, and only then can the next pass of the group begin. So a
-group keeps one stage busy at a time, and as many groups as stages keep all of them busy.
+A pass takes some tokens of one group of requests through all stages. The tokens that are chosen
+after it go from the last stage back to the first, and only then can the next pass of the group
+begin. So a group keeps one stage busy at a time, and as many groups as stages keep all of them
+busy.
 
-A prompt is read in chunks (Agrawal et al. 2023, 2308.16369, section 4), each beside the one token
-of every request that is already being continued. A request takes a place of the cache as soon as
-one is free and gives it back with its last token, while the others go on: continuous batching
-(Yu et al. 2022, "Orca", section 3.1).
+A prompt is read in chunks (Agrawal et al. 2023, 2308.16369, section 4), each together with one
+token of every request that is already being continued. A request takes a slot of the cache as soon
+as one is free and frees it after its last token, while the others go on: continuous batching (Yu et
+al. 2022, "Orca", section 3.1).
 
-The plan knows how many tokens each request is given. A server that stops at a token of the model's
-choice decides pass by pass, on the first rank, and sends the decision along with the activation.
+The plan needs the number of tokens of each request in advance. A server that stops at a token which
+the model chooses has to decide pass by pass, on the first rank, and to send the decision along with
+the activation.
 """
 
 from collections import deque
@@ -21,9 +23,9 @@ from pipeline.schedule import Action, Schedule
 
 
 class Row(NamedTuple):
-    """Tokens `start` to `end` - 1 of a request, whose keys and values lie in `slot`.
+    """Tokens `start` to `end` - 1 of a request, whose keys and values are in `slot`.
 
-    `chooses` says whether the token after them is chosen: not after a part of a prompt.
+    `chooses` tells whether the next token is chosen after them; it is false for a part of a prompt.
     """
 
     request: int
@@ -36,8 +38,8 @@ class Row(NamedTuple):
 class Pass(NamedTuple):
     """The rows of one group that go through all stages together.
 
-    `chain` numbers the passes that follow from each other: each but the first of a chain, at
-    `depth` 0, needs the tokens that the one before has chosen.
+    `chain` numbers the chains of passes that follow from each other. The first pass of a chain has
+    `depth` 0; each later one needs the tokens that were chosen after the one before.
     """
 
     group: int
@@ -51,13 +53,13 @@ class Pass(NamedTuple):
 
     @property
     def choosing(self):
-        """The rows after which a token is chosen."""
+        """Return the rows after which a token is chosen."""
         return [row for row in self.rows if row.chooses]
 
 
 @dataclass
 class Active:
-    """A request in a slot: how many of its tokens the cache has, and how many are still to come."""
+    """A request in a slot: how many of its tokens are cached, and how many are still to come."""
 
     request: int
     prompt: int  # its length
@@ -69,8 +71,8 @@ def plan_passes(requests, groups, slots, most_tokens):
     """All passes that answer `requests`, in order.
 
     `groups` take turns; each has `slots` places in the cache. A pass has at most `most_tokens`
-    tokens, which is at least `slots`: first one of each request that is being continued, then as
-    much of the prompts as there is room for.
+    tokens, which must be at least `slots`: first one of each request that is being continued, then
+    as many of the prompts as there is room for.
     """
     order = sorted(range(len(requests)), key=lambda number: requests[number].arrives)
     waiting, passes = deque(order), []
@@ -94,7 +96,7 @@ def plan_passes(requests, groups, slots, most_tokens):
 
 
 def admit(requests, waiting, active, slots, turn):
-    """Give waiting requests a free slot, in the group that has the fewest; the next turn first."""
+    """Give waiting requests a free slot in the group with the fewest; in turn if several do."""
     while waiting and requests[waiting[0]].arrives <= turn:
         groups = sorted(
             range(len(active)), key=lambda g: (len(active[g]), (g - turn) % len(active))
@@ -108,7 +110,7 @@ def admit(requests, waiting, active, slots, turn):
 
 
 def rows_of(active, most_tokens):
-    """The rows of a group's next pass. Notes in `active` what they will have done."""
+    """The rows of a group's next pass. Updates `active` to the state after the pass."""
     rows, room = [], most_tokens
     continued = [item for item in active.items() if item[1].cached >= item[1].prompt]
     reading = [item for item in active.items() if item[1].cached < item[1].prompt]
@@ -127,15 +129,15 @@ def rows_of(active, most_tokens):
 
 
 def schedule_of(passes, num_ranks):
-    """The passes as a Schedule of forwards, to predict, to draw and to compare with.
+    """Return the passes as a Schedule of forwards, for the simulator and the figures.
 
-    A chain of passes is one micro-batch that goes round all ranks once for each token: its n-th
-    pass takes the stages n x num_ranks to (n + 1) x num_ranks - 1.
+    A chain of passes is one micro-batch that passes all ranks once per token: pass n of the chain,
+    counted from 0, takes the stages n x num_ranks to (n + 1) x num_ranks - 1.
     """
     orders = [tuple(action_of(one, rank, num_ranks) for one in passes) for rank in range(num_ranks)]
     return Schedule("inference", tuple(orders))
 
 
 def action_of(one, rank, num_ranks):
-    """What `rank` does in a pass."""
+    """The Action of `rank` in a pass."""
     return Action(one.depth * num_ranks + rank, "F", one.chain)

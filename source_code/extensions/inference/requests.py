@@ -1,4 +1,4 @@
-"""What is asked of a model: prompts to be continued, each by a number of tokens."""
+"""Requests to a model: prompts, each to be continued by a number of tokens."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from pipeline.command_line import reject
 class Request:
     """A prompt, as tokens, that is to be continued by `count` tokens.
 
-    It is not there before pass number `arrives` through the pipeline.
+    It takes part from pass number `arrives` through the pipeline on.
     """
 
     prompt: tuple
@@ -20,19 +20,19 @@ class Request:
 
     @property
     def positions(self):
-        """The positions of the cache that it needs: the token that is chosen last needs none."""
+        """How many positions of the cache it needs: the last chosen token needs none."""
         return len(self.prompt) + self.count - 1
 
 
 def read_requests(arguments):
     """The requests of a run: those of --prompt, else beginnings of the held-out text.
 
-    `arguments.text` is a Corpus. A request that the cache has no room for is rejected.
+    `arguments.text` is a Corpus. Rejects a request that does not fit into the cache.
     """
     a = arguments
     if a.prompt:
         prompts = [tuple(a.text.encode(text)) for text in a.prompt]
-    else:  # of different lengths, so that they do not all come to an end together
+    else:  # different lengths, so that the requests end at different times
         held_out = a.text.held_out
         starts = [number * len(held_out) // a.requests for number in range(a.requests)]
         prompts = [tuple(held_out[s : s + 5 + 3 * (k % 4)].tolist()) for k, s in enumerate(starts)]
@@ -50,10 +50,10 @@ def read_requests(arguments):
 
 
 def choose_token(scores, seed, request, position, temperature):
-    """Draw the token at `position` of a request. `scores` (vocabulary) are those of the token before.
+    """Choose the token at `position`, from the `scores` (vocabulary) of the token before it.
 
-    The choice depends on nothing but these: not on the requests that share a pass. At temperature
-    0 it is the token with the highest score.
+    The choice depends only on these arguments, not on the requests that share a pass. At
+    temperature 0 it is the token with the highest score.
     """
     scores = scores.double().cpu()
     if temperature == 0:

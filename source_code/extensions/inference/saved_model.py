@@ -1,4 +1,4 @@
-"""A model that a training has saved: its sizes, and the weights of the layers that a rank has."""
+"""A saved model of a training: its sizes, and the weights of the layers of a rank."""
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -15,7 +15,7 @@ SIZES = "layers", "dim", "heads", "kv_heads", "vocabulary"
 def take_sizes(arguments):
     """Take the sizes of the model in --model, or of the newest in --checkpoints.
 
-    It stays as `arguments.saved`, which is None where neither is given.
+    The model is kept as `arguments.saved`, which is None if neither flag is given.
     """
     arguments.saved = None
     if arguments.model_folder and arguments.checkpoints:
@@ -41,7 +41,7 @@ def take_sizes(arguments):
 
 
 def build_saved_part(arguments, first, last, device="cpu"):
-    """Layers `first` to `last` - 1 with their saved weights, or with those that a training starts with."""
+    """Build layers `first` to `last` - 1 with saved weights, or without any with initial ones."""
     a = arguments
     if a.model_folder:
         return a.saved.build_part(first, last, a.torch_dtype, device)
@@ -51,7 +51,10 @@ def build_saved_part(arguments, first, last, device="cpu"):
 
 
 def load_weights(arguments, part):
-    """Fill `part` with the saved weights of its layers; no others are read. All ranks call it."""
+    """Fill `part` with the saved weights of its layers; no others are read.
+
+    All ranks call it.
+    """
     if arguments.saved is None:
         return
     weights = {name: parameter.detach() for name, parameter in part.named_parameters()}

@@ -1,1 +1,1 @@
-"""Before anything runs: where to cut, which parallelism, how long it takes, the best order."""
+"""Planning before a run: cut of the model, parallelism, time and memory, shortest schedule."""

@@ -1,8 +1,9 @@
-"""What a plan takes at least, and what it needs, without playing its schedule.
+"""Lower bounds on the seconds of an update, and the memory of a plan, without a simulation.
 
-A search looks at thousands of plans. The bound is exact where messages are free and the schedule
-has no other gap than filling and draining; it is never more than the forecast. Memory is the
-forecast's own, by the formulas for how many micro-batches a schedule holds.
+A search compares thousands of plans, too many to simulate all of them. The bound never exceeds the
+forecast. It equals the forecast if messages take no time and ranks idle only while the pipeline
+fills and drains. The memory is that of the forecast: it needs only the number of micro-batches that
+each rank of a schedule holds (held.py).
 """
 
 from functools import lru_cache
@@ -20,7 +21,7 @@ from extensions.planning.profiled import ProfiledModel, seconds_of_all_layers
 
 
 def work_bound(model, machine, plan):
-    """Seconds of computing in an update, spread evenly over the ranks: below every other bound."""
+    """Seconds of computation per update, divided by the ranks: the weakest lower bound."""
     if isinstance(model, ProfiledModel):
         return plan.microbatches(model) * seconds_of_all_layers(model, plan) / plan.ranks
     layers = model.layers * sum(layer_times(model, machine, plan))
@@ -30,14 +31,15 @@ def work_bound(model, machine, plan):
 
 @lru_cache(maxsize=200_000)
 def lower_bound(model, machine, plan):
-    """Seconds of an update that no order of a plan's actions falls below.
+    """A lower bound on the seconds of an update, whatever the order of the plan's actions.
 
-    A rank can start when its first stage's first input is there, and after its last backward the
-    stages before it still have theirs. In between
-    - it has all its actions to do;
-    - its link to the next rank has all their messages to serve;
-    - it holds at most so many micro-batches, each for at least its way to the last stage and back:
-      so many of them, times that way, over how many there are at a time.
+    A rank cannot start before the first input of its first stage has arrived. After the last
+    backward of a rank, the earlier stages still run theirs. Between these two times
+    - the rank runs all its actions;
+    - its link to the next rank carries all its messages;
+    - the rank holds each of its m micro-batches for at least a time t, the trip from its stage to
+      the last stage and back. It holds at most h of them at a time, so all of them take at least m
+      t/h.
     """
     costs = stage_costs(model, machine, plan)
     m, longest = plan.microbatches(model), 0.0
@@ -47,7 +49,7 @@ def lower_bound(model, machine, plan):
     split = plan.schedule in SPLIT
     backwards = [one + again for one, again in zip(costs.backward, costs.recompute)]
     needed = [one - weight for one, weight in zip(backwards, costs.backward_weight)]
-    needed = needed if split else backwards  # of a backward, before the stage before can go on
+    needed = needed if split else backwards  # what the previous stage waits for
     return_trip = [0.0] * (plan.stages + 1)
     for stage in reversed(range(plan.stages)):
         way = costs.forward[stage] + needed[stage] + (2 * hop[stage])

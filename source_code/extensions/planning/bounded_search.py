@@ -1,12 +1,13 @@
-"""The best order of actions for given costs that is found in a given time, and how good it is.
+"""Searches for the shortest schedule within a time limit, with a lower bound on all schedules.
 
-The schedules that have a name come first: the shortest one that fits is what has to be beaten. Then
-the exact search looks for a shorter one until its time is over. What is said of the result holds in
-any case: no schedule with these stages on these ranks and this room is shorter than the bound.
+The search first simulates every named schedule; the shortest one that fits is the one to beat. The
+exact search then looks for a shorter schedule until the time limit. The bound holds even if the
+time limit ends the search: no schedule with these stages on these ranks and within this room is
+shorter.
 
-Costs that were measured have many digits, and to the search two moments that differ in the last of
-them are two. So it plays with costs that are rounded *down* to a grid. A shorter action makes no
-order longer, so the best makespan on the grid is a bound for the true one.
+Measured costs have many digits, and the search would treat two states as different if only their
+last digits differ. It therefore uses costs that are rounded *down* to a grid. A shorter action
+makes no schedule longer, so the shortest makespan on the grid is a lower bound of the true one.
 """
 
 import math
@@ -18,11 +19,11 @@ from lab.simulator import simulate
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
 
-STEPS = 60  # of the grid in the longest action, where costs have to be rounded
+STEPS = 60  # grid steps in the longest action, if costs are rounded
 
 
 class Question(NamedTuple):
-    """What is searched for: see Problem in exact_search.py. `costs` are Costs with lists."""
+    """The input of a search; see Problem in exact_search.py. `costs` is a Costs with lists."""
 
     rank_of_stage: tuple
     num_microbatches: int
@@ -37,9 +38,10 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The shortest schedule known, its makespan, a bound that none is below, and what has a name.
+    """The shortest schedule found, its makespan, and a lower bound on all makespans.
 
-    `known` has the makespan of each named schedule that fits; `moments` were looked at.
+    `known` maps each named schedule that fits to its makespan. `moments` is the number of states
+    that the exact search visited.
     """
 
     schedule: Schedule | None
@@ -54,12 +56,12 @@ class Answer(NamedTuple):
 
     @property
     def distance(self):
-        """How much longer than the bound, as a share of it."""
+        """By how much the makespan exceeds the bound, as a fraction of the bound."""
         return max(0.0, self.makespan / self.bound - 1)
 
 
 def search(question, seconds=10.0, name="found"):
-    """The Answer that is found within `seconds`; its schedule is None where nothing has room."""
+    """The Answer found within `seconds`. Its schedule is None if no known one fits the room."""
     true = problem_of(question, question.costs)
     rounded, unit = on_grid(question)
     played = {one.name: (simulate(one, question.costs), one) for one in known_schedules(question)}
@@ -87,7 +89,7 @@ def problem_of(question, costs):
 
 
 def on_grid(question):
-    """(Costs in whole numbers of a unit, none larger than they are; the unit)."""
+    """(Costs in whole numbers of a unit, rounded down; the unit)."""
     costs, stages = question.costs, range(len(question.rank_of_stage))
     weights = costs.backward_weight or [0.0] * len(stages)
     inputs = [whole - weight for whole, weight in zip(costs.backward, weights)]
@@ -108,7 +110,7 @@ def on_grid(question):
 
 
 def unit_of(values):
-    """A unit of which all values are whole numbers, if there is a coarse one; else a fine one."""
+    """A coarse unit that divides all values, if there is one; else the largest value over STEPS."""
     thousandths = [round(1000 * value) for value in values]
     exact = all(abs(whole - 1000 * value) < 1e-6 for whole, value in zip(thousandths, values))
     common = math.gcd(*thousandths)
@@ -118,7 +120,7 @@ def unit_of(values):
 
 
 def known_schedules(question):
-    """Every synchronous schedule with a name that has these stages on these ranks and fits."""
+    """Every named synchronous schedule that has these stages on these ranks and fits the room."""
     p, m, stages = question.num_ranks, question.num_microbatches, len(question.rank_of_stage)
     for name in synchronous_schedules():
         if (SCHEDULES[name].chunks is None) != (stages == p):
@@ -133,7 +135,7 @@ def known_schedules(question):
 
 
 def fits(schedule, question):
-    """Whether it has the question's stages, kinds of backward, and room."""
+    """Whether a schedule has the question's stages and kinds of backward, and fits its room."""
     kinds = {action.kind for order in schedule.orders for action in order}
     if not question.split and kinds & {"I", "W"}:
         return False

@@ -1,9 +1,9 @@
-"""How many bytes a plan sends in one update: by each GPU, and out of each node.
+"""The bytes that a plan sends per update: from one GPU, and out of one node.
 
-The first says which way of training sends least. The second decides on a cluster, because the links
-inside a node are ten times as fast. Formulas: Megatron-LM 2021 (arXiv 2104.04473) section 3.2 for
-tensor and pipeline parallelism, the ZeRO paper (arXiv 1910.02054) section 7 for sharding, and for
-rings over nodes traffic.py.
+The bytes per GPU show which kind of parallelism sends least. On a cluster the bytes per node
+decide, because the links inside a node are ten times as fast. The formulas are those of Megatron-LM
+2021 (arXiv 2104.04473) section 3.2 for tensor and pipeline parallelism, of the ZeRO paper (arXiv
+1910.02054) section 7 for sharding, and of traffic.py for rings over several nodes.
 """
 
 from extensions.planning.plan_memory import shard_group, weights_of
@@ -11,13 +11,13 @@ from extensions.planning.transformer import BYTES_PER_VALUE
 
 
 def bytes_per_gpu(model, machine, plan):
-    """What the GPU sends that sends most: one in the middle of a pipeline, on its first stages."""
+    """Bytes per update from the GPU that sends the most, which is in the middle of a pipeline."""
     m = plan.microbatches(model)
     pipeline = 0.0
     if plan.ranks > 1:
         neighbours = 2 if plan.ranks > 2 or plan.chunks > 1 else 1
         pipeline = neighbours * m * plan.chunks * activation(model, plan) / plan.tensor
-    per_layer = {"none": 4, "selective": 4, "full": 6}[plan.recompute]  # sums, both ways
+    per_layer = {"none": 4, "selective": 4, "full": 6}[plan.recompute]  # all-reduces per layer
     cut = plan.layers_of(model)
     layers = max(sum(cut[stage] for stage in plan.stages_of(rank)) for rank in range(plan.ranks))
     missing = (plan.tensor - 1) / plan.tensor
@@ -26,7 +26,7 @@ def bytes_per_gpu(model, machine, plan):
 
 
 def bytes_per_node(model, machine, plan):
-    """What leaves the node that sends most to others."""
+    """Bytes per update that leave a node, for the node that sends the most to other nodes."""
     m = plan.microbatches(model)
     far = 0
     for rank in range(plan.ranks):
@@ -36,7 +36,7 @@ def bytes_per_node(model, machine, plan):
                 continue
             far += plan.is_far(machine, rank, other % plan.ranks)
     pipelines = machine.gpus_per_node / (plan.tensor * plan.ranks)
-    if pipelines < 1:  # a pipeline over several nodes: both ends of a node's part hand on
+    if pipelines < 1:  # a pipeline over several nodes: both ends of a node's part send
         far, pipelines = min(far, 2), 1
     if plan.neighbours == "replicas" and far:  # each rank of a node has its neighbours elsewhere
         far = min(far, 2)
@@ -49,13 +49,17 @@ def bytes_per_node(model, machine, plan):
 
 
 def weight_gathers(order, gathered="step"):
-    """How often the weights of each stage of a rank are gathered in a step, by stage: FSDP2.
+    """{stage: how often FSDP2 gathers its weights per step} for the stages of one rank.
 
-    `order` has the rank's actions. "step": once, and kept until its last backward. "turn": anew
-    whenever the rank comes back from another stage, so GPipe and 1F1B with one stage per rank gather
-    once, looped BFS twice, but for the stage at which it turns round, and interleaved 1F1B at each
-    change of chunks (Lamy-Poirier 2022, arXiv 2211.05953, section 3). "action": for each forward and
-    backward. A backward's half for the weights needs no weights.
+    `order` has the rank's actions in order. `gathered` tells when weights are gathered:
+    - "step": once per step; the rank keeps them until the stage's last backward.
+    - "turn": each time the rank changes to the stage from another stage. GPipe and 1F1B with one
+      stage per rank gather once. Looped BFS gathers twice, except for the stage at which it turns
+      round. Interleaved 1F1B gathers at each change of chunks (Lamy-Poirier 2022, arXiv 2211.05953,
+      section 3).
+    - "action": for each forward and each backward.
+
+    The half of a split backward for the weights needs no weights, so it gathers none.
     """
     using = [action.stage for action in order if action.kind in "FBI"]
     if gathered == "step":
@@ -66,12 +70,12 @@ def weight_gathers(order, gathered="step"):
 
 
 def activation(model, plan):
-    """Bytes of one micro-batch between two stages."""
+    """Bytes of the activation of one micro-batch between two stages."""
     return BYTES_PER_VALUE * plan.microbatch * model.length * model.hidden
 
 
 def data_rings(model, machine, plan):
-    """(bytes that each member passes on, members, members per node) of a rank's collectives."""
+    """(bytes that each member sends, members, members per node) of each collective of a rank."""
     copies, inside = plan.replicas, plan.replicas_in_node(machine)
     weights = max(weights_of(model, plan, plan.stages_of(rank)) for rank in range(plan.ranks))
     group, gradient = shard_group(machine, plan), plan.gradient_bytes * weights
@@ -85,7 +89,7 @@ def data_rings(model, machine, plan):
         nodes = copies // group
         rings.append((2 * (nodes - 1) / nodes * gradient / group, nodes, 1))
     if plan.sharding == "optimizer":
-        # The sums are whole on each replica (sharded_optimizer.py), and the weights are gathered.
+        # Each replica gets the whole sums (sharded_optimizer.py), and the weights are gathered.
         missing = (copies - 1) / copies
         rings.append((missing * (2 * gradient + BYTES_PER_VALUE * weights), copies, inside))
     if plan.sharding == "none":

@@ -1,8 +1,7 @@
-"""All plans that use every GPU of a machine, and the forecasts of the best.
+"""All plans that use every GPU of a machine, and the forecasts of the fastest.
 
-Candidates are compared by lower bounds, which need no schedule: first by their work alone, then by
-what the slowest rank has to do between filling and draining. Only the most promising that fit are
-played by the simulator.
+Candidates are compared by lower bounds, which need no simulation: first by `work_bound`, then by
+`lower_bound`. Only the plans with the lowest bounds that fit into memory are simulated.
 """
 
 import heapq
@@ -17,7 +16,7 @@ from extensions.planning.training_plan import Plan, balanced_cut
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
 
-SIZES = (1, 2, 4, 8, 16, 32)  # of a micro-batch, in sequences
+SIZES = (1, 2, 4, 8, 16, 32)  # sequences per micro-batch
 CHUNKS = (2, 3, 4, 5, 6, 8)
 PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
@@ -27,14 +26,16 @@ class Search(NamedTuple):
 
     best: list
     compared: int
-    proven: bool  # whether no plan that was not played can be among the best
+    proven: bool  # whether no plan without a simulation can be among the best
 
 
 def search_plans(model, machine, plans, count=8, most=100):
-    """A Search for the `count` fastest of `plans` that fit. At most `most` of them are played.
+    """A Search for the `count` fastest of `plans` that fit into memory.
 
-    Plans are bounded in the order of their work, the least first. When the work of the next plan
-    alone takes longer than the bound of all that are kept, no later plan can be among them.
+    At most `most` plans are simulated. The plans are bounded in the order of `work_bound`, the
+    lowest first, and the `most` plans with the lowest `lower_bound` are kept. If the work bound of
+    the next plan reaches the largest bound of the plans that are kept, no later plan can be among
+    them.
     """
     by_work = [
         (work_bound(model, machine, plan), number, plan) for number, plan in enumerate(plans)
@@ -54,8 +55,11 @@ def search_plans(model, machine, plans, count=8, most=100):
 
 
 def all_plans(model, machine, schedules=PLANNED):
-    """Replicas x stages x tensor group x schedule x chunks x micro-batch x cut x recomputation
-    x sharding x what fills a node: every Plan that uses all GPUs and can be carried out."""
+    """Every Plan that uses all GPUs and suits the model's layers, heads and batch.
+
+    The plans vary in replicas, stages, tensor group, schedule, chunks, micro-batch, cut,
+    recomputation, sharding, and in what fills a node. Their memory is not checked.
+    """
     for tensor in divisors(min(machine.gpus, machine.gpus_per_node)):
         groups = machine.gpus // tensor
         if model.head_count % tensor or machine.gpus % tensor:
@@ -74,7 +78,7 @@ def divisors(number):
 
 
 def shapes(model, plan, schedules):
-    """The plan with each schedule, chunks, cut, micro-batch and recomputation."""
+    """Variants of the plan: every schedule, chunks, micro-batch, recomputation and cut."""
     orders = [("1f1b", 1)]
     if plan.ranks > 1:
         orders = [pair for name in schedules for pair in chunked(model, plan, name)]
@@ -83,7 +87,7 @@ def shapes(model, plan, schedules):
     for (name, chunks), size, recompute in product(orders, sizes, ("none", "full")):
         rounds = model.batch // plan.replicas // size
         if name == "interleaved-1f1b" and rounds % plan.ranks:
-            continue  # its micro-batches go around in rounds of as many as there are ranks
+            continue  # the number of its micro-batches must be a multiple of the ranks
         shape = {"schedule": name, "chunks": chunks, "microbatch": size, "recompute": recompute}
         even = replace(plan, **shape)
         cut = balanced_cut(model, even.stages)
@@ -93,7 +97,7 @@ def shapes(model, plan, schedules):
 
 
 def chunked(model, plan, name):
-    """(name, chunks) for each number of chunks that this schedule can have here."""
+    """(name, chunks) for each number of chunks that the schedule and the model allow."""
     generator = SCHEDULES[name]
     counts = CHUNKS if generator.chunks else (1,)
     if generator.fixed_chunks:
@@ -102,11 +106,11 @@ def chunked(model, plan, name):
 
 
 def shardings(machine, plan):
-    """The plan with each sharding that makes a difference, and each order of ranks."""
+    """Variants of the plan: every sharding that makes a difference, and every order of ranks."""
     kinds = ["none"]
     if plan.replicas > 1:
         kinds += ["optimizer"]
-        if plan.schedule == "1f1b":  # weights are gathered for each action: with few of them
+        if plan.schedule == "1f1b":  # gathers for each action: only with few actions
             kinds += ["full"] if plan.replicas == plan.replicas_in_node(machine) else []
             kinds += ["full", "hybrid"] if plan.replicas > machine.gpus_per_node else []
     orders = ("stages", "replicas") if plan.replicas > 1 < plan.ranks else ("stages",)
@@ -115,9 +119,9 @@ def shardings(machine, plan):
 
 
 def pipelines_over_nodes(model, machine, schedules, base=None, chunk_counts=(2, 3, 4)):
-    """Plans with each layer shared by the GPUs of a node, and the pipeline across the nodes.
+    """Plans with tensor parallelism inside each node and a pipeline across the nodes.
 
-    `base` has the settings that all share, such as the micro-batch and recomputation.
+    `base` is a Plan with the settings that all plans share, such as micro-batch and recomputation.
     """
     tensor = min(machine.gpus, machine.gpus_per_node)
     groups = machine.gpus // tensor
@@ -135,9 +139,10 @@ def pipelines_over_nodes(model, machine, schedules, base=None, chunk_counts=(2, 
 
 
 def forecasts(model, machine, plans, count=None):
-    """The forecasts of those `plans` that fit and exist, the fastest first.
+    """The Forecasts of those `plans` that fit into memory and whose schedule exists, fastest first.
 
-    With `count` only the best are played: as many as have a bound below the `count`th forecast.
+    With `count` only the `count` fastest are returned, and a plan is simulated only if its bound is
+    below the `count`th fastest forecast so far.
     """
     fit = [plan for plan in plans if memory_bound(model, machine, plan) <= machine.memory]
     found = []
@@ -147,6 +152,6 @@ def forecasts(model, machine, plans, count=None):
                 break
         try:
             found.append(forecast(model, machine, plan))
-        except ScheduleError:  # such as interleaving with m not a multiple of p
+        except ScheduleError:  # such as interleaved 1F1B if m is not a multiple of p
             continue
     return sorted(found, key=lambda one: one.update)[:count]

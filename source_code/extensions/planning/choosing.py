@@ -1,9 +1,9 @@
-"""Which way of training for which machine: data, sharded, hybrid, tensor or pipeline parallelism.
+"""Compares data, sharded, hybrid, tensor and pipeline parallelism on a given machine.
 
-Each way may choose what suits it: the size of a micro-batch, whether layers are recomputed, 1F1B or
-interleaved 1F1B, and whether the stages or the replicas of a pipeline fill a node. So no way loses
-by a setting. The seconds are those of forecast.py: messages cost the link that they cross, a ring
-enters and leaves each node once, and what can run beside the computing does.
+Each of them is compared at its best settings: size of a micro-batch, recomputation, 1F1B or
+interleaved 1F1B, and whether the stages or the replicas of a pipeline fill a node. The seconds are
+those of forecast.py: a message takes the time of the link that it crosses, a ring enters and leaves
+each node once, and messages that can overlap with computation do.
 """
 
 from dataclasses import replace
@@ -24,13 +24,13 @@ class Way(NamedTuple):
     memory: float  # bytes on the fullest GPU
     sent: float  # bytes that a GPU sends in an update
     leaving: float  # bytes that leave a node in an update
-    idle: float  # of the schedule's time, the part in which a GPU waits
+    idle: float  # fraction of the schedule's time in which a GPU waits
     seconds: float  # of an update
     problem: str  # why it cannot be done, or ""
 
 
 def ways(model, machine):
-    """All ways as a list of Way: the whole model on each GPU or node, then pipelines, longest first."""
+    """A list of Way: the whole model on each GPU or node, then pipelines, the longest first."""
     n, node = machine.gpus, min(machine.gpus, machine.gpus_per_node)
     whole = {"data parallel": Plan(replicas=n), "sharded": Plan(replicas=n, sharding="full")}
     if n > node:
@@ -49,7 +49,10 @@ def ways(model, machine):
 
 
 def best(model, machine, name, plan):
-    """The fastest Way of these replicas, stages and tensor group that fits, or one that says why."""
+    """The fastest Way with the plan's replicas, stages and tensor group that fits into memory.
+
+    If there is none, the `problem` of the returned Way tells why.
+    """
     problem = cannot(model, plan)
     if problem:
         return Way(name, plan, 0.0, 0.0, 0.0, 0.0, float("inf"), problem)
@@ -77,7 +80,7 @@ def as_way(name, model, machine, found, problem=""):
 
 
 def settings(model, plan):
-    """What is free to choose: chunks, micro-batch, recomputation, and what fills a node."""
+    """Variants of the plan: every number of chunks, micro-batch, recomputation, order of ranks."""
     share = model.batch // plan.replicas
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if share % size == 0]
     orders = ("stages", "replicas") if plan.ranks > 1 and plan.replicas > 1 else ("stages",)
@@ -86,7 +89,7 @@ def settings(model, plan):
         chunk_counts += [v for v in (2, 4) if model.layers >= v * plan.ranks]
     for v, size, recompute, order in product(chunk_counts, sizes, ("none", "full"), orders):
         if v > 1 and share // size % plan.ranks:
-            continue  # interleaved 1F1B goes around in rounds of as many micro-batches as ranks
+            continue  # interleaved 1F1B needs a multiple of the number of ranks
         yield replace(
             plan,
             schedule="1f1b" if v == 1 else "interleaved-1f1b",

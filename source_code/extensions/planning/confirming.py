@@ -1,10 +1,10 @@
-"""Performs plans on this machine, as far as it can, beside what was forecast for them.
+"""Runs plans on this machine with paced actions, to compare them with their forecasts.
 
-What is performed is the pipeline of one replica: its ranks, its order of actions, its uneven stages
-and its links between nodes, on a small model whose actions last as long as the forecast says, times
-a factor that makes a step take about three seconds. So the performed step tells whether the schedule
-behaves as forecast. It does not tell whether the times of the stages are right: only a published
-or an own run on the machine can.
+A run has the pipeline of one replica: its ranks, its order of actions, its uneven stages and its
+links between nodes. The model is small. Each action is paced to last as long as in the forecast,
+times a factor that makes a step take about three seconds. The measured step therefore shows whether
+the schedule behaves as forecast. It does not show whether the forecast times of the stages are
+right: only a run on the forecast's own machine does.
 """
 
 import json
@@ -24,13 +24,13 @@ from pipeline.schedule import to_csv
 
 SOURCE = Path(__file__).resolve().parents[2]
 STEP = 3000.0  # milliseconds that a performed step should take
-LEAST = 4.0  # milliseconds of the shortest action: below, Python's own work shows
+LEAST = 4.0  # milliseconds of the shortest action; below it, Python's overhead shows
 MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
 class Confirmed:
-    """Seconds of the pipeline's part of an update: forecast, and performed over `factor`."""
+    """Seconds of the pipeline's part of an update: forecast, and measured divided by `factor`."""
 
     plan: Plan
     factor: float
@@ -47,15 +47,18 @@ def can_be_performed(plan):
 
 
 def bad_plan(model, plan):
-    """A plan like this one that is forecast to be bad: few large micro-batches, cut evenly."""
+    """A variant of the plan with a bad forecast: GPipe, few large micro-batches, an even cut."""
     share = model.batch // plan.replicas
     largest = next(size for size in range(max(share // 2, 1), 0, -1) if share % size == 0)
     return replace(plan, schedule="gpipe", chunks=1, cut=(), microbatch=largest)
 
 
 def confirm(model, machine, plan, limit=120.0):
-    """Perform one plan. Raises subprocess.SubprocessError if the run fails or takes too long."""
-    # Very many micro-batches repeat the same steady phase: a few rounds of it are performed.
+    """Run one plan for at most `limit` seconds; return its Confirmed.
+
+    Raises subprocess.SubprocessError if the run fails or takes too long.
+    """
+    # Very many micro-batches repeat the same steady phase: a few rounds of it are enough.
     most = 4 * plan.ranks
     m = plan.microbatches(model)
     if m > most:
@@ -75,9 +78,10 @@ def confirm(model, machine, plan, limit=120.0):
 
 
 def perform_schedule(schedule, costs, limit=120.0):
-    """Milliseconds of a step of `schedule` with real ranks, whose actions last as `costs` say.
+    """Milliseconds of a step of `schedule` on real ranks, with actions paced as in `costs`.
 
-    `costs` in milliseconds, a list per kind and no messages. Raises subprocess.SubprocessError.
+    `costs` is a Costs in milliseconds, with a list per kind and without messages. Raises
+    subprocess.SubprocessError if the run fails or takes more than `limit` seconds.
     """
     halves = [time / 2 for time in costs.backward]
     costs = replace(costs, backward_weight=costs.backward_weight or halves)
@@ -89,8 +93,10 @@ def perform_schedule(schedule, costs, limit=120.0):
 
 
 def far_hops_only(machine, plan, costs):
-    """`costs` without the links inside a node, which this machine plays by itself, and with the
-    second forward as a part of the backward."""
+    """`costs` without the messages inside a node, and with recomputation as a part of the backward.
+
+    The ranks really exchange the messages inside a node, so these need no pace.
+    """
 
     def far(times):
         return {pair: time for pair, time in times.items() if plan.is_far(machine, *pair)}
@@ -107,14 +113,14 @@ def far_hops_only(machine, plan, costs):
 
 
 def times_of(schedule, costs, factor):
-    """The content of the file that paced_schedule.py reads; `factor` includes milliseconds."""
+    """The content of the file for paced_schedule.py; `factor` also changes to milliseconds."""
     kinds = ("forward", "backward", "backward_weight")
     times = {kind: [factor * time for time in getattr(costs, kind)] for kind in kinds}
     return {"schedule": to_csv(schedule), **times}
 
 
 def perform(file, plan, machine, costs, factor, limit):
-    """What the run prints."""
+    """Run the actions of `file` with the plan's links between nodes; return the output."""
     step = plan.tensor * (1 if plan.neighbours == "stages" else plan.replicas)
     environment = dict(os.environ)
     if costs.transfer:
@@ -127,7 +133,10 @@ def perform(file, plan, machine, costs, factor, limit):
 
 
 def launch(file, ranks, environment, limit):
-    """What the run prints that performs a file of times."""
+    """Run the actions of `file` on `ranks` ranks; return the output.
+
+    Raises subprocess.SubprocessError if the run fails or takes more than `limit` seconds.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "lab.paced_schedule", str(file)]
     done = subprocess.run(
@@ -139,7 +148,7 @@ def launch(file, ranks, environment, limit):
 
 
 def first_sentence(text):
-    """The first line of an output that is neither the launcher's log nor a traceback's."""
+    """The first line of an output that belongs neither to the launcher's log nor to a traceback."""
     of_others = ("W", "E", "[", " ", "Traceback", "*", "=")
     lines = [line for line in text.splitlines() if line and not line.startswith(of_others)]
     return lines[0] if lines else "the run failed and gave no reason"

@@ -1,32 +1,33 @@
-"""Where a model is cut if its ends are not free: the head is a product, and may be worth layers.
+"""Cuts a model into stages of even work, where the head counts as a number of layers.
 
-The work is counted, as in transformer.py: multiplications of a token's forward. The embedding is
-looked up and multiplies nothing. A backward is twice a forward for layers and head alike.
+The work is counted as in transformer.py: the multiplications of one token's forward. The embedding
+is a look-up without multiplications. A backward is twice a forward for layers and head alike, so
+the forwards decide the cut.
 """
 
 from pipeline.model import cut_evenly
 
 
 def head_in_layers(config):
-    """What the head of a ModelConfig computes, in layers: attention looks at half of all pairs."""
+    """The work of a ModelConfig's head, in layers. Attention computes half of all pairs."""
     width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
     products = 2 * config.dim * (width + kv_width) + 3 * config.dim * config.hidden_dim
     return config.vocabulary * config.dim / (products + config.seq_len * width)
 
 
 def cut_by_work(config, num_stages):
-    """The number of layers of each stage whose slowest stage has least work, the head included.
+    """The number of layers of each stage that minimizes the work of the slowest, head included.
 
-    None for fewer layers than stages.
+    None if there are fewer layers than stages.
     """
     return best_cut(config.layers, num_stages, head=head_in_layers(config))
 
 
 def best_cut(layers, num_stages, embedding=0.0, head=0.0):
-    """The layers of each stage, with the least for the slowest; both ends are worth so many layers.
+    """The number of layers of each stage that minimizes the work of the slowest stage.
 
-    As even as it goes, as long as that is as fast; each stage has a layer. None for fewer layers
-    than stages.
+    `embedding` and `head` are the work of the two ends, in layers. An even cut is preferred if no
+    other is faster. Each stage has at least one layer. None if there are fewer layers than stages.
     """
     if layers < num_stages:
         return None
@@ -35,13 +36,13 @@ def best_cut(layers, num_stages, embedding=0.0, head=0.0):
         most = (layers - last) // (num_stages - 1)
         for first in range(most, 0, -1) if num_stages > 2 else [layers - last]:
             inner = cut_evenly(layers - first - last, num_stages - 2) if num_stages > 2 else []
-            # The larger ones behind: the first stages hold the most micro-batches.
+            # Larger stages come last, because the first stages hold the most micro-batches.
             cuts.append([first, *(end - begin for begin, end in reversed(inner)), last])
     return min(cuts, key=lambda cut: slowest(cut, embedding, head))
 
 
 def slowest(cut, embedding, head):
-    """What the slowest stage computes, in layers."""
+    """The work of the slowest stage, in layers."""
     work = [float(layers) for layers in cut]
     work[0] += embedding
     work[-1] += head

@@ -1,24 +1,25 @@
-"""Finds the shortest schedule there is, and knows when no shorter one can exist.
+"""Finds the shortest schedule of a pipeline, and proves that no shorter one exists.
 
-A pipeline at one moment is what lies in front of its stations: how many micro-batches wait for the
-forward of stage 2, when will the next one arrive, when is each rank free. From there a rank can
-start one of a few actions, and that gives another such moment. The search goes through all of them,
-action by action, and forgets what cannot matter:
+The state of a pipeline at one moment is what is in front of its stations: how many micro-batches
+wait for the forward of stage 2, when the next one arrives, and when each rank is free. From there a
+rank can start one of a few actions, and each of them leads to another such state. The search goes
+through all states, action by action, and drops those that cannot matter:
 
-- two ways to the same moment: the later one is dropped;
-- a moment from which even a flattering count of what is left ends too late: it is dropped, too.
+- of two ways to the same state, the later one;
+- a state from which even a lower bound on the remaining time ends too late.
 
-What is found is the best of all legal schedules with these stages on these ranks, whichever order
-each rank takes its actions in and however long it waits before one of them. Three arguments make
-the search finite, and the tests compare it with trying everything:
+The result is the best of all legal schedules with these stages on these ranks, for every order of
+actions on each rank and every wait before an action. Three arguments make the search finite, and
+the tests compare it with an exhaustive search:
 
-1. For a given order of actions on each rank, nothing is gained by starting one later than it can
-   start (such schedules are called semi-active: Pinedo, Scheduling, section 2.3). A rank may still
-   wait deliberately: by taking an action next that cannot start yet, instead of one that can.
-2. Micro-batches are alike. If the third to leave a stage is not the third to arrive there, let the
-   two change names from there on: no start changes, no count of held micro-batches does. So every
-   stage can take them in turn.
-3. Actions can be written down in the order in which they start, whatever rank they are on.
+1. For a given order of actions on each rank, nothing is gained by starting an action later than it
+   can start (such schedules are called semi-active: Pinedo, Scheduling, section 2.3). A rank may
+   still wait deliberately: its next action may be one that cannot start yet, instead of one that
+   can.
+2. Micro-batches are alike. If the third to leave a stage is not the third to arrive there, the two
+   can exchange their numbers from there on: no start changes, and no count of held micro-batches.
+   So every stage can take them in the order of their arrival.
+3. Actions can be listed in the order in which they start, whichever rank they run on.
 """
 
 import time
@@ -31,10 +32,11 @@ WIDTHS = (1, 10, 100, 1_000, 10_000, 100_000)
 
 
 class Station(NamedTuple):
-    """One kind of action of one stage, in front of which micro-batches queue.
+    """One kind of action of one stage, with a queue of micro-batches in front of it.
 
-    `next` is the station at which a micro-batch arrives `latency` after this one is done with it,
-    None at the end of its way. `tail` is the least time from here to the end of its whole way.
+    `next` is the index of the station at which a micro-batch arrives `latency` after the end of
+    this action; None at the last station. `tail` is the least time from the end of this action to
+    the end of the micro-batch's last action.
     """
 
     stage: int
@@ -47,11 +49,11 @@ class Station(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A pipeline at the moment at which its last action has started.
+    """The state of a pipeline at the `time` at which its latest action started.
 
-    `queues[station]` are the times at which the micro-batches in front of it arrive or have
-    arrived, `free[rank]` is when the rank ends what it has begun. `past` is how it came to this:
-    the last action and the past before it.
+    `queues[station]` has the times at which the micro-batches in front of a station arrive or have
+    arrived. `free[rank]` is the time at which the rank's current action ends. `past` is the pair of
+    the latest action's station and the `past` before it.
     """
 
     time: float
@@ -61,10 +63,10 @@ class Moment(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """The best schedule found, its makespan, and a makespan that none can be below.
+    """The shortest schedule found, its makespan, and a lower bound on all makespans.
 
-    `proven` says that no legal schedule is shorter, `moments` how many were looked at. `schedule`
-    is None if nothing shorter was found than what was known before.
+    `proven` is true if no legal schedule is shorter. `moments` is the number of states visited.
+    `schedule` is None if no schedule was found that is shorter than the known one.
     """
 
     schedule: Schedule | None
@@ -75,14 +77,15 @@ class SearchResult(NamedTuple):
 
 
 class Problem:
-    """What is given: stages on ranks, micro-batches, costs, whether backwards are split, room.
+    """The input of the search: stages on ranks, micro-batches, costs, split backwards, room.
 
-    `rank_of_stage[stage]` is a rank. With `split` every backward is an I and a W; a whole one is an
-    I with its W behind it whose gradient leaves later, and so is never better. `room[rank]` is the
-    most stage x micro-batch activations that the rank may hold, from the start of F to the end of B
-    or I, or with `until_weight` to the end of B or W; None is any number. Costs (a Costs of
-    simulator.py) are best whole numbers, so that equal times are equal. Messages may have a latency.
-    Raises ValueError for an `occupancy`: what waits in front of a link is not part of a Moment.
+    `rank_of_stage[stage]` is a rank. With `split` every backward is an I and a W. A whole backward
+    is then never better: it is an I and a W in a row, whose gradient leaves later. `room[rank]` is
+    the largest number of (stage, micro-batch) activations that a rank may hold, from the start of F
+    to the end of B or I, or with `until_weight` to the end of B or W; without `room` any number.
+    `costs` is a Costs of simulator.py, best with whole numbers, so that equal times compare equal.
+    Messages may have a latency. Raises ValueError for an `occupancy`: a Moment has no queues in
+    front of links.
     """
 
     def __init__(
@@ -97,11 +100,11 @@ class Problem:
         last = len(rank_of_stage) - 1
         way = [(stage, "F") for stage in range(last + 1)]
         way += [(stage, "I" if split else "B") for stage in range(last, -1, -1)]
-        # A micro-batch passes these stations one after the other; each W lies beside its I.
+        # A micro-batch passes these stations one after the other; each W branches off its I.
         self.way = range(len(way))
         sides = [(stage, "W") for stage in range(last + 1)] if split else []
         self.stations = []
-        # From the end of the way to its start, so that each station knows what comes after it.
+        # From the last station to the first: the tail of a station includes all after it.
         tail = costs.of(Action(0, "W", 0)) if split else 0.0
         for index in reversed(self.way):
             stage, kind = way[index]
@@ -122,14 +125,14 @@ class Problem:
 def best_schedule(
     problem, name="found", most_moments=500_000, below=float("inf"), seconds=float("inf")
 ):
-    """The best schedule of a Problem, as a SearchResult; None where none is found, as there is no room.
+    """The shortest schedule of a Problem, as a SearchResult; None if none was found or known.
 
-    One sweep goes through all actions and keeps only the `width` most promising moments after
-    each; the next keeps ten times as many. A sweep that had to drop none of them for their number
-    is a proof; so is a schedule as short as the bound of the empty pipeline. Without either the
-    search gives up after `most_moments`, or after `seconds`, and what it found is only the best
-    that it knows. `below` is the makespan of a schedule that is known already: only shorter ones
-    are looked for.
+    Each sweep goes through all actions and keeps the `width` most promising states after each
+    action; the next sweep keeps ten times as many. A schedule is proven if a sweep dropped no state
+    for lack of width, or if its makespan equals the bound of the empty pipeline. Otherwise the
+    search ends after `most_moments` states, or after `seconds`, with the shortest schedule found so
+    far. `below` is the makespan of a schedule that is already known: the search looks only for
+    shorter ones.
     """
     deadline = time.monotonic() + seconds
     start = first_moment(problem)
@@ -151,7 +154,10 @@ def best_schedule(
 
 
 def sweep(problem, start, width, below, deadline=float("inf")):
-    """The best last moment that ends before `below`, or None; whether none was dropped for width."""
+    """(best last state or None, whether no state was dropped for lack of width, states visited).
+
+    The best last state is the one that ends first, before `below`.
+    """
     layer, complete, looked_at = [start], True, 0
     for _ in range(problem.num_microbatches * len(problem.stations)):
         following = {}
@@ -173,7 +179,7 @@ def sweep(problem, start, width, below, deadline=float("inf")):
 
 
 def first_moment(problem):
-    """All micro-batches in front of the first stage, all ranks free."""
+    """The first state: all micro-batches are in front of the first stage, all ranks are free."""
     queues = [()] * len(problem.stations)
     queues[0] = (0.0,) * problem.num_microbatches
     return Moment(0.0, tuple(queues), (0.0,) * problem.num_ranks, None)
@@ -202,9 +208,10 @@ def moments_after(problem, moment):
 
 
 def held_per_rank(problem, moment):
-    """How many activations each rank holds once it has ended what it has begun.
+    """How many activations each rank holds once its current action has ended.
 
-    A micro-batch that has left F and stands in front of a station up to B or I is held.
+    An activation is held if its micro-batch has left F and is in front of a later station, up to
+    the stage's own B or I.
     """
     held = [0] * problem.num_ranks
     for stage, rank in enumerate(problem.rank_of_stage):
@@ -223,11 +230,11 @@ def what_matters(moment):
 
 
 def bound_of(problem, moment):
-    """A makespan below which nothing can end that goes on from here.
+    """A lower bound on the makespan of every schedule that continues from this state.
 
-    Each rank has so much work left, cannot start it before something arrives, and after its last
-    backward a gradient has a way to go. The same holds for each station alone. Where ranks get
-    into each other's way is left out, and that is why the bound flatters.
+    A rank cannot start its remaining work before a micro-batch arrives, and after its last backward
+    the gradient still passes the earlier stages. The same holds for each station alone. Delays
+    between ranks that compete are left out, so the true makespan may be longer.
     """
     bound = max(moment.free)
     ranks = range(problem.num_ranks)
@@ -264,7 +271,7 @@ def bound_of(problem, moment):
 
 
 def schedule_of(problem, moment, name):
-    """The Schedule that led to a last Moment."""
+    """The Schedule that led to a last state."""
     taken = []
     past = moment.past
     while past is not None:

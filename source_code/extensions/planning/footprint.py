@@ -1,10 +1,10 @@
 """How many bytes a rank needs to train: weights, gradients, optimizer, activations.
 
-Everything is counted from the sizes of the model and the order of the schedule; nothing is run.
-The first three follow from the number of weights. Activations are what forwards leave behind for
-their backwards: per layer and token a known list of tensors, held for as long as the rank's own
-order of actions says. Not counted: messages on their way, what one operation needs for a moment,
-Python and torch themselves.
+All bytes are counted from the sizes of the model and the order of the schedule; nothing is run.
+Weights, gradients and optimizer states follow from the number of weights. Activations are the
+tensors that a forward keeps for its backward: a known list per layer and token, held for as long as
+the rank's order of actions requires. Not counted are messages in transit, temporary memory within
+an operation, and Python and torch themselves.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pipeline.model import cut_evenly
 
 STATES = {"sgd": 0, "momentum": 1, "adamw": 2}  # numbers that an optimizer keeps for each weight
-STEP_BYTES = 4  # AdamW also counts its steps, for each tensor
+STEP_BYTES = 4  # AdamW also has a step counter for each tensor
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank. `optimizer` has its states and, if there are any, float32 copies of the
-    weights; `activations` is the most that is held at a time."""
+    """Bytes of one rank, at the peak of its activations.
+
+    `optimizer` has the optimizer's states and any float32 copies of the weights.
+    """
 
     weights: int
     gradients: int
@@ -31,9 +33,9 @@ class RankMemory:
 
 
 def count_weights(config, first=0, last=None):
-    """(numbers, tensors) of layers `first` to `last` - 1, by default of the whole model.
+    """(number of weights, number of tensors) of layers `first` to `last` - 1, by default of all.
 
-    The first layer brings the embedding, the last one the last norm and the head.
+    The first layer includes the embedding, the last one the last norm and the head.
     """
     last = config.layers if last is None else last
     kv_dim = config.kv_heads * config.head_dim
@@ -49,9 +51,9 @@ def count_weights(config, first=0, last=None):
 
 @dataclass(frozen=True)
 class ActivationSizes:
-    """What a micro-batch of `tokens` tokens leaves behind, in bytes; `width` is that of a number.
+    """Bytes that the forward of a micro-batch of `tokens` tokens keeps; a number has `width` bytes.
 
-    `selective` leaves out what attention works out again.
+    With `selective` the tensors that attention recomputes are left out.
     """
 
     config: object
@@ -60,11 +62,11 @@ class ActivationSizes:
     selective: bool = False
 
     def input(self):
-        """One activation between two layers."""
+        """Bytes of one activation between two layers."""
         return self.tokens * self.config.dim * self.width
 
     def attention(self):
-        """The kernel's output, and a sum for each head that its backward needs."""
+        """The output of attention's kernel, and a sum per token and head for its backward."""
         sums = self.tokens * self.config.heads * max(self.width, 4)
         return self.input() + sums
 
@@ -82,17 +84,20 @@ class ActivationSizes:
         return (last - first) * layer + (self.end() if last == config.layers else 0)
 
     def norm(self):
-        """Its input, that times the weight, and one number; in 16 bits the input and the number."""
+        """The norm's input, the input times the weight, and one number per token.
+
+        In 16 bits it keeps only the input and the number.
+        """
         times_weight = self.input() if self.width >= 4 else 0
         return self.input() + times_weight + self.tokens * max(self.width, 4)
 
     def end(self):
-        """The last norm, the head, and the scores of all tokens."""
+        """What the last norm and the head keep, and the scores of all tokens."""
         config = self.config
         return self.tokens * (config.dim + config.vocabulary) * self.width + self.norm()
 
     def deferred(self, first, last):
-        """What a split backward keeps from I to W: each matrix's input and its output's gradient."""
+        """What a backward keeps from I to W: the input and the output gradient of each matrix."""
         config = self.config
         kv_dim = config.kv_heads * config.head_dim
         numbers = (last - first) * (6 * config.dim + 2 * kv_dim + 3 * config.hidden_dim)
@@ -102,10 +107,11 @@ class ActivationSizes:
 
 
 def most_held(order, stage_layers, kept, recompute="none", pieces=1):
-    """The most bytes of activations that a rank holds which takes the actions of `order`.
+    """Peak bytes of activations on a rank that runs the actions of `order`.
 
-    `stage_layers` has (first, last) of each stage, `kept` is a ActivationSizes, `recompute` a key of MODES in
-    recompute.py and `pieces` what goes with it.
+    `stage_layers[stage]` is (first, last), `kept` is an ActivationSizes, and `recompute` is a key
+    of MODES in recompute.py. `pieces` is the number of pieces per stage that are recomputed one at
+    a time; with "layer" each layer is a piece.
     """
     held = {}  # (stage, micro-batch) -> bytes
     most = 0
@@ -125,7 +131,7 @@ def most_held(order, stage_layers, kept, recompute="none", pieces=1):
             if recompute == "selective":
                 reaches(kept.attention())
             for start, end in reversed(cut_pieces(first, last, recompute, pieces)):
-                # The input of the piece is both kept and a part of its inside.
+                # The input of the piece is both in `held` and in its inside: count it once.
                 own = kept.input() if start > 0 else 0
                 reaches(kept.inside(start, end) - own)
                 held[key] += (kept.deferred(start, end) if kind == "I" else 0) - own
@@ -141,7 +147,7 @@ def most_held(order, stage_layers, kept, recompute="none", pieces=1):
 
 
 def cut_pieces(first, last, recompute, pieces=1):
-    """(start, end) layers of the runs of layers that are recomputed at a time."""
+    """(start, end) of each run of layers that is recomputed as one piece."""
     if recompute in ("none", "selective"):
         return []
     count = last - first if recompute == "layer" else pieces
@@ -161,8 +167,8 @@ def predict_memory(
 ):
     """A RankMemory for each rank of `schedule`. `shards` replicas share the optimizer's states.
 
-    `width` is that of a number in bytes; one of 2 means weights that compute in 16 bits, with
-    gradients that add up in, and an update that is made in, 32 (mixed_precision.py).
+    `width` is the bytes per number. With 2, weights compute in 16 bits; gradients are summed and
+    weights updated in 32 bits (mixed_precision.py).
     """
     master = max(width, 4)
     selective = recompute == "selective"
@@ -180,10 +186,10 @@ def predict_memory(
 
 
 def measure_memory(stages, masters, optimizer, activations):
-    """The RankMemory of this rank, counted from its tensors; call it while gradients are there.
+    """The RankMemory of this rank, counted from its tensors; call it before gradients are freed.
 
-    `stages` compute, by index, and `masters` are the parts that are updated, the same or others;
-    `activations` is the peak of an ActivationMemory, in bytes.
+    `stages` maps indices to the stages that compute, and `masters` to the parts that are updated,
+    which may be the same. `activations` is the peak of an ActivationMemory, in bytes.
     """
 
     def bytes_of(tensors):
@@ -201,7 +207,7 @@ def measure_memory(stages, masters, optimizer, activations):
 
 
 def memory_table(memories):
-    """Text: lines for each rank, in MiB. `memories` has a list of RankMemory by title."""
+    """A table in MiB, as text. `memories` maps titles to lists with a RankMemory per rank."""
     columns = ["weights", "gradients", "optimizer", "activations", "total"]
     lines = ["MiB" + " " * 16 + "".join(f"{name:>12}" for name in columns)]
     for rank, of_rank in enumerate(zip(*memories.values())):

@@ -1,6 +1,7 @@
-"""How many micro-batches the ranks of a schedule hold for their backwards, at most.
+"""The largest number of micro-batches that each rank of a schedule holds for its backwards.
 
-By the papers' formulas where a backward is one action; else counted from the order of each rank.
+The papers' formulas give it for GPipe, looped BFS, 1F1B and interleaved 1F1B. For other schedules
+it is counted from the order of each rank.
 """
 
 from functools import lru_cache
@@ -11,8 +12,8 @@ from pipeline.schedules import build_schedule
 def held_by(schedule, ranks, chunks, m, deferred=1.0):
     """The most (stage, micro-batch) pairs that each rank of a schedule holds.
 
-    Where a backward has two halves, a pair counts 1 until the half for the input has run, and
-    `deferred` from then until the half for the weights has.
+    If backwards are split, a pair counts 1 until its I has run, and `deferred` from then until its
+    W has run.
     """
     p, v = ranks, chunks
     formulas = {
@@ -29,8 +30,7 @@ def held_by(schedule, ranks, chunks, m, deferred=1.0):
 
 @lru_cache(maxsize=2000)
 def counted(schedule, ranks, chunks, m):
-    """From the order of each rank's actions: {pairs that wait for their last half alone: the most
-    whole pairs that are held beside so many}."""
+    """For each rank {pairs between I and W: the most whole pairs that it holds beside them}."""
     most = []
     for order in build_schedule(schedule, ranks, m, chunks).orders:
         whole = half = 0

@@ -1,7 +1,7 @@
-"""Models by name, by sizes, or from a Hugging Face config.json, as the planner counts them.
+"""The planner's models: by name, by sizes, or from a config.json of Hugging Face.
 
-Sizes are those of the papers and of the published config files; the course's own are those of
-pretrain_llama.py, whose gated part is 8/3 of the width, rounded up to a multiple of 16.
+Sizes are those of the papers and of the published config files. The course's own sizes are those of
+pretrain_llama.py, with a gated part of 8/3 of the width, rounded up to a multiple of 16.
 """
 
 import math
@@ -36,7 +36,7 @@ def of_the_course(layers, hidden, heads, kv_heads, vocabulary):
 
 @lru_cache(maxsize=100)
 def is_of_the_course(model):
-    """Whether pretrain_llama.py builds it from its sizes."""
+    """Whether pretrain_llama.py can build this model from its sizes."""
     if not (type(model) is Model and model.gated and model.hidden % model.head_count == 0):
         return False
     heads = model.head_count
@@ -63,7 +63,7 @@ NAMED = {
     "mistral-7b-v0.1": llama(32, 4096, 32, 8, 14_336, 32_000),
 }
 SIZES = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary")
-OF_CONFIG = {  # our size: the names in a config.json, the first one that is there
+OF_CONFIG = {  # our name: the keys in a config.json; the first one present counts
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
     "heads": ("num_attention_heads", "n_head"),
@@ -78,8 +78,8 @@ LARGEST_SIZE = 10_000_000
 def find_model(text, length, batch):
     """The Model of a name, of sizes such as layers=32,hidden=4096,vocabulary=32000, or of a file.
 
-    A file is a config.json, or a profile of layers, which has its own length. `batch` sequences of
-    `length` tokens per update. Raises InputError with one sentence.
+    A file is a config.json or a profile of layers; a profile has its own length. An update has
+    `batch` sequences of `length` tokens. Raises InputError with one sentence.
     """
     if text in NAMED:
         model = NAMED[text]
@@ -113,7 +113,7 @@ def from_sizes(text):
 
 
 def from_config(config, path):
-    """The Model of a config.json of transformers."""
+    """The Model of a config.json of transformers. Raises InputError."""
     if not isinstance(config, dict):
         raise InputError(f"{path} holds no JSON object")
     sizes = {}
@@ -127,7 +127,7 @@ def from_config(config, path):
 
 
 def checked(sizes, name):
-    """The Model of these sizes, if it can be built."""
+    """The Model of these sizes. Raises InputError if it cannot be built."""
     missing = NEEDED - set(sizes)
     if missing:
         raise InputError(f"{name} does not say {', '.join(sorted(missing))}")

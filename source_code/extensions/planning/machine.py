@@ -1,8 +1,8 @@
-"""The machine that a forecast is made for: GPUs in nodes, and what joins them.
+"""The machine that a forecast is made for: GPUs in nodes, and the links between them.
 
 Rates and bandwidths are those that programs reach, not those of data sheets. A machine is a JSON
-file with its sources; those in the folder machines/ have names. The defaults here are those of
-machines/dgx-a100-80gb.json. Sizes are in bytes, times in seconds, rates per second.
+file that names its sources; the files in the folder machines/ are found by name. The defaults here
+are those of machines/dgx-a100-80gb.json. Sizes are in bytes, times in seconds, rates per second.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MACHINES = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Link:
-    """`bandwidth` is one way and of one card or one GPU; `number` is how many cards a node has."""
+    """`bandwidth` of one card or GPU in one direction; `number` is the number of cards per node."""
 
     bandwidth: float
     latency: float = 14e-6
@@ -27,12 +27,12 @@ class Link:
 class Machine:
     """`gpus` GPUs in nodes of `gpus_per_node`.
 
-    `flops` is what one GPU reaches within the matrix products of a training. It is more than a
-    whole training reaches end to end: bubble, messages and everything that is no matrix product
-    are counted apart. `peak` is the data sheet's number, which only MFU needs. `memory_speed` is
-    what operations reach that only read and write. `error` is the relative error that forecasts
-    for this machine had on published runs. `measured`, where it is there, takes the place of
-    `flops` and `memory_speed`, and `bytes_per_value` is that of an activation or a weight.
+    `flops` is the rate of one GPU within the matrix products of a training. It is higher than the
+    end-to-end rate of a training, because bubble, messages and all other operations are counted
+    separately. `peak` is the rate of the data sheet, which only MFU needs. `memory_speed` is the
+    rate of operations that only read and write. `error` is the relative error of the forecasts for
+    this machine on published runs. `measured`, if given, replaces `flops` and `memory_speed`.
+    `bytes_per_value` is that of an activation or a weight.
     """
 
     gpus: int
@@ -49,7 +49,7 @@ class Machine:
 
     @property
     def card_share(self):
-        """Bytes per second of each GPU to other nodes while all GPUs of its node send."""
+        """Bytes per second from each GPU to other nodes while all GPUs of its node send."""
         return self.between.bandwidth * self.between.number / self.gpus_per_node
 
 
@@ -69,7 +69,7 @@ def machine_names():
 
 
 def read_machine(name, gpus):
-    """The Machine of a JSON file, or of one in machines/ by its name. Raises InputError."""
+    """The Machine of a JSON file, or of a file in machines/ by its name. Raises InputError."""
     known = machine_names()
     path = MACHINES / f"{name}.json" if name in known else Path(name)
     if name not in known and not path.exists():

@@ -1,9 +1,9 @@
-"""Where to cut a model by a short measurement on the ranks themselves, before the first step.
+"""Cuts a model by a short measurement on the ranks, before the first step.
 
-cut_by_work.py counts multiplications. What a device takes for them depends on more: on the shapes of
-the matrices, on what is looked up and added. So each rank runs the first layer with the embedding, a
-layer by itself, and the last layer with the head, forward and backward; the ranks add their times up
-and so find the same cut.
+cut_by_work.py counts multiplications. The time on a device also depends on the shapes of the
+matrices, on look-ups and on additions. So each rank times the forward and backward of the first
+layer with the embedding, of an inner layer, and of the last layer with the head. The ranks add up
+their times, so all of them find the same cut.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pipeline.command_line import reject
 from pipeline.stage import Stage
 from pipeline.training import cut_layers, layer_counts
 
-REPEATS = 5  # after one that loads what it needs
+REPEATS = 5  # after one run that is not counted
 
 
 def add_measured_cut(parser):
@@ -34,7 +34,7 @@ def add_measured_cut(parser):
 
 
 def complete_cut(arguments, num_stages):
-    """Reject a --cut that cannot be; without --cut choose one by counted work. `auto` is left."""
+    """Reject an impossible --cut; without --cut, cut by counted work. `auto` stays as it is."""
     a = arguments
     if a.cut == "auto" and getattr(a, "plan", None):
         reject("--cut auto is measured by the ranks, and --plan starts none; leave one of them out")
@@ -46,8 +46,8 @@ def complete_cut(arguments, num_stages):
 def cut_model(arguments, job, num_stages, build, loss_function):
     """(first, last) layer of each stage: as --cut says, after `complete_cut`, or by measurement.
 
-    `build(first, last)` returns these layers as they are updated, and as they compute. All ranks
-    call it together. `loss_function` is a ShareOfLoss.
+    `build(first, last)` returns two versions of these layers: the one that is updated and the one
+    that computes. All ranks make this call together. `loss_function` is a ShareOfLoss.
     """
     a = arguments
     if a.cut == "auto":
@@ -59,10 +59,12 @@ def cut_model(arguments, job, num_stages, build, loss_function):
 
 
 def measured_cut(job, build, layers, num_stages, tokens, loss_function):
-    """The layers of each stage, on every rank the same; all ranks call it together.
+    """The number of layers of each stage, the same on every rank.
 
-    `build(first, last)` returns the part of the model with these layers, as it will compute;
-    `tokens` are those of a micro-batch, (rows, length), and `loss_function` is that of the last stage.
+    All ranks make this call together.
+
+    `build(first, last)` returns the part of the model with these layers, as it will compute.
+    `tokens` are those of a micro-batch, (rows, length). `loss_function` is that of the last stage.
     """
     if num_stages in (1, layers) or layers < num_stages:
         return best_cut(layers, num_stages)
@@ -88,7 +90,10 @@ def measured_cut(job, build, layers, num_stages, tokens, loss_function):
 
 
 def seconds_of(job, part, index, tokens, loss_function):
-    """The median of a forward and backward through a part: the first (0), an inner one, the last (2)."""
+    """Median seconds of a forward and backward of a part.
+
+    `index` is 0 for the first part of the model, 1 for an inner one, and 2 for the last.
+    """
     stage = Stage(part, index, 3, loss_function)
     tokens, times = tokens.to(job.device), []
     shape = (*tokens.shape, job.shape[-1])

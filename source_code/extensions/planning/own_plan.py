@@ -1,7 +1,7 @@
-"""What a training would hold and take with exactly these flags: `--plan` of pretrain_llama.py.
+"""Forecasts a training with exactly the given flags: `--plan` of pretrain_llama.py.
 
-plan.py compares plans; this takes the one that the flags name, and asks the same forecast. A training
-without --plan needs no simulator, so it is imported only then.
+plan.py compares many plans. This module makes the same forecast for the one plan that the flags
+describe. The simulator is imported only with --plan, because a training does not need it.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ AGAIN = {"none": "none", "selective": "selective", "layer": "full", "stage": "fu
 
 
 def add_flag(parser):
-    """Add --machine to a parser made by `training_parser`, and reject a wrong one with the others."""
+    """Add --machine to a parser of `training_parser`, and check it with the other flags."""
     names = ", ".join(machine_names())
     parser.add_argument(
         "--machine", metavar="NAME", help=f"of --plan's seconds: {names}, or a file; a DGX A100"
@@ -32,7 +32,7 @@ def check_machine(arguments):
 
 
 def print_seconds(arguments, schedule):
-    """Say how long an update takes on --machine, how idle its ranks are, and what limits it."""
+    """Print how long an update takes on --machine, how idle its ranks are, and what limits it."""
     from extensions.planning.forecast import forecast
     from extensions.planning.reasons import limit_of
 
@@ -80,7 +80,7 @@ def machine_of(arguments):
 
 
 def model_of(arguments):
-    """The planner's Model of a pass: all that the flags say, or a saved model's settings."""
+    """The planner's Model of one pass, from the flags or from a saved model's settings."""
     config = arguments.config
     return Model(
         config.layers,

@@ -1,8 +1,8 @@
-"""Profiles layers, cuts the model into stages.
+"""Profiles layers, and cuts a model into replicated stages.
 
 The planner of PipeDream (Narayanan et al., SOSP 2019, section 3.1). A plan gives each stage a run
-of consecutive layers and a number of workers that replicate it and take the mini-batches in turn. A
-pipeline is as fast as its slowest part; a dynamic programme makes that as fast as it can be.
+of consecutive layers and a number of workers that replicate it and take the mini-batches in turn.
+The slowest part sets the pace of a pipeline; a dynamic programme minimizes its time.
 """
 
 import json
@@ -26,14 +26,14 @@ MOST_COMPARISONS = 30_000_000  # about ten seconds
 
 
 class PartitionError(ValueError):
-    """A profile that cannot be read, or a plan that does not exist, in one sentence."""
+    """A profile is invalid or a plan does not exist; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """A layer on one worker: seconds a mini-batch, bytes of its output and of its weights.
+    """A layer on one worker: seconds per mini-batch, bytes of its output and of its weights.
 
-    `kept_bytes` are what a mini-batch's forward leaves for its backward, where that was measured.
+    `kept_bytes` is what the forward of a mini-batch keeps for its backward, if it was measured.
     """
 
     name: str
@@ -64,8 +64,9 @@ class Profile:
 class PlannedStage:
     """Layers `first_layer` to `last_layer`, both included, on `replicas` workers.
 
-    `seconds` a mini-batch, all replicas working in turn; `boundary_seconds` for its messages to and
-    from the next stage, 0 for the last stage and where boundaries cost nothing.
+    `seconds` is the time per mini-batch if the replicas work in turn. `boundary_seconds` is the
+    time of the messages to and from the next stage; it is 0 for the last stage and if boundaries
+    cost nothing.
     """
 
     first_layer: int
@@ -77,7 +78,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """`stages` in order; seconds a mini-batch of this plan, and of all workers as replicas."""
+    """`stages` in order; seconds per mini-batch of this plan, and of all workers as replicas."""
 
     stages: tuple
     seconds_per_minibatch: float
@@ -90,13 +91,17 @@ class Plan:
 
 
 def stage_seconds(compute_seconds, parameter_bytes, replicas, bandwidth, overlap=True):
-    """Seconds a mini-batch of a stage whose layers take `compute_seconds` on one worker.
+    """Seconds per mini-batch of a stage whose layers take `compute_seconds` on one worker.
 
     Each of m replicas sends and receives (m - 1)/m of the weights' bytes to add up gradients, and
     the replicas share the mini-batches. With `overlap` (the paper, section 3.1) the messages travel
-    while the replica computes: max(compute, 2 (m - 1)/m weights / bandwidth) / m. Without (the
-    authors' code, optimizer_graph_hierarchical.py) they come on top, and count twice:
-    (compute + 4 (m - 1)/m weights / bandwidth) / m. `bandwidth` in bytes a second.
+    while the replica computes. Without it (the authors' code, optimizer_graph_hierarchical.py) they
+    are added, and count twice:
+
+        with:     max(compute, 2 (m - 1)/m weights / bandwidth) / m
+        without:  (compute + 4 (m - 1)/m weights / bandwidth) / m
+
+    `bandwidth` is in bytes per second.
     """
     exchange = parameter_bytes * (replicas - 1) / replicas / bandwidth
     if overlap:
@@ -105,20 +110,24 @@ def stage_seconds(compute_seconds, parameter_bytes, replicas, bandwidth, overlap
 
 
 def plan_stages(profile, workers, bandwidth, *, overlap=True, straight=False, memory=None):
-    """The Plan with the fastest slowest part that uses exactly `workers` workers, as in the paper.
+    """The Plan on exactly `workers` workers that minimizes the time of its slowest part.
 
-    `stage_seconds` says what a stage costs. With `overlap` a boundary costs 2 activation /
-    `bandwidth`, the activation forward and its gradient back; without, nothing, as in the authors'
-    code. `straight` allows one replica a stage, so there are as many stages as workers. Of equally
-    good plans it takes the one whose last stage starts first, then the one with fewest replicas.
+    `stage_seconds` gives the time of a stage. With `overlap` a boundary takes 2 activation /
+    `bandwidth`, for the activation forward and its gradient back. Without `overlap` it takes no
+    time, as in the authors' code. `straight` allows one replica per stage, so there are as many
+    stages as workers. Of equally good plans it takes the one whose last stage starts first, then
+    the one with the fewest replicas.
 
     `memory`, in bytes, admits a stage of m replicas with n workers behind it only if
-    ceil(n/m) * (activation bytes + parameter bytes of its layers) <= `memory`: a copy of both for
-    each mini-batch under way behind it. For the first stage of M workers that is ceil((M - m)/m).
-    This is the filter of the authors' code: it leaves out the mini-batch at work and the current
-    weights, so the last stage always passes, and with it a single stage on all workers.
 
-    Raises PartitionError where no plan exists, or finding one would take minutes.
+        ceil(n/m) * (activation bytes + parameter bytes of its layers) <= memory
+
+    This is a copy of both for each mini-batch in progress behind the stage. For the first stage of
+    M workers the factor is ceil((M - m)/m). The authors' code has this filter. It leaves out the
+    stage's own mini-batch and the current weights, so the last stage always passes, and with it a
+    single stage on all workers.
+
+    Raises PartitionError if no plan exists, or if the search would take minutes.
     """
     check_size(len(profile.layers), workers, straight)
     layers = profile.layers
@@ -170,7 +179,7 @@ def plan_stages(profile, workers, bandwidth, *, overlap=True, straight=False, me
 
 
 def check_size(num_layers, workers, straight=False):
-    """Raise PartitionError for a plan that cannot exist, or that would take minutes to find."""
+    """Raise PartitionError for a plan that cannot exist, or whose search would take minutes."""
     if straight and workers > num_layers:
         raise PartitionError(
             f"--straight: {workers} workers need a layer each; use at most {num_layers} workers"
@@ -196,7 +205,7 @@ def read_profile(path):
 
 
 def profile_from(content):
-    """The Profile in a parsed JSON file; see `read_profile`."""
+    """The Profile of a parsed JSON file; see `read_profile`. Raises PartitionError."""
     layers = content.get("layers") if isinstance(content, dict) else None
     if not isinstance(layers, list) or not layers:
         raise PartitionError("a profile has a list 'layers' with at least one layer")
@@ -207,7 +216,7 @@ def profile_from(content):
 
 
 def layer_profile_from(index, layer):
-    """One layer of a profile's JSON, checked. Raises PartitionError with the layer and the field."""
+    """A LayerProfile from a layer of a profile's JSON. Raises PartitionError with the field."""
     if not isinstance(layer, dict):
         raise PartitionError(f"layer {index} is no object with the fields {', '.join(FIELDS)}")
     for key in (*FIELDS, *(["kept_bytes"] if "kept_bytes" in layer else [])):
@@ -224,7 +233,7 @@ def layer_profile_from(index, layer):
 
 
 def profile_as_json(profile, config, batch_size, dtype):
-    """A Profile of the course's model as `read_profile` takes it, with its sizes for plan.py."""
+    """A Profile of the course's model in the form of `read_profile`, with its sizes for plan.py."""
     return {
         "model": profile.model,
         "rows": batch_size,
@@ -247,9 +256,9 @@ def profile_as_json(profile, config, batch_size, dtype):
 def profile_model(config, batch_size, dtype=torch.float64, device="cpu", repeats=5):
     """Measure the course's model, layer by layer, into a Profile of one mini-batch.
 
-    Times are the median of `repeats` after a first run that does not count, on one thread as in
-    training. The embedding counts with the first layer; the norm, the head and the loss with the
-    last, whose output are the scores.
+    Times are the median of `repeats` runs after one that is not counted, on one thread as in
+    training. The embedding counts with the first layer; the norm, the head and the loss count with
+    the last, whose output is the scores.
     """
     torch.set_num_threads(1)
     sizes = batch_size, dtype, torch.device(device), repeats
@@ -258,7 +267,7 @@ def profile_model(config, batch_size, dtype=torch.float64, device="cpu", repeats
 
 
 def measure_layer(config, index, batch_size, dtype, device, repeats):
-    """Median times of one decoder layer of the course's model, with the bytes it makes and has."""
+    """A LayerProfile of one decoder layer of the course's model, with the median of its times."""
     part = build_part(config, index, index + 1, dtype=dtype, device=device)
     tokens = torch.randint(ModelConfig.vocabulary, (batch_size, config.seq_len), device=device)
     activation = torch.randn(batch_size, config.seq_len, config.dim, dtype=dtype, device=device)
@@ -289,7 +298,7 @@ def measure_layer(config, index, batch_size, dtype, device, repeats):
 
 
 def now(device):
-    """Seconds, once the device has done all it was given."""
+    """The time in seconds, read once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

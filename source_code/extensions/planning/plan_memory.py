@@ -1,9 +1,9 @@
 """How many bytes each rank of a plan needs: weights, gradients, optimizer, activations.
 
-For the course's own models this is what footprint.py counts, which equals the measured bytes. For
-other models, and where a tensor group shares the layers or replicas share the weights, the papers'
-formulas. Not counted: what CUDA and NCCL take for themselves, messages on their way, and the gaps
-of an allocator.
+For the course's own models footprint.py counts the bytes, which equal the measured ones. The
+papers' formulas give them for other models, and if a tensor group shares the layers or replicas
+share the weights. Not counted are the memory of CUDA and NCCL themselves, messages in transit, and
+the gaps of an allocator.
 """
 
 from functools import lru_cache
@@ -22,15 +22,15 @@ from extensions.planning.transformer import (
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import build_schedule
 
-STATE_BYTES = 12  # per weight: 32-bit weight, mean, mean of squares; else the last two
+STATE_BYTES = 12  # per 16-bit weight: 32-bit copy, mean, mean of squares; else the means
 # Schedules whose backwards have two halves.
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
-FLUSHED = ("gpipe", "looped-bfs")  # all forwards first, so that all losses wait
-ROUNDS = 4  # of p micro-batches, after which no other schedule holds more
+FLUSHED = ("gpipe", "looped-bfs")  # all forwards run first, so all losses are held
+ROUNDS = 4  # rounds of p micro-batches, after which no other schedule holds more
 
 
 def weights_of(model, plan, stages):
-    """How many weights a GPU computes with that has these stages, by index."""
+    """The number of weights that a GPU with these stages (a list of indices) computes with."""
     layers = plan.layers_of(model)
     if isinstance(model, ProfiledModel):
         parts = layers_of_stages(model, plan)
@@ -45,7 +45,7 @@ def weights_of(model, plan, stages):
 
 
 def shard_group(machine, plan):
-    """Over how many replicas weights are sharded."""
+    """The number of replicas over which the weights are sharded."""
     sharing = {"full": plan.replicas, "hybrid": plan.replicas_in_node(machine)}
     return sharing.get(plan.sharding, 1)
 
@@ -61,7 +61,7 @@ def memory_per_rank(model, machine, plan):
 
 
 def memory_of_profile(model, machine, plan):
-    """The same from what the profile's layers keep, until the last half of their backward."""
+    """Bytes of each rank from a profile: layers keep theirs until the whole backward has run."""
     kept, at_work = kept_per_stage(model, plan)
     held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
     found = []
@@ -76,7 +76,7 @@ def memory_of_profile(model, machine, plan):
 
 
 def state_bytes(machine, plan, weights, value):
-    """Of so many weights of `value` bytes, their gradients and their optimizer, where sharded."""
+    """Bytes per GPU of weights of `value` bytes each, with gradients and optimizer, as sharded."""
     group = shard_group(machine, plan)
     state_group = plan.replicas if plan.sharding == "optimizer" else group
     gradient = plan.gradient_bytes if value == 2 else value
@@ -85,7 +85,7 @@ def state_bytes(machine, plan, weights, value):
 
 
 def counted_memory(model, machine, plan):
-    """(weights, gradients, optimizer, activations) in bytes of each rank, of the course's own model."""
+    """(weights, gradients, optimizer, activations) in bytes per rank, for the course's model."""
     m, p = plan.microbatches(model), plan.ranks
     if plan.schedule not in FLUSHED:
         m = min(m, ROUNDS * p)
@@ -112,7 +112,7 @@ def _counted(config, schedule, p, m, chunks, cut, rows, width, mode, shards):
 
 
 def memory_by_formulas(model, machine, plan):
-    """The same for any model, tensor group and sharding."""
+    """Bytes of each rank for any model, tensor group and sharding, by the papers' formulas."""
     layers = plan.layers_of(model)
     group = shard_group(machine, plan)
     kernels = plan.fused_attention, plan.sequence_parallel
@@ -130,7 +130,7 @@ def memory_by_formulas(model, machine, plan):
         stages = plan.stages_of(rank)
         weights = weights_of(model, plan, stages)
         states = state_bytes(machine, plan, weights, value)
-        if group > 1:  # two layers whole: one at work, one on its way
+        if group > 1:  # two whole layers: one in use, one in transit
             states += (
                 2 * (BYTES_PER_VALUE + plan.gradient_bytes) * model.layer_weights / plan.tensor
             )
@@ -138,15 +138,15 @@ def memory_by_formulas(model, machine, plan):
         activations = held[rank] * own * kept
         own_loss = loss if len(layers) - 1 in stages else 0.0
         if own_loss and plan.schedule in SPLIT and plan.chunks == 1:
-            again = plan.recompute == "full"  # then the scores are there only at work
+            again = plan.recompute == "full"  # then the scores exist only in a backward
             whole = own * kept + (0.0 if again else loss)
             later = deferred_by_loss(model, plan.microbatch, plan.tensor)
             later = (own * deferred * kept + wider * later) / whole
             activations = held_by(*shape, later)[rank] * whole
             activations += at_work - kept + loss if again else 0.0
-        elif plan.recompute == "full":  # one layer at a time, on the last stage with the loss
+        elif plan.recompute == "full":  # one layer at a time; on the last stage also the loss
             activations += at_work - kept + own_loss
-            activations -= kept * held[rank] if stages == [0] else 0.0  # its input are tokens
+            activations -= kept * held[rank] if stages == [0] else 0.0  # its input is tokens
         else:
             activations += own_loss * (held[rank] // plan.chunks if plan.schedule in FLUSHED else 1)
         found.append(states + activations)

@@ -1,13 +1,14 @@
-"""A model of which only a measured profile is known: what each of its layers takes and keeps.
+"""A model that is known only by a measured profile: the seconds and bytes of each layer.
 
-The file is that of plan_partition.py: times in milliseconds and bytes, for each layer and one
-mini-batch, which here is a micro-batch. Four more fields make the answer better, and
+The file is that of plan_partition.py: times in milliseconds and sizes in bytes, for each layer and
+one mini-batch, which here is a micro-batch. Four more fields make the forecast more accurate, and
 `plan_partition.py --save` writes them: "rows" and "length", the sequences of that mini-batch and
-their tokens; "bytes_per_value", that of a weight; and for a layer "kept_bytes", what its forward
-leaves for its backward, where a profile without it has only the layer's output.
+their tokens; "bytes_per_value", the bytes of a weight; and for each layer "kept_bytes", what its
+forward keeps for its backward. Without "kept_bytes" only the layer's output is counted.
 
-The times are what they are, on the machine that was measured: no other size of a micro-batch and no
-tensor group is forecast from them, and a half of a split backward takes half of it.
+The times hold only for the machine and the micro-batch that were measured: no other size of a
+micro-batch and no tensor group is forecast from them. Each half of a split backward counts as half
+of its time.
 """
 
 from dataclasses import dataclass
@@ -18,14 +19,14 @@ from extensions.planning.transformer import Model
 from pipeline.inputs import InputError, is_count
 
 MOST = 10_000_000
-FREE = 1e18  # bytes per second of links that a cut does not look at
+FREE = 1e18  # bytes per second of links that a cut ignores
 
 
 @dataclass(frozen=True)
 class ProfiledModel(Model):
-    """`profile` has a LayerProfile per layer, `rows` sequences to a micro-batch.
+    """`profile` has a LayerProfile per layer, measured with `rows` sequences per micro-batch.
 
-    `hidden` and the other sizes of a transformer mean nothing here.
+    `hidden` and the other sizes of a transformer are not used.
     """
 
     profile: tuple = ()
@@ -38,7 +39,7 @@ class ProfiledModel(Model):
 
     @property
     def model_flops(self):
-        """Not in a profile, so that MFU is not known."""
+        """Always 0: a profile has no operations, so MFU is unknown."""
         return 0
 
 
@@ -67,7 +68,7 @@ def profiled_model(content, path, batch):
 
 @lru_cache(maxsize=1000)
 def fastest_cut(model, stages):
-    """Layers of each stage whose slowest takes least."""
+    """The number of layers of each stage that minimizes the time of the slowest."""
     cut = plan_stages(Profile("profile", model.profile), stages, FREE, straight=True).cut
     return tuple(cut)
 
@@ -82,7 +83,7 @@ def stage_times(model, plan):
 
 
 def seconds_of_all_layers(model, plan):
-    """Of one micro-batch."""
+    """Seconds of one micro-batch in all layers: forward, backward and any recomputation."""
     forward = sum(layer.forward_seconds for layer in model.profile)
     backward = sum(layer.backward_seconds for layer in model.profile)
     return backward + (2 if plan.recompute == "full" else 1) * forward
@@ -98,14 +99,15 @@ def layers_of_stages(model, plan):
 
 
 def activation_bytes(model, plan, stage):
-    """Of one micro-batch between a stage and the next."""
+    """Bytes of one micro-batch's activation between a stage and the next."""
     return layers_of_stages(model, plan)[stage][-1].activation_bytes
 
 
 def kept_per_stage(model, plan):
-    """(kept from a forward to its backward, at work in a backward) in bytes, by stage.
+    """(bytes kept from a forward to its backward, further bytes during a backward), lists by stage.
 
-    Where layers are recomputed, one at a time, each keeps its input; the first layer's are tokens.
+    If layers are recomputed, one at a time, each keeps only its input. The first layer's input is
+    tokens, which are not counted.
     """
     kept, at_work, before = [], [], 0
     for part in layers_of_stages(model, plan):

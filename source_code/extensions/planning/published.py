@@ -1,9 +1,9 @@
-"""Trainings that others have published, the forecast of each, and the one constant that is fitted.
+"""Published trainings, their forecasts, and the one constant that is fitted to some of them.
 
 published.json has the runs with their sources. A published rate is what a run reached from end to
-end: bubble, messages and optimizer are in it. So it is turned into seconds per update, which a
-forecast is compared with, and never into the rate of a machine. That rate, of the matrix products
-alone, is what `fit` finds: with it the forecast of a few runs is right on average.
+end: it includes bubble, messages and optimizer. It is therefore converted to seconds per update,
+which are compared with a forecast, and never to the rate of a machine. That rate is of the matrix
+products alone. `fit` finds the rate at which the errors of a few runs cancel.
 """
 
 import math
@@ -19,7 +19,7 @@ from pipeline.inputs import read_json
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """`seconds` per update, as published or from a published rate."""
+    """A published training. `seconds` per update are as published or from a published rate."""
 
     table: str
     name: str
@@ -30,7 +30,7 @@ class PublishedRun:
 
     @property
     def rate(self):
-        """Operations per second and GPU, a second forward counted as the plan has one."""
+        """Operations per second and GPU; a second forward counts if the plan has one."""
         recomputed = self.plan.recompute == "full"
         flops = self.model.flops_per_update if recomputed else self.model.model_flops
         return flops / self.plan.gpus / self.seconds
@@ -52,7 +52,7 @@ def published_runs(table=None):
 
 
 def seconds_of(model, plan, unit, value):
-    """Seconds per update from what a table gives."""
+    """Seconds per update from a table's value in the table's unit."""
     if unit == "seconds":
         return value
     if unit == "tokens per second and GPU":
@@ -63,15 +63,16 @@ def seconds_of(model, plan, unit, value):
 
 
 def error_of(run, flops=None):
-    """Forecast over published, minus one; `flops` takes the place of the machine's."""
+    """Relative error of the forecast of a run's seconds; `flops` replaces the machine's rate."""
     machine = replace(run.machine, flops=flops) if flops else run.machine
     return forecast(run.model, machine, run.plan).update / run.seconds - 1
 
 
 def fit(runs):
-    """The rate of matrix products with which the errors of `runs` cancel.
+    """The rate of matrix products at which the errors of `runs` cancel.
 
-    Found by secants over the time per operation, in which a forecast is nearly a straight line.
+    It is found by the secant method over the time per operation, in which a forecast is nearly
+    linear.
     """
 
     def excess(time):
@@ -88,6 +89,6 @@ def fit(runs):
 
 
 def constant_error_of(run, runs):
-    """The same error if one end-to-end rate, the mean of `runs`, were all there is to know."""
+    """Relative error of a forecast with one end-to-end rate, the geometric mean of `runs`."""
     rate = math.exp(sum(math.log(one.rate) for one in runs) / len(runs))
     return run.rate / rate - 1

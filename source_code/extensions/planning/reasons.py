@@ -1,4 +1,4 @@
-"""Why a plan takes as long as it does: its seconds in parts, what limits it, what a change would do."""
+"""Explains a forecast: its seconds in parts, the limiting part, and the effect of changes."""
 
 from dataclasses import replace
 
@@ -13,10 +13,10 @@ NO_LINK = Link(1e30, 0.0)
 
 
 def parts_of(model, machine, found):
-    """{what: seconds} of a Forecast, which add up to its update.
+    """{what: seconds} of a Forecast; the seconds add up to its update.
 
-    The work is what an average rank computes. "heaviest rank" is what the rank with the most work
-    has beyond that, "idle" what filling and draining cost when messages are free.
+    "work" is the computation of an average rank. "heaviest rank" is what the rank with the most
+    work computes beyond that. "idle" is the time of filling and draining if messages take no time.
     """
     plan = found.plan
     schedule = known_schedule(plan.schedule, plan.ranks, plan.microbatches(model), plan.chunks)
@@ -38,14 +38,14 @@ def parts_of(model, machine, found):
 
 
 def rank_work(model, plan, costs):
-    """Seconds that each rank computes in an update."""
+    """Seconds of computation of each rank in an update."""
     each = zip(costs.forward, costs.backward, costs.recompute)
     of_stage = [plan.microbatches(model) * sum(times) for times in each]
     return [sum(of_stage[stage] for stage in plan.stages_of(rank)) for rank in range(plan.ranks)]
 
 
 def limit_of(model, machine, found):
-    """What costs most beside the work, in a few words."""
+    """The largest part of the update except work, in a few words; "work" if all are below 1%."""
     parts = parts_of(model, machine, found)
     del parts["work"]
     largest = max(parts, key=parts.get)
@@ -63,7 +63,7 @@ def limit_of(model, machine, found):
 
 
 def changes(model, machine, plan):
-    """(what is changed, Forecast or None, bytes on the fullest GPU) of plans that are one step away."""
+    """Yield (change, Forecast, bytes on the fullest GPU) for each plan that is one step away."""
     steps = {}
     sizes = (plan.microbatch // 2, plan.microbatch * 2)
     for size in () if isinstance(model, ProfiledModel) else sizes:

@@ -1,9 +1,9 @@
-"""What messages and collectives cost: within a node, between nodes, and over both.
+"""Seconds of messages and collectives: within a node, between nodes, and over both.
 
 A ring that passes through several nodes enters and leaves each node once, however many of its
-members the node holds. A library with several cards runs as many rings side by side. So a group
-with k members in a node, each with its share of the cards, has k shares between the nodes, and never
-more than the links within the node carry.
+members the node holds. If a node has several cards, a library runs several rings side by side. A
+group with k members in a node, each with its share of the cards, therefore has k shares between the
+nodes, but never more than the bandwidth within the node.
 
 Sources: nccl-tests, PERFORMANCE.md (bytes of ring collectives); NVIDIA/nccl#687 (a ring enters and
 leaves a node once) and #569 (measured with 1, 2 and 4 cards per node). Bytes and seconds.
@@ -18,7 +18,10 @@ def bus_bandwidth(machine, members, inside):
 
 
 def gather_time(machine, size, members, inside):
-    """An all-gather, or a reduce-scatter, of `size` bytes in all: each member misses (n - 1)/n."""
+    """Seconds of an all-gather, or a reduce-scatter, of `size` bytes in total on a ring.
+
+    Each of n members receives the (n - 1)/n that it does not have.
+    """
     if members == 1:
         return 0.0
     nodes = -(-members // inside)
@@ -30,16 +33,17 @@ def gather_time(machine, size, members, inside):
 
 
 def all_reduce_time(machine, size, members, inside):
-    """A ring all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
+    """Seconds of a ring all-reduce of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * gather_time(machine, size, members, inside)
 
 
 def message_costs(machine, size, far, tensor=1, senders=None):
     """(latency, occupancy of its link) of one activation of `size` bytes to the next stage.
 
-    `tensor` GPUs that share the activation send a part each, over a card each, and gather the
-    parts again inside the other node (Megatron-LM 2021, section 4.1). `far`: it leaves the node.
-    `senders` GPUs of a node send at the same time, by default those `tensor`.
+    If `tensor` GPUs share the activation, each sends one part over its own card, and the parts are
+    gathered inside the other node (Megatron-LM 2021, section 4.1). `far` is true if the message
+    leaves the node. `senders` is the number of GPUs of a node that send at the same time, by
+    default `tensor`.
     """
     if not far:
         return machine.inside.latency, size / tensor / machine.inside.bandwidth

@@ -1,4 +1,4 @@
-"""How the GPUs of a machine are used, and where that puts each rank."""
+"""A Plan: how the GPUs of a machine are used, and in which node each rank is."""
 
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ class Plan:
         return self.ranks * self.chunks
 
     def rank_of(self, stage):
-        """The rank of a stage: around the ranks in loops, or there and back in a V."""
+        """The rank of a stage: stages go round the ranks in loops, or there and back in a V."""
         turn = stage // self.ranks % 2 == 1 and self.schedule in V_SHAPED
         return self.ranks - 1 - stage % self.ranks if turn else stage % self.ranks
 
@@ -63,7 +63,7 @@ class Plan:
         return [chunk * self.ranks + there[chunk % 2] for chunk in chunks]
 
     def microbatches(self, model):
-        """Of one replica."""
+        """The number of micro-batches per update of one replica."""
         return model.batch // (self.replicas * self.microbatch)
 
     def layers_of(self, model):
@@ -80,23 +80,23 @@ class Plan:
         return min(max(groups, 1), self.replicas)
 
     def is_far(self, machine, source, destination):
-        """Whether two ranks of a pipeline are in different nodes; asked of the first replica."""
+        """Whether two ranks of a pipeline are in different nodes, for the first replica."""
         step = self.tensor * (1 if self.neighbours == "stages" else self.replicas)
         nodes = [rank * step // machine.gpus_per_node for rank in (source, destination)]
         return nodes[0] != nodes[1]
 
     def senders(self, machine):
-        """How many GPUs of a node send to another node when stages hand on an activation."""
+        """How many GPUs of a node send to another node when stages send an activation."""
         if self.neighbours == "stages":
             return self.tensor
         return min(machine.gpus_per_node, self.tensor * self.replicas)
 
 
 def balanced_cut(model, stages):
-    """Layers of each stage so that the slowest takes least, where the last one also has the head.
+    """The number of layers of each stage that minimizes the time of the slowest, head included.
 
-    The head counts as the layers whose products it equals. Each stage has a layer; the others go one
-    by one to the stage with the least work, the earlier one of equals.
+    The head counts as the layers whose products it equals. Each stage has a layer; the others go
+    one by one to the stage with the least work, and of equal stages to the earlier one.
     """
     if isinstance(model, ProfiledModel):
         return fastest_cut(model, stages)

@@ -19,8 +19,8 @@ class Model:
     """A transformer and its batch: `batch` sequences of `length` tokens per update.
 
     With `gated` it is built as Llama is: a gated feed-forward part, no biases, no table of
-    positions. Otherwise as GPT. What is left out follows from `hidden`: heads of 128 numbers, as
-    many for keys and values, and `inner` of four times the width.
+    positions. Otherwise it is built as GPT is. Sizes of 0 follow from `hidden`: heads of 128
+    numbers, as many for keys and values, and `inner` of four times the width.
     """
 
     layers: int
@@ -48,7 +48,7 @@ class Model:
 
     @property
     def layer_matrices(self):
-        """Weights of one layer that multiply: attention's four matrices, and two or three more."""
+        """Weights in a layer's matrices: four of attention, two or (gated) three feed-forward."""
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_width
         return attention + (3 if self.gated else 2) * self.hidden * self.inner_width
 
@@ -64,21 +64,21 @@ class Model:
 
     @property
     def head_weights(self):
-        """Of the last stage; where they are tied to the embedding, it has a copy of its own."""
+        """Weights of the head, of which the last stage has its own copy if they are tied."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self):
-        """Megatron equation 2, for a GPT; tied weights count once."""
+        """Weights of the model: Megatron equation 2, for a GPT. Tied weights count once."""
         ends = self.embedding_weights + (0 if self.tied else self.head_weights)
         return self.layers * self.layer_weights + ends
 
     def layer_flops(self, sequences):
-        """Forward of one layer, scores of all pairs of tokens counted (Megatron's appendix)."""
+        """Operations of a layer's forward, scores of all pairs counted (Megatron's appendix)."""
         return 2 * sequences * self.length * self.layer_matrices + self.score_flops(sequences)
 
     def score_flops(self, sequences):
-        """The two products of attention that have no weights."""
+        """Operations of attention's two products without weights, in a forward."""
         return 4 * sequences * self.length**2 * self.hidden
 
     def head_flops(self, sequences):
@@ -86,19 +86,20 @@ class Model:
 
     @property
     def model_flops(self):
-        """Of an update, as MFU counts: a backward is two forwards, nothing is run again."""
+        """Operations of an update as MFU counts: a backward is two forwards, no recomputation."""
         return 3 * (self.layers * self.layer_flops(self.batch) + self.head_flops(self.batch))
 
     @property
     def flops_per_update(self):
-        """Megatron equation 3: the same, and the layers' second forward."""
+        """Operations of an update with the layers' second forward (Megatron equation 3)."""
         return self.model_flops + self.layers * self.layer_flops(self.batch)
 
 
 def score_bytes(model, sequences, tensor, fused):
-    """What attention's scores move in a forward: nothing where one kernel keeps them inside.
+    """Bytes that attention's scores move in a forward; 0 if a fused kernel keeps them inside.
 
-    Else they are written, read and written by the softmax and by dropout, and read: six times.
+    Otherwise they are written once, read and written by the softmax and by dropout, and read once:
+    six times in all.
     """
     if fused:
         return 0.0
@@ -106,11 +107,12 @@ def score_bytes(model, sequences, tensor, fused):
 
 
 def passing_bytes(model, sequences, tensor, sequence_parallel):
-    """What a layer's other operations move in a forward, without its matrix products.
+    """Bytes that a layer's other operations move in a forward, without its matrix products.
 
     Two norms read and write, two sums with dropout read two values and write two: 12 h per token,
-    on every GPU of the group, unless Korthikanti's sequence parallelism cuts them. Queries, keys
-    and values are copied, and the middle of the feed-forward part is read and written: cut.
+    on every GPU of the group, unless Korthikanti's sequence parallelism divides them. Queries, keys
+    and values are copied, and the middle of the feed-forward part is read and written: both are
+    divided over the group.
     """
     tokens = sequences * model.length
     whole = 12 * model.hidden / (tensor if sequence_parallel else 1)
@@ -120,17 +122,17 @@ def passing_bytes(model, sequences, tensor, sequence_parallel):
 
 
 def logit_bytes(model, sequences, tensor):
-    """Forward and backward of the loss: ten passes over the scores of the vocabulary in 32 bits."""
+    """Bytes of the loss, forward and backward: ten passes over all scores in 32 bits."""
     return 40 * sequences * model.length * model.vocabulary / tensor
 
 
 def kept_bytes(model, sequences, tensor, recompute, fused, sequence_parallel):
-    """Activations of one layer for its backward.
+    """Bytes of activations that one layer keeps for its backward.
 
-    A GPT: s b h (34 + 5 a s/h) bytes (Korthikanti equations 1 to 6), of which a fused or recomputed
-    attention drops the scores. A gated layer in plain torch, as footprint.py counts it and as is
-    measured: 9 values of the width, keys and values, the middle four times, a sum for each head.
-    Recomputed whole: the input.
+    A GPT keeps s b h (34 + 5 a s/h) bytes (Korthikanti equations 1 to 6); a fused or recomputed
+    attention does not keep the scores. A gated layer in plain torch keeps 9 values of the width,
+    keys and values, the middle four times, and a sum per head: so footprint.py counts, and so is
+    measured. With "full" recomputation a layer keeps its input.
     """
     values = sequences * model.length * model.hidden
     if recompute == "full":
@@ -145,17 +147,17 @@ def kept_bytes(model, sequences, tensor, recompute, fused, sequence_parallel):
 
 
 def deferred_bytes(model, sequences, tensor):
-    """What one layer keeps from a backward's first half to its second: each matrix's input, and the
-    gradient of its output."""
+    """Bytes that one layer keeps from I to W: the input and the output gradient of each matrix."""
     values = 6 * model.hidden + 2 * model.kv_width
     values += (3 if model.gated else 2) * model.inner_width
     return BYTES_PER_VALUE * sequences * model.length * values / tensor
 
 
 def kept_by_loss(model, sequences, tensor):
-    """What norm, head and loss keep: three values of the width, and the scores of all tokens.
+    """Bytes that norm, head and loss keep: three values of the width, and the scores of all tokens.
 
-    A GPT's in 32 bits. The course's own loss keeps them as they are, and looks at a piece at a time.
+    The scores of a GPT have 32 bits. The course's own loss keeps the scores as they are, and
+    processes one piece at a time.
     """
     tokens = sequences * model.length
     width = BYTES_PER_VALUE if model.gated else 4
@@ -163,6 +165,6 @@ def kept_by_loss(model, sequences, tensor):
 
 
 def deferred_by_loss(model, sequences, tensor):
-    """What the head keeps from a backward's first half to its second."""
+    """Bytes that the head keeps from a backward's first half to its second."""
     tokens = sequences * model.length
     return BYTES_PER_VALUE * tokens * (model.hidden + model.vocabulary / tensor)
