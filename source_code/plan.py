@@ -44,7 +44,7 @@ from pipeline.command_line import Parser, positive_integer, positive_number, rej
 from pipeline.files import not_written, to_json, write_output
 from pipeline.inputs import InputError
 
-UNSURE = 0.3  # error of a fit, from which on the measurement was disturbed
+UNSURE = 0.3  # relative error of a fit above which the measurement was disturbed
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
 MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
@@ -120,6 +120,9 @@ def parse_arguments():
         reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
     if arguments.this_machine and arguments.machine:
         reject("--this-machine and --machine name two machines; use one of them")
+    for flag in ("why", "bytes", "confirm"):
+        if arguments.json and getattr(arguments, flag):
+            reject(f"--{flag} prints a table, and --json only JSON; leave one of them out")
     for flag, most in (("gpus", MOST_GPUS), ("memory", MOST_MEMORY)):
         if (getattr(arguments, flag) or 0) > most:
             reject(f"--{flag} {getattr(arguments, flag):g}: {most:,} are the most")
@@ -159,7 +162,7 @@ def machine_of(arguments):
 
 
 def in_words(arguments, model, machine, ours, others):
-    """What is printed without --json."""
+    """Return the text that is printed without --json."""
     best = [*ours.best, *others.best]
     devices = "ranks" if machine.measured else "GPUs"
     lines = [
@@ -189,14 +192,14 @@ def in_words(arguments, model, machine, ours, others):
 
 
 def in_billions(count):
-    """A number of weights in words."""
+    """Return a number of weights in words."""
     unit, name = (1e9, "billion") if count >= 1e8 else (1e6, "million")
     return f"{count / unit:.2f} {name}"
 
 
 def print_confirmed(model, machine, plans, count):
     """Perform the best of `plans` and a bad one, and print each beside its forecast."""
-    # What a pipeline's ranks do does not depend on the sharding over the replicas.
+    # The actions of a pipeline's ranks do not depend on the sharding over the replicas.
     best = {}
     for one in search_plans(model, machine, plans, 4 * count).best:
         best.setdefault(replace(one.plan, sharding="none"), one.plan)
@@ -229,7 +232,7 @@ def print_performed(model, machine, plans, found, count):
 
 
 def nothing_fits(model, machine, plans):
-    """What would have to change."""
+    """Return a sentence that says what would have to change."""
     if not plans:
         return (
             f"no plan can be carried out: a batch of {model.batch} sequences and {model.layers} "
@@ -249,7 +252,7 @@ def nothing_fits(model, machine, plans):
 
 
 def figures(arguments, model, machine, ours, others):
-    """The plans, under the names that --json prints. Seconds and bytes."""
+    """Return the plans, under the names that --json prints, in seconds and bytes."""
     plans = sorted([*ours.best, *others.best], key=lambda one: one.update)[: arguments.count]
 
     def figures_of(one):

@@ -216,6 +216,8 @@ def test_the_command_of_a_plan_needs_and_takes_with_plan_what_its_forecast_says(
         assert f"{found.update:.3g} s per update +-5%" in printed
         table = [float(row) for row in re.findall(r"^rank .* ([\d.]+)$", printed, re.M)]
         assert max(table) * 2**20 == pytest.approx(found.memory, rel=1e-3)
+    nodes = command_of("1m", model, Machine(64), Plan("1f1b", 8, replicas=8))
+    assert nodes.startswith("sbatch --nodes=8 --gres=gpu:8 slurm/train.sbatch pretrain_llama.py ")
     assert command_of("1m", model, MACHINE, Plan(tensor=4)) is None
     assert command_of("llama-3-8b", NAMED["llama-3-8b"], MACHINE, Plan(ranks=4)) is None
 
@@ -242,6 +244,7 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
         ("1b --memory 1e308", "--memory 1e+308: 1,000,000 are the most"),
         ("1b --this-machine --machine a", "name two machines; use one of them"),
         ("1b --gpus 0", "--gpus"),
+        ("1b --json --why 1", "--why prints a table"),
     ],
 )
 def test_bad_input_is_rejected_in_one_sentence(flags, sentence, capsys):

@@ -121,6 +121,12 @@ def command_of(name, model, machine, plan):
     if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute == "selective":
         return None
     start = f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
+    if plan.gpus > machine.gpus_per_node:  # torchrun --standalone starts one node
+        nodes = plan.gpus // machine.gpus_per_node
+        start = (
+            f"sbatch --nodes={nodes} --gres=gpu:{machine.gpus_per_node} "
+            "slurm/train.sbatch pretrain_llama.py"
+        )
     return " ".join([start, *flags_of(model, machine, plan, course_flags(name, model))])
 
 
