@@ -28,7 +28,7 @@ WORDS = {
 
 
 def moments(seed):
-    """Five moments of a SIGKILL: (rank, save of that run, before what it did)."""
+    """Five moments of a SIGKILL: (rank, save of that run, operation before which it comes)."""
     draw = random.Random(seed)
     return [
         (1, 1, "half"),
@@ -41,14 +41,15 @@ def moments(seed):
 
 @checked("killed at five moments, and the losses are those of a training that nothing disturbed.")
 def save_and_restore(save, restore):
-    """`save(folder, step, model, optimizer, rank, wait_for_all)`, `restore(folder, model, ...)`."""
+    """Check `save(folder, step, model, optimizer, rank, wait_for_all)` and
+    `restore(folder, model, optimizer, rank)`."""
     return survives(save, restore, moments(0))
 
 
 def survives(save, restore, kills):
-    """What is wrong with a training that is killed at these moments, one after the other.
+    """The error in a training that is killed at each of these moments in turn, or None.
 
-    It then comes to its end, and is started once more.
+    The training then runs to its end and is started once more.
     """
     request = request_of([save, restore])
     wanted, saved, kill = undisturbed(), 0, None
@@ -69,7 +70,7 @@ def survives(save, restore, kills):
 
 
 def after(kill, saved):
-    """How a sentence about the start after a SIGKILL, or after the end, begins."""
+    """The beginning of a sentence about the start after a SIGKILL, or after the end."""
     if kill is None:
         return f"started again after all {saved} steps, " if saved else ""
     rank, _, before = kill
@@ -78,7 +79,7 @@ def after(kill, saved):
 
 
 def one_run(request, folder, kill):
-    """(what the ranks told, what was wrong at its end or None) of a start with this folder."""
+    """(the ranks' reports, the error at the end or None) of one start with this folder."""
     asked = request | {"folder": folder, "steps": STEPS, "kill": kill or (-1, -1, "end")}
     with requested(asked) as file:
         try:
@@ -90,7 +91,7 @@ def one_run(request, folder, kill):
 
 
 def wrong_start(told, saved, case):
-    """What is wrong with the steps at which the ranks start, or None."""
+    """The error in the steps at which the ranks start, as a sentence, or None."""
     starts = {event["rank"]: event["starts"] for event in told if "starts" in event}
     for rank, start in starts.items():
         if type(start) is not int:
@@ -117,7 +118,7 @@ def wrong_start(told, saved, case):
 
 
 def wrong_losses(told, wanted, case):
-    """What is wrong with the losses of one start, or None."""
+    """The error in the losses of one start, as a sentence, or None."""
     losses = {event["step"]: event["loss"] for event in told if event.get("loss") is not None}
     for number, (step, loss) in enumerate(sorted(losses.items())):
         if abs(loss - wanted[step]) <= 1e-9:
@@ -133,7 +134,7 @@ def wrong_losses(told, wanted, case):
 @cache
 @one_thread()
 def undisturbed():
-    """The losses of a training in one process that nothing disturbs."""
+    """The losses of a training in one process without interruption."""
     from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it
 
     model, losses = build_stage(0, 1), []

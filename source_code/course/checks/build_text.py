@@ -1,4 +1,4 @@
-"""The text of a reader's function, with all that it uses of the reader's own."""
+"""Collects the source of a reader's function and of the reader's other definitions that it uses."""
 
 import ast
 import inspect
@@ -11,10 +11,10 @@ PLAIN = (int, float, str, bytes, tuple, list, dict, type(None))
 
 
 def request_of(function, places=1, **more):
-    """What `on_ranks.py` needs to define `function`, and in addition what `more` says.
+    """The request with which `on_ranks.py` defines `function`; `more` is added to it.
 
-    Raises NotAttempted for an untouched stub, which has `...` at so many places, and WrongAnswer
-    for what is no function of a cell.
+    Raises NotAttempted for an untouched stub, which has `...` at `places` places, and WrongAnswer
+    for anything that is not a function written in a cell.
     """
     if not inspect.isfunction(function) or function.__name__ == "<lambda>":
         raise WrongAnswer("this exercise asks for a function, written with def in a cell")
@@ -28,7 +28,8 @@ def request_of(function, places=1, **more):
 
 
 def collect(function):
-    """([(name, text)], [import lines]): the function first, then what it uses of its own module."""
+    """([(name, text)], [import lines]): first the function, then the definitions of its module
+    that it uses."""
     from course.building import my_pipeline  # torch comes with it
 
     known = vars(my_pipeline)
@@ -79,7 +80,7 @@ def zero_as_none(text, names=("previous", "following")):
 
 
 def holes(text):
-    """The lines on which a stub's `...` still stands."""
+    """The numbers of the lines that still have a stub's `...`."""
     nodes = [node for node in ast.walk(ast.parse(text)) if not isinstance(node, ast.Subscript)]
     values = [value for node in nodes for value in ast.iter_child_nodes(node)]
     return sorted(v.lineno for v in values if isinstance(v, ast.Constant) and v.value is ...)

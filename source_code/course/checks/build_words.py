@@ -1,16 +1,16 @@
-"""What is wrong with what a reader's function did on its ranks, in one sentence."""
+"""Describes the first error in an examination of a reader's function, in one sentence."""
 
 from collections import Counter
 
 from course.checks.build_text import zero_as_none
 
-EXACT = 1e-12  # of losses and gradients in float64
+EXACT = 1e-12  # largest difference of losses and gradients in float64
 
 
 class Words:
     """Sentences about one examination.
 
-    `rows[step][rank]` are the actions that the schedule has, as "1F0".
+    `rows[step][rank]` has the actions of the schedule in text form, such as "1F0".
     """
 
     def __init__(self, observed, request, rows=()):
@@ -18,7 +18,7 @@ class Words:
         self.sources = {name: text.splitlines() for name, text in request["sources"]}
 
     def at(self, place):
-        """As in "line 7 of gpipe_step (`output.backward(gradient)`)"."""
+        """A place in words, such as "line 7 of gpipe_step (`output.backward(gradient)`)"."""
         if place is None:
             return "a line that is not yours"
         name, line = place
@@ -26,7 +26,7 @@ class Words:
         return f"line {line} of {name} (`{text}`)"
 
     def transport(self):
-        """What kept the ranks from coming to the end, or what they did with messages; or None."""
+        """What kept the ranks from reaching the end, or an error with messages; or None."""
         complaint = (
             self._raised()
             or self._shapes()
@@ -96,7 +96,7 @@ class Words:
         return f"{tuple(shape)} in {dtype}"
 
     def _stuck(self):
-        """Follow the waits until they lead to a rank that has returned, or come back."""
+        """Follow the waits to a rank that has returned, or around a cycle of waits."""
         rank = next(rank for rank in self.ranks if not rank.ended)
         chain = []
         while rank not in chain:
@@ -133,7 +133,7 @@ class Words:
         return said + self._otherwise(other)
 
     def _otherwise(self, rank):
-        """Where a rank that came to no end had left the schedule, as the end of a sentence."""
+        """Where a rank that did not finish left the schedule, as the end of a sentence."""
         if not self.rows or not rank.steps:
             return ""
         names = [name_of(event) for event in rank.steps[-1]]
@@ -166,7 +166,7 @@ class Words:
                 )
 
     def step(self, number):
-        """What is wrong with the step of that number, None if nothing is."""
+        """The error in step `number`, as a sentence, or None."""
         rows = self.rows[number]
         events = [rank.steps[number] for rank in self.ranks]
         results = [rank.results[number] for rank in self.ranks]
@@ -178,7 +178,7 @@ class Words:
         )
 
     def _pairing(self, events):
-        """A forward or a backward with numbers that belong to another micro-batch."""
+        """The sentence about an action that used a tensor of another micro-batch, or None."""
         for rank, done in enumerate(events):
             for event in done:
                 kind = event["event"]
@@ -235,7 +235,7 @@ class Words:
         return f"the gradient of micro-batch {k} counts {short(parts[k])} times {on}"
 
     def order(self, events, rows):
-        """Where a rank left the schedule whose `rows` these are, None if nowhere."""
+        """Where a rank left the schedule with these `rows`, as a sentence, or None."""
         for rank, (done, row) in enumerate(zip(events, rows)):
             names = [name_of(event) for event in done]
             for step, (name, wanted) in enumerate(zip(names, row)):
@@ -262,7 +262,7 @@ class Words:
 
 
 def name_of(event):
-    """An action in its text form, as "1F0"."""
+    """An action in its text form, such as "1F0"."""
     return f"{event['stage']}{event['kind']}{event['k']}"
 
 

@@ -1,11 +1,11 @@
-"""Checks of lesson 00: a line of two stations, and the memory wall."""
+"""Checks of lesson 00: a pipeline of two stations, and the memory wall."""
 
 from course.checks.answer import call_for_number, checked, close, require_number
 
 
 @checked("the first load fills the line, then one load comes out each turn of the slower machine.")
 def laundry(laundry_minutes):
-    """`laundry_minutes(loads, washer, dryer)`: when the last load is dry. See the field guide."""
+    """Check `laundry_minutes(loads, washer, dryer)`: the minutes until the last load is dry."""
     for loads, washer, dryer in [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25)]:
         answer = call_for_number(laundry_minutes, loads, washer, dryer)
         right = _play_laundry(loads, washer, dryer)
@@ -35,7 +35,8 @@ def _play_laundry(loads, washer, dryer):
 
 @checked("12 bytes a parameter before the first activation: optimizer state builds the wall, too.")
 def memory_wall(bytes_per_parameter, ranks):
-    """float32 weights, gradients and momentum; 30e9 parameters on devices of 80e9 bytes."""
+    """Check the bytes per parameter for float32 weights, gradients and momentum, and the least
+    number of devices of 80e9 bytes for 30e9 parameters."""
     bytes_per_parameter = require_number(bytes_per_parameter, "bytes_per_parameter is")
     ranks = require_number(ranks, "ranks is")
     known = {
