@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 source_code/broken_blocking_sends.py --timeout 1
 
-With --at-once the sends return at once: then it ends over gloo, and NCCL may still stop it. Add
---rehearse strict to see where it stops.
+With --at-once the sends return at once: then the program ends over gloo, and may still deadlock
+over NCCL. Add --rehearse strict to see where it stops.
 """
 
 import sys

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 source_code/broken_pipelines.py --case 1 \\
         --record build/case_1
 
-Each is a correct pipeline in which one function, its piece, is wrong. With --cured it takes the
-right one, and with --repair FILE one of yours: FILE defines a function of the piece's name. If
-you want to find the faults, read no further than this file: they are in broken/pipelines/.
+Each case is a correct pipeline in which one function, its piece, is wrong. With --cured the case
+uses the right function, and with --repair FILE yours: FILE defines a function of the piece's name.
+If you want to find the faults, read no further than this file: they are in broken/pipelines/.
 """
 
 import os

@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 source_code/broken_skipped_sum.py --recorder build/flight
 
-Two replicas of two stages: ranks 0 and 2 sum the gradients of the first stage, ranks 1 and 3 those
-of the second. In the second step one rank finds no gradient and sums nothing. Nothing here is the
-course's: after --timeout seconds each rank writes what torch's flight recorder has, and ends.
+There are two replicas of two stages: ranks 0 and 2 sum the gradients of the first stage, ranks 1
+and 3 those of the second. In the second step one rank has no gradient and skips the sum. The
+program uses no code of the course: after --timeout seconds each rank writes the content of torch's
+flight recorder, and ends.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def main():
 
 
 def write_flight_recorder(folder, rank):
-    """What a rank was last told to send or sum, as JSON; then the process ends."""
+    """Write the last sends and sums of a rank as JSON, and end the process."""
     from torch._C._distributed_c10d import _dump_fr_trace_json
 
     with open(os.path.join(folder, f"rank{rank}.json"), "wb") as file:

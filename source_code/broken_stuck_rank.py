@@ -37,7 +37,7 @@ def main():
 
 
 def read_from_slow_disk():
-    """A read that never ends, as from a network disk that is gone: a pipe that nobody writes to."""
+    """Read from a pipe without a writer, which never ends, as from an unreachable network disk."""
     with tempfile.TemporaryDirectory() as folder:
         pipe = os.path.join(folder, "data")
         os.mkfifo(pipe)

@@ -28,7 +28,7 @@ from pipeline.command_line import Parser, ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.training import seconds
 
-SECTIONS = (  # in the order of the page of errors
+SECTIONS = (  # in the order of the page on errors
     refused_schedules,
     hangs,
     shapes_and_batches,
@@ -43,7 +43,7 @@ TRAPS = {
     for name, function in vars(section).items()
     if isfunction(function) and list(signature(function).parameters) == ["job", "cured"]
 }
-RANKS = {  # of the traps that need another number than two
+RANKS = {  # the number of ranks of traps that do not need two
     "wrong-placement": 4,
     "skip-connection": 3,
     "ddp-without-shapes": 4,
@@ -56,7 +56,7 @@ def main():
     attach.guard(arguments)
     job = join_job("cpu", arguments.timeout, pairs=[], meeting=arguments.meeting)
     job.watch = attach.watch(job)
-    dist.barrier()  # a rank that fails at once would take the others down while they still join
+    dist.barrier()  # else a rank that fails at once would end the others while they still join
     with job.waiting_for_all(f"the trap {arguments.trap}"):
         TRAPS[arguments.trap](job, arguments.cured)
     job.leave()

@@ -25,7 +25,7 @@ WORDS, WIDTH, LENGTH, ROWS, MICROBATCHES, STEPS, RATE = 64, 16, 24, 8, 4, 3, 0.5
 
 
 class Block(nn.Module):
-    """Attention and a linear layer. `mask`, (rows, length, length), says which position sees which."""
+    """Attention and a linear layer; `mask` (rows, length, length) is True where one may attend."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def train_stage(half, rank, step_of, folder):
 
 
 def run_schedule(schedule, rank, tokens, targets, mask, losses):
-    """One step of the library; the last rank appends the loss of each micro-batch to `losses`."""
+    """Run one step of the library; the last rank appends each micro-batch's loss to `losses`."""
     if rank == 0:
         schedule.step(tokens, mask=mask)
     else:
@@ -113,7 +113,7 @@ def run_schedule(schedule, rank, tokens, targets, mask, losses):
 
 
 def train_whole(halves, folder):
-    """The same in one process, stage by stage; gradients add up and are divided once, too."""
+    """Train both stages in one process; gradients are also summed and divided once."""
     log = record(folder, dict(enumerate(halves))) if folder else None
     weights = [weight for half in halves for weight in half.parameters()]
     optimizer = torch.optim.SGD(weights, RATE)

@@ -24,7 +24,7 @@ FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tool
 PACKAGES = ("pipeline", "extensions", "lab")  # in this order in one file
 FORECASTS = {"extensions.planning.own_plan"}  # plays schedules with the lab's simulator
 TEXT = Path("pipeline", "field_guide.txt")
-# Packages that torch and transformers import if they are there, so that a file of that name would be.
+# Packages that torch and transformers import if present: a file of that name would be imported.
 TRIED_BY_TORCH = set(
     "backports brotli brotlicffi colorama cuda envwrap flint gmpy gmpy2 h2 monkeytype opt_einsum org "
     "pydot pynvml redis sniffio socksio torchcomms torchdistx trio triton z3".split()
@@ -33,7 +33,7 @@ JOB_SCRIPT = ROOT / "slurm" / "program.sbatch"
 
 
 class CannotCopy(Exception):
-    """Says in one sentence why, and what to do."""
+    """A copy is impossible; the text says in one sentence why, and what to do."""
 
 
 def main():
@@ -63,11 +63,11 @@ def main():
 
 
 def read(path):
-    return path.read_text(encoding="utf-8")  # whatever the locale
+    return path.read_text(encoding="utf-8")  # in every locale
 
 
 def training_scripts():
-    """The names of the scripts that train; the broken ones and preflight.py are not among them."""
+    """Return the names of the training scripts, without the broken ones and preflight.py."""
     paths = [p for p in SOURCE_CODE.glob("*.py") if not p.stem.startswith(("broken", "preflight"))]
     return sorted(p.name for p in paths if re.search("^    job = (join|start)_", read(p), re.M))
 
@@ -110,7 +110,7 @@ class Module:
         self.meanings += [pair for node in self.others for pair in names_of(node)]
 
     def text_without(self, nodes):
-        """What is left when whole statements go, each with the comment above it."""
+        """Return the text without some whole statements and the comments above them."""
         lines = self.text.splitlines()
         for node in nodes:
             first, last = node.lineno - 1, node.end_lineno
@@ -124,7 +124,7 @@ class Module:
 
 
 def modules_of(script, with_lab):
-    """The script and what it imports: the core first, the script last, the imported before."""
+    """Return the script and its imports, the core first, each module after those it imports."""
     modules = {}
 
     def add(path):
@@ -132,7 +132,7 @@ def modules_of(script, with_lab):
         for needed in (file for node in module.own for file in files_of(node)):
             if needed not in modules:
                 add(needed)
-        modules[path] = modules.pop(path)  # behind what it imports
+        modules[path] = modules.pop(path)  # after its imports
 
     add(script)
     places = [*PACKAGES, script.name]
@@ -140,7 +140,7 @@ def modules_of(script, with_lab):
 
 
 def files_of(node):
-    """The files that an import of the course's loads: packages around the modules, and modules."""
+    """Return the files that an import of the course loads: modules and the packages around them."""
     for _, meaning in names_of(node):
         path = Path(*meaning.split("."))
         for part in [*reversed(path.parents), path]:
@@ -154,7 +154,7 @@ def folder(destination, modules):
     files = {module.path: module.text_without(module.left_out) for module in modules}
     files[TEXT], files["job.sbatch"] = read(SOURCE_CODE / TEXT), read(JOB_SCRIPT)
     needed = {package_of(node) for module in modules for node in module.imports}
-    needed.add("numpy")  # torch sends Python objects through it
+    needed.add("numpy")  # torch needs it to send Python objects
     pins = read(ROOT / "requirements.txt").splitlines(keepends=True)
     files["requirements.txt"] = "".join(pin for pin in pins if pin.split("==")[0] in needed)
     return {destination / path: text for path, text in files.items()}
@@ -176,7 +176,7 @@ def one_file(destination, modules):
 
 
 def gathered_imports(modules):
-    """The imports of other packages, each once, those of the standard library first."""
+    """Return the imports of other packages once each, those of the standard library first."""
     found = {}  # what is imported -> where it belongs, and the course's lines
     for node, text in ((node, module.text) for module in modules for node in module.others):
         lines = "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
@@ -204,7 +204,7 @@ def names_of(node):
 
 
 def looks_on(node):
-    """Whether an import is of what watches or forecasts a training, which does without it."""
+    """Return whether an import only watches or forecasts a training, and can be left out."""
     return package_of(node) == "lab" or {meaning for _, meaning in names_of(node)} <= FORECASTS
 
 

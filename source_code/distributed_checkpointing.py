@@ -16,7 +16,7 @@ FOLDER/stopped exists from then on until the training is started again. A job sc
     [ -e FOLDER/stopped ] && scontrol requeue "$SLURM_JOB_ID"
     exit $status
 
-(torchrun itself would die of SIGUSR1, hence the trap, which it inherits; the ranks listen anew.)
+(SIGUSR1 would end torchrun itself, so it inherits the trap; the ranks install their own handlers.)
 
 A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
 from then on, so the checkpoints before it stay. With --on-nan skip the update of that step is left

@@ -29,7 +29,7 @@ from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.training import complete_model, cut_layers, model_parser
 
-MOST_GROUPS = 1024  # a pipeline of so many ranks would have something to do
+MOST_GROUPS = 1024  # enough for a pipeline of that many ranks
 MOST_PASSES = 1_000_000  # planned in a few seconds
 
 
@@ -58,7 +58,7 @@ def main():
 
 
 def pairs_of(num_ranks):
-    """Activations go from rank to rank; the chosen tokens go from the last rank to the first."""
+    """Return the pairs of ranks: activations to the next rank, chosen tokens from last to first."""
     pairs = [(rank, rank + 1) for rank in range(num_ranks - 1)]
     return pairs + [(num_ranks - 1, 0)] if num_ranks > 1 else []
 
@@ -110,7 +110,7 @@ def serve(arguments, job, stage, passes, requests, schedule):
 
 
 class PassReceives:
-    """What comes to this rank: activations, or on the first rank the chosen tokens of each pass.
+    """The receives of this rank: activations, or on the first rank each pass's chosen tokens.
 
     Receives are posted in the one order of messages: receives.py says why.
     """
@@ -123,7 +123,7 @@ class PassReceives:
         self.expected, self.posted = deque(sorted(made)), deque()
 
     def place_of(self, one, rank):
-        """When `rank` has done a pass in the played schedule: the message's place."""
+        """Return the place of a message: the end of the pass on `rank` in the simulation."""
         return self.schedule.places[action_of(one, rank, self.job.num_ranks)]
 
     def post_before(self, one):
@@ -141,14 +141,14 @@ class PassReceives:
         self.posted.append(self.job.receive(self.source, name, shape, dtype))
 
     def take(self):
-        """The next tensor, waiting for it if it has not arrived."""
+        """Return the next tensor; wait for it if it has not arrived."""
         if not self.posted:
             self.post_next()
         return self.posted.popleft().wait()
 
 
 def choose_tokens(arguments, one, scores):
-    """The next token of each row that chooses one, (rows), int64."""
+    """Return the next token of each row that chooses one, (rows,), int64."""
     a = arguments
     tokens = [
         choose_token(row_scores, a.seed, row.request, row.end, a.temperature)
@@ -158,7 +158,7 @@ def choose_tokens(arguments, one, scores):
 
 
 def build_cached_stage(arguments, job, cut):
-    """This rank's layers with their weights, and room for the keys and values of all requests."""
+    """Build this rank's layers with their weights, and the cache for all requests."""
     a, (first, last) = arguments, cut[job.rank]
     part = build_saved_part(a, first, last, job.device)
     return CachedStage(part, job.rank, job.num_ranks, a.groups, a.slots, a.seq_len)
@@ -215,7 +215,7 @@ def read_flags():
     arguments.groups = arguments.groups or ranks_from_environment()[1]
     if arguments.groups > MOST_GROUPS:
         reject(f"--groups {arguments.groups}: at most {MOST_GROUPS} have a rank to keep busy")
-    # What the lab counts against the machine's memory: the requests at a time, and of a group.
+    # The lab's memory check uses the number of requests at a time, and that of a group.
     arguments.batch_size = arguments.groups * arguments.slots
     arguments.microbatch_size = arguments.slots
     take_sizes(arguments)
@@ -236,7 +236,7 @@ def read_flags():
 
 
 def check_length(arguments):
-    """Reject what would take hours to plan."""
+    """Reject runs whose plan would take hours."""
     a = arguments
     requests = len(a.prompt) if a.prompt else a.requests
     passes = requests * (a.tokens + a.arrive_every)

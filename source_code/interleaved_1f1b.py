@@ -60,8 +60,8 @@ def group_size(num_microbatches, num_ranks, num_chunks):
 def run_step(job, stages, group, schedule, inputs, targets):
     """One step of this rank. Returns the loss on the last rank, None elsewhere.
 
-    The loop itself says what to do. Of `schedule` it takes only which receive must be posted before
-    which send: in a ring all ranks could otherwise send first, and all wait.
+    The loop itself is the schedule. It uses `schedule` only to know which receive must be posted
+    before which send: in a ring all ranks could otherwise send first, and all wait.
     """
     p, v, m = job.num_ranks, len(stages), len(inputs)
     previous, following = (job.rank - 1) % p, (job.rank + 1) % p

@@ -59,7 +59,7 @@ def main():
 
 
 def build_whole_schedule(arguments):
-    """The whole training as one schedule: which ranks exchange what, and what the lab predicts."""
+    """Return the whole training as one schedule, for the messages and the lab's prediction."""
     if arguments.weights == "double-buffered":
         num_microbatches = arguments.steps * arguments.microbatches
         return pipedream(arguments.num_ranks, num_microbatches, arguments.microbatches)
@@ -67,7 +67,7 @@ def build_whole_schedule(arguments):
 
 
 def build_stashing_stage(arguments, job, schedule, cut):
-    """This rank's stage with its optimizer, since it updates whenever a gradient is complete."""
+    """Build this rank's stage with its optimizer: it updates when a gradient is complete."""
     [index] = schedule.stages_of(job.rank)
     a, (first, last) = arguments, cut[index]
     part = build_part(a.config, first, last, a.seed, a.torch_dtype, job.device)

@@ -125,7 +125,7 @@ def read_flags():
 
 
 def build_parts(arguments, job, schedule, cut, reduction):
-    """The layers of this rank's stages, by stage; the same in all replicas."""
+    """Build the layers of this rank's stages, by stage; they are the same in all replicas."""
     a, parts = arguments, {}
     for index in schedule.stages_of(job.rank):
         first, last = cut[index]
@@ -135,7 +135,7 @@ def build_parts(arguments, job, schedule, cut, reduction):
 
 
 def build_training(arguments, parts):
-    """All that a checkpoint holds of this rank, under the names of the whole model."""
+    """Return the Training of this rank, with parameters by their names in the whole model."""
     parameters = {
         name.removeprefix("module."): parameter  # the prefix is DDP's
         for part in parts.values()
@@ -146,7 +146,7 @@ def build_training(arguments, parts):
 
 
 def build_worker(arguments, replicas, schedule, parts, reduction, loss_function):
-    """Who performs the schedule: this course's worker or the library."""
+    """Return the object that performs the schedule: the course's worker or the library's."""
     if arguments.library:
         from extensions.torch_pipelining.library_worker import LibraryWorker
 
@@ -162,7 +162,7 @@ def build_worker(arguments, replicas, schedule, parts, reduction, loss_function)
 
 
 def microbatches_of_replica(arguments, replicas, step):
-    """Inputs and targets of one step: this replica's rows, by micro-batch."""
+    """Return inputs and targets of one step: this replica's rows, by micro-batch."""
     batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
     return own_microbatches(batch, replicas, arguments.microbatches, replicas.job.device)
 

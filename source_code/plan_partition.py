@@ -90,7 +90,7 @@ def parse_arguments():
 
 
 def check_plan_size(arguments):
-    """Reject a plan that cannot exist, or would take minutes to find, before layers are timed."""
+    """Reject, before layers are timed, a plan that cannot exist or would take minutes to find."""
     try:
         check_size(arguments.layers, arguments.workers, arguments.straight)
     except PartitionError as error:
@@ -98,19 +98,19 @@ def check_plan_size(arguments):
 
 
 def check_memory_of_a_layer(arguments):
-    """Reject sizes of which not even one layer, as many as there are at a time, can be timed."""
+    """Reject sizes for which the timing of a single layer would not fit into the memory."""
     arguments.num_ranks = arguments.layers
     check_memory(arguments)
 
 
 def measure(arguments):
-    """The profile of the course's model in the sizes that the flags ask for."""
+    """Measure the profile of the course's model in the sizes of the flags."""
     device = choose_device(arguments.device, local_rank=0)
     return profile_model(arguments.config, arguments.batch_size, arguments.torch_dtype, device)
 
 
 def figures(plan):
-    """The plan, under the names that --json prints. Seconds are those of one mini-batch."""
+    """Return the plan, under the names that --json prints. Seconds are per mini-batch."""
     return {
         "stages": [{key: getattr(stage, key) for key in STAGE_KEYS} for stage in plan.stages],
         "seconds_per_minibatch": plan.seconds_per_minibatch,
@@ -119,7 +119,7 @@ def figures(plan):
 
 
 def in_words(arguments, profile, plan):
-    """What is printed without --json: a row per stage, and the flags that train so."""
+    """Return the text without --json: a row per stage, and the flags of such a training."""
     speed_up = plan.data_parallel_seconds / plan.seconds_per_minibatch
     relation = "on top of" if arguments.no_overlap else "during"
     lines = [

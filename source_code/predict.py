@@ -20,7 +20,7 @@ from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option
 from pipeline.schedules.legal import check_legal
 
-MOST_BLOCKS = 100_000  # in a picture, of a kilobyte each
+MOST_BLOCKS = 100_000  # in a picture; a block takes about a kilobyte
 
 
 def main():
@@ -85,7 +85,7 @@ def parse_arguments():
 
 
 def check_files(arguments):
-    """Reject a picture or a file that could not be written, or that would replace another one."""
+    """Reject a picture or file that cannot be written, or that would replace another one."""
     outputs = {"--svg": "svg", **({} if arguments.csv == "-" else {"--csv": "csv"})}
     inputs = {"--performed": "performed"}
     if arguments.schedule not in SCHEDULES:
@@ -98,7 +98,7 @@ def check_files(arguments):
 
 
 def schedule_of(arguments):
-    """The schedule that the flags name, from its generator or from a CSV file; refuses others."""
+    """Return the schedule of the flags, from its generator or a CSV file, or reject the flags."""
     name, chunks = arguments.schedule, arguments.chunks
     sizes = f" --ranks {arguments.ranks} --microbatches {arguments.microbatches}"
     sizes += f" --chunks {chunks}" if chunks else ""
@@ -124,7 +124,7 @@ def schedule_of(arguments):
 
 
 def measure(schedule, timeline):
-    """The figures, under the names that --json prints."""
+    """Return the figures, under the names that --json prints."""
     return {
         "makespan": timeline.makespan,
         "ideal": timeline.ideal,
@@ -139,7 +139,7 @@ def measure(schedule, timeline):
 
 
 def in_words(schedule, figures):
-    """What is printed without --json, a figure a line."""
+    """Return the text that is printed without --json, one figure per line."""
     held = " ".join(map(str, figures["peak_held_per_rank"]))
     return "\n".join(
         [
@@ -180,7 +180,7 @@ def write_or_reject(flag, path, text):
 
 
 if __name__ == "__main__":
-    # A large schedule is a million small objects and no cycle among them: looking for cycles would
-    # take as long as the work.
+    # A large schedule has a million small objects without reference cycles; garbage collection
+    # would take as long as the work.
     gc.disable()
     sys.exit(main())

@@ -46,7 +46,7 @@ from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
-TORCHRUN_PORT = 29500  # what torchrun takes when it is not told to be --standalone
+TORCHRUN_PORT = 29500  # torchrun's default without --standalone
 RANK_MEMORY = 2**28  # bytes of a small rank on a CPU, torch included
 INSTALL = "install the course's versions: pip install -r requirements.txt"
 
@@ -77,9 +77,9 @@ def parse_arguments():
 
 @contextmanager
 def guard(timeout, prints):
-    """End the process when what is inside takes longer than `timeout` seconds and a little.
+    """End the process if the body takes longer than `timeout` seconds plus a margin.
 
-    The little is for those who know more: the ranks' watch names the rank that does not answer.
+    Within the margin the ranks' watch can name the rank that does not answer.
     """
     timer = threading.Timer(timeout + 2, give_up, [timeout, prints])
     timer.daemon = True
@@ -114,12 +114,12 @@ def run_checks(timeout=30.0, messages_only=False):
     if num_ranks > 1:
         yield from checks_of_job(timeout, of_this_node)
     else:
-        # A second at least, so that the message says how it went rather than nothing.
+        # At least a second, so that a result can be reported.
         yield from check_two_ranks(max(1.0, deadline - time.monotonic()))
 
 
 def checks_of_this_node(in_job=False, num_ranks=1):
-    """What can be said of a machine without sending a message."""
+    """Return the checks of a machine that need no messages."""
     if platform.system() == "Windows":
         advice = "torchrun cannot start ranks here: torch's build lacks libuv; use Linux or WSL2"
         yield Check("system", "Windows", "warn", advice)
@@ -144,12 +144,12 @@ def check_python(version=None):
 
 
 def numbers_of(version):
-    """The first two numbers of a version, as in (2, 13) for 2.13.0+cpu."""
+    """Return the first two numbers of a version, such as (2, 13) for 2.13.0+cpu."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def check_torch():
-    """Whether torch's version lies between the oldest and the newest with which the course was run.
+    """Check that torch's version is between the oldest and newest with which the course was run.
 
     A newer one may work too, except for lesson 08, which depends on private parts of torch.
     """
@@ -163,7 +163,7 @@ def check_torch():
 
 
 def check_backend(in_job=False, num_ranks=1):
-    """How messages will travel between `num_ranks` ranks of this node, or of any job to come."""
+    """Check which backend sends the messages of `num_ranks` ranks of this node, or of any job."""
     if not (dist.is_available() and dist.is_gloo_available()):
         advice = f"this build of torch cannot send messages; {INSTALL}"
         return Check("backend", "no gloo", "FAIL", advice)
@@ -178,7 +178,7 @@ def check_backend(in_job=False, num_ranks=1):
 
 
 def check_gpus():
-    """GPUs of this node, with their memory in GiB, and whether torch sees those of this job."""
+    """Check the GPUs of this node, their memory in GiB, and whether torch sees the job's GPUs."""
     given, seen = gpus_given(), torch.cuda.device_count() if torch.cuda.is_available() else 0
     if seen < given:
         return Check("GPUs", f"{seen} of {given} seen by torch", "warn", unseen_advice(given))
@@ -193,7 +193,7 @@ def check_gpus():
 
 
 def gpus_given():
-    """How many GPUs of this node SLURM has given to this process."""
+    """Return how many GPUs of this node SLURM has given to this process."""
     if "SLURM_JOB_ID" not in os.environ:
         return 0
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -223,7 +223,7 @@ def check_cores():
 
 
 def check_memory(num_ranks=1):
-    """Whether eight small ranks, or those of this job, fit into what is free (GiB)."""
+    """Check that eight small ranks, or those of this job, fit into the free memory (GiB)."""
     try:
         import psutil
     except ImportError:
@@ -238,7 +238,7 @@ def check_memory(num_ranks=1):
 
 
 def check_port(wanted=TORCHRUN_PORT):
-    """Whether ranks of this machine can meet at a port, and whether `wanted` is one."""
+    """Check that ranks of this machine can meet at a port, and that port `wanted` is usable."""
     try:
         port = free_port()
     except OSError as error:
@@ -256,7 +256,7 @@ def check_port(wanted=TORCHRUN_PORT):
 
 
 def check_folder(folder=None):
-    """Whether the notebooks' results can be written, with the free space in GiB."""
+    """Check that the notebooks' results can be written, and report the free space in GiB."""
     folder = Path(folder or ROOT / "build")
     name = f"{folder.name}/"
     try:
@@ -274,7 +274,7 @@ def check_folder(folder=None):
 
 
 def check_text():
-    """Whether the course's text is the one that the printed losses come from."""
+    """Check that the course's text is the one with which the printed losses were made."""
     try:
         text = load_text()
     except DataError as error:
@@ -284,12 +284,12 @@ def check_text():
 
 
 def check_package(name, needed=True):
-    """Whether a package of the notebooks can be imported, in the version of requirements.txt."""
+    """Check that a package of the notebooks can be imported in the version of requirements.txt."""
     try:
         importlib.import_module(name)
         version = importlib.metadata.version(name)
-    except Exception as error:  # a broken package raises whatever it likes
-        status = "FAIL" if needed else "warn"  # the scripts of a job do without
+    except Exception as error:  # a broken package may raise any exception
+        status = "FAIL" if needed else "warn"  # a job's scripts do not need it
         return Check(name, f"cannot be imported ({type(error).__name__})", status, INSTALL)
     wanted = wanted_versions(name)
     if wanted and version not in wanted:
@@ -299,13 +299,13 @@ def check_package(name, needed=True):
 
 
 def wanted_versions(name):
-    """The versions of `name` in requirements.txt; several where they depend on Python's."""
+    """Return the versions of `name` in requirements.txt; several if they depend on Python's."""
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
     return re.findall(rf"^{name}==([^;\s]+)", text, re.MULTILINE)
 
 
 def as_row(check):
-    """One line of the table, and below it the advice if there is any."""
+    """Return one line of the table, followed by the advice if there is any."""
     row = f"{check.name:<14} | {check.result:<54} | {check.status}"
     return f"{row}\n{'':14} > {check.advice}" if check.advice else row
 
@@ -318,7 +318,7 @@ def as_json(check):
 
 
 def table(checks):
-    """The whole table as text, for a notebook: print(table(run_checks()))."""
+    """Return the whole table as text, for a notebook: print(table(run_checks()))."""
     return "\n".join([HEADER, *map(as_row, checks)])
 
 

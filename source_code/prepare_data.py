@@ -60,7 +60,7 @@ def prepare(arguments):
 
 
 def encode_all(arguments, paths, out):
-    """Encode every document of every file, and say what has been written."""
+    """Encode every document of every file, and print what has been written."""
     tokenizer = choose_tokenizer(arguments, paths)
     num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
     width = 2 if num_tokens <= 2**16 else 4
@@ -91,7 +91,7 @@ def encode_all(arguments, paths, out):
 
 
 def files_of(names):
-    """The files to read, those of a folder by name."""
+    """Return the files to read, those of a folder sorted by name."""
     paths = []
     for name in map(Path, names):
         found = [name]
@@ -104,7 +104,7 @@ def files_of(names):
 
 
 def make_empty(out):
-    """Make the folder, which nothing may lie in yet. Returns whether there was none."""
+    """Create the folder, which must be empty if it exists. Returns whether it was created."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         reject(f"--out {out}: there is something already; name a new folder")
     if not out.parent.is_dir():
@@ -115,7 +115,7 @@ def make_empty(out):
 
 
 def choose_tokenizer(arguments, paths):
-    """The one in --tokenizer, or one trained on the first part of the text; None for bytes."""
+    """Return the tokenizer of --tokenizer, or one trained on the text's first part; None: bytes."""
     if arguments.tokenizer:
         return read_tokenizer(arguments.tokenizer)
     if arguments.vocabulary == BYTES:
@@ -130,7 +130,7 @@ def choose_tokenizer(arguments, paths):
 
 
 def documents_in(paths, field):
-    """Every document that is not empty, as text, one at a time."""
+    """Yield every document that is not empty, as text."""
     for path in paths:
         yield from (documents_of_lines if path.suffix == ".jsonl" else documents_of_text)(
             path, field
@@ -138,7 +138,7 @@ def documents_in(paths, field):
 
 
 def documents_of_lines(path, field):
-    """The text under `field` of every line, which is one JSON object."""
+    """Yield the text under `field` of every line, each of which is one JSON object."""
     with open_input(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LARGEST_DOCUMENT), b""), 1):
             if not line.endswith(b"\n") and len(line) == LARGEST_DOCUMENT:
@@ -154,7 +154,7 @@ def documents_of_lines(path, field):
 
 
 def documents_of_text(path, field):
-    """The parts between empty lines."""
+    """Yield the parts between empty lines."""
     lines, length = [], 0
     with open_input(path) as file:
         for line in iter(lambda: file.readline(LARGEST_DOCUMENT), b""):
@@ -178,7 +178,7 @@ def as_text(content, path):
 
 
 def pieces_of(text):
-    """`text` in pieces that end with a line where one does, since a tokenizer takes all at once."""
+    """Yield `text` in pieces, cut at line ends if possible, since a tokenizer encodes at once."""
     start = 0
     while start < len(text):
         end = start + PIECE

@@ -27,7 +27,7 @@ PLACEMENTS = {
     "loop": lambda stage, ranks: stage % ranks,
     "v": lambda stage, ranks: stage % ranks if stage < ranks else 2 * ranks - 1 - stage,
 }
-LARGEST = 4096  # actions: more are looked at too slowly to find anything
+LARGEST = 4096  # actions; with more, the search is too slow to find anything
 
 
 def main():
@@ -83,7 +83,7 @@ def hop(text):
 
 
 def question_of(arguments):
-    """The Question that the flags, or a run's timeline, ask."""
+    """Return the Question of the flags, or of a run's timeline."""
     a = arguments
     if a.timeline:
         places, m, given, split = from_timeline(a.timeline)
@@ -119,7 +119,7 @@ def check_size(stages, microbatches):
 
 
 def spread(flag, values, count):
-    """A value for each of `count` stages or ranks; one stands for all."""
+    """Return a value for each of `count` stages or ranks; a single value applies to all."""
     if values is None or len(values) == count:
         return values
     if len(values) != 1:
@@ -128,7 +128,7 @@ def spread(flag, values, count):
 
 
 def hops(arguments):
-    """{(rank, rank): latency}, both ways, as --transfer and --hop say."""
+    """Return {(rank, rank): latency} in both directions, from --transfer and --hop."""
     ranks = range(arguments.ranks)
     found = {(a, b): arguments.transfer for a in ranks for b in ranks if a != b}
     for pair, time in arguments.hop or []:
@@ -164,7 +164,7 @@ def from_timeline(path):
 
 
 def figures(answer):
-    """What was found, under the names that --json prints."""
+    """Return the result, under the names that --json prints."""
     return {
         "makespan": answer.makespan,
         "bound": answer.bound,
@@ -177,7 +177,7 @@ def figures(answer):
 
 
 def in_words(arguments, answer):
-    """What is printed without --json."""
+    """Return the text that is printed without --json."""
     lines = [f"{answer.makespan:10.6g}  the best that was found, {answer.schedule.name}"]
     if answer.proven:
         lines.append("            proven: no schedule is shorter")

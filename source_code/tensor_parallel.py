@@ -97,7 +97,7 @@ def main():
 
 
 def build_stages(arguments, job, schedule, cut, group, loss_function, reduction):
-    """This rank's stages by index, each with its part of the layers."""
+    """Build this rank's stages by index, each with its part of the layers."""
     a, stages = arguments, {}
     stage_class = stage_class_for(schedule)
     for index in schedule.stages_of(job.rank):
@@ -109,7 +109,7 @@ def build_stages(arguments, job, schedule, cut, group, loss_function, reduction)
 
 
 def clip_by(arguments):
-    """What one process does between backward and update."""
+    """Return the function that one process calls between backward and update."""
 
     def clip(model, optimizer, step):
         clip_whole_model(arguments, model)

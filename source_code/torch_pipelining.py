@@ -67,7 +67,7 @@ def main():
 
 
 def run_step(arguments, job, schedule, stages, inputs, targets, keywords):
-    """Forward and backward of a batch. Returns the loss on the rank of the last stage, else None."""
+    """Run forward and backward of a batch. Returns the loss on the last stage's rank, else None."""
     has_first = any(stage.is_first for stage in stages)
     losses = [] if any(stage.is_last for stage in stages) else None
     with job.waiting_for_all(f"a step of {arguments.schedule}"):
@@ -108,12 +108,12 @@ def read_flags():
 
 
 def train_in_one_process(arguments, device="cpu"):
-    """The loss of every step without ranks, stages and schedule: what --verify compares with."""
+    """Return the loss of every step without a pipeline, with which --verify compares."""
     return one_process(arguments, device)[1]
 
 
 def one_process(arguments, device="cpu"):
-    """The whole model trained on the whole batches, and the loss of every step."""
+    """Train the whole model on whole batches; return it and the loss of every step."""
     model = build_model(arguments, device)
     optimizer, rates = build_optimizer_and_rates(arguments, model.parameters())
     losses = []

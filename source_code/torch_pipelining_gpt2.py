@@ -131,7 +131,7 @@ def read_flags():
 
 
 def train_in_one_process(arguments, device="cpu"):
-    """The loss of every step of the unchanged Hugging Face model: what --verify compares with."""
+    """Return the loss of every step of the unchanged model, with which --verify compares."""
     model = build_whole(arguments, device)
     optimizer = build_optimizer(arguments.optimizer, model.parameters(), arguments.learning_rate)
     losses = []

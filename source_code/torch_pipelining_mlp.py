@@ -96,7 +96,7 @@ def build_network():
 
 
 def cut(microbatch_size):
-    """The traced network as a Pipe of three stages; every rank traces the whole of it."""
+    """Return the traced network as a Pipe of three stages; every rank traces all of it."""
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch's own
     example = torch.zeros(microbatch_size, 8, dtype=torch.float64)
     return pipeline(build_network(), mb_args=(example,), split_spec=SPLIT)
@@ -110,7 +110,7 @@ def batch_of(step, batch_size):
 
 
 def verify(arguments, losses):
-    """Train the uncut network in this process, print the largest difference, say if it is small."""
+    """Train the uncut network here, print the largest difference, return whether it is small."""
     network = build_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     largest = 0.0

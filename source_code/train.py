@@ -49,7 +49,7 @@ def main():
 
 
 def schedule_of(arguments):
-    """The schedule in FILE.csv, whose number of micro-batches is that of the run, or --schedule."""
+    """Return the schedule in FILE.csv, which sets the number of micro-batches, or --schedule."""
     if arguments.file is None:
         arguments.microbatches = arguments.microbatches or 8
         return choose_schedule(arguments)

@@ -85,7 +85,7 @@ def read_flags():
 
 
 def pace_by_work(arguments, cut):
-    """Make --pace, the time of a layer, the times of all stages, by what each has to compute."""
+    """Convert --pace, the time of one layer, to the times of all stages, by their work."""
     work = work_of_stages(arguments, cut)
     pace, arguments.pace_per_layer = getattr(arguments, "pace_costs", None), False  # of the lab
     if pace is not None:
@@ -96,7 +96,7 @@ def pace_by_work(arguments, cut):
 
 
 def work_of_stages(arguments, cut):
-    """The work of each stage in layers, by the weights that multiply; the embedding has none."""
+    """Return each stage's work in layers, by its weights in matrix products, so no embedding."""
     a = arguments
     model = of_the_course(a.layers, a.dim, a.heads, a.kv_heads, a.vocabulary)
     head = model.head_weights / model.layer_matrices

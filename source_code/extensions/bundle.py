@@ -1,9 +1,9 @@
 """Several tensors between two stages, sent as one.
 
-A stage may have more to pass on than one activation: two streams, the output of an encoder beside
-the state of a decoder, the embedding that later layers look back at. A message is one tensor of a
-shape that all ranks know. So the tensors are laid side by side, and taken apart again behind the
-message. Their gradients come back in the same way, zeros where a tensor was not used.
+A stage may pass on more than one activation: two streams, the output of an encoder beside the state
+of a decoder, or the embedding that later layers use again. A message is one tensor of a shape that
+is fixed on all ranks. So the sender concatenates the tensors, and the receiver splits them again.
+Their gradients return in the same way, with zeros where a tensor was not used.
 """
 
 import math
@@ -12,10 +12,10 @@ import torch
 
 
 class Bundle:
-    """What passes between stages: for each tensor its shape for one row, declared once.
+    """The layout of several tensors in one message: the shape of each tensor's rows.
 
-    All have the type of the job; `numbers` of a row are sent, and an activation has the shape
-    (rows, numbers).
+    All tensors have the job's dtype. One row of the message has `numbers` elements, so the message
+    has the shape (rows, numbers).
     """
 
     def __init__(self, *shapes):
@@ -24,7 +24,10 @@ class Bundle:
         self.numbers = sum(self.sizes)
 
     def together(self, *tensors):
-        """One tensor (rows, numbers) of several, each (rows, *its shape). Raises ValueError."""
+        """Join tensors of shape (rows, *shape) into one (rows, numbers).
+
+        Raises ValueError when a shape is not the declared one.
+        """
         made = [tuple(tensor.shape[1:]) for tensor in tensors]
         if made != self.shapes:
             raise ValueError(f"a bundle is {made} for each row, but has to be {self.shapes}")
@@ -32,6 +35,6 @@ class Bundle:
         return torch.cat([t.reshape(rows, n) for t, n in zip(tensors, self.sizes)], dim=1)
 
     def apart(self, bundle):
-        """The tensors of one (rows, numbers), as a tuple."""
+        """Split one tensor (rows, numbers) into a tuple of tensors, each (rows, *shape)."""
         parts = bundle.split(self.sizes, dim=1)
         return tuple(part.reshape(len(bundle), *shape) for part, shape in zip(parts, self.shapes))

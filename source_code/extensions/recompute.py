@@ -1,9 +1,9 @@
-"""Keeps little of a forward, and runs it again when its backward needs the rest.
+"""Activation recomputation: keeps little of a forward, and runs it again before its backward.
 
-A backward needs what its forward computed on the way. Between the two lies most of a step, and
-`Stage` keeps everything for that long. The stages here keep only some of it, from which the rest
-is computed once more (GPipe: Huang et al. 2019, section 2.3, "re-materialization"). The same
-operations on the same numbers have the same results, so no digit of the training changes.
+A backward needs the intermediate results of its forward. Most of a step lies between the two, and
+`Stage` keeps all of them for that time. The stages here keep only some, from which they compute the
+rest again (GPipe: Huang et al. 2019, section 2.3, "re-materialization"). The same operations on the
+same numbers give the same results, so no digit of the training changes.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ def add_recompute_flags(parser, default="none"):
 
 
 def check_pieces(arguments, cut):
-    """Reject more pieces than a stage has layers, or pieces that nothing asks for."""
+    """Reject more pieces than a stage has layers, or --pieces without its --recompute mode."""
     if arguments.pieces is None:
         arguments.pieces = 1
     elif arguments.recompute != "stage":
@@ -48,7 +48,7 @@ def check_pieces(arguments, cut):
 
 
 def build_recomputing_stages(arguments, schedule, cut, job):
-    """This rank's stages by index, which recompute as --recompute and --pieces say."""
+    """Build this rank's stages by index, which recompute as --recompute and --pieces say."""
     stage_class = stage_class_for(schedule)
     return {
         index: recomputing(
@@ -61,10 +61,10 @@ def build_recomputing_stages(arguments, schedule, cut, job):
 
 
 def recomputing(stage, mode, num_pieces=1):
-    """`stage` itself, or one like it, that recomputes as `mode`, a key of MODES, says.
+    """Return `stage` itself, or one like it, that recomputes by `mode`, a key of MODES.
 
-    `num_pieces` is how many parts of the stage keep their input in mode `stage`, at most as many as
-    it has layers.
+    In mode `stage` the stage is divided into `num_pieces` pieces, each of which keeps its input;
+    there are at most as many pieces as layers.
     """
     if mode == "selective":
         recompute_attention(stage)
@@ -84,12 +84,12 @@ class Recomputing:
 
 
 class Pieces(Recomputing):
-    """A stage in `num_pieces` runs of layers, of which it keeps the inputs and nothing else.
+    """A stage divided into `num_pieces` pieces of layers, which keeps only their inputs.
 
-    Its backward goes through the pieces from the last to the first: run the piece's forward again,
-    then its backward. So the insides of one piece of one micro-batch are there at a time. In a
-    backward in two halves the weights' half needs the recomputed inputs of the matrices, too: they
-    stay until then, as those of a first forward would.
+    Its backward goes through the pieces from the last to the first, and runs each piece's forward
+    again before its backward. So the activations inside one piece of one micro-batch exist at a
+    time. In a split backward the weight gradients need the recomputed inputs of the matrices, too,
+    which are kept until then as those of a first forward would be.
     """
 
     def __init__(self, num_pieces, part, index, num_stages, loss_function):
@@ -126,7 +126,7 @@ class Pieces(Recomputing):
         return self.loss_function(x, targets) if is_end else x
 
     def kept(self, microbatch):
-        """The inputs of the pieces that the backward has still to go back through."""
+        """Return the inputs of the pieces whose backward has not run yet."""
         return list(self.held[microbatch][0]) if microbatch in self.held else []
 
 

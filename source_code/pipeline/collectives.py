@@ -1,11 +1,11 @@
-"""Sums and gathers: what several ranks bring together in one call."""
+"""Sums and gathers over several ranks."""
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-import pipeline.unpickling  # noqa: F401 - what other ranks send brings no code
+import pipeline.unpickling  # noqa: F401 - objects from other ranks run no code
 from pipeline.job import GRACE
 
 
@@ -20,7 +20,7 @@ def gather(job, value):
 
 
 def open_groups(job, groups):
-    """Let each of `groups`, tuples of ranks, sum tensors. Every rank calls it with the same ones."""
+    """Open a process group for each tuple of ranks. Every rank calls it with the same `groups`."""
     limit = timedelta(seconds=job.timeout + GRACE)
     for ranks in groups:
         job.groups[ranks] = dist.new_group(list(ranks), backend=job.backend, timeout=limit)
@@ -28,10 +28,10 @@ def open_groups(job, groups):
 
 
 def connect_group(job, group, ranks):
-    """Add up one number over `ranks`, those of `group`, before anything depends on its connection.
+    """Sum one number over `ranks`, those of `group`, so that its connections are open before use.
 
     A collective connects all ranks of the group. With NCCL up to torch 2.14 a batch of sends and
-    receives between two of them would otherwise wait for all the others as well.
+    receives between two of them would otherwise wait for all other ranks of the group as well.
     """
     if job.rank in ranks and len(ranks) > 1:
         number = torch.zeros(1, device=job.wire)
@@ -41,10 +41,10 @@ def connect_group(job, group, ranks):
 
 
 class Summing:
-    """A sum of tensors over `ranks`, one of the job's groups, on its way as one flat message.
+    """A running sum of tensors over `ranks`, one of the job's groups, as one flat message.
 
-    All of them must start it, and several in the same order. The tensors may not be touched until
-    `wait`, which replaces them by their sums; `what` names what the others add.
+    All ranks of the group must start it, and start several sums in the same order. The tensors may
+    not be used before `wait`, which replaces them by their sums; error messages contain `what`.
     """
 
     def __init__(self, job, tensors, ranks, what):
@@ -59,7 +59,7 @@ class Summing:
             )
 
     def wait(self):
-        """Block until the sums are there."""
+        """Block until the tensors have been replaced by their sums."""
         with self.job.waiting(self.following, self.what):
             self.work.wait()
         sums = self.flat.to(self.job.device).split([tensor.numel() for tensor in self.tensors])

@@ -1,4 +1,4 @@
-"""What a process gets when it starts: its rank by the launcher, its flags by the user."""
+"""The inputs of a process at its start: its rank from the launcher, its flags from the user."""
 
 import argparse
 import math
@@ -15,9 +15,9 @@ class LauncherError(ValueError):
 class Parser(argparse.ArgumentParser):
     """Rejects bad flags in one sentence. `checks` are called with the parsed arguments.
 
-    These also have `meeting`, how the ranks meet, if it is another way than that of job.py.
+    The arguments also have `meeting`: how the ranks meet, or None for the way of job.py.
 
-    Of `description`, a script's docstring, the first line is shown; python -OO has none.
+    --help shows the first line of `description`, a script's docstring; python -OO has none.
     """
 
     def __init__(self, description=None, **options):
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         self.checks = []
 
     def parse_args(self, *words):
-        """Parse; an empty text, as of a shell's variable that is not set, is never "not given"."""
+        """Parse flags; reject an empty value, such as that of a shell variable that is not set."""
         arguments = super().parse_args(*words)
         for action in self._actions:
             if getattr(arguments, action.dest, None) == "":
@@ -53,12 +53,12 @@ def reject(sentence):
     else:
         time.sleep(
             5.0
-        )  # a launcher ends all ranks with the first one, so that one has to print the error
+        )  # a launcher ends all ranks when the first one ends, so the first one prints the error
     sys.exit(2)
 
 
 def positive_integer(text):
-    """A flag's value as a count."""
+    """Convert a flag's value to a whole number of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
     if int(text) >= 2**31:
@@ -67,7 +67,7 @@ def positive_integer(text):
 
 
 def positive_number(text):
-    """A flag's value as a number, above zero and finite."""
+    """Convert a flag's value to a finite number above zero."""
     try:
         value = float(text)
     except ValueError:
@@ -78,7 +78,7 @@ def positive_number(text):
 
 
 def ranks_from_environment():
-    """(rank, number of ranks, rank on this node, ranks on this node), from torchrun or srun."""
+    """Return (rank, ranks, rank on this node, ranks on this node) from torchrun or srun."""
     try:
         return read_ranks()
     except LauncherError as error:
@@ -86,7 +86,7 @@ def ranks_from_environment():
 
 
 def read_ranks():
-    """The same. Raises LauncherError where the environment names no rank that there can be."""
+    """Return the same. Raises LauncherError if the environment has no valid rank."""
     on_slurm = "SLURM_STEP_NUM_TASKS" in os.environ
     if "RANK" in os.environ:
         num_ranks = whole_number("WORLD_SIZE", least=1)
@@ -106,7 +106,7 @@ def read_ranks():
 
 
 def meeting_point():
-    """(address, port) at which the ranks meet. Raises LauncherError."""
+    """Return (address, port) at which the ranks meet. Raises LauncherError."""
     try:
         if "SLURM_STEP_NODELIST" in os.environ:
             from pipeline.slurm import set_meeting_point
@@ -124,7 +124,10 @@ def meeting_point():
 
 
 def whole_number(name, default=None, least=0, most=2**31 - 1):
-    """The whole number in the environment variable `name`, or `default`. Raises LauncherError."""
+    """Return the environment variable `name` as a whole number, or `default`.
+
+    Raises LauncherError if it is no whole number in the given range.
+    """
     text = os.environ.get(name)
     if text is None and default is not None:
         text = str(default)

@@ -17,12 +17,12 @@ DEFAULT_SHA256 = "cc916d82a80c1af5682c9e436e9ca1cf3d7c3e012e3f088d737b99cd18600d
 
 
 class DataError(ValueError):
-    """A text that cannot be learnt from; the message says what to do."""
+    """A text cannot be used for training; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Byte tokens, int64, one-dimensional: what is trained on and what is held out."""
+    """The training part and the held-out part of a text: byte tokens, int64, one-dimensional."""
 
     training: torch.Tensor
     held_out: torch.Tensor
@@ -54,7 +54,7 @@ def load_text(path=None, seq_len=32):
 
 
 def split_text(content, seq_len, source, flag="--data"):
-    """A Text from bytes. Raises DataError, with the names given, when they are too few."""
+    """Return a Text from bytes. Raises DataError, with the names given, if it is too short."""
     shortest = 10 * (seq_len + 1)  # so that the held-out tenth still has one sequence
     if len(content) < shortest:
         raise DataError(

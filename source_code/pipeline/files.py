@@ -7,17 +7,17 @@ import os
 import sys
 from pathlib import Path
 
-not_written = []  # the flags of outputs that could not be written: the run then ends with status 1
+not_written = []  # flags of outputs that could not be written; if any, the run ends with status 1
 
 
 def write_whole(path, text):
     """Write a file so that it is either the old one or the new one, never half of it."""
-    path = Path(os.path.realpath(path))  # a link stays a link
+    path = Path(os.path.realpath(path))  # keep a symbolic link
     if os.path.lexists(path) and not path.is_file():  # /dev/null must not become a file
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # The name of a file, which may be in the text, need not be one in UTF-8.
+        # The text may contain a file name, which need not be valid UTF-8.
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, path)
     finally:
@@ -25,7 +25,7 @@ def write_whole(path, text):
 
 
 def write_output(flag, path, text):
-    """Write what a run leaves: a disk that is full costs this file and a sentence, not the run."""
+    """Write an output of a run; on an error print a sentence and let the run continue."""
     try:
         write_whole(path, text)
     except OSError as error:
@@ -33,24 +33,24 @@ def write_output(flag, path, text):
 
 
 def say_not_written(flag, path, error):
-    """Say on standard error what is missing, and note that the run does not end well."""
+    """Print to standard error which output is missing, and note that the run ends with status 1."""
     sentence = f"{flag} {path} was not written ({error.strerror}); nothing else is lost"
     print(sentence, file=sys.stderr, flush=True)
     not_written.append(flag)
 
 
 def to_json(value, **options):
-    """`value` as JSON, which has no NaN and no infinity: null stands for them."""
+    """Return `value` as JSON, with null for NaN and infinity, which JSON does not have."""
     return json.dumps(without_not_finite(value), allow_nan=False, **options)
 
 
 def json_line(row):
-    """`row`, a dictionary, as one line."""
+    """Return `row`, a dictionary, as one line of JSON."""
     return to_json(row) + "\n"
 
 
 def without_not_finite(value):
-    """The same value with None in place of numbers that are not finite."""
+    """Return the same value with None in place of numbers that are not finite."""
     if isinstance(value, dict):
         return {name: without_not_finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

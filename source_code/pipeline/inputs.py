@@ -1,7 +1,7 @@
-"""Opens every file that a run reads: a regular file of a bounded size, or one sentence.
+"""Opens every file that a run reads, which must be a regular file of a bounded size.
 
-A named pipe or a terminal would be waited for without end, a device such as /dev/zero has no end,
-and what one rank takes from either is gone for the others.
+A read from a named pipe or a terminal may block for ever, and a device such as /dev/zero has no
+end. Data that one rank reads from them is no longer available to other ranks.
 """
 
 import json
@@ -10,16 +10,16 @@ import os
 import stat
 
 MEBIBYTE = 2**20
-LARGEST = 1024 * MEBIBYTE  # of what is read as a whole, unless a reader says less
+LARGEST = 1024 * MEBIBYTE  # bytes read as a whole, unless a caller sets a lower limit
 LARGEST_NUMBER = 1e300
 
 
 class InputError(ValueError):
-    """A file that cannot be read; the text names it and says why, and fits behind a flag."""
+    """A file cannot be read; the text names it and says why, and can follow a flag's name."""
 
 
 def open_input(path):
-    """A regular file, opened to be read as bytes. Raises InputError for all else."""
+    """Open a regular file to read bytes. Raises InputError for anything else."""
     try:
         file = open(path, "rb", opener=open_at_once)
     except OSError as error:
@@ -36,7 +36,7 @@ def open_at_once(path, flags):
 
 
 def read_bytes(path, most=LARGEST):
-    """The content of a regular file of at most `most` bytes. Raises InputError for all else."""
+    """Return the content of a regular file of at most `most` bytes, else raise InputError."""
     content = bytearray()
     with open_input(path) as file:
         try:
@@ -50,7 +50,7 @@ def read_bytes(path, most=LARGEST):
 
 
 def read_text(path, most=LARGEST):
-    """The same as text, in UTF-8 whatever the locale; a byte order mark is left out."""
+    """Return the same as text, UTF-8 in every locale, without a byte order mark."""
     try:
         return read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -58,12 +58,12 @@ def read_text(path, most=LARGEST):
 
 
 def read_json(path, most=LARGEST):
-    """The value in a JSON file."""
+    """Return the value in a JSON file. Raises InputError."""
     return parse_json(read_text(path, most), path)
 
 
 def parse_json(text, name):
-    """The value of JSON text. NaN and Infinity, which Python would take, are no JSON."""
+    """Return the value of JSON text; reject NaN and Infinity, which Python would accept."""
     try:
         return json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
@@ -75,10 +75,10 @@ def reject_constant(constant):
 
 
 def is_number(value, least=-math.inf, most=math.inf):
-    """Whether a value from JSON is a finite number in that range."""
+    """Return whether a value from JSON is a finite number in that range."""
     return type(value) in (int, float) and least <= value <= most and abs(value) <= LARGEST_NUMBER
 
 
 def is_count(value, most=2**53):
-    """Whether a value from JSON is a whole number from 0 to `most`."""
+    """Return whether a value from JSON is a whole number from 0 to `most`."""
     return type(value) is int and 0 <= value <= most

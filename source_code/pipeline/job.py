@@ -20,19 +20,19 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # its functions keep the default group if there is one by now
+import torch.distributed.nn  # imported early: its functions bind an existing default group
 
 from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment, reject
 from pipeline.message import Message
 
-SLOW_START = 60.0  # seconds that ranks have at least to find each other
-GRACE = 5.0  # seconds beyond the longest wait, after which the transport ends it
+SLOW_START = 60.0  # least seconds that ranks have to find each other
+GRACE = 5.0  # seconds after the longest wait, when the transport ends it
 ending = threading.Lock()
 
 
 @dataclass
 class Job:
-    """What a rank needs of its job. Activations and gradients have `shape` and `dtype`."""
+    """A rank's view of its job. Activations and gradients have `shape` and `dtype`."""
 
     rank: int
     num_ranks: int
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def wire(self):
-        """The device of messages: ranks that share a GPU use gloo, through host memory."""
+        """The device of messages: the CPU if ranks share a GPU and use gloo."""
         return torch.device("cpu") if self.backend == "gloo" else self.device
 
     def send(self, tensor, destination, message):
@@ -82,16 +82,16 @@ class Job:
         return begin()
 
     def waiting(self, peer, what):
-        """Around every call that blocks until rank `peer` acts."""
+        """Return the context of a call that blocks until rank `peer` acts."""
         return self.naming_loss(peer, what)
 
     def waiting_for_all(self, what):
-        """Around a call that needs every rank: each names the one after it."""
+        """Return the context of a call that needs every rank; errors name the next rank."""
         return self.waiting((self.rank + 1) % self.num_ranks, what)
 
     @contextmanager
     def naming_loss(self, peer, what):
-        """Around a call of the transport: a lost rank ends the job, by name."""
+        """Return the context of a transport call; if `peer` is lost, end the process, naming it."""
         try:
             yield
         except RuntimeError as error:
@@ -108,7 +108,7 @@ class Job:
         with self.waiting_for_all("the end of the job"):
             dist.barrier()
         dist.destroy_process_group()
-        # Their threads end with the last reference: one that outlives Python would abort it.
+        # The groups' threads end with the last reference; one that outlives Python aborts it.
         atexit.register(lambda: (time.sleep(0.02), gc.collect()))
 
 
@@ -170,7 +170,7 @@ def meet(job):
 
 
 def store_of_one():
-    """The store of a job of one rank; on Windows torch has no HashStore and no libuv."""
+    """Return the store of a job of one rank; on Windows torch has no HashStore and no libuv."""
     alone = getattr(dist, "HashStore", None)
     return alone() if alone else dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)
 
@@ -199,9 +199,9 @@ def open_channels(job, pairs):
 
 
 def common_backend(job):
-    """NCCL where each rank has a GPU of its own, else gloo. All ranks ask, and get one answer.
+    """Return NCCL if each rank has its own GPU, else gloo. All ranks call it with one result.
 
-    They compare their GPUs by name: under srun each may see no other GPU than its own.
+    The ranks compare their GPUs' names, because under srun a rank may see only its own GPU.
     """
     on_gpu = job.device.type == "cuda" and dist.is_nccl_available()
     own = str(torch.cuda.get_device_properties(job.device).uuid) if on_gpu else ""
@@ -211,7 +211,7 @@ def common_backend(job):
 
 
 def choose_device(wanted, local_rank):
-    """The device of this rank: `auto` takes a GPU if there is one; ranks may have to share it."""
+    """Return the device of this rank; `auto` is a GPU if there is one, which ranks may share."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -220,7 +220,7 @@ def choose_device(wanted, local_rank):
 
 
 def is_loss(error):
-    """Whether an error, or what caused it, says that the transport lost the other side."""
+    """Return whether an error or its cause says that the transport lost the other side."""
     while error.__cause__ is not None:
         error = error.__cause__
     words = "closed by peer", "reset by peer", "Timed out"
@@ -229,9 +229,9 @@ def is_loss(error):
 
 def end_process(sentence, before_leaving=lambda: None):
     """Print one sentence and end this process at once, without waiting for any other rank."""
-    ending.acquire()  # for good: a second thread has nothing to add
+    ending.acquire()  # never released: only one thread prints and ends the process
     print(sentence, file=sys.stderr, flush=True)
     sys.stdout.flush()
     before_leaving()
-    time.sleep(0.3)  # if the store is here, others are asking it why their peer is gone
+    time.sleep(0.3)  # other ranks may still read the reason from this rank's store
     os._exit(1)

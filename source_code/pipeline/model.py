@@ -41,7 +41,7 @@ class ModelConfig:
 class RMSNorm(nn.Module):
     """(..., dim) over its root mean square, times a weight (Zhang and Sennrich 2019, 1910.07467).
 
-    In float32 where the numbers have 16 bits, of which a sum of squares keeps too few.
+    It is computed in float32 for 16-bit types, in which a sum of squares is too inexact.
     """
 
     def __init__(self, dim):
@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
 
 
 class NormOf16Bits(torch.autograd.Function):
-    """RMSNorm worked out in float32. Its backward needs the input as it came, and one number per row:
+    """RMSNorm computed in float32. Its backward needs the 16-bit input and one number per row;
     autograd itself would keep two copies in float32."""
 
     @staticmethod
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
     def mix(self, query, key, value, mask=None):
-        """What each position takes from those it may look at: (batch, heads, length, head_dim)."""
+        """Return the attention output (batch, heads, length, head_dim) of queries, keys, values."""
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
@@ -135,7 +135,7 @@ class ModelPart(nn.Module):
 
     Takes tokens (batch, length) or activations (batch, length, dim); returns activations, or from
     the last part scores (batch, length, vocabulary). `mask` (batch, 1, length, length) is True
-    where a position may look at another; without it, at itself and all before.
+    where a position may attend to another; without it attention is causal.
     """
 
     tables = "cosine", "sine"  # buffers that activations are multiplied by, in their type
@@ -191,7 +191,7 @@ def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
 
 
 def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
-    """Give a part that is laid out its memory and its starting weights; return it."""
+    """Replace a part's meta tensors by its starting weights; return the part."""
     for path, module in part.named_modules():
         for name, layout in list(module.named_parameters(recurse=False)):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)
@@ -221,12 +221,12 @@ def token_loss(scores, targets):
 
 
 def cut_evenly(num_layers, num_stages):
-    """(first, last) layer of each stage, `last` not included; earlier stages get one more."""
+    """Return each stage's (first, last) layer, `last` excluded; earlier stages get one more."""
     base, extra = divmod(num_layers, num_stages)
     return cut_as([base + (stage < extra) for stage in range(num_stages)])
 
 
 def cut_as(layers_per_stage):
-    """The same for a given number of layers per stage, e.g. [3, 3, 2]."""
+    """Return the same for a given number of layers per stage, e.g. [3, 3, 2]."""
     ends = list(accumulate(layers_per_stage))
     return list(zip([0, *ends], ends))

@@ -1,4 +1,4 @@
-"""One process that trains the whole model, and how closely the losses of a pipeline agree with it."""
+"""Trains the whole model in one process, and compares a pipeline's losses with it."""
 
 import torch
 
@@ -14,14 +14,14 @@ NARROWEST, DEEPEST, FASTEST, LONGEST_RUN = 16, 32, 3, 200
 
 
 def is_promised(arguments):
-    """Whether TOLERANCES hold for the model and the learning rate of these flags."""
+    """Return whether TOLERANCES hold for the model and the learning rate of these flags."""
     a = arguments
     fastest = FASTEST * LEARNING_RATES[a.optimizer]
     return a.dim >= NARROWEST and a.layers <= DEEPEST and a.learning_rate <= fastest
 
 
 def losses_agree(dtype, losses, expected, first_step=0, promised=True):
-    """Print the losses beside those of one process, and say whether they agree as promised."""
+    """Print the losses beside those of one process; return whether they agree as promised."""
     print("step  pipeline  one process  difference")
     agree, largest = True, 0.0
     early, late = TOLERANCES[dtype]
@@ -44,11 +44,11 @@ def losses_agree(dtype, losses, expected, first_step=0, promised=True):
 def train_one_process(
     arguments, device="cpu", before_update=None, build=None, loss_of=None, **options
 ):
-    """The loss of every step in nats, without a pipeline: the whole model, the whole batch.
+    """Train the whole model on whole batches; return the loss of every step in nats.
 
-    `before_update(model, optimizer, step)` runs between backward and update; `build(arguments,
-    device)` may return another model, `loss_of(model, inputs, targets)` another loss; `options` go
-    to AdamW.
+    `before_update(model, optimizer, step)` runs between backward and update. `build(arguments,
+    device)` may return another model, and `loss_of(model, inputs, targets)` another loss. `options`
+    are passed to AdamW.
     """
     a, loss_of = arguments, loss_of or (lambda model, *batch: token_loss(model(batch[0]), batch[1]))
     model = (build or build_model)(a, device)
@@ -67,15 +67,15 @@ def train_one_process(
 
 
 def build_model(arguments, device="cpu"):
-    """The whole model in one part."""
+    """Build the whole model in one part."""
     a = arguments
     return build_part(a.config, 0, a.layers, a.seed, a.torch_dtype, device)
 
 
 def build_optimizer(name, parameters, learning_rate, **options):
-    """`sgd`, `momentum` (0.9) or `adamw` over `parameters`; `options` are those of AdamW.
+    """Return `sgd`, `momentum` (0.9) or `adamw` over `parameters`; AdamW takes `options`.
 
-    On a GPU AdamW is one kernel for many weights, which makes no copies of them (`fused`).
+    On a GPU AdamW updates many weights in one kernel, without copies of them (`fused`).
     """
     parameters = list(parameters)
     if name == "sgd":
@@ -87,7 +87,7 @@ def build_optimizer(name, parameters, learning_rate, **options):
 
 
 class SGD:
-    """torch.optim.SGD without options, to the last digit, and without the 1.8 s of its import."""
+    """torch.optim.SGD without options, bit-equal, without the 1.8 s that its import takes."""
 
     def __init__(self, parameters, learning_rate):
         self.param_groups = [{"params": list(parameters), "lr": learning_rate}]

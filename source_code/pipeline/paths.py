@@ -1,12 +1,12 @@
-"""The paths of a run: an output must be possible, and must not destroy another path of the run."""
+"""Checks the paths of a run: outputs must be writable, and must not overwrite other paths."""
 
 import os
 from pathlib import Path
 
 from pipeline.command_line import reject
 
-# Every path that a run reads or writes, and the attribute that has it; each script has some of them.
-# --checkpoints is both, and stands among the first: what is there has to be kept.
+# Every path that a run reads or writes, and its attribute; each script has some of them.
+# --checkpoints is read and written, and is listed first, because its content must be kept.
 READ = {
     "--data": "data",
     "--tokenizer": "tokenizer",
@@ -28,7 +28,7 @@ def check_paths_apart(arguments, written=WRITTEN, read=READ):
     `written` are the flags of all outputs, `read` those of all inputs, with the attributes that
     have their paths.
     """
-    taken = {}  # flag -> path, of those that may be followed by an output
+    taken = {}  # flag -> path of what no later output may overwrite
     for flag, name in {**read, **written}.items():
         path = getattr(arguments, name, None)
         if path is None:
@@ -50,7 +50,7 @@ def check_apart(flag, path, other, other_path):
 
 
 def same_file(path, other):
-    """Whether two paths that exist lead to one file, as two names of it (hard links) do."""
+    """Return whether two existing paths lead to one file, as two hard links do."""
     try:
         return os.path.samefile(path, other)
     except OSError:
@@ -58,7 +58,7 @@ def same_file(path, other):
 
 
 def can_be_written(path):
-    """Whether a file can be made at `path`, links resolved, or take the place of the one there."""
+    """Return whether a file can be created or replaced at `path`, links resolved."""
     real = os.path.realpath(path)
     folder, name = os.path.split(real)
     if not os.path.basename(path) or os.path.islink(real):  # links that lead back to themselves

@@ -1,29 +1,29 @@
 """The one order of messages, in which all ranks issue their sends, receives and sums.
 
-Every rank has the whole schedule. Played with messages that take no time, it gives the end of each
-action; (this end, the rank) is the action's place, and a message has the place of the action
+Every rank has the whole schedule. A simulation with messages that take no time gives the end of
+each action. The pair (end, rank) is the action's place, and a message has the place of the action
 that makes it. Before an action a rank posts every receive with an earlier place, and after the
-action it sends. What replicas sum within or right after an action has that action's place, too.
+action it sends. A sum of replicas within or right after an action has that action's place, too.
 
 NCCL is the reason. Each channel has a communicator, and NCCL does not promise that two communicators
 make progress at once on one GPU: its guide requires their operations in one order on all GPUs
 ("Using multiple NCCL communicators concurrently"; github.com/NVIDIA/nccl, issues 783 and 784).
 With one order, a rank needs no more than one operation under way. Proof: take the message with the
-earliest place of those that have not arrived. Its sender gets as far as to send it, and its receiver
-as far as to post it, because both wait only for messages with earlier places, which have arrived.
-Nothing else is under way before it at either end. So it arrives, and then so does the next one.
+earliest place of those that have not arrived. Its sender reaches the send, and its receiver reaches
+the receive, because both wait only for messages with earlier places, which have arrived. No other
+operation is under way before it at either end. So it arrives, and then so does the next one.
 
-On every transport, the receive of a message that is made during an action is so posted before that
+On every transport, this posts the receive of a message that is made during an action before that
 action, and the message travels while the rank computes. A receive is not posted earlier than that,
-so the buffers held are those of messages that already exist in the played schedule: at most 2 for
-GPipe and 1F1B, 3 for zero bubble, and 4 for interleaved 1F1B with a multiple of p micro-batches.
+so a rank has buffers only for messages that exist by then in the simulation: at most 2 for GPipe
+and 1F1B, 3 for zero bubble, and 4 for interleaved 1F1B with a multiple of p micro-batches.
 """
 
 from collections import deque
 
 
 class OrderedReceives:
-    """The receives of this rank in one pass through `schedule`."""
+    """The receives of this rank in one run of `schedule`."""
 
     def __init__(self, job, schedule):
         self.job, self.places = job, schedule.places
@@ -44,7 +44,7 @@ class OrderedReceives:
         self.posted[route.message] = self.job.receive(route.source, route.message)
 
     def take(self, message):
-        """The tensor of `message`, waiting for it if it has not arrived."""
+        """Return the tensor of `message`; wait for it if it has not arrived."""
         while message not in self.posted:  # only where a caller takes messages in another order
             self.post_next()
         return self.posted.pop(message).wait()

@@ -26,15 +26,15 @@ KINDS = {
     "W": "backward for the weights",
     "U": "update",  # in asynchronous schedules only: elsewhere the update follows the whole step
 }
-DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}  # for the order of messages, in no unit
+DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}  # relative, for the order of messages
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be performed; the text says which rank, which step, and why."""
+    """A schedule cannot be performed; the text says which rank, which step, and why."""
 
 
 class Action(NamedTuple):
-    """One thing a rank does: `kind` (a key of KINDS) of `microbatch` on `stage`."""
+    """One action of a rank: `kind` (a key of KINDS) of `microbatch` on `stage`."""
 
     stage: int
     kind: str
@@ -48,7 +48,7 @@ class Action(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The way of a message from one rank to another, to the stage that uses it."""
+    """The path of a message from one rank to another, and the stage that uses it."""
 
     message: Message
     source: int
@@ -63,7 +63,7 @@ _new_message = partial(tuple.__new__, Message)  # Message(...) takes four times 
 
 
 def message_of(action):
-    """The Message that an action makes, for this rank or another; None for W and U.
+    """Return the Message that an action makes, for this rank or another; None for W and U.
 
     A full backward and a backward for the input both make the gradient of the stage's input.
     """
@@ -129,7 +129,7 @@ class Schedule:
 
     @cached_property
     def rank_of_passage(self):
-        """The rank of every (stage, micro-batch), as a dictionary."""
+        """{(stage, micro-batch): rank} for every stage and micro-batch."""
         return {
             (stage, microbatch): rank
             for rank, order in enumerate(self.orders)
@@ -137,7 +137,7 @@ class Schedule:
         }
 
     def rank_of(self, stage, microbatch):
-        """The rank on which a micro-batch passes a stage."""
+        """Return the rank on which a micro-batch passes a stage."""
         return self.rank_of_passage[stage, microbatch]
 
     @cached_property
@@ -149,7 +149,7 @@ class Schedule:
         return {stage: tuple(found) for stage, found in ranks.items()}
 
     def stages_of(self, rank):
-        """The stages that a rank has, in order."""
+        """Return the stages of a rank, in order."""
         return sorted({action.stage for action in self.orders[rank]})
 
     @cached_property
@@ -166,7 +166,7 @@ class Schedule:
     def playable_order(self):
         """All actions as (rank, action, needs), each after everything it needs.
 
-        Raises ScheduleError when the schedule comes to a stop before its end.
+        Raises ScheduleError if the schedule deadlocks before its end.
         """
         return _play(self)
 
@@ -210,7 +210,7 @@ class Schedule:
 
 
 def _play(schedule):
-    """Let each rank go on until it has to wait, then the ranks that wait for what it made.
+    """Advance each rank until it has to wait, then the ranks that wait for its results.
 
     Linear in the number of actions.
     """
@@ -268,7 +268,7 @@ def _explain_deadlock(schedule, step, waiting, stuck):
 
 
 def to_csv(schedule):
-    """The text form: one row a rank."""
+    """Return the text form: one row per rank."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
 
 

@@ -1,6 +1,6 @@
-"""What SLURM says in the environment where srun, not torchrun, has started the ranks.
+"""Reads SLURM's environment variables if srun, not torchrun, has started the ranks.
 
-`whole_number(name, default, least, most)` is that of command_line.py, which reads a variable.
+`whole_number(name, default, least, most)` is the function of command_line.py that reads a variable.
 """
 
 import os
@@ -11,7 +11,7 @@ FIRST_PORT, PORTS = 10_000, 20_000  # below those that the system hands out
 
 
 def ranks_from_slurm(whole_number):
-    """(rank, number of ranks, rank on this node, ranks on this node) of a step of srun."""
+    """Return (rank, ranks, rank on this node, ranks on this node) of a job step of srun."""
     num_ranks = whole_number("SLURM_STEP_NUM_TASKS", least=1)
     rank = whole_number("SLURM_PROCID", most=num_ranks - 1)
     local_rank = whole_number("SLURM_LOCALID", most=num_ranks - 1)
@@ -22,10 +22,10 @@ def ranks_from_slurm(whole_number):
 
 
 def rank_in_node_order(rank, local_rank, local_ranks, num_ranks, whole_number):
-    """torchrun's `rank`, or the one that follows SLURM's order of the nodes.
+    """Return torchrun's `rank`, or under SLURM the rank by SLURM's order of the nodes.
 
     torchrun sorts nodes by name as text, pp10 before pp9. Neighbours in the pipeline should be
-    neighbours in the machine, so SLURM's order counts.
+    neighbours in the machine, so SLURM's order is used.
     """
     env, nodes = os.environ, os.environ.get("GROUP_WORLD_SIZE", "1")
     one_per_node = nodes == env.get("SLURM_STEP_NUM_NODES") == env.get("SLURM_STEP_NUM_TASKS")
@@ -60,6 +60,6 @@ def set_meeting_point(whole_number):
 
 
 def first_node(nodes):
-    """The first name of SLURM's short form of a list: "pp[03-10,12],gpu1" begins with pp03."""
+    """Return the first name in SLURM's short form of a list: pp03 of "pp[03-10,12],gpu1"."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", nodes)[0]
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)

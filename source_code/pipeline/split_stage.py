@@ -1,10 +1,10 @@
-"""A stage with a backward in two halves: first for the input, later for the weights.
+"""A stage with a split backward: first for the input, later for the weights.
 
-The backward of a linear layer y = x Wᵀ is two matrix products that do not need each other: g W, the
-gradient of the input, which the stage before is waiting for, and gᵀ x, the gradient of the weights,
-which is not needed before the update (Qi et al. 2023, 2401.10241, section 2). The layers here can
-defer the second one: they leave x and g behind, and everything else that the forward had kept is
-freed. Norms and the embedding, whose gradients cost no matrix product, compute theirs at once.
+The backward of a linear layer y = x Wᵀ is two independent matrix products: g W, the gradient of the
+input, for which the previous stage waits, and gᵀ x, the gradient of the weights, which is not
+needed before the update (Qi et al. 2023, 2401.10241, section 2). The layers here can defer the
+second product: they keep x and g, and everything else that the forward kept is freed. Norms and the
+embedding, whose weight gradients need no matrix product, compute them at once.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ class SplitStage(Stage):
         return output if module.bias is None else output + module.bias
 
     def backward_input(self, microbatch, gradient=None):
-        """Run the half of the backward that the stage before waits for.
+        """Run the backward for the input, for which the previous stage waits.
 
         Arguments and result are those of `backward`. Of what the forward had kept, only the inputs
         of the linear layers stay, with the gradients of their outputs, until `backward_weight`.
@@ -54,7 +54,7 @@ class SplitStage(Stage):
 
     @torch.no_grad()
     def backward_weight(self, microbatch):
-        """Run the other half, and add to the gradients of the weights."""
+        """Run the backward for the weights, and add to their gradients."""
         for weight, inputs, gradient in self.deferred.pop(microbatch):
             more = weight_gradient(inputs, gradient)
             weight.grad = more if weight.grad is None else weight.grad.add_(more)
@@ -66,7 +66,7 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, weight, stage):
         ctx.save_for_backward(inputs, weight)
-        ctx.parameter = weight  # itself: what was saved comes back as another tensor
+        ctx.parameter = weight  # save_for_backward would return another tensor object
         ctx.stage = stage
         return F.linear(inputs, weight)
 
@@ -78,7 +78,7 @@ class SplitLinear(torch.autograd.Function):
             return input_gradient, None, None
         if ctx.stage.deferring is None:
             return input_gradient, weight_gradient(inputs, gradient), None
-        # Detached: a tensor with its history keeps everything alive that it was made of.
+        # Detached, because a tensor with its graph keeps all tensors of that graph alive.
         ctx.stage.deferring.append(Deferred(ctx.parameter, inputs.detach(), gradient.detach()))
         return input_gradient, None, None
 

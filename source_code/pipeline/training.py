@@ -1,4 +1,4 @@
-"""What all training scripts share: their flags, their batches, and the loop over steps."""
+"""Shared by all training scripts: their flags, their batches, and the loop over steps."""
 
 import argparse
 import math
@@ -30,7 +30,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 def training_parser(description):
-    """The parser with the flags that every training script has."""
+    """Return the parser with the flags that every training script has."""
     parser = model_parser(description)
     rates = ", ".join(f"{rate} for {name}" for name, rate in LEARNING_RATES.items())
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
@@ -44,7 +44,7 @@ def training_parser(description):
 
 
 def model_parser(description):
-    """The parser with the flags of whatever runs the model: its sizes, its text, its ranks."""
+    """Return the parser with the flags of every script that runs the model."""
     parser = Parser(description)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--layers", default=8, help="decoder layers", **count)
@@ -125,7 +125,7 @@ def start_job(arguments, pairs=None, shape=None):
 
 
 def cut_layers(arguments, num_stages):
-    """(first, last) layer of each stage, `last` not included: --cut, or as even as it goes."""
+    """Return each stage's (first, last) layer, `last` excluded: --cut, or as even as possible."""
     layers, cut = arguments.layers, arguments.cut
     if cut is None and layers < num_stages:
         reject(
@@ -139,7 +139,7 @@ def cut_layers(arguments, num_stages):
 
 
 def build_stage(arguments, index, cut, device, stage_class=Stage):
-    """Stage `index`: its layers of the `cut` and, on the last stage, the loss."""
+    """Build stage `index`, with its layers of the `cut` and, on the last stage, the loss."""
     a, (first, last) = arguments, cut[index]
     part = build_part(a.config, first, last, a.seed, a.torch_dtype, device)
     return stage_class(part, index, len(cut), share_of_loss(a.microbatches))
@@ -151,14 +151,14 @@ def share_of_loss(microbatches):
 
 
 def microbatches_of(arguments, device, step):
-    """Inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
+    """Return inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
     a = arguments
     batch = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
     return tuple(tokens.to(device).chunk(a.microbatches) for tokens in batch)
 
 
 def train(arguments, job, stages, run_step, reference=None):
-    """Train with `run_step(inputs, targets)`, which returns the loss or None; the exit status.
+    """Train with `run_step(inputs, targets)`, which returns the loss or None. Returns the status.
 
     `reference(arguments, device)` is what --verify compares with, if not `train_one_process`.
     """
@@ -176,7 +176,7 @@ def train(arguments, job, stages, run_step, reference=None):
 
 
 class LossLog:
-    """The losses of a run, on the rank that has them. `first_step` is above 0 in a continued run."""
+    """The losses of a run, on the rank that has them; `first_step` is above 0 if continued."""
 
     def __init__(self, arguments, has_loss, first_step=0):
         self.arguments, self.has_loss, self.first_step = arguments, has_loss, first_step

@@ -1,4 +1,4 @@
-"""Unpickles what other ranks and files bring, without running code that came with it.
+"""Unpickles objects from other ranks and from files without running code in them.
 
 A pickle may name any function to be called with any arguments, and torch.distributed pickles the
 objects that ranks exchange. Here a pickle may build lists, dictionaries, numbers, text and tensors,
@@ -29,13 +29,13 @@ UNPICKLING_ERRORS = (
     TypeError,
     ValueError,
 )
-allowed = {}  # (module, name) -> what a pickle may call by that name
+allowed = {}  # (module, name) -> the object that a pickle may use by that name
 
 
 def allow(*things):
-    """Let pickles build instances of these classes, call these functions, hold these constants.
+    """Allow pickles to use these classes, functions and constants.
 
-    One that is none of them is allowed by its name: (module, name, value).
+    A thing without its own name is given as (module, name, value).
     """
     for thing in things:
         module, name, value = (
@@ -45,7 +45,7 @@ def allow(*things):
 
 
 class Unpickler(pickle.Unpickler):
-    """A pickle.Unpickler that knows what is allowed, and the exceptions of Python."""
+    """A pickle.Unpickler that accepts only what is allowed and Python's exceptions."""
 
     def find_class(self, module, name):
         if (module, name) in allowed:
@@ -58,9 +58,9 @@ class Unpickler(pickle.Unpickler):
 
 
 def unpickle(content):
-    """The object in `content`, bytes. Raises pickle.UnpicklingError for all that is not allowed.
+    """Return the object in `content`, bytes. Raises pickle.UnpicklingError for anything else.
 
-    An opcode can ask for a table of any size: its numbers are looked at before they are followed.
+    An opcode can request a table of any size, so its numbers are checked before they are used.
     """
     try:
         for opcode, argument, _ in pickletools.genops(content):
@@ -73,14 +73,14 @@ def unpickle(content):
 
 
 def member_of(enumeration, name):
-    """What a pickle of Python 3.11.0 to 3.11.3 (Debian 12) asks of `getattr`, and nothing else."""
+    """Return an Enum's member, for which pickles of Python 3.11.0 to 3.11.3 call `getattr`."""
     if isinstance(enumeration, enum.EnumMeta) and name in enumeration.__members__:
         return enumeration[name]
     raise pickle.UnpicklingError("builtins.getattr is asked for more than a member of an Enum")
 
 
 def load_storage(content):
-    """The memory of a tensor; torch's own function would unpickle without looking."""
+    """Return a tensor's storage; torch's own function would unpickle it without checks."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 

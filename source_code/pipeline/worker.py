@@ -1,8 +1,8 @@
 """Performs a rank's list of actions, with real tensors and real messages.
 
 Receives are posted in the one order of messages that follows from the schedule: see receives.py.
-A sent message keeps its buffer until the receiver is known to have used it: the proof is a
-message that came back and was made later than that.
+The buffer of a sent message is kept until a message arrives that the receiver has made after it
+used the sent one.
 """
 
 from pipeline.message import Message
@@ -87,7 +87,7 @@ class Worker:
             self.give(action, gradient)
 
     def give(self, action, tensor):
-        """Hand what `action` made to the stage that needs it, here or on another rank."""
+        """Pass the result of `action` to the stage that needs it, here or on another rank."""
         routes = self.routes_after[action]
         if not routes:
             self.results[message_of(action)] = tensor
@@ -100,7 +100,7 @@ class Worker:
         self.sent[route.destination].append((self.step_of[user], sending))
 
     def take(self, what, stage, microbatch):
-        """What a neighbouring stage made, waiting for it if it has not arrived."""
+        """Return the result of a neighbouring stage; wait for it if it has not arrived."""
         message = Message(what, stage, microbatch)
         if message in self.results:
             return self.results.pop(message)
@@ -109,7 +109,7 @@ class Worker:
         return tensor
 
     def release_sent(self, source, message):
-        """Let go of what `source` must have used before it made `message`."""
+        """Release the sent tensors that `source` must have used before it made `message`."""
         made = self.step_of[message]
         used = [pair for pair in self.sent[source] if pair[0] <= made]
         for pair in used:

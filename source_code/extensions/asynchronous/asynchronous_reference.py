@@ -1,8 +1,8 @@
 """One process that follows an asynchronous pipeline's own update rule, written out.
 
 The rule of weight stashing (PipeDream: Narayanan et al. 2019, section 3.3), with stages counted
-from 1: w(t+1) = w(t) - learning_rate * gradient of f(w_1(t-n+1), w_2(t-n+2), ..., w_n(t)). Here are
-no ranks, messages or stashes: a list of all versions of every stage, and the rule.
+from 1: w(t+1) = w(t) - learning_rate * gradient of f(w_1(t-n+1), w_2(t-n+2), ..., w_n(t)). This
+module has no ranks, messages or stashes: it keeps every version of every stage's weights.
 """
 
 import torch
@@ -15,7 +15,7 @@ from pipeline.training import cut_layers
 
 
 def train_by_rule(arguments, device="cpu"):
-    """The loss of every mini-batch under the rule of `arguments.weights`.
+    """Return the loss of every mini-batch under the rule that `arguments.weights` names.
 
     A stage of r replicas takes the mean gradient of r consecutive mini-batches for an update.
     """
@@ -27,7 +27,7 @@ def train_by_rule(arguments, device="cpu"):
         for stage in stages
     ]
     history = [[copy_of(stage)] for stage in stages]  # history[stage][t]: after t updates
-    gathered = [[] for _ in stages]  # gradients that the next update will take
+    gathered = [[] for _ in stages]  # gradients that the next update uses
     losses = []
     for step in range(arguments.steps):
         inputs, targets = arguments.text.batch(
@@ -49,7 +49,7 @@ def train_by_rule(arguments, device="cpu"):
         if arguments.weights == "latest":
             for versions in history:
                 for name, weight in versions[-1].items():
-                    weights[name].data.copy_(weight)  # what the backward finds in its place
+                    weights[name].data.copy_(weight)  # the backward uses the newest weights
         gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
         for stage, optimizer in enumerate(optimizers):
             gathered[stage].append(gradients)

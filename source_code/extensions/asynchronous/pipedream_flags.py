@@ -1,4 +1,4 @@
-"""The flags of pipedream.py, what is rejected of them, and what it says at its end."""
+"""The flags of pipedream.py, the values that it rejects, and the versions that it prints."""
 
 from extensions.asynchronous.weight_stash import MODES
 from pipeline.collectives import gather
@@ -20,7 +20,7 @@ def replica_counts(text):
 
 
 def check_pipedream(arguments):
-    """Give --replicas its default, one rank per stage, and reject what has no rule."""
+    """Set the default of --replicas, one rank per stage, and reject values without a rule."""
     ranks, weights, microbatches = arguments.num_ranks, arguments.weights, arguments.microbatches
     replicas = arguments.replicas = arguments.replicas or [1] * ranks
     if sum(replicas) != ranks:
@@ -51,7 +51,7 @@ def check_pipedream(arguments):
 
 
 def losses_of_steps(job, microbatches, losses):
-    """On rank 0 the loss of each mini-batch, from the micro-batches of all ranks; else nothing."""
+    """Return on rank 0 the loss of each mini-batch, on other ranks an empty list."""
     shares = {}
     for losses_of_rank in gather(job, {k: loss.cpu() for k, loss in losses.items()}) or []:
         shares.update(losses_of_rank)
@@ -60,7 +60,7 @@ def losses_of_steps(job, microbatches, losses):
 
 
 def print_versions(job, replicas, stage):
-    """Per stage: live versions and their bytes, and which version each mini-batch met."""
+    """Print for each stage its live versions, their bytes, and the versions per mini-batch."""
     used = [tuple(use) for use in stage.used]  # ranks exchange plain data only
     everything = gather(job, (used, stage.stash.peak, stage.stash.bytes_of_one()))
     if job.rank != 0:

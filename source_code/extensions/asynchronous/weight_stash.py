@@ -30,11 +30,12 @@ MODES = {
 def forward_version(mode, minibatch, stage, replicas, microbatches_per_update=1):
     """The version that the forward of a mini-batch uses on a stage.
 
-    `replicas` has the number of ranks of each stage. `stashed` and `latest`: the newest there is,
-    version 0 while the pipeline fills. In the paper's counting from 1 and with a rank a stage,
-    mini-batch k at stage s of n sees max(0, k - 1 - (n - s)); a stage of r replicas counts its
-    updates, one for r mini-batches. `vertical-sync`: what the input stage sees. `double-buffered`:
-    2BW, section 3.1.
+    `replicas` has the number of ranks of each stage. Modes `stashed` and `latest` use the stage's
+    newest version, which is version 0 while the pipeline fills. The paper counts from 1: with one
+    rank per stage, mini-batch k at stage s of n uses version max(0, k - 1 - (n - s)). A stage of r
+    replicas makes one update per r mini-batches. Mode `vertical-sync` uses the version that the
+    input stage uses, and `double-buffered` that of PipeDream-2BW (Narayanan et al. 2021,
+    section 3.1).
     """
     if mode == "double-buffered":
         return max(0, minibatch // microbatches_per_update - 1)
@@ -43,7 +44,7 @@ def forward_version(mode, minibatch, stage, replicas, microbatches_per_update=1)
 
 
 class VersionUse(NamedTuple):
-    """Which versions one mini-batch met at one stage."""
+    """The versions of the weights that one mini-batch used at one stage."""
 
     minibatch: int
     forward: int
@@ -53,9 +54,9 @@ class VersionUse(NamedTuple):
 class WeightStash:
     """The live versions of one stage's weights.
 
-    A version is kept once, shared by all mini-batches that use it, and freed as soon as none will.
-    `parameters` are the current weights, by name, which an optimizer updates in place; a version
-    that somebody still needs is left behind when that happens (copy on update).
+    Each version is stored once for all mini-batches that use it, and freed when none will need it.
+    `parameters` are the current weights, by name, which an optimizer updates in place. If a
+    mini-batch still needs them, the update works on a copy instead (copy on update).
     """
 
     def __init__(self, parameters, keep=True):
@@ -73,14 +74,14 @@ class WeightStash:
         return {name: p.data.requires_grad_() for name, p in self.parameters.items()}
 
     def take(self, version):
-        """The weights of a live version, now in use by one more mini-batch."""
+        """Return the weights of a live version, and count one more mini-batch that uses it."""
         self.users[version] += 1
         return self.versions[version]
 
     def release(self, version, oldest_needed):
-        """One mini-batch is done with a version.
+        """Note that one mini-batch no longer needs a version, and free unused versions.
 
-        Versions from `oldest_needed` on stay, since forwards that are still to come ask for them.
+        Versions from `oldest_needed` on stay, because later forwards use them.
         """
         self.users[version] -= 1
         self._free(oldest_needed)
@@ -105,7 +106,7 @@ class WeightStash:
                 del self.versions[version]
 
     def num_live(self):
-        """Versions with a memory of their own, the current one included."""
+        """Return the number of versions in separate memory, including the current one."""
         storages = {
             weight.untyped_storage().data_ptr()
             for weights in self.versions.values()
@@ -114,23 +115,23 @@ class WeightStash:
         return len(storages)
 
     def is_current(self, weights):
-        """Whether `weights`, once taken, now hold the current version: the storage is the same."""
+        """Whether `weights`, as `take` returned them, share memory with the current version."""
         return all(
             weight.data_ptr() == self.parameters[name].data_ptr()
             for name, weight in weights.items()
         )
 
     def bytes_of_one(self):
-        """Bytes of one version."""
+        """Return the bytes of one version of the weights."""
         return sum(p.numel() * p.element_size() for p in self.parameters.values())
 
 
 class StashingStage(Stage):
-    """A stage whose forwards and backwards name the version of the weights that they use.
+    """A stage whose forwards and backwards choose the version of the weights that they use.
 
-    `mode` is a key of MODES, `replicas` has the number of ranks of each stage, and `ranks` are
-    those of this one; an update follows `per_update` micro-batches. `used` collects a VersionUse
-    for each mini-batch; `version` is the one that the last action used.
+    `mode` is a key of MODES, `replicas` has the number of ranks of each stage, and `ranks` are the
+    ranks of this stage. An update follows every `per_update` micro-batches. `used` collects a
+    VersionUse per mini-batch, and `version` is the version that the last action used.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class StashingStage(Stage):
         self.stash = WeightStash(part.named_parameters(), keep=mode != "latest")
         self.used = []
         self.version = 0
-        self.gradients = None  # by name, what the backwards since the last update have added up
+        self.gradients = None  # by name, the sum since the last update
 
     def version_for(self, minibatch):
         return forward_version(self.mode, minibatch, self.index, self.replicas, self.per_update)
@@ -158,7 +159,7 @@ class StashingStage(Stage):
         return output
 
     def run_backward(self, minibatch, gradient):
-        """As that of Stage; the gradients of the weights are kept for `update`."""
+        """Run one micro-batch backward as Stage does; keep the weight gradients for `update`."""
         inputs, output, version, weights = self.held.pop(minibatch)
         wanted = ([] if self.is_first else [inputs]) + list(weights.values())
         found = torch.autograd.grad(output, wanted, gradient)
@@ -175,7 +176,7 @@ class StashingStage(Stage):
         return input_gradient
 
     def update(self, minibatch):
-        """Apply what the backwards since the last update have added up, on all replicas alike."""
+        """Apply the gradients summed since the last update; all replicas apply the same mean."""
         if len(self.ranks) > 1:
             mean_over_ranks(self.job, list(self.gradients.values()), self.ranks)
         self.apply_update(minibatch)
@@ -186,7 +187,7 @@ class StashingStage(Stage):
         self.gradients = None
 
     def oldest_needed(self):
-        """The oldest version that a forward still to come may ask for."""
+        """Return the oldest version that a later forward may use."""
         if self.mode in ("stashed", "latest"):
-            return self.stash.current + 1  # a forward takes the newest, which is yet to be made
+            return self.stash.current + 1  # later forwards use only versions that do not exist yet
         return self.version_for(len(self.used) + len(self.held))

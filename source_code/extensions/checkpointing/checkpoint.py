@@ -1,11 +1,11 @@
 """Saves a training that lies on many ranks, and restores it, also onto another number of ranks.
 
-No rank has the model, so each writes what it has, under the names that the parameters have in the
-whole model: nothing says from which rank, stage or schedule a tensor came. To restore, a rank asks
-for the names that it has now, and torch.distributed.checkpoint finds the files in which they lie.
-checkpoint_folder.py says how a checkpoint appears all at once.
+No rank has the whole model, so each rank writes its own parameters under their names in the whole
+model. A checkpoint does not record from which rank, stage or schedule a tensor came. On restore a
+rank requests the names that it has now, and torch.distributed.checkpoint finds their files.
+checkpoint_folder.py describes how a checkpoint becomes visible all at once.
 
-A checkpoint from elsewhere may hold wrong weights, but no code: checkpoint_reader.py runs none.
+A foreign checkpoint may hold wrong weights, but checkpoint_reader.py never runs code from it.
 """
 
 import shutil
@@ -37,11 +37,11 @@ from pipeline.inputs import is_count
 
 @dataclass
 class Training:
-    """All of a rank's training that must outlive it.
+    """The part of a rank's training that a checkpoint stores.
 
-    `parameters` are this rank's, with names of the whole model, of all its stages; `optimizer` has
-    all of them. `step` counts updates, `batches` the batches taken from the data. `configuration`
-    is what a continued run must share, by flag.
+    `parameters` are those of all stages of this rank, by their names in the whole model, and
+    `optimizer` updates all of them. `step` counts updates, `batches` the batches taken from the
+    data. `configuration` has, by flag, the values that a continued run must share.
     """
 
     parameters: dict
@@ -80,26 +80,26 @@ class Training:
         }
 
     def updated(self, name):
-        """What the optimizer updates as the parameter `name`, and keeps its state by."""
+        """Return the tensor that the optimizer updates for the parameter `name`."""
         return self.parameters[name]
 
     def in_file(self, name, tensor):
-        """How a checkpoint has the parameter `name`."""
+        """Return the parameter `name` in the form that a checkpoint stores."""
         return tensor
 
     def state_in_file(self, name, tensor):
-        """How it has what the optimizer keeps for that parameter: as the parameter itself."""
+        """Return a tensor of that parameter's optimizer state in the form that is stored."""
         return self.in_file(name, tensor)
 
     def from_file(self, tensor):
-        """The other way round."""
+        """Return this rank's tensor from the stored form: the inverse of `state_in_file`."""
         return tensor
 
     def take(self, job, state):
         """Continue from `state`, whose tensors for the model are this rank's own."""
         for name, kinds in state["optimizer"].items():
             own = {kind: self.from_file(tensor) for kind, tensor in kinds.items()}
-            if getattr(self.optimizer, "defaults", {}).get("fused"):  # it counts on the device, too
+            if getattr(self.optimizer, "defaults", {}).get("fused"):  # step count is on the device
                 device = self.parameters[name].device
                 own = {kind: tensor.to(device) for kind, tensor in own.items()}
             self.optimizer.state[self.updated(name)] = own
@@ -108,7 +108,7 @@ class Training:
         own = state["random"].get(random_name(job))
         if own is not None and own["cpu"].shape == torch.get_rng_state().shape:
             set_random_state(job.device, own)
-        else:  # other ranks than before: there is no "same" state, so each starts one of its own
+        else:  # the number of ranks has changed: each rank seeds a new state
             torch.manual_seed(
                 zlib.crc32(f"{random_name(job)} step {self.step}".encode(), self.seed)
             )
@@ -174,10 +174,10 @@ def check_counts(state, where):
 
 
 def room_for(saved, prefix, like):
-    """Empty tensors for everything whose name starts with `prefix`, by the rest of the name.
+    """Return empty tensors for all names that start with `prefix`, by the rest of the name.
 
-    What has the shape of `like`, a parameter, lies as that does: on its device, and in shards where
-    it is in shards. AdamW counts its steps in a scalar, and keeps that on the CPU.
+    A tensor with the shape of the parameter `like` has its device, and its shards if it is sharded.
+    AdamW's step count is a scalar, and stays on the CPU.
     """
     found = {name[len(prefix) :]: saved[name] for name in saved if name.startswith(prefix)}
     for kind, entry in found.items():
@@ -196,19 +196,19 @@ def room_for(saved, prefix, like):
 
 
 def find_not_finite_tensor(state):
-    """Which weight or state of the optimizer on this rank is not finite, with a value, or None."""
+    """Return the first weight or optimizer state that is not finite, with a value, or None."""
     tensors = dict(state["model"])
     for name, kinds in state["optimizer"].items():
         tensors |= {f"{kind} of {name}": tensor for kind, tensor in kinds.items()}
     for name, tensor in tensors.items():
-        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of FSDP2: a shard
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP2: the shard
         if not own.isfinite().all():
             return f"{name} holds {own[~own.isfinite()][0].item()}"
     return None
 
 
 def copy_to_host(state):
-    """The same dictionaries with copies of the tensors, which training does not change any more."""
+    """Return the same dictionaries with copies of the tensors on the CPU."""
     if isinstance(state, dict):
         return {name: copy_to_host(value) for name, value in state.items()}
     if isinstance(state, torch.Tensor):
@@ -223,15 +223,15 @@ class Checkpoints:
     """Saves a training as it goes on. All ranks make the same calls.
 
     `folder` and `run` say where (see checkpoint_folder.py), `begin` is the Checkpoint to continue
-    from, or None; `keep` checkpoints of the run stay. `timeout` in seconds is the longest wait,
-    also for the slowest rank of a save. `problem` tells how the last save ended: None, or a
-    sentence, and `newest` is the path of the newest checkpoint, or None; on every rank the same.
+    from, or None; the `keep` newest checkpoints of the run stay. `timeout` in seconds is the
+    longest wait, also for the slowest rank of a save. `problem` is None after a successful save,
+    else a sentence; `newest` is the path of the newest checkpoint, or None; all ranks agree.
     """
 
     def __init__(self, job, folder, run, begin=None, keep=2, asynchronous=False, timeout=60.0):
         self.job, self.folder, self.run, self.begin, self.keep = job, folder, run, begin, keep
         self.limit = timedelta(seconds=2 * timeout + 5)
-        self.group = None  # of all ranks, once they have made it in `prepare`
+        self.group = None  # the process group of all ranks, made in `prepare`
         self.background = ThreadPoolExecutor(1) if asynchronous else None
         self.pending = None  # the save in the background
         self.problem = None
@@ -239,12 +239,12 @@ class Checkpoints:
         self.claim = None
 
     def prepare(self):
-        """Claim the folder, remove what crashes left, check every byte of the one to begin from.
+        """Claim the folder, remove leftovers of crashes, check every byte of `begin`.
 
-        The first call of all. Returns None, or the sentence that says why training cannot begin, on
-        every rank the same.
+        Call it before all other methods. Returns None, or a sentence that says why training cannot
+        begin; the result is the same on every rank.
         """
-        # A group of its own: a save in the background must not mix its messages with others.
+        # A separate group, so that a background save does not mix its messages with others.
         self.group = dist.new_group(backend="gloo", timeout=self.limit)
         problem = None
         try:
@@ -253,7 +253,7 @@ class Checkpoints:
                 remove_leftovers(self.folder)
                 unmark_stopped(self.folder)
             if self.begin:
-                # Each rank checks a share of the files, so that nobody reads all of it.
+                # Each rank checks a share of the files, so that no rank reads all of them.
                 names = sorted(self.begin.description["files"])[self.job.rank :: self.job.num_ranks]
                 check_files(self.begin, names)
         except (CheckpointError, OSError) as error:
@@ -262,7 +262,7 @@ class Checkpoints:
             return self.first(problem)
 
     def restore(self, training):
-        """Continue `training` from the checkpoint `begin`. Returns None or a sentence, as above."""
+        """Continue `training` from `begin`. Returns None, or a sentence that says why it failed."""
         try:
             with self.job.waiting_for_all("its part of the checkpoint"):
                 state = read_state(self.job, training, self.begin, self.group)
@@ -272,11 +272,11 @@ class Checkpoints:
         return None
 
     def save(self, training):
-        """Save, or in the background: then only a copy is made before training goes on.
+        """Save now, or copy the state now and save it in the background.
 
-        Prints how long training was held up. A save that fails is said and leaves the training and
-        all earlier checkpoints as they are. Weights that are not finite are not saved: they would
-        take the place of good ones. Returns what is not finite, on every rank the same, or None.
+        Prints how long training was held up. A failed save is reported, and leaves the training and
+        all earlier checkpoints as they are. Weights that are not finite are not saved, because they
+        would replace good ones. Returns what is not finite, the same on every rank, or None.
         """
         started = time.perf_counter()
         self.wait()  # one save at a time
@@ -296,14 +296,14 @@ class Checkpoints:
         return None
 
     def wait(self):
-        """Until the save in the background has ended, if there is one."""
+        """Block until the save in the background has ended, if there is one."""
         if self.pending:
             with self.job.waiting_for_all("the checkpoint that is being written"):
                 self.problem = self.pending.result()
             self.pending = None
 
     def finish(self):
-        """Wait for what is still being written, and let go of the folder."""
+        """Wait for the save in the background, and release the claim on the folder."""
         self.wait()
         if self.background:
             self.background.shutdown()
@@ -311,7 +311,7 @@ class Checkpoints:
             self.claim.close()
 
     def write(self, state, step, started):
-        """Write and publish one checkpoint; returns None or why that failed, on every rank."""
+        """Write and publish one checkpoint. Returns None, or on every rank why it failed."""
         temporary = None
         try:
             temporary = self.on_rank_0(begin_writing, self.folder, self.run, step)
@@ -332,7 +332,7 @@ class Checkpoints:
         return None
 
     def write_files(self, state, temporary):
-        """Write this rank's tensors, synced. Returns size and checksum of the files of all ranks."""
+        """Write and sync this rank's tensors. Returns size and checksum of all ranks' files."""
         writer = dcp.FileSystemWriter(temporary, sync_files=True, overwrite=False)
         try:
             dcp.save(state, storage_writer=writer, process_group=self.group)
@@ -352,7 +352,10 @@ class Checkpoints:
         return {name: entry for files, _ in everything for name, entry in files.items()}
 
     def on_rank_0(self, function, *arguments):
-        """What `function` returns on rank 0, on all ranks; or its failure, as a CheckpointError."""
+        """Call `function` on rank 0 and return its result on all ranks.
+
+        Raises CheckpointError on all ranks when it fails.
+        """
         result = problem = None
         if self.job.rank == 0:
             try:
@@ -365,11 +368,11 @@ class Checkpoints:
         return result
 
     def first(self, problem):
-        """The first problem that any rank has, on all ranks."""
+        """Return on all ranks the problem of the lowest rank that has one, or None."""
         return next(filter(None, self.gather(problem)), None)
 
     def gather(self, value):
-        """The values of all ranks, on all ranks."""
+        """Return on all ranks the list of every rank's value."""
         values = [None] * self.job.num_ranks
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -380,7 +383,7 @@ class Checkpoints:
 
 
 def sentence_of(error):
-    """An OSError with the file that it is about; other errors speak for themselves."""
+    """Return the text of an error, for an OSError its reason and the file's path."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error)

@@ -1,6 +1,6 @@
-"""The flags of saving and continuing, the refusal of a folder that does not fit, and what they do.
+"""The flags that save and continue a training, their checks, and the steps that follow from them.
 
-Everything that the names, sizes and flags in a folder can tell is checked before the first message.
+Whatever the names, sizes and flags in a folder reveal is checked before the first message.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from extensions.checkpointing.stop_request import status_when_stopped
 from pipeline.command_line import positive_integer, reject
 from pipeline.paths import can_be_written, check_paths_apart
 
-# What a continued run must share with the run that it continues. Not among them: the number of
-# ranks and stages, the schedule and the micro-batches, which change no loss by more than rounding.
+# What a continued run must share with the run that it continues. The number of ranks and stages,
+# the schedule and the micro-batches may differ: they change a loss by no more than rounding.
 SHARED = "layers dim heads kv_heads seq_len dtype seed batch_size optimizer learning_rate".split()
 
 
@@ -41,11 +41,11 @@ def add_checkpoint_arguments(parser):
 def check_checkpoint_arguments(arguments, further):
     """Check the flags and look into the folder; call it after `parse_arguments`.
 
-    `further` are the script's own flags that a continued run must share, {name: default}: one that
-    is not given is taken from the checkpoint, or is the default where there is none. Adds
-    `configuration` (what must be shared, by flag), `begin` (a Checkpoint or None), `imported` (the
-    state in the file of --import if training begins from it, or None) and `run` (where the next
-    checkpoint goes).
+    `further` are the script's own flags that a continued run must share, as {name: default}. A flag
+    that is not given has the checkpoint's value, or the default if there is no checkpoint. Adds
+    `configuration` (the values that must be shared, by flag), `begin` (a Checkpoint or None),
+    `imported` (the state in the file of --import if training begins from it, or None) and `run`
+    (the folder of the next checkpoint).
     """
     check_combinations(arguments)
     check_paths_apart(arguments)
@@ -69,7 +69,7 @@ def check_checkpoint_arguments(arguments, further):
 
 
 def check_combinations(arguments):
-    """Refuse flags that mean nothing without another, or contradict each other."""
+    """Reject flags that need another flag, and flags that contradict each other."""
     for flag in ("save-every", "keep", "asynchronous", "fresh", "from-step", "export"):
         if getattr(arguments, flag.replace("-", "_")) and not arguments.checkpoints:
             reject(f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out")
@@ -88,7 +88,7 @@ def check_combinations(arguments):
 
 
 def look_into_folder(arguments):
-    """Find the checkpoint to begin from and the run to write to; refuse a folder of no use."""
+    """Find the checkpoint to begin from and the run to write to; reject an unusable folder."""
     folder = arguments.checkpoints
     parent = os.path.dirname(os.path.abspath(folder))
     if not os.path.isdir(parent):
@@ -104,14 +104,14 @@ def look_into_folder(arguments):
         if arguments.begin is None:
             reject(f"--export: there is no checkpoint in {folder}; train first")
         return
-    # A folder that is not there yet is made by rank 0: then its parent must take it.
+    # Rank 0 creates a folder that does not exist yet, so its parent must be writable.
     inside = folder if os.path.isdir(folder) else parent
     if not can_be_written(os.path.join(inside, "checkpoint")):
         reject(f"--checkpoints {folder} cannot be written to; name a folder of yours")
 
 
 def find_newest(arguments):
-    """The newest checkpoint; with --from-step a damaged one is as good as none."""
+    """Return the newest checkpoint, or None; with --from-step also None if it is damaged."""
     try:
         return find_checkpoint(arguments.checkpoints)
     except CheckpointError:
@@ -121,7 +121,7 @@ def find_newest(arguments):
 
 
 def configuration_of(arguments, further, saved):
-    """{flag: value} of everything that a continued run must share, the model first."""
+    """Return {flag: value} for everything that a continued run must share, the model first."""
     named = {}
     for name in [*SHARED, *further]:
         flag = f"--{name.replace('_', '-')}"
@@ -133,7 +133,7 @@ def configuration_of(arguments, further, saved):
 
 
 def fingerprint_of(text):
-    """What tells one text from another; one that stays in its files brings its own."""
+    """Return the text's own `fingerprint` if it has one, else the SHA-256 of its tokens."""
     if hasattr(text, "fingerprint"):
         return text.fingerprint
     tokens = text.training.numpy().tobytes() + text.held_out.numpy().tobytes()
@@ -141,7 +141,7 @@ def fingerprint_of(text):
 
 
 def continue_training(arguments, job, training):
-    """Bring `training` to where it was left. Returns the Checkpoints, None without --checkpoints."""
+    """Restore `training`. Returns the Checkpoints, or None without --checkpoints."""
     if arguments.imported:
         take_exported(job, training, arguments.imported)
     checkpoints = None
@@ -168,7 +168,7 @@ def continue_training(arguments, job, training):
 
 
 def end_diverged(job, what, checkpoints):
-    """Say on standard error what is not finite, what is kept and what to do. Returns the status 1."""
+    """Print to standard error what is not finite, what is kept and what to do. Returns status 1."""
     if job.rank == 0:
         kept, where = "no checkpoint was saved", ""
         if checkpoints:
@@ -195,7 +195,7 @@ def export_newest(arguments):
 
 
 def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
-    """Say how a run has ended, on rank 0. Returns the exit status, on every rank the same."""
+    """Print on rank 0 how a run has ended. Returns the exit status, the same on every rank."""
     if checkpoints:
         checkpoints.finish()
     if diverged:
@@ -211,7 +211,7 @@ def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
 
 
 def nothing_left(arguments, job, training):
-    """Whether a continued training has reached --steps already; rank 0 says so."""
+    """Return whether a continued training has already reached --steps; rank 0 prints it."""
     if training.step < arguments.steps:
         return False
     if job.rank == 0:

@@ -7,15 +7,15 @@
         .metadata  __0_0.distcp  __1_0.distcp    written by torch.distributed.checkpoint
     FOLDER/run-0001/.writing-step-00000030-a1b2  not whole: being written, or left by a crash
 
-A checkpoint is written under a name that nobody looks for. When every rank has written and synced
-its files, one rename gives it its own name, and the rename is what makes it exist; a rename
-happens as a whole or not at all. Then `latest` is replaced, by a rename as well, and only then may
-older ones go. At no moment does a crash leave less than the checkpoint before.
+A checkpoint is first written under a temporary name that no reader looks for. When every rank has
+written and synced its files, one atomic rename gives the folder its final name; only from then on
+does the checkpoint exist. Then another rename replaces `latest`, and only after that are older
+checkpoints removed. A crash at any moment leaves at least the previous checkpoint.
 
-A training that does not continue the newest checkpoint (--fresh, --from-step, --import) is given a
-run folder of its own, and `latest` moves there with its first checkpoint. So nothing that was saved
-is ever overwritten, and older runs are never thinned out. Write another run's name into `latest` to
-go back to it.
+A training that does not continue the newest checkpoint (--fresh, --from-step, --import) gets a new
+run folder, and `latest` names it from its first checkpoint on. So no saved file is ever
+overwritten, and no checkpoint of an older run is removed. To return to an older run, write its name
+into `latest`.
 """
 
 import errno
@@ -40,12 +40,12 @@ LONGEST_NAME = 4096  # bytes in the file `latest`
 
 
 class CheckpointError(Exception):
-    """What is wrong with a folder or a checkpoint in it, in one sentence that says what to do."""
+    """A folder or a checkpoint in it is unusable; the text says in one sentence what to do."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that has its name. `description` is what its checkpoint.json says."""
+    """A complete checkpoint; `description` is the content of its checkpoint.json."""
 
     folder: Path
     run: str
@@ -66,19 +66,19 @@ def name_of_step(step):
 
 
 def steps_of(folder, run):
-    """The steps that have a checkpoint in this run, ascending."""
+    """Return the steps that have a checkpoint in this run, ascending."""
     names = entries_of(Path(folder) / run)
     return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name))
 
 
 def runs_of(folder):
-    """The names of the runs, ascending."""
+    """Return the names of the runs, ascending."""
     names = [name for name in entries_of(folder) if re.fullmatch(r"run-\d{4,}", name)]
     return sorted(names, key=lambda name: int(name[4:]))
 
 
 def entries_of(folder):
-    """The names in a folder, none where there is no folder."""
+    """Return the names in a folder; none if the folder does not exist."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -90,10 +90,10 @@ def entries_of(folder):
 
 
 def current_run(folder):
-    """The run that `latest` names, else the last that has a checkpoint, else None.
+    """Return the run that `latest` names, else the last run with a checkpoint, else None.
 
-    A crash between the rename of a run's first checkpoint and the move of `latest` leaves a folder
-    without `latest`, or one that names the run before; both are whole.
+    After a crash between the rename of a run's first checkpoint and the move of `latest`, `latest`
+    is missing or names the previous run. Both folders are complete.
     """
     latest = Path(folder) / "latest"
     if os.path.lexists(latest):
@@ -111,9 +111,9 @@ def current_run(folder):
 
 
 def find_checkpoint(folder, step=None):
-    """The newest Checkpoint of the current run, or that of `step`; None when there is none at all.
+    """Return the newest Checkpoint of the current run, or that of `step`; None if none exists.
 
-    Raises CheckpointError when it is damaged, as far as names and sizes can tell.
+    Raises CheckpointError when names and sizes show that it is damaged.
     """
     run = current_run(folder)
     if run is None:
@@ -134,7 +134,7 @@ def find_checkpoint(folder, step=None):
 
 
 def read_checkpoint(folder, run, step):
-    """The Checkpoint with its description, every file there and as long as it was."""
+    """Return the Checkpoint with its description, once every file has its recorded size."""
     checkpoint, problem = look_at(folder, run, step)
     if problem:
         raise damage(checkpoint, *problem)
@@ -168,7 +168,7 @@ def look_at(folder, run, step):
 
 
 def is_description(value, step):
-    """Whether a value from JSON is what `publish` has written for that step."""
+    """Return whether a value from JSON has the form that `publish` writes for that step."""
     if not isinstance(value, dict) or value.get("checksum") != checksum_of_description(value):
         return False
     files, configuration = value.get("files"), value.get("configuration")
@@ -183,13 +183,13 @@ def is_description(value, step):
 
 
 def checksum_of_description(description):
-    """CRC-32 of all that checkpoint.json says but the checksum itself."""
+    """Return the CRC-32 of the content of checkpoint.json except the checksum itself."""
     rest = {name: value for name, value in description.items() if name != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 def check_files(checkpoint, names):
-    """Compare the checksums of some files; raises CheckpointError."""
+    """Compare the checksums of some files. Raises CheckpointError when one differs."""
     for name in names:
         try:
             found = checksum_of_file(checkpoint.path / name)
@@ -200,7 +200,7 @@ def check_files(checkpoint, names):
 
 
 def damage(checkpoint, file, what):
-    """The sentence about a damaged file, with the way on that is left."""
+    """Return the sentence about a damaged file and how to continue without it."""
     folder, run, step = checkpoint.folder, checkpoint.run, checkpoint.step
     for earlier in reversed([s for s in steps_of(folder, run) if s < step]):
         if look_at(folder, run, earlier)[1] is None:
@@ -214,7 +214,7 @@ def damage(checkpoint, file, what):
 
 
 def first_difference(saved, where, configuration):
-    """A sentence about the first flag that is not what `where` was made with, or None.
+    """Return a sentence about the first flag that differs from the run in `where`, or None.
 
     `saved` and `configuration` are {flag: value}.
     """
@@ -233,7 +233,7 @@ def first_difference(saved, where, configuration):
 
 
 def run_to_write(folder, continued, is_newest):
-    """The run that the next checkpoints go to: that of `continued` if it is its newest, else a new."""
+    """Return the run of the next checkpoints: that of `continued` if it is newest, else a new."""
     if continued is not None and is_newest:
         return continued.run
     runs = runs_of(folder)
@@ -241,10 +241,10 @@ def run_to_write(folder, continued, is_newest):
 
 
 def begin_writing(folder, run, step):
-    """Make the folder under whose name the checkpoint is written; returns its path."""
+    """Make the temporary folder of a checkpoint; returns its path."""
     temporary = Path(folder) / run / f"{WRITING}{name_of_step(step)}-{secrets.token_hex(2)}"
     temporary.mkdir(parents=True)
-    # The entries of new folders are on disk only once the folders that hold them are.
+    # A new folder's entry is on disk only once its parent folder is synced.
     for made in (temporary.parent, temporary.parent.parent, temporary.parent.parent.parent):
         sync_folder(made)
     return temporary
@@ -279,13 +279,13 @@ def write_description(folder, description):
 
 
 def move_latest(folder, name):
-    """Let `latest` name this checkpoint."""
+    """Replace `latest` by a file that names this checkpoint."""
     replace_file(Path(folder) / "latest", lambda partial: write_synced(partial, name + "\n"))
 
 
 def replace_file(path, write):
-    """Let `write(partial)` make a file, then give it its name: the old file or the new one,
-    synced, never a part of either."""
+    """Write a file by `write(partial)`, sync it, and rename it atomically to its name.
+    A crash leaves the old file or the new one, never a part of either."""
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -299,13 +299,13 @@ def replace_file(path, write):
 
 
 def remove_checkpoint(run_folder, name):
-    """Take the name away first: what has its name is whole, also while files go one by one.
+    """Rename the checkpoint first, so that its final name never stands for a partial one.
 
-    One that cannot be removed stays, and is said: the new one is saved all the same.
+    A checkpoint that cannot be removed stays and is reported; the new one is saved all the same.
     """
     doomed = run_folder / f"{DELETING}{name}-{secrets.token_hex(2)}"
     try:
-        if not os.access(run_folder / name, os.W_OK):  # else half of it would go
+        if not os.access(run_folder / name, os.W_OK):  # else only a part would be removed
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         os.rename(run_folder / name, doomed)
         shutil.rmtree(doomed)
@@ -315,7 +315,7 @@ def remove_checkpoint(run_folder, name):
 
 
 def remove_leftovers(folder):
-    """What crashes left behind: half-written and half-deleted checkpoints, and nothing else."""
+    """Remove half-written and half-deleted checkpoints that crashes left, and nothing else."""
     for run in runs_of(folder):
         for name in entries_of(Path(folder) / run):
             if name.startswith((WRITING, DELETING)):
@@ -323,7 +323,7 @@ def remove_leftovers(folder):
 
 
 def mark_stopped(folder, why):
-    """Leave the file `stopped`: the training there waits to be continued."""
+    """Write the file `stopped`, which marks that the training there can be continued."""
     replace_file(Path(folder) / "stopped", lambda partial: write_synced(partial, why + "\n"))
 
 
@@ -340,7 +340,7 @@ def write_synced(path, text):
 
 
 def sync_folder(path):
-    """Wait until the names in a folder are on disk; a file's own sync does not include its name."""
+    """Block until the names in a folder are on disk; a file's own sync excludes its name."""
     if os.name == "nt":  # where a folder cannot be opened
         return
     handle = os.open(path, os.O_RDONLY)
@@ -351,13 +351,13 @@ def sync_folder(path):
 
 
 def describe_files(folder, prefix):
-    """{name: [bytes, checksum]} of the files whose name starts with `prefix`."""
+    """Return {name: [bytes, checksum]} of the files whose name starts with `prefix`."""
     files = sorted(path for path in Path(folder).iterdir() if path.name.startswith(prefix))
     return {path.name: [path.stat().st_size, checksum_of_file(path)] for path in files}
 
 
 def checksum_of_file(path):
-    """CRC-32 of a file: against accidents, not against malice."""
+    """Return the CRC-32 of a file, which reveals accidental damage but not manipulation."""
     checksum = 0
     with open_input(path) as file:
         while block := file.read(1 << 20):
@@ -366,9 +366,9 @@ def checksum_of_file(path):
 
 
 def claim(folder):
-    """Claim the folder for this job until it ends, however it ends. Returns what must be kept open.
+    """Lock the folder for this job until the process ends. Returns the lock file to keep open.
 
-    Raises CheckpointError when another job that lives has claimed it.
+    Raises CheckpointError when another running job has claimed the folder.
     """
     Path(folder).mkdir(exist_ok=True)
     try:

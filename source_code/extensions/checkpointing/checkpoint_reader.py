@@ -1,8 +1,8 @@
-"""Reads what torch.distributed.checkpoint wrote, without running code that a file brings along.
+"""Reads the files of torch.distributed.checkpoint without running code that they contain.
 
-Torch keeps the description of a checkpoint, and each value that is no tensor, as a pickle. Here the
-description may name only the classes that it needs, the values are read as torch.load reads
-weights, and what the description says of sizes and files is held against the files.
+Torch stores the metadata of a checkpoint, and each value that is not a tensor, as a pickle. This
+reader allows only the classes that the metadata needs, reads the values as torch.load does with
+weights_only, and compares the sizes and file names in the metadata with the files.
 """
 
 import pickle
@@ -54,7 +54,7 @@ allow(
 
 
 class PlainReader(FileSystemReader):
-    """A FileSystemReader for a Checkpoint. Raises CheckpointError for a description that lies."""
+    """A FileSystemReader for a Checkpoint. Raises CheckpointError for inconsistent metadata."""
 
     def __init__(self, checkpoint):
         super().__init__(checkpoint.path)
@@ -75,8 +75,8 @@ class PlainReader(FileSystemReader):
 def check_description(description, sizes):
     """Raise InputError unless a description fits the files, whose `sizes` are given by name.
 
-    Checked is all that the reading relies on: every tensor is whole, and no larger than the files,
-    and every part of it lies within one of them.
+    The check covers all that the reader relies on: every tensor is complete and no larger than the
+    files, and every part of a tensor lies within one file.
     """
     try:
         for name, entry in description.state_dict_metadata.items():
@@ -97,7 +97,7 @@ def check_description(description, sizes):
 
 
 def check_tensor(name, entry, most):
-    """Raise InputError unless the parts of a tensor make up all of it, in at most `most` bytes."""
+    """Raise InputError unless the parts of a tensor cover it and take at most `most` bytes."""
     numbers = [*entry.size, *(n for part in entry.chunks for n in (*part.offsets, *part.sizes))]
     if not isinstance(entry.properties.dtype, torch.dtype) or not all(map(is_count, numbers)):
         raise InputError(f"{name} has no sizes")
@@ -112,7 +112,7 @@ def check_tensor(name, entry, most):
 
 
 class ReadsPlainValues:
-    """Of a planner: values that are no tensors are read as torch.load reads weights."""
+    """A planner's mixin: values that are not tensors are read as torch.load reads weights."""
 
     def load_bytes(self, read_item, value):
         check_archive(value, f"{read_item.storage_index.fqn}")
@@ -125,15 +125,15 @@ class ReadsPlainValues:
 
 
 class PlainPlanner(ReadsPlainValues, DefaultLoadPlanner):
-    """Loads what a rank asks for."""
+    """Loads the tensors and values that a rank requests."""
 
 
 class WholePlanner(ReadsPlainValues, _EmptyStateDictLoadPlanner):
-    """Loads all that a checkpoint has."""
+    """Loads the whole checkpoint."""
 
 
 def read_whole(checkpoint):
-    """All of a Checkpoint as nested dictionaries, in one process. Raises CheckpointError."""
+    """Return a whole Checkpoint as nested dictionaries, in one process. Raises CheckpointError."""
     state = {}
     try:
         _load_state_dict(
@@ -145,16 +145,16 @@ def read_whole(checkpoint):
 
 
 def reason_of(error):
-    """The first failure that torch.distributed.checkpoint collected from the ranks, in one line."""
+    """Return in one line the first failure that torch.distributed.checkpoint collected."""
     rank, (failure, _) = min(error.failures.items())
     lines = str(failure).splitlines() or [type(failure).__name__]
     return f"rank {rank}: {lines[0][:500]}"
 
 
 def check_archive(file, name):
-    """Raise InputError unless a file that torch.save wrote is whole: every entry has its checksum.
+    """Raise InputError unless every entry of a file from torch.save matches its checksum.
 
-    torch.load does not look at the checksums, and takes an entry of any size.
+    torch.load does not check the checksums, and accepts an entry of any size.
     """
     length = file.seek(0, 2)
     try:
@@ -174,9 +174,9 @@ def check_archive(file, name):
 
 
 def load_archive(path):
-    """The plain values and tensors in a file that torch.save wrote, tensors left on disk.
+    """Return the plain values and tensors of a file from torch.save, tensors left on disk.
 
-    Raises InputError for a damaged file, or one that would need code of its own.
+    Raises InputError for a damaged file, or for one that contains other objects.
     """
     with open_input(path) as file:
         check_archive(file, path)

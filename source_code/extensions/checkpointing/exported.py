@@ -9,7 +9,7 @@ from pipeline.job import end_process
 
 
 def export(checkpoint, file):
-    """Write a checkpoint as one torch.save file, in one process, which must have room for it all.
+    """Write a checkpoint as one torch.save file, in one process with enough memory for all of it.
 
     torch.load(file)["model"] is a state dictionary of the whole model. Every entry of the file has
     a checksum, as torch.save writes it.
@@ -20,7 +20,7 @@ def export(checkpoint, file):
 
 
 def read_exported(file):
-    """The state in a file made by `export`, checked, tensors left on disk until they are used."""
+    """Return the checked state in a file from `export`; tensors stay on disk until used."""
     try:
         state = load_archive(file)
     except InputError as error:
@@ -31,7 +31,7 @@ def read_exported(file):
 
 
 def is_training(state):
-    """Whether a dictionary has the form of what Training.state returns."""
+    """Return whether a dictionary has the form of the result of Training.state."""
     parts = [state.get(name) for name in ("model", "optimizer", "rate", "progress")]
     if not all(isinstance(part, dict) for part in [*parts, state.get("configuration")]):
         return False
@@ -47,7 +47,7 @@ def is_training(state):
 
 
 def take_exported(job, training, state):
-    """Continue from the state of `read_exported`: of the whole, this rank takes what it has."""
+    """Continue from the state of `read_exported`; this rank takes its own parameters from it."""
     try:
         with torch.no_grad():
             for name, parameter in training.parameters.items():
@@ -67,7 +67,7 @@ def take_exported(job, training, state):
 
 
 def check_shapes(name, parameter, state):
-    """Raise CheckpointError unless `state` has a parameter, and the optimizer's for it, as it is."""
+    """Raise CheckpointError unless `state` has a parameter and its optimizer state in its shape."""
     tensors = {name: state["model"].get(name)}
     for kind, tensor in state["optimizer"].get(name, {}).items():
         tensors[f"{kind} of {name}"] = tensor if tensor.dim() else parameter  # a count

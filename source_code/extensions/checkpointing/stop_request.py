@@ -1,10 +1,10 @@
-"""A signal that asks a job to stop, in time to save.
+"""A signal that asks a job to stop while there is time to save.
 
 SLURM sends SIGTERM before it ends a job at its time limit, and with `sbatch --signal=USR1@120`
-SIGUSR1 two minutes before. A rank that gets either finishes the step that it is in. The signal may
-reach one rank before another, or one rank only, so after each step all ranks agree whether
-somebody was asked: then all stop after the same step, save it, and exit with status STOPPED, or
-with 0 under torchrun.
+SIGUSR1 two minutes before. A rank that receives either one finishes its current step. The signal
+may reach one rank before another, or one rank only. So after each step all ranks exchange whether
+any of them received one. If so, all stop after the same step, save the training, and exit with
+status STOPPED, or with 0 under torchrun.
 """
 
 import os
@@ -18,12 +18,12 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(s
 
 
 def status_when_stopped():
-    """STOPPED. Under torchrun 0, because torchrun turns any other status into 1 and 85 lines."""
+    """Return STOPPED, or 0 under torchrun, which turns any other status into 1 and 85 lines."""
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else STOPPED
 
 
 class StopRequest:
-    """Listens for the signals from now on; must be made in a process's main thread."""
+    """Handles the signals once it is created, which must happen in the process's main thread."""
 
     def __init__(self):
         self.received = 0  # the number of the signal

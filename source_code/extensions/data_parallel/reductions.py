@@ -1,4 +1,4 @@
-"""Who sums the gradients of replicas, as the flags say, and how late the sums are."""
+"""The flags that choose how replicas sum their gradients, and a report of when the sums end."""
 
 import statistics
 
@@ -20,7 +20,7 @@ def add_reduction_flags(parser):
 
 
 def check_reduction(arguments, schedule):
-    """Reject what would be wrong. Returns the schedule that will be performed."""
+    """Reject unsupported combinations of flags. Returns the schedule that will be performed."""
     splits = any(action.kind == "I" for order in schedule.orders for action in order)
     if arguments.reduce == "ddp" and splits:
         reject(
@@ -62,10 +62,10 @@ def check_reduction(arguments, schedule):
 
 
 def build_reduction(arguments, replicas, schedule):
-    """Who sums the gradients, and when."""
+    """Return the object that sums the gradients as --reduce says."""
     if arguments.reduce == "all-reduce":
         return AllReduce(replicas, schedule)
-    # Half a second, which all-reduce saves.
+    # The import takes half a second, and all-reduce does not need it.
     from extensions.data_parallel.wrappers import WithDDP, WithFSDP2
 
     if arguments.reduce == "ddp":
@@ -74,9 +74,9 @@ def build_reduction(arguments, replicas, schedule):
 
 
 def describe_sums(arguments, job, schedule, reduction):
-    """Say, on rank 0, how the replicas lie and when each rank has its sums.
+    """Print on rank 0 the layout of the replicas and when each rank has its sums.
 
-    That is the median over the steps, in milliseconds from the last action of all ranks.
+    The time is the median over the steps, in milliseconds after the last action of all ranks.
     """
     stages = schedule.num_stages
     text = f"replicas {arguments.replicas} x stages {stages}, sums by {arguments.reduce}"
@@ -89,7 +89,10 @@ def describe_sums(arguments, job, schedule, reduction):
 
 
 def late_of_ranks(late):
-    """The median over the steps for each rank; `late` has (last ends, sums done) of all, in seconds."""
+    """Return each rank's median over the steps, in ms, as text.
+
+    `late` has, for each rank, its (ends of last actions, ends of sums) in seconds.
+    """
     last = [max(ends) for ends in zip(*(ends for ends, _ in late))]
     medians = [statistics.median(map(float.__sub__, done, last)) for _, done in late]
     return " ".join(f"{1000 * median:+.1f}" for median in medians)

@@ -1,4 +1,4 @@
-"""The flag of data parallelism, and the values of it that are rejected."""
+"""The flag --replicas, and the values of it that are rejected."""
 
 from extensions.data_parallel.replicas import replicate
 from pipeline.command_line import positive_integer, reject
@@ -18,7 +18,7 @@ def add_replica_arguments(parser):
 
 
 def pipeline_ranks(arguments):
-    """The number of ranks of one pipeline. Rejects replicas that do not divide the ranks."""
+    """Return the number of ranks of one pipeline. Rejects replicas that do not divide the ranks."""
     if arguments.num_ranks % arguments.replicas:
         fitting = [n for n in range(1, arguments.num_ranks + 1) if arguments.num_ranks % n == 0]
         reject(
@@ -29,7 +29,7 @@ def pipeline_ranks(arguments):
 
 
 def check_replicas(arguments):
-    """Cut the batch; call it after `parse_arguments`. Corrects `microbatch_size`."""
+    """Divide the batch over the replicas and correct `microbatch_size`, after `parse_arguments`."""
     pipeline_ranks(arguments)
     pieces = arguments.replicas * arguments.microbatches
     if arguments.batch_size % pieces:
@@ -42,6 +42,6 @@ def check_replicas(arguments):
 
 
 def choose_replicated_schedule(arguments):
-    """--schedule of one pipeline, and the same on all --replicas of it."""
+    """Return --schedule for one pipeline, repeated on all --replicas as one Schedule."""
     schedule = choose_schedule(arguments, pipeline_ranks(arguments))
     return replicate(schedule, arguments.replicas)

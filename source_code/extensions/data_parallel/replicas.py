@@ -2,13 +2,13 @@
 
 Every replica has the whole model, cut over its own ranks, and takes its own rows of each batch.
 Rank = replica x pipeline ranks + rank in the pipeline, so that a pipeline's neighbours stay
-neighbours in the machine. Two things cross from replica to replica, both between the ranks that
-have the same stages: how many tokens the whole batch has, before the first forward, and the sum of
-the gradients, after a stage's last backward. Everything else stays within a pipeline.
+neighbours in the machine. Replicas exchange two things, both between the ranks with the same
+stages: the number of tokens in the whole batch, before the first forward, and the sum of the
+gradients, after a stage's last backward. All other messages stay within a pipeline.
 
-A schedule is data, so replicas are, too: `replicate` writes the schedules of all pipelines as one,
-in which replica r has the micro-batches from r x M on. Worker, simulator and figures take it
-as it is. A step in a script is
+`replicate` writes the schedules of all pipelines as one Schedule, in which replica r has the M
+micro-batches from r x M on. Worker, simulator and figures need no change for it. A step in a
+script is
 
     inputs, targets = own_microbatches(batch, replicas, arguments.microbatches, job.device)
     loss_function.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))
@@ -50,8 +50,8 @@ def replicate(schedule, num_replicas):
 class Replicas:
     """The replicas of a job, seen from one of its ranks.
 
-    `mesh` is torch's own description, (replicas, ranks of a pipeline), with the dimensions named
-    "replica" and "stage"; `peers` are the ranks of all replicas that have this rank's stages.
+    `mesh` is a DeviceMesh (replicas, ranks of a pipeline) with dimensions "replica" and "stage".
+    `peers` are the ranks of all replicas that have this rank's stages.
     """
 
     job: Job
@@ -61,14 +61,14 @@ class Replicas:
     peers: tuple
 
     def sum_number(self, number):
-        """The sum of a whole number over the replicas, on every rank."""
+        """Return on every rank the sum of a whole number over the replicas."""
         total = torch.tensor([number], device=self.job.device)
         if self.count > 1:
             Summing(self.job, [total], self.peers, "its number of tokens").wait()
         return total.item()
 
     def sum_loss(self, loss):
-        """The loss of the whole batch on the ranks of the last stage, None elsewhere."""
+        """Return the loss of the whole batch on the ranks of the last stage, None elsewhere."""
         if loss is None or self.count == 1:
             return loss
         total = loss.detach().reshape(1).clone()
@@ -91,10 +91,10 @@ def form_replicas(job, count):
 
 
 def own_microbatches(batch, replicas, num_microbatches, device):
-    """This replica's rows of `batch`, by micro-batch.
+    """Return this replica's rows of `batch`, by micro-batch.
 
-    `batch` is a pair of inputs and targets, each (batch size, length); returns two dictionaries
-    from micro-batch, as `replicate` counts them, to its rows.
+    `batch` is a pair of inputs and targets, each (batch size, length). Returns two dictionaries
+    from micro-batch, numbered as in `replicate`, to its rows.
     """
     first = replicas.replica * num_microbatches
     own = range(first, first + num_microbatches)
@@ -103,18 +103,18 @@ def own_microbatches(batch, replicas, num_microbatches, device):
 
 
 def last_backwards(schedule, rank):
-    """{action: stage}: after which action a stage of `rank` has all of its gradients."""
+    """Return {action: stage}: the actions that complete the gradients of the stages of `rank`."""
     last = {a.stage: a for a in schedule.orders[rank] if a.kind in "BW"}
     return {action: stage for stage, action in last.items()}
 
 
 def sums_done(timeline, cost, buckets=1):
-    """For each rank: when it has its sums, counted from the last action of all ranks.
+    """Return for each rank when it has its sums, relative to the last action of all ranks.
 
-    A sum takes `cost` on its way and starts when its stage is done; a rank's sums travel one after
-    the other. In `buckets` equal parts, as DDP cuts it, a sum starts while the stage's last backward
-    still runs: a part is ready when its share of that backward is done. Below zero: hidden behind
-    what other ranks still compute. Times as in the timeline.
+    A sum takes the time `cost` and starts when its stage is done; the sums of one rank run one
+    after the other. With `buckets` equal parts, as in DDP, a sum starts within the stage's last
+    backward: a part is ready when its share of that backward is done. A negative value is hidden
+    behind the work of other ranks. Times are in the unit of the timeline.
     """
     done = []
     for events in timeline.by_rank:
@@ -132,9 +132,9 @@ def sums_done(timeline, cost, buckets=1):
 
 
 class DataParallelWorker(Worker):
-    """A Worker whose actions and steps sum gradients over replicas, as `reduction` says.
+    """A Worker that sums gradients over replicas by `reduction`.
 
-    With `sums` set to False a step only adds up gradients, for one of several passes of an update.
+    If `sums` is False, a step accumulates gradients only, as one of several passes per update.
     """
 
     def __init__(self, job, schedule, stages, reduction):
@@ -151,14 +151,15 @@ class DataParallelWorker(Worker):
         super().end_step()
 
 
-BUCKET = 25 * 2**20  # bytes of gradients that travel together, as torch's DDP has it
+BUCKET = 25 * 2**20  # bytes of gradients per message, the default of torch's DDP
 
 
 class SumInBuckets:
     """The sum of a stage's gradients over `ranks`, in several messages of about BUCKET bytes.
 
-    A backward ends with the first layers, so the last ones go first. A bucket starts once all of its
-    gradients are complete and all buckets before it have started: every replica sends in one order.
+    A backward ends with the first layers, so the last layers are summed first. A bucket starts when
+    all of its gradients are complete and all earlier buckets have started, so every replica sends
+    in the same order.
     """
 
     def __init__(self, job, parameters, ranks, what):
@@ -168,7 +169,7 @@ class SumInBuckets:
         self.sums = []  # those that have started
 
     def complete(self, parameter):
-        """Note that a gradient will not change any more before the sum."""
+        """Note that a gradient is final before the sum."""
         for missing in self.missing:
             missing.discard(id(parameter))
         while len(self.sums) < len(self.buckets) and not self.missing[len(self.sums)]:
@@ -187,13 +188,13 @@ class SumInBuckets:
             self.start_next()
 
     def wait(self):
-        """Block until every gradient is the sum."""
+        """Block until every gradient is replaced by the sum."""
         for summing in self.sums:
             summing.wait()
 
 
 def buckets_of(parameters, size):
-    """The parameters in their order, in lists of at most `size` bytes, or of one parameter."""
+    """Return the parameters in order, in lists of at most `size` bytes or of one parameter."""
     buckets, room = [], 0
     for parameter in parameters:
         if not buckets or parameter.nbytes > room:
@@ -207,10 +208,10 @@ def buckets_of(parameters, size):
 class AllReduce:
     """Sums the gradients of a rank's stages over the replicas, by plain all-reduce.
 
-    The gradients of a stage travel in buckets, which start within the stage's last backward, while
-    this rank and others still compute; a backward in halves has them at its end. `wrap` each stage's
-    part before the stage is built; a DataParallelWorker calls `around` and `finish`: then every
-    `.grad` is that of the whole batch. A parameter without a gradient counts as one of zeros.
+    The gradients of a stage are summed in buckets, which start within the stage's last backward,
+    while this rank and others still compute; with a split backward they start at its end. Call
+    `wrap` on each stage's part before the stage is built. A DataParallelWorker calls `around` and
+    `finish`; then every `.grad` is that of the whole batch. A missing gradient counts as zeros.
     """
 
     def __init__(self, replicas, schedule):
@@ -219,18 +220,21 @@ class AllReduce:
         self.last = last_backwards(schedule, replicas.job.rank)
         self.sums = {}  # on their way, by stage
         self.running = None  # the sum of the stage whose last backward runs now
-        # time.perf_counter() at which, in each step, this rank had ended its last action, and at
-        # which its sums were there.
+        # time.perf_counter() of each step at the end of this rank's last action, and at the end
+        # of its sums.
         self.last_ended_at, self.done_at = [], []
 
     def wrap(self, part, index):
-        """What stage `index` is to run: `part`, as it is."""
+        """Return the module that stage `index` runs: here `part` itself."""
         self.parts[index] = part
         self.follow(part, part)
         return part
 
     def follow(self, computing, part):
-        """Note each gradient of `part` that a backward through `computing`, it or a copy, completes."""
+        """Note each gradient of `part` that a backward through `computing` completes.
+
+        `computing` is `part` itself or a copy of it in another type.
+        """
         if self.replicas.count > 1:
             for weight, updated in zip(computing.parameters(), part.parameters()):
                 weight.register_post_accumulate_grad_hook(partial(self.note, updated))
@@ -254,15 +258,15 @@ class AllReduce:
         return SumInBuckets(self.replicas.job, self.parts[index].parameters(), peers, what)
 
     def start(self, index):
-        """Send what has not left yet of the gradients of stage `index` on its way."""
+        """Start the sum of the gradients of stage `index`, except those already under way."""
         self.sums[index], self.running = self.running or self.sum_of(index), None
         self.sums[index].start_rest()
 
     def collect(self, part):
-        """Nothing to do: every rank has the whole weights."""
+        """Do nothing: every rank has the whole weights."""
 
     def finish(self):
-        """Start the sums that no last backward has started, and wait for all."""
+        """Start the sums that no last backward has started, and wait for all sums."""
         self.last_ended_at.append(time.perf_counter())
         for index in self.parts if self.replicas.count > 1 else ():
             if index not in self.sums:
@@ -274,5 +278,5 @@ class AllReduce:
 
 
 def shares_weights(part):
-    """Whether a weight stands in several places: then its gradient is complete at the end only."""
+    """Return whether a weight is used in several places, so that its gradient completes last."""
     return len(list(part.named_parameters(remove_duplicate=False))) > len(list(part.parameters()))

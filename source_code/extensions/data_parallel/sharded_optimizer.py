@@ -1,10 +1,10 @@
 """An optimizer whose state lies in shards over the replicas: ZeRO's first stage.
 
-AdamW keeps two numbers for each weight, and all replicas keep the same ones. Here each replica
-keeps them for its own rows of every weight and updates only these; then all replicas exchange what
-they have updated (Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1). The paper scatters the
-sums of the gradients, too. Here every replica has all of them, because the norm that clips them and
-tied ends need them whole: with the weights, half as many bytes travel again.
+AdamW keeps two numbers for each weight, and without sharding all replicas keep the same numbers.
+Here each replica keeps them for its own rows of every weight and updates only those rows. Then all
+replicas exchange the updated rows (Rajbhandari et al. 2020, arXiv 1910.02054, section 5.1). The
+paper also scatters the sums of the gradients. Here every replica has all sums, because gradient
+clipping and tied ends need them whole; the exchange of weights adds half as many bytes again.
 """
 
 import torch
@@ -24,7 +24,7 @@ def add_sharding_flag(parser):
 
 
 def check_sharding(arguments):
-    """Reject a sharding of nothing, or over nobody."""
+    """Reject a sharding without optimizer state to shard, or with a single replica."""
     if arguments.sharding == "none":
         return
     if arguments.replicas == 1:
@@ -34,10 +34,10 @@ def check_sharding(arguments):
 
 
 def own_rows(tensor, replicas):
-    """This replica's rows of a tensor, without a copy; there may be none. A scalar is everyone's."""
+    """Return a view of this replica's rows of a tensor, maybe none; a scalar is not sharded."""
     if tensor.dim() == 0:
         return tensor
-    size = -(-len(tensor) // replicas.count)  # as torch.chunk and a DTensor cut it
+    size = -(-len(tensor) // replicas.count)  # as torch.chunk and a DTensor divide it
     return tensor[size * replicas.replica :][:size]
 
 
@@ -63,7 +63,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self):
-        """Update the own rows by their gradients, and take those that other replicas updated."""
+        """Update this replica's rows, and copy in the rows that other replicas updated."""
         for key, weight in self.parameters.items():
             gradient = weight.grad
             self.shards[key].grad = None if gradient is None else own_rows(gradient, self.replicas)
@@ -73,7 +73,7 @@ class ShardedOptimizer:
         self.exchange()
 
     def exchange(self):
-        """Replace all other rows by those of the replicas that updated them, in one message."""
+        """Replace all other rows by those of the replicas that updated them, in one collective."""
         weights = [weight for weight in self.parameters.values() if weight.dim()]
         if not weights:
             return
@@ -96,14 +96,14 @@ class ShardedOptimizer:
 
 
 class TrainingInShards(Training):
-    """A Training with a ShardedOptimizer. A checkpoint has its state as that of whole parameters:
-    it is continued with any number of replicas, and without shards."""
+    """A Training with a ShardedOptimizer. A checkpoint stores its state for whole parameters, so
+    a run can continue with any number of replicas, or without shards."""
 
     def updated(self, name):
         return self.optimizer.shards[name]
 
     def state_in_file(self, name, tensor):
-        """A shard as a part of the whole, which torch.distributed.checkpoint puts together."""
+        """Return a shard as a DTensor, which torch.distributed.checkpoint joins to the whole."""
         whole = self.parameters[name]
         if tensor.dim() == 0:
             return tensor
@@ -112,7 +112,7 @@ class TrainingInShards(Training):
         return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False, **shape)
 
     def from_file(self, tensor):
-        """This replica's rows of a DTensor, or of a whole tensor from a file of --export."""
+        """Return this replica's rows of a DTensor, or of a whole tensor from --export."""
         if isinstance(tensor, DTensor):
             return tensor.to_local()
         return own_rows(tensor, self.optimizer.replicas).clone()

@@ -1,12 +1,12 @@
 """DDP and FSDP2 around the stages of a pipeline, told which backward is a stage's last.
 
-Both were made for a model that runs forward once and backward once. In a pipeline a stage runs
-forward and backward for every micro-batch, and its gradients are complete after the last backward
-only, so both have to be held back until then. The library (torch.distributed.pipelining) takes the
-same steps in its own stages; here they stand where one can see them.
+Both were made for a model that runs one forward and one backward per step. In a pipeline a stage
+runs forward and backward for every micro-batch, and its gradients are complete only after the last
+backward, so both must wait until then. torch.distributed.pipelining takes the same steps inside its
+stages; this module shows them.
 
-DDP averages and FSDP2 too. A micro-batch's loss here is its share of the whole batch, over all
-replicas, so both are told to add up instead.
+DDP and FSDP2 average gradients by default. Here a micro-batch's loss is its share of the whole
+batch over all replicas, so both are configured to sum instead.
 """
 
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ def add_up(group, bucket):
 
 
 def awaiting_peers(replicas, what):
-    """Around work in which DDP or FSDP2 waits for the ranks with the same stages."""
+    """Return the context of work in which DDP or FSDP2 waits for the ranks with the same stages."""
     following = replicas.peers[(replicas.replica + 1) % replicas.count]
     return replicas.job.waiting(following, what)
 
@@ -33,8 +33,8 @@ def awaiting_peers(replicas, what):
 class WithDDP:
     """Sums gradients by DistributedDataParallel, in buckets, within a stage's last backward.
 
-    It counts gradients by hooks on autograd's accumulation. A backward in two halves adds the
-    gradients of the weights up by itself, which no hook sees: refuse such a schedule beforehand.
+    DDP counts gradients by hooks on autograd's accumulation. A split backward accumulates weight
+    gradients without autograd, so no hook runs: reject such a schedule beforehand.
     """
 
     def __init__(self, replicas, schedule):
@@ -43,7 +43,7 @@ class WithDDP:
         self.parts = {}
 
     def wrap(self, part, index):
-        """`part` inside DDP, which gives its parameters' names the prefix `module.`."""
+        """Return `part` inside DDP, which gives its parameters' names the prefix `module.`."""
         group = self.replicas.mesh.get_group("replica")
         self.parts[index] = DistributedDataParallel(part, process_group=group)
         self.parts[index].register_comm_hook(group, add_up)
@@ -71,11 +71,11 @@ class WithDDP:
         """Nothing to wait for: the last backward has waited for the sums."""
 
 
-NEEDS_WEIGHTS = "FBI"  # a backward's half for the weights needs only what the other has left
+NEEDS_WEIGHTS = "FBI"  # W needs no weights, only what I has kept
 
 
 def freed_after(order, gathered):
-    """The actions of a rank after which a stage's weights are given up, before its last backward."""
+    """Return the actions of a rank after which it frees a stage's weights, other than the last."""
     using = [action for action in order if action.kind in NEEDS_WEIGHTS]
     if gathered == "action":
         return set(using)
@@ -86,10 +86,10 @@ def freed_after(order, gathered):
 class WithFSDP2:
     """Shards weights, gradients and the optimizer's state over the replicas, by `fully_shard`.
 
-    Each rank keeps 1 / replicas of its stages between steps. `gathered` says for how long a stage's
-    weights are whole once they were gathered: the "step", until its last backward; its "turn", until
-    this rank works on another stage; or one "action". The less long, the less memory, and the more
-    often they travel: weight_gathers in planning/bytes_sent.py counts it.
+    Each rank keeps 1 / replicas of its stages between steps. `gathered` says how long a stage's
+    weights stay whole after they are gathered: for the "step", until its last backward; for its
+    "turn", until this rank works on another stage; or for one "action". A shorter time needs less
+    memory and more all-gathers; weight_gathers in planning/bytes_sent.py counts them.
     """
 
     def __init__(self, replicas, schedule, gathered="step"):
@@ -99,7 +99,7 @@ class WithFSDP2:
         self.parts = {}
 
     def wrap(self, part, index):
-        """`part` itself, whose parameters are now sharded and keep their names."""
+        """Return `part` itself, whose parameters are now sharded and keep their names."""
         mesh = self.replicas.mesh["replica"]
         for module in [*part.layers.values(), part]:
             fully_shard(module, mesh=mesh, reshard_after_forward=False)
@@ -114,7 +114,7 @@ class WithFSDP2:
         part = self.parts[action.stage]
         is_last = action in self.last
         if action.kind in NEEDS_WEIGHTS:
-            self.collect(part)  # nothing to do where they are whole
+            self.collect(part)  # does nothing if they are whole
         if action.kind in "BI":
             part.set_is_last_backward(is_last)
             part.set_reshard_after_backward(is_last)
@@ -130,14 +130,14 @@ class WithFSDP2:
                 reduce_now(part)
 
     def collect(self, part):
-        """Gather the whole weights of a part from the replicas."""
+        """Gather the whole weights of a part from the replicas by all-gather."""
         with awaiting_peers(self.replicas, "its shards of the weights"):
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
 
     def free(self, part):
-        """Keep this rank's shards only, until the weights are collected again."""
+        """Free the whole weights and keep this rank's shards."""
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -147,10 +147,10 @@ class WithFSDP2:
 
 
 def reduce_now(part):
-    """Let FSDP2 do what it does after a last backward, for gradients that came another way.
+    """Run FSDP2's reduction after the last backward, for gradients that autograd did not add.
 
-    After a backward in two halves it has nothing to hang it on. The names are private, and the
-    library does the same with them (PipelineStage.perform_reduce_grad).
+    After a split backward no autograd hook starts the reduction. The names are private;
+    torch.distributed.pipelining uses them in the same way (PipelineStage.perform_reduce_grad).
     """
     part.set_is_last_backward(True)
     part.set_reshard_after_backward(True)

@@ -1,10 +1,10 @@
-"""Clips the gradients of a model that lies on many ranks by the norm of all of them.
+"""Clips the gradients of a model on many ranks by the norm of the whole model's gradient.
 
-Clipping turns a gradient that is too long into one of the allowed length and the same direction.
-The length is that of the whole model's gradient. A rank that clips by the norm of its own stage
-shortens each stage by a factor of its own: the direction changes, and no number of ranks gives the
-update of another. The squares are added exactly and rounded once, so that the sum has the same
-digits in whatever order the ranks bring their parts.
+Clipping scales a gradient that is too long to the allowed length and keeps its direction. The
+length is that of the whole model's gradient. If each rank clipped by the norm of its own stage,
+each stage would be scaled by another factor: the direction would change, and the update would
+depend on the number of ranks. The squares are added exactly and rounded once, so the sum has the
+same digits for every order of the ranks.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 
 def squares_of(named_parameters):
-    """The sum of squares of each parameter's gradient, by name.
+    """Return the sum of squares of each parameter's gradient, by name.
 
-    Of a gradient that lies in shards on several ranks (a DTensor) it is that of all shards, so those
-    ranks must call this together. The device is waited for once, not once per parameter.
+    For a gradient in shards on several ranks (a DTensor) it is the sum over all shards, so those
+    ranks must call this together. The host waits for the device once, not once per parameter.
     """
     with_gradient = {name: p.grad for name, p in named_parameters if p.grad is not None}
     if not with_gradient:
@@ -28,7 +28,7 @@ def squares_of(named_parameters):
 
 
 def whole_sum(total):
-    """A sum over all shards: `item()` of a sharded one would be that of this rank's shard."""
+    """Return a sum over all shards; `item()` of a DTensor would give this rank's part only."""
     return total.full_tensor() if hasattr(total, "full_tensor") else total
 
 
@@ -49,12 +49,12 @@ def clip_gradients(job, named_parameters, largest_norm):
 
 
 def number_of(name):
-    """A number of 63 bits that stands for a name, the same on every rank."""
+    """Return a 63-bit hash of a name, the same on every rank."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def gather_numbers(job, own):
-    """The dictionaries {integer: float} of all ranks as one, exchanged as tensors."""
+    """Merge the dictionaries {integer: float} of all ranks, exchanged as tensors."""
     count = torch.tensor([len(own)])
     dist.all_reduce(count, dist.ReduceOp.MAX)
     rows = torch.zeros(2, int(count), dtype=torch.int64)  # the floats as the 64 bits that they are
@@ -68,7 +68,7 @@ def gather_numbers(job, own):
 
 
 def norm_of(squares):
-    """The norm from the sums of squares by name; infinite where their sum overflows."""
+    """Return the norm from the sums of squares by name; infinite if their sum overflows."""
     try:
         return math.sqrt(math.fsum(squares.values()))  # sum() rounds otherwise from Python 3.12 on
     except OverflowError:  # fsum() raises where sum() gives inf
@@ -77,7 +77,7 @@ def norm_of(squares):
 
 @torch.no_grad()
 def scale_gradients(named_parameters, norm, largest_norm):
-    """Scale by largest_norm / norm where that shortens, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scale by largest_norm / norm if that is below 1, as torch.nn.utils.clip_grad_norm_ does."""
     scale = min(1.0, largest_norm / (norm + 1e-6))
     for _, parameter in named_parameters:
         if parameter.grad is not None:  # frozen, or not used

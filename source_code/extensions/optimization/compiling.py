@@ -1,8 +1,8 @@
 """torch.compile for the layers of a stage: one kernel where there would be many.
 
-Each layer is compiled by itself; as all have the same code and the same shapes, that happens once.
-A backward in halves cannot be compiled, because a compiled one computes everything at once, and
-selective recomputation swaps a function inside of the layers while they run.
+Each layer is compiled separately; all layers have the same code and shapes, so torch compiles once.
+Two features cannot be combined with it. A compiled backward computes all gradients at once, so it
+cannot be split. Selective recomputation replaces a function inside the layers while they run.
 """
 
 import shutil
@@ -22,7 +22,7 @@ def add_compile_flag(parser):
 
 
 def check_compile(arguments, schedule):
-    """Reject what cannot be compiled, and a machine that cannot compile."""
+    """Reject flags that cannot be combined with --compile, and a machine without a compiler."""
     a = arguments
     if a.compile is None:
         return
@@ -46,7 +46,7 @@ def has_triton():
 
 
 def has_compiler():
-    """Whether there is a C++ compiler that torch would find."""
+    """Return whether torch would find a C++ compiler."""
     from torch._inductor import config
 
     named = config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)
@@ -61,8 +61,8 @@ def has_compiler():
 def compile_layers(part, backend):
     """Compile the layers of a stage's part in place; `backend` None leaves them as they are.
 
-    Names and weights stay. The number of rows may change from call to call, as it does when a
-    text is generated.
+    Names and weights do not change. The number of rows may differ between calls, as it does when
+    a text is generated.
     """
     if backend:
         for layer in part.layers.values():

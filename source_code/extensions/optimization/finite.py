@@ -1,7 +1,7 @@
-"""Finds out on all ranks, before each update, whether the loss and the gradient are finite.
+"""Checks on all ranks, before each update, whether the loss and the gradient are finite.
 
-Only the rank of the last stage has the loss, and all ranks must leave out the same update, or end
-after the same step: they agree in one all-reduce of two numbers.
+Only the rank of the last stage has the loss, but all ranks must skip the same update or end after
+the same step. So they exchange the result in one all-reduce of two numbers.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 NOT_FINITE = ("-inf", "inf", "nan")
-MOST_SKIPPED = 10  # updates in a row: the weights themselves are not finite by then
+MOST_SKIPPED = 10  # updates in a row; then the weights are probably not finite
 
 
 def add_not_finite_flag(parser):
@@ -21,12 +21,12 @@ def add_not_finite_flag(parser):
 
 
 class UpdateCheck:
-    """Says before each update whether it may be made. All ranks make one.
+    """Decides before each update whether it may be made. Every rank creates one.
 
-    `skip` leaves out the update of a loss or a gradient norm that is not finite, MOST_SKIPPED times
-    in a row at most; without it the training ends at the first. `skipped` counts the updates that
-    were left out, `diverged` says why the training has to end, or is None; both are the same on all
-    ranks.
+    With `skip` an update whose loss or gradient norm is not finite is left out, at most
+    MOST_SKIPPED times in a row; without it the training ends at the first such update. `skipped`
+    counts the updates that were left out. `diverged` is None, or says why the training has to end.
+    Both are the same on all ranks.
     """
 
     def __init__(self, job, skip=False):
@@ -51,10 +51,10 @@ class UpdateCheck:
 
 
 def find_not_finite(job, step, loss, norm):
-    """What is not finite in step `step`, e.g. "the loss of step 3 is nan", or None.
+    """Return what is not finite in step `step`, e.g. "the loss of step 3 is nan", or None.
 
-    `loss` is None on ranks without it, `norm` is that of the whole gradient, or None if nobody
-    computes it. Every rank must call it after each step; the answer is the same on all of them.
+    `loss` is None on ranks without it. `norm` is the norm of the whole gradient, or None if it is
+    not computed. Every rank must call this after each step; the result is the same on all ranks.
     """
     values = {
         f"the loss of step {step}": None if loss is None else loss.item(),
@@ -71,7 +71,7 @@ def find_not_finite(job, step, loss, norm):
 
 
 def kind_of(value):
-    """0 for a finite number or None, else the place of the value in NOT_FINITE, counted from 1."""
+    """Return 0 for a finite number or None, else the value's place in NOT_FINITE, from 1."""
     if value is None or math.isfinite(value):
         return 0
     return 1 + NOT_FINITE.index(str(float(value)))

@@ -1,21 +1,21 @@
 """A learning rate that changes from update to update: warm-up, then half a cosine.
 
-It rises in equal steps to its peak, so that the first updates, whose gradients are large and
-whose optimizer has seen nothing yet, stay small; then it falls along a cosine to a tenth of the
+The rate rises in equal steps to its peak, so that the first updates stay small: their gradients are
+large, and the optimizer has no averages yet. Then the rate falls along a cosine to a tenth of the
 peak (the shape is that of Loshchilov and Hutter 2017, 1608.03983, section 3, without restarts).
 """
 
 import math
 
-FLOOR = 0.1  # share of the peak that is left at the end, and from then on
+FLOOR = 0.1  # share of the peak at the end of the cosine and after it
 
 
 class WarmUpThenCosine:
     """Sets the learning rate of `optimizer` for each update.
 
-    `warm_up_steps` updates lead to `peak`, and update number `decay_steps` would be the first at the
-    floor. How many updates have been made is its state: a run that is continued without it starts
-    to warm up again.
+    The first `warm_up_steps` updates lead to `peak`; update `decay_steps`, counted from 0, has the
+    floor. The state is the number of updates made: a run that continues without it would warm up
+    again.
     """
 
     def __init__(self, optimizer, peak, warm_up_steps, decay_steps):
@@ -43,7 +43,7 @@ class WarmUpThenCosine:
 
 
 class ConstantRate:
-    """The optimizer's own rate for every update, in a form that a checkpoint can hold."""
+    """The optimizer's own rate for every update, in a form that a checkpoint can store."""
 
     def __init__(self):
         self.updates = 0
@@ -59,7 +59,7 @@ class ConstantRate:
 
 
 def share_of_peak(update, warm_up_steps, decay_steps):
-    """The rate of update number `update`, counted from 0, as a share of the peak."""
+    """Return the rate of update number `update`, counted from 0, as a share of the peak."""
     if update < warm_up_steps:
         return (update + 1) / warm_up_steps
     if update >= decay_steps:

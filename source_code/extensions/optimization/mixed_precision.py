@@ -1,10 +1,10 @@
-"""Mixed precision: 16 bits compute, 32 bits remember.
+"""Mixed precision: forwards and backwards in 16 bits, master weights in 32 bits.
 
 A bfloat16 number has 8 significant bits. An update is often smaller than a 256th of its weight and
-would be rounded away, and a sum of many micro-batches' gradients stops growing. So every part of
-the model is there twice: a copy in bfloat16 that runs forwards and backwards, and the master in
-float32, in whose gradients those of all micro-batches add up and which the optimizer updates
-(Micikevicius et al. 2018, 1710.03740, section 3.1; bfloat16 needs no scaling of the loss).
+would be rounded away, and a sum of many micro-batches' gradients would stop growing. So every part
+of the model exists twice. A copy in bfloat16 runs forwards and backwards. The master in float32
+accumulates the gradients of all micro-batches, and the optimizer updates it (Micikevicius et al.
+2018, 1710.03740, section 3.1; bfloat16 needs no scaling of the loss).
 """
 
 import copy
@@ -14,10 +14,10 @@ import torch
 
 
 def computing_copy(master, dtype):
-    """A copy of a part of the model in `dtype`, whose gradients go to `master`.
+    """Return a copy of `master` in `dtype` whose gradients are added to those of `master`.
 
-    The part itself where `dtype` is the master's. Buffers keep their type, unless they are among
-    the part's `tables`: the frequencies of Hugging Face's rotary embedding, in 16 bits, put tokens
+    If `dtype` is the master's, it is the master itself. Buffers keep their type unless they are
+    among the part's `tables`, because Hugging Face's rotary frequencies in 16 bits would put tokens
     at wrong positions.
     """
     if next(master.parameters()).dtype == dtype:
@@ -33,9 +33,9 @@ def computing_copy(master, dtype):
 
 
 def hand_over_deferred(stage, master):
-    """Let `stage`, which computes with a copy of `master`, do the same in a split backward.
+    """Add the gradients of `stage`, which computes with a copy of `master`, in a split backward.
 
-    The half for the weights adds gradients up without autograd, so no hook sees them.
+    The backward for the weights adds gradients without autograd, so no hook runs for them.
     """
     if stage.part is master or not hasattr(stage, "backward_weight"):
         return
@@ -61,7 +61,7 @@ def hand_over(updated, weight):
 
 @torch.no_grad()
 def refresh(part, master):
-    """After an update: round the master's weights into the copy that computes."""
+    """Copy the master's weights, rounded, into the computing copy; call it after an update."""
     if part is not master:
         for weight, updated in zip(part.parameters(), master.parameters()):
             weight.copy_(updated)

@@ -1,6 +1,6 @@
-"""How many threads a rank computes with: one where digits are promised, more where a user says so.
+"""The number of threads of a rank: one by default, more with --threads.
 
-Several threads cut a sum into as many parts, and how a sum is cut decides its last digits.
+Several threads divide a sum into as many parts, which changes its last digits.
 """
 
 import torch
@@ -15,7 +15,7 @@ def add_thread_flag(parser):
 
 
 def check_threads(arguments):
-    """Reject several threads for float64, whose digits are promised."""
+    """Reject several threads for float64, where the course promises the same digits."""
     if arguments.threads > 1 and arguments.dtype == "float64":
         reject(
             f"--threads {arguments.threads} with --dtype float64, whose digits are promised for one "

@@ -1,4 +1,4 @@
-"""What a long training does between backward and update: it clips, and its rate changes."""
+"""The steps between backward and update in a long training: clipping and the learning rate."""
 
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from extensions.optimization.learning_rate import share_of_peak
@@ -14,7 +14,7 @@ def add_update_flags(parser, warm_up_steps):
 
 
 def check_rate(arguments):
-    """Reject a learning rate whose cosine would end before it begins."""
+    """Reject a cosine that would end before the warm-up ends."""
     if arguments.decay_steps <= arguments.warm_up_steps:
         reject(
             f"--decay-steps {arguments.decay_steps} must be more than --warm-up-steps "
@@ -23,7 +23,7 @@ def check_rate(arguments):
 
 
 def clip_and_set_rate(arguments):
-    """The same for one process that trains the whole model: `before_update` of its reference."""
+    """Return `before_update(model, optimizer, step)`, which does both for one process."""
 
     def before_update(model, optimizer, step):
         clip_whole_model(arguments, model)

@@ -1,8 +1,8 @@
-"""Batches, made while the step before is computed, and only by the ranks that need them.
+"""Makes batches during the step before, and only on the ranks that need them.
 
-The first stage needs the inputs and the last one the targets. A rank with neither only has to know
-how long the rows are and how many tokens count. In a plain text that follows from the flags, so
-such a rank draws nothing; where rows have padding or several documents, every rank draws.
+The first stage needs the inputs and the last stage the targets. A rank with neither needs only the
+length of the rows and the number of tokens in the loss. For a plain text both follow from the
+flags, so such a rank draws nothing. If rows have padding or several documents, every rank draws.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from pipeline.data import Text
 
 
 def needed_on(schedule, rank, packed=False):
-    """(whether this rank needs inputs, whether it needs targets): of targets masks are made."""
+    """Return whether this rank needs inputs and whether it needs targets, also for masks."""
     stages = schedule.stages_of(rank)
     return 0 in stages, packed or schedule.num_stages - 1 in stages
 
@@ -22,8 +22,8 @@ def needed_on(schedule, rank, packed=False):
 class Batches:
     """The batches of a training of `arguments`, on one rank.
 
-    `cut(batch)` has the passes of a batch, pairs of dictionaries from a micro-batch to its inputs
-    and to its targets. `needed` is what `needed_on` returns.
+    `cut(batch)` returns the passes of a batch: pairs of dictionaries from a micro-batch to its
+    inputs and to its targets. `needed` is the result of `needed_on`.
     """
 
     def __init__(self, arguments, cut, needed, device):
@@ -34,7 +34,7 @@ class Batches:
         self.coming = {}  # number -> what `make` will return
 
     def take(self, number):
-        """(the passes of batch `number`, how many tokens count in all of it)."""
+        """Return the passes of batch `number`, and the number of tokens in its loss."""
         for wanted in (number, number + 1):
             if wanted not in self.coming and wanted < max(self.arguments.steps, number + 1):
                 self.coming[wanted] = self.maker.submit(self.make, wanted)
@@ -42,7 +42,7 @@ class Batches:
         return [self.on_device(one) for one in passes], real_tokens
 
     def make(self, number):
-        """The same in host memory, of which a GPU can fetch what is pinned by itself."""
+        """Return the same in host memory, pinned for a GPU so that the copy is asynchronous."""
         a = self.arguments
         shape = a.batch_size, a.seq_len
         if not self.draws:
@@ -61,7 +61,7 @@ class Batches:
         return passes, count_real_tokens([batch[1]])
 
     def on_device(self, one):
-        """A pass with what is needed on this rank's device; the host does not wait for the copy."""
+        """Return a pass with the needed tensors on this rank's device, copied asynchronously."""
         return tuple(
             {m: tokens.to(self.device, non_blocking=True) for m, tokens in part.items()}
             if wanted

@@ -1,8 +1,8 @@
-"""Runs a pipeline forward only: the loss of a text that is held out, and text of its own.
+"""Runs a pipeline forward only, for the held-out loss and for generated text.
 
-The forward actions of a schedule, in their order, are a schedule, too. The stages and the worker
-are those of the training; what changes is that nothing is kept for a backward, and for generation
-what the last stage returns.
+The forward actions of a schedule, in their order, are also a schedule. The stages and the worker
+are those of the training, but nothing is kept for a backward. For generation the last stage returns
+scores instead of the loss.
 """
 
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from pipeline.worker import Worker
 
 
 def forwards_of(schedule, microbatches=None):
-    """The forwards of `schedule` as a schedule, or of some of its micro-batches."""
+    """Return the forwards of `schedule`, or of some of its micro-batches, as a Schedule."""
     wanted = range(schedule.num_microbatches) if microbatches is None else microbatches
     orders = [
         tuple(action for action in order if action.kind == "F" and action.microbatch in wanted)
@@ -26,7 +26,10 @@ def forwards_of(schedule, microbatches=None):
 
 @contextmanager
 def nothing_kept(stages, last_result=None):
-    """Around forwards without backwards; `last_result(scores, targets)` may stand for the loss."""
+    """Return the context of forwards without backwards.
+
+    `last_result(scores, targets)`, if given, replaces the loss function.
+    """
     before = {index: stage.loss_function for index, stage in stages.items()}
     for stage in stages.values():
         stage.loss_function = last_result or stage.loss_function
@@ -41,7 +44,7 @@ def nothing_kept(stages, last_result=None):
 
 @contextmanager
 def activations_of(job, shape):
-    """Around passes whose activations have another shape than the training's, on all ranks."""
+    """Return the context of passes whose activations have another shape, on all ranks."""
     before, job.shape = job.shape, shape
     try:
         yield
@@ -50,9 +53,9 @@ def activations_of(job, shape):
 
 
 class ForwardOnly:
-    """The stages of `worker`, the training's, without backwards.
+    """Runs the stages of the training's `worker` without backwards.
 
-    `loss_function` is what its last stage calls: a ShareOfLoss (padding.py).
+    `loss_function` is the one that the last stage calls, a ShareOfLoss (padding.py).
     """
 
     def __init__(self, worker, replicas, loss_function):
@@ -63,9 +66,10 @@ class ForwardOnly:
         return Worker(self.job, forwards_of(self.schedule, microbatches), self.stages)
 
     def mean_loss(self, passes, real_tokens):
-        """The mean loss of the `real_tokens` in `passes`, on the ranks of the last stage.
+        """Return the mean loss of the `real_tokens` tokens in `passes`, in nats.
 
-        A pass is (inputs, targets) as a worker's `run_step` takes them. None on other ranks.
+        A pass is (inputs, targets) as a worker's `run_step` takes them. Returns None on ranks
+        without the last stage.
         """
         self.loss_function.real_tokens = real_tokens
         worker = self.worker()
@@ -74,11 +78,11 @@ class ForwardOnly:
         return None if losses[0] is None else self.replicas.sum_loss(sum(losses))
 
     def generate(self, prompt, count, num_tokens, seed=0, temperature=0.8):
-        """`prompt`, a list of tokens, continued by `count`, on every rank the same.
+        """Return `prompt`, a list of tokens, continued by `count` tokens, the same on every rank.
 
-        Each is drawn from the model's probabilities among the first `num_tokens` tokens. The whole
-        window is computed anew for each: what a stage could keep of those before (a cache of keys
-        and values) is left out. All replicas do the same, with the first micro-batch of each.
+        Each token is drawn from the model's probabilities of the first `num_tokens` tokens. The
+        whole window is computed again for each token, without a cache of keys and values. All
+        replicas do the same work, each with its first micro-batch.
         """
         _, length, dim = self.job.shape
         first_of = {min(action.microbatch for action in order) for order in self.schedule.orders}
@@ -92,7 +96,8 @@ class ForwardOnly:
         ):
             for _ in range(count):
                 window = tokens[-length:]
-                # Stages have one shape. What fills it up comes later, and nobody looks ahead.
+                # Stages have a fixed shape. The filler comes after all tokens, so the causal
+                # mask hides it.
                 row = torch.tensor([window + [0] * (length - len(window))], device=self.job.device)
                 worker.run_step(dict.fromkeys(first_of, row), dict.fromkeys(first_of))
                 following = torch.zeros(1, dtype=torch.int64)

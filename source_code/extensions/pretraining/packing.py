@@ -1,12 +1,12 @@
-"""Rows that hold several documents, and a mask that keeps each document to itself.
+"""Rows that hold several documents, and a mask that separates the documents.
 
-Documents of unequal length waste what padding fills up; packed one behind the other they waste
-nothing. Without a mask a document would look at the one before it, which has nothing to do with it
-(a choice that Llama 3 made for its training, too: 2407.21783, section 3.2).
+Documents of unequal length need padding, which wastes computation; packed one after the other they
+need none. Without a mask, the tokens of a document would attend to the unrelated document before it
+(Llama 3 uses such a mask in its training, too: 2407.21783, section 3.2).
 
-The last token of a document has no next one: its target is PADDING, so that no loss counts it. By
-that mark every stage finds the documents of a row again, because every rank has the targets of its
-micro-batches: no mask travels.
+The last token of a document has no next token. Its target is PADDING, which no loss counts. Every
+rank has the targets of its micro-batches, so every stage derives the mask from these marks, and no
+mask is sent.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from pipeline.model import token_loss
 class PackedDocuments(Corpus):
     """A Corpus whose documents lie one behind the other, in rows without padding.
 
-    `ends` has for the training part and for the held-out one where each document ends: int64,
-    rising, the place of the first token behind it.
+    `ends` has, for the training part and the held-out part, the end of each document: the index of
+    the first token after it, int64, ascending.
     """
 
     ends: tuple = ()
@@ -44,7 +44,7 @@ class PackedDocuments(Corpus):
         return self.rows(self.held_out, self.ends[1], starts, seq_len)
 
     def rows(self, tokens, ends, starts, seq_len):
-        """Inputs and targets, each (number of starts, seq_len), from these places of `tokens`."""
+        """Return inputs and targets, each (len(starts), seq_len), from indices of `tokens`."""
         rows = torch.stack([tokens[start : start + seq_len + 1] for start in starts])
         inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         for row, start in zip(targets, starts):
@@ -54,7 +54,7 @@ class PackedDocuments(Corpus):
 
 
 def packed(documents, seq_len):
-    """The PackedDocuments of a Documents (tokens.py). Raises DataError where they fill no row."""
+    """Return a Documents (tokens.py) as PackedDocuments. Raises DataError if they fill no row."""
     parts = documents.training_documents, documents.held_out_documents
     whole = [torch.cat(part) for part in parts]
     if min(map(len, whole)) < seq_len + 1:
@@ -68,10 +68,10 @@ def packed(documents, seq_len):
 
 
 def document_mask(targets):
-    """True where a position may look: at itself and before, in its own document.
+    """Return a mask, True where a position may attend: to itself and before, in its document.
 
-    Targets (rows, length), PADDING at the end of each document; the mask is (rows, 1, length,
-    length).
+    `targets` is (rows, length) with PADDING at the end of each document; the mask is (rows, 1,
+    length, length).
     """
     ends = (targets == PADDING).long()
     document = ends.cumsum(1) - ends
@@ -80,7 +80,7 @@ def document_mask(targets):
 
 
 def keep_documents_apart(stage):
-    """Let `stage`, also one that recomputes, make the mask of a micro-batch from its targets."""
+    """Make `stage` compute the mask of each micro-batch from its targets, also to recompute."""
     part = stage.part
     name = "run_piece" if hasattr(stage, "run_piece") else "run_forward"
     run = getattr(stage, name)
@@ -97,5 +97,5 @@ def keep_documents_apart(stage):
 
 
 def masked_loss(model, inputs, targets):
-    """The same for one process: the loss of a whole `model`, which takes a mask as well."""
+    """Return the loss of a whole `model` with this mask, for training in one process."""
     return token_loss(model(inputs, document_mask(targets)), targets)

@@ -1,10 +1,10 @@
 """Rows of unequal length: padding, and a loss that counts every real token once.
 
-A batch is a rectangle, and texts are not. What fills a row up is padding: its target is PADDING,
-which no loss counts. The loss of a batch is the sum over its real tokens divided by their number,
-in the whole batch: over all micro-batches and all replicas. A mean of each micro-batch's mean is
-something else as soon as they have unequally many: a token in a short micro-batch then weighs more.
-So the number has to be known before the first micro-batch's loss is computed.
+The rows of a batch have one length, and texts differ in length. Shorter rows are filled with
+padding, whose target is PADDING, which no loss counts. The loss of a batch is the sum over its real
+tokens divided by their number in the whole batch: over all micro-batches and all replicas. The mean
+of the micro-batches' means differs from it when they have unequal numbers of real tokens: a token
+in a short micro-batch would weigh more. So the number must be known before the first loss.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from pipeline.data import Text
 
-PADDING = -100  # as a target; the number that torch's cross_entropy leaves out unless told
+PADDING = -100  # as a target; the default ignore_index of torch's cross_entropy
 FULL_STOP = ord(".")
-MOST_NUMBERS = 2**24  # of scores, that are looked at together: 64 MiB in float32
+MOST_NUMBERS = 2**24  # of scores in one piece: 64 MiB in float32
 
 
 def count_real_tokens(targets):
-    """How many targets are no padding, in a sequence of tensors."""
+    """Return how many targets in a sequence of tensors are not padding."""
     return sum(int((rows != PADDING).sum()) for rows in targets)
 
 
@@ -43,9 +43,9 @@ class SummedLoss(torch.autograd.Function):
     """The sum of the cross-entropies of scores (tokens, vocabulary), computed in pieces.
 
     At 8,192 tokens and a vocabulary of 32,000 the scores are the largest tensor of a training: a
-    gigabyte in float32. Of bfloat16 no sum can be made, so there cross_entropy would need such a
-    copy, and keep another one, its logarithms, until the backward. Here the forward keeps only the
-    scores themselves, and float32 copies of them exist a piece at a time.
+    gigabyte in float32. Sums in bfloat16 are too inexact, so cross_entropy would need a float32
+    copy, and would keep a second one, the log-probabilities, until the backward. Here the forward
+    keeps only the scores themselves, and float32 copies exist for one piece at a time.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(context, gradient):
-        """Softmax less one at the target, for each token that is no padding."""
+        """Return softmax minus the one-hot target for each token that is not padding."""
         scores, targets = context.saved_tensors
         of_scores, done = torch.empty_like(scores), 0
         for some, of_them in pieces(scores, targets):
@@ -71,7 +71,7 @@ class SummedLoss(torch.autograd.Function):
 
 
 def pieces(scores, targets):
-    """Some scores at a time, in float32 at least, with their targets."""
+    """Yield pieces of the scores, in float32 or float64, with their targets."""
     count = max(1, MOST_NUMBERS // scores.shape[-1])
     width = torch.promote_types(scores.dtype, torch.float32)
     for some, of_them in zip(scores.split(count), targets.split(count)):
@@ -80,7 +80,7 @@ def pieces(scores, targets):
 
 @dataclass(frozen=True)
 class Sentences(Text):
-    """A text whose rows end with their first full stop; what comes after it is padding."""
+    """A text whose rows end with their first full stop; padding follows it."""
 
     def batch(self, step, batch_size, seq_len, seed=0):
         """As that of Text, with PADDING as the target of everything behind the first full stop."""

@@ -1,9 +1,9 @@
-"""How fast a training is: tokens a second, and the share of the machine's peak that is useful.
+"""How fast a training is: tokens per second, and useful work as a share of the machine's peak.
 
-Model FLOPs are those that the model asks for, forward and backward once for every token:
+Model FLOPs are those of the model itself, with one forward and one backward per token:
 6 N + 12 L d T, for N weights in matrices, L layers of width d and sequences of T tokens (PaLM:
-Chowdhery et al. 2022, 2204.02311, appendix B). What is recomputed is not in it, nor what is spent
-on padding: model FLOPs utilisation (MFU) is useful work over possible work.
+Chowdhery et al. 2022, 2204.02311, appendix B). They exclude recomputation and padding, so model
+FLOPs utilisation (MFU) is the useful work divided by the possible work.
 """
 
 import re
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from extensions.planning.footprint import count_weights
 
-# Dense bfloat16 FLOP/s from NVIDIA's data sheets, by whole words of the name that torch gives. The
-# more special name stands first: cards of one chip differ in power and clock.
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets, by whole words of torch's name for the GPU. The
+# more specific name is first, because cards with the same chip differ in power and clock.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -41,10 +41,10 @@ def flops_per_token(config):
 
 
 def peak_flops(job, dtype):
-    """(FLOP/s that the devices of all ranks could do together, where the number comes from).
+    """Return the peak FLOP/s of the devices of all ranks together, and the number's source.
 
-    From the table for bfloat16 on a GPU in it; else every rank multiplies matrices for a moment,
-    all at once, so that ranks that share a device share its peak. All ranks call it.
+    The source is the table for bfloat16 on a listed GPU. Otherwise all ranks multiply matrices at
+    the same time for a moment, so ranks on one device share its peak. All ranks call it.
     """
     known = known_peak(job.device, dtype)
     own = (socket.gethostname(), job.device.index), known
@@ -61,7 +61,7 @@ def peak_flops(job, dtype):
 
 
 def known_peak(device, dtype):
-    """The data sheet's FLOP/s of a GPU, or None."""
+    """Return the data sheet's FLOP/s of a GPU, or None if it is not in the table."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
@@ -71,7 +71,7 @@ def known_peak(device, dtype):
 
 
 def measured_peak(device, dtype, seconds=0.1):
-    """FLOP/s of products of large square matrices on this rank."""
+    """Measure the FLOP/s of products of large square matrices on this rank."""
     size = 4096 if device.type == "cuda" else 384
     matrix = torch.ones(size, size, dtype=dtype, device=device)
     done, started = 0, None

@@ -1,4 +1,4 @@
-"""A folder of tokens that one process has made once, and that every rank reads where it needs to.
+"""A folder of tokens, written once by one process and read by every rank where it needs them.
 
     FOLDER/tokens.json         what is in the folder; its checksum, and one of each file
     FOLDER/tokenizer.json      what made the tokens, unless they are bytes
@@ -6,9 +6,9 @@
     FOLDER/held_out-00000.bin
     FOLDER/training-ends.bin   where each document ends, eight bytes each; held_out-ends.bin
 
-The files are mapped into memory: the system reads the pages that are looked at, shares them among
-all ranks of a machine, and takes them back when memory is short. So a rank's own memory does not
-grow with the text, and the first batch does not wait for it.
+The files are mapped into memory: the system reads only the pages that are used, shares them among
+all ranks of a machine, and frees them when memory is short. So a rank's own memory does not grow
+with the text, and the first batch does not wait until the whole text is read.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class MappedTokens:
 
 @dataclass(frozen=True)
 class MappedCorpus(Corpus):
-    """A Corpus whose tokens stay in their files. `fingerprint` tells one text from another."""
+    """A Corpus whose tokens stay in their files. `fingerprint` identifies the text."""
 
     fingerprint: str = ""
 
@@ -79,9 +79,9 @@ def is_token_folder(path):
 
 
 def load_tokens(folder, vocabulary, seq_len, packed=False):
-    """The MappedCorpus in a folder that prepare_data.py has made. Raises DataError.
+    """Return the MappedCorpus in a folder from prepare_data.py. Raises DataError.
 
-    With `packed` it is a MappedDocuments, which knows where its documents end.
+    With `packed` it is a MappedDocuments, which also has the ends of its documents.
 
     The names, lengths and sizes of the files are checked; `check_folder` compares their content.
     """
@@ -116,7 +116,7 @@ def load_tokens(folder, vocabulary, seq_len, packed=False):
 
 
 def read_tokens_file(folder):
-    """What tokens.json says. Raises InputError unless it is whole and says all that is needed."""
+    """Return the content of tokens.json. Raises InputError unless it is complete and valid."""
     path = folder / TOKENS_FILE
     found = read_json(path, LARGEST_TOKENS_FILE)
     if not isinstance(found, dict) or found.get("checksum") != checksum_of_tokens_file(found):
@@ -142,7 +142,7 @@ def read_tokens_file(folder):
 
 
 def is_shard(shard):
-    """Whether a value from JSON names a file of the folder, its tokens and its checksum."""
+    """Return whether a value from JSON has the name, number of tokens and checksum of a file."""
     return (
         isinstance(shard, dict)
         and isinstance(shard.get("file"), str)
@@ -158,14 +158,14 @@ def checksum_of_tokens_file(description):
 
 
 def map_part(folder, description, part):
-    """The MappedTokens of "training" or "held_out"."""
+    """Return the MappedTokens of "training" or "held_out"."""
     dtype = DTYPE_OF_WIDTH[description["bytes_per_number"]]
     shards = [map_file(folder, shard, dtype) for shard in description["files"][part]]
     return MappedTokens([shard for shard in shards if len(shard)])
 
 
 def map_ends(folder, description, part):
-    """Where the documents of a part end, as PackedDocuments has it."""
+    """Return the ends of the documents of a part, in the form of PackedDocuments."""
     shard = description.get("ends", {}).get(part)
     if shard is None:
         raise InputError(f"{folder} does not say where its documents end")
@@ -173,7 +173,7 @@ def map_ends(folder, description, part):
 
 
 def map_file(folder, shard, dtype):
-    """The numbers of one file, mapped into memory."""
+    """Return the numbers of one file as a tensor that is mapped into memory."""
     path, wanted = folder / shard["file"], shard["tokens"] * dtype.itemsize
     if sys.byteorder != "little":
         raise InputError(f"{folder} is little-endian, and this machine is not")
@@ -188,7 +188,7 @@ def map_file(folder, shard, dtype):
 
 
 def check_folder(folder):
-    """Compare every file with its checksum. Raises InputError, with the name of the first bad one."""
+    """Compare every file with its checksum. Raises InputError that names the first damaged file."""
     folder = Path(folder)
     description = read_tokens_file(folder)
     for part in TOKEN_PARTS:
@@ -230,7 +230,7 @@ class TokenWriter:
         self.ends.append(self.total + (self.count if self.file else 0))
 
     def write_ends(self):
-        """Write where the documents end; the entry of tokens.json."""
+        """Write the ends of the documents. Returns the entry for tokens.json."""
         name, content = f"{self.part}-ends.bin", self.ends.tobytes()
         with open(self.folder / name, "xb") as file:
             file.write(content)
@@ -245,7 +245,7 @@ class TokenWriter:
         self.digest, self.count = hashlib.sha256(), 0
 
     def close(self):
-        """End the file that is being written, if there is one."""
+        """Close the file that is being written, if there is one."""
         if self.file is not None:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -260,7 +260,7 @@ class TokenWriter:
 
 
 def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, tokenizer):
-    """Write tokens.json, with which the folder begins to exist; `writers` by part."""
+    """Write tokens.json last, which makes the folder valid; `writers` has a writer per part."""
     files = {part: writer.shards for part, writer in writers.items()}
     ends = {part: writer.write_ends() for part, writer in writers.items()}
     description = {

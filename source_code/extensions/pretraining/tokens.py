@@ -1,6 +1,6 @@
 """Texts for pretraining: files or a streamed data set, bytes or a tokenizer, rows or documents.
 
-All of them are a `Corpus`, which is drawn from like a Text (data.py): by (seed, step) alone, so
+Each is a `Corpus`, whose batches depend on (seed, step) alone like those of a Text (data.py), so
 that every rank can make every batch, also after a restart. The last tenth is held out.
 """
 
@@ -23,15 +23,15 @@ LARGEST_TOKENIZER = 64 * MEBIBYTE
 class Corpus(Text):
     """A Text whose tokens come from `tokenizer`, or are bytes if that is None.
 
-    `num_tokens` are in use, which is at most the model's vocabulary.
+    `num_tokens` different tokens are in use, at most the model's vocabulary.
     """
 
     tokenizer: object = None
     num_tokens: int = BYTES
-    bytes_per_token: float = 1.0  # of what is held out
+    bytes_per_token: float = 1.0  # of the held-out part
 
     def windows(self, seq_len, most):
-        """What is held out, once: inputs and targets, each (at most `most`, seq_len)."""
+        """Return the held-out part once: inputs and targets, each (at most `most`, seq_len)."""
         count = min(most, (len(self.held_out) - 1) // seq_len)
         row = self.held_out[: count * seq_len + 1]
         return row[:-1].view(count, seq_len), row[1:].view(count, seq_len)
@@ -47,15 +47,15 @@ class Corpus(Text):
 
 @dataclass(frozen=True)
 class Documents(Corpus):
-    """A Corpus whose rows are documents: one each, cut at the end of a row, or padded."""
+    """A Corpus with one document per row, cut at the end of the row or padded."""
 
     training_documents: tuple = ()
     held_out_documents: tuple = ()
 
     def batch(self, step, batch_size, seq_len, seed=0):
-        """As that of Text; the targets behind the end of a document are PADDING.
+        """Return a batch as Text does; targets after the end of a document are PADDING.
 
-        The rows are as long as the longest document, `seq_len` at most.
+        The rows are as long as the longest document, and at most `seq_len`.
         """
         generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
         count = len(self.training_documents)
@@ -69,9 +69,9 @@ class Documents(Corpus):
 
 
 def in_rows(documents, seq_len):
-    """Inputs and targets, both (number of documents, seq_len), of one-dimensional token tensors.
+    """Return inputs and targets, both (documents, seq_len), from one-dimensional token tensors.
 
-    Padding comes last and no position looks ahead, so attention needs no mask for it.
+    Padding comes last and attention is causal, so attention needs no mask for the padding.
     """
 
     def padded(rows, filler):
@@ -84,7 +84,7 @@ def in_rows(documents, seq_len):
 
 
 def filled_up(batch, rows):
-    """Inputs and targets with rows of padding at the end, to a multiple of `rows`.
+    """Return inputs and targets with rows of padding added up to a multiple of `rows`.
 
     A row of targets may have any shape: tokens, or one label.
     """
@@ -96,7 +96,7 @@ def filled_up(batch, rows):
 
 
 def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False, seq_len=32):
-    """A Corpus from a Text in bytes. Raises DataError when it is too short or no tokenizer fits."""
+    """Return a Corpus from a Text in bytes. Raises DataError if too short or no tokenizer fits."""
     plain = content.training, content.held_out
     texts = [part.to(torch.uint8).numpy().tobytes().decode(errors="replace") for part in plain]
     tokenizer = None
@@ -131,13 +131,13 @@ def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False,
 
 
 def as_tokens(tokenizer, text):
-    """`text` as a tensor of tokens, int64; of bytes where `tokenizer` is None. Raises DataError."""
+    """Return `text` as int64 tokens, or bytes if `tokenizer` is None. Raises DataError."""
     tokens = encode(tokenizer, text) if tokenizer else list(text.encode())
     return torch.tensor(tokens, dtype=torch.int64)
 
 
 def encode(tokenizer, text):
-    """The tokens of `text`, all of them in the tokenizer's vocabulary. Raises DataError."""
+    """Return the tokens of `text`. Raises DataError for one outside the vocabulary."""
     with complaints_of_library("--tokenizer: it cannot encode the text"):
         tokens = tokenizer.encode(text).ids
     if tokens and max(tokens) > max(tokenizer.get_vocab().values()):
@@ -146,13 +146,13 @@ def encode(tokenizer, text):
 
 
 def documents_of(text):
-    """The parts of a text between blank lines that have something to predict."""
+    """Return the parts of a text between blank lines that have at least one next token."""
     parts = (part.strip("\n") for part in text.replace("\r\n", "\n").split("\n\n"))
     return [f"{part}\n" for part in parts if part.strip()]
 
 
 def read_content(path, seq_len):
-    """A Text in bytes: the course's own (None), a file, or all .txt files of a folder by name."""
+    """Return a Text in bytes: the course's own (None), a file, or a folder's .txt files by name."""
     if path is None or not os.path.isdir(path):
         return load_text(path, seq_len)
     try:
@@ -172,10 +172,10 @@ def read_content(path, seq_len):
 
 
 def stream_content(name, characters, seq_len):
-    """A Text in bytes: the first `characters` of a Hugging Face data set's column `text`.
+    """Return a Text in bytes: the first `characters` of a Hugging Face data set's column `text`.
 
-    `name` is that of the hub or of a local folder, with a colon and a configuration if it needs
-    one. Only what is read is fetched.
+    `name` names a data set of the hub or a local folder, followed by a colon and a configuration if
+    it needs one. Only the part that is read is downloaded.
     """
     try:
         import datasets
@@ -208,7 +208,7 @@ def stream_content(name, characters, seq_len):
 
 
 def train_tokenizer(text, vocabulary):
-    """A byte-pair tokenizer with at most `vocabulary` tokens, the 256 bytes among them."""
+    """Train a byte-pair tokenizer with at most `vocabulary` tokens, including the 256 bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -224,9 +224,9 @@ def train_tokenizer(text, vocabulary):
 
 
 def read_tokenizer(file):
-    """A tokenizer from a file of the tokenizers library, such as a model's tokenizer.json.
+    """Return a tokenizer from a file of the tokenizers library, such as tokenizer.json.
 
-    The whole text is encoded: what the file says of cutting and filling up is left out.
+    The whole text is encoded: the file's truncation and padding are switched off.
     """
     from tokenizers import Tokenizer
 
@@ -245,7 +245,7 @@ def read_tokenizer(file):
 
 @contextmanager
 def complaints_of_library(what):
-    """The tokenizers library raises Exception itself, no class of its own: make it a DataError."""
+    """Raise DataError for the tokenizers library's errors, which are plain Exceptions."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The same model as transformers builds it, in one process: what --verify compares with."""
+"""The same model built by transformers in one process, with which --verify compares."""
 
 import os
 
@@ -8,7 +8,7 @@ from pipeline.command_line import reject
 
 
 def check_library(arguments):
-    """Reject --verify where transformers, which only --verify needs, is not installed."""
+    """Reject --verify if transformers, which only --verify needs, is not installed."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # it reads both when it is imported; nothing is downloaded
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     if not arguments.verify:
@@ -20,7 +20,7 @@ def check_library(arguments):
 
 
 def library_model(folder, dtype, device):
-    """The model in `folder` as a module from tokens (b, length), and maybe a mask, to scores."""
+    """Return the model in `folder`: a module from tokens (b, length) and a mask to scores."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
@@ -28,7 +28,7 @@ def library_model(folder, dtype, device):
 
 
 class ScoresOfLibrary(nn.Module):
-    """A model of transformers, whose output has more than scores."""
+    """Returns only the scores from the output of a transformers model."""
 
     def __init__(self, model):
         super().__init__()

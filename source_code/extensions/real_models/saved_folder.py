@@ -1,7 +1,7 @@
-"""A folder with a saved model: which file has which tensor, and whether all are there.
+"""A folder with a saved model: which file has which tensor, and whether all are present.
 
-The headers of all files are read by every rank, so that each knows the same before the first
-message. Of the tensors a rank then reads those of its own layers.
+Every rank reads the headers of all files, so all ranks find the same errors before the first
+message. After that a rank reads the tensors of its own layers only.
 """
 
 import os
@@ -24,7 +24,7 @@ SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"
 
 @dataclass(frozen=True)
 class SavedModel:
-    """`config` is the JSON object of config.json, `tensors` has a StoredTensor by its name there."""
+    """A saved model: `config` is the object of config.json, `tensors` has StoredTensors by name."""
 
     folder: Path
     settings: SavedSettings
@@ -32,25 +32,25 @@ class SavedModel:
     tensors: dict
 
     def weight(self, name):
-        """The parameter of the course's name `name`, read from its file."""
+        """Read the parameter with the course's name `name` from its file."""
         return self.tensors[self.stored_name(name)].read()
 
     def stored_name(self, name):
-        """Its name in the files; a tied head lies there as the embedding."""
+        """Return its name in the files; a tied head is stored as the embedding."""
         return name_in_file("embedding.weight" if is_tied_copy(self.settings, name) else name)
 
     def build_part(self, first, last, dtype, device):
-        """Layers `first` to `last` - 1 with their weights; nothing else is read."""
+        """Build layers `first` to `last` - 1 with their weights; no other tensor is read."""
         return fill_part(lay_out(self.settings, first, last), self.weight, dtype, device)
 
 
 def is_tied_copy(settings, name):
-    """Whether a parameter is the copy of the embedding that the last stage has as its head."""
+    """Return whether a parameter is the last stage's head as a copy of the embedding."""
     return settings.tied and name == "head.weight"
 
 
 def read_model(folder, seq_len):
-    """The SavedModel in `folder`. Raises InputError where something is missing or does not fit."""
+    """Return the SavedModel in `folder`. Raises InputError if anything is missing or wrong."""
     folder = Path(folder)
     settings, config = read_settings(folder, seq_len)
     model = SavedModel(folder, settings, config, find_tensors(folder))
@@ -68,7 +68,7 @@ def read_model(folder, seq_len):
 
 
 def find_tensors(folder):
-    """{name: StoredTensor} of model.safetensors, or of the files that its index names."""
+    """Return {name: StoredTensor} of model.safetensors, or of the files that its index names."""
     if os.path.lexists(folder / ONE_FILE):
         return stored_tensors(folder / ONE_FILE)
     if not os.path.lexists(folder / INDEX):
@@ -89,7 +89,7 @@ def is_file_name(name):
 
 
 def check_tied(model):
-    """Raise InputError where a tied head is there a second time, and is another matrix."""
+    """Raise InputError if a tied head is also stored, with values unlike the embedding's."""
     embedding, head = name_in_file("embedding.weight"), name_in_file("head.weight")
     if not model.settings.tied or head not in model.tensors:
         return
@@ -100,9 +100,10 @@ def check_tied(model):
 
 
 def take_model(arguments, flag, folder):
-    """Take the sizes of the model in `folder`, which `flag` named; it stays as `arguments.saved`.
+    """Set the sizes to those of the model in `folder`, which `flag` named.
 
-    A size flag that says something else is rejected, and so is a folder without a whole model.
+    Keeps the model as `arguments.saved`. Rejects a size flag with another value, and a folder
+    without a complete model.
     """
     try:
         arguments.saved = read_model(folder, arguments.seq_len)
@@ -126,7 +127,7 @@ def take_model(arguments, flag, folder):
 
 
 def tokenizer_of(folder):
-    """The path of the folder's tokenizer.json, or None where there is none, or no folder."""
+    """Return the path of the folder's tokenizer.json, or None if it or the folder is missing."""
     if folder is None:
         return None
     path = Path(folder) / TOKENIZER_OF_MODEL
@@ -134,7 +135,7 @@ def tokenizer_of(folder):
 
 
 def settings_of_course(config):
-    """The SavedSettings of a model that was built by the course from a ModelConfig."""
+    """Return the SavedSettings of a model that the course has built from a ModelConfig."""
     return SavedSettings(
         **{name: getattr(config, name) for name in (*SIZE_FLAGS, "seq_len", "head_dim")},
         hidden_dim=config.hidden_dim,

@@ -1,8 +1,9 @@
-"""The course's layers with the settings of a saved model, and its arithmetic to the last bit.
+"""The course's layers with the settings of a saved model, bit-equal to transformers.
 
-transformers computes a norm in float32 even in a float64 model, and works the rotary embedding's
-tables out in float32 before it rounds them. With both the same, float64 and bfloat16 results are
-bit-equal, gradients included. The parameters keep the course's names; NAMES says those in a file.
+transformers computes a norm in float32 even in a float64 model, and computes the tables of the
+rotary embedding in float32 before it rounds them. These layers do both in the same way, so float64
+and bfloat16 results are bit-equal, including gradients. The parameters keep the course's names;
+NAMES maps them to the names in a file.
 """
 
 import torch
@@ -37,7 +38,7 @@ def name_in_file(name):
 
 
 class NormInFloat32(RMSNorm):
-    """RMSNorm as transformers computes it, in whatever type the model is."""
+    """RMSNorm as transformers computes it: in float32, for every dtype of the model."""
 
     def __init__(self, dim, epsilon):
         super().__init__(dim)
@@ -79,13 +80,13 @@ class SavedPart(ModelPart):
 
 
 def lay_out(settings, first=0, last=None):
-    """The part on torch's meta device: shapes and names, and no memory."""
+    """Return the part on torch's meta device: shapes and names without memory."""
     with torch.device("meta"):
         return SavedPart(settings, first, settings.layers if last is None else last)
 
 
 def fill_part(part, weight_of, dtype, device):
-    """Give a part that is laid out its memory; `weight_of(name)` returns each weight."""
+    """Replace a part's meta tensors by real ones; `weight_of(name)` returns each weight."""
     for path, module in part.named_modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             weight = weight_of(f"{path}.{name}")

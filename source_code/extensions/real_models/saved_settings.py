@@ -1,7 +1,7 @@
-"""What a config.json of transformers says of a Llama or a Qwen2, for the course's layers.
+"""Reads the settings of a Llama or a Qwen2 for the course's layers from a config.json.
 
-Both are the model of model.py with other numbers: the width of the gated layer, the width of a
-head, biases, the frequencies of the rotary embedding, one matrix at both ends.
+Both have the architecture of model.py with other settings: the width of the gated layer, the width
+of a head, biases, the frequencies of the rotary embedding, one matrix at both ends.
 """
 
 import math
@@ -15,8 +15,8 @@ from pipeline.model import ModelConfig
 
 CONFIG_FILE = "config.json"
 LARGEST_CONFIG = 16 * MEBIBYTE
-MOST = 2**31  # of a size
-# The settings that the parts of a rotary embedding of such a type need.
+MOST = 2**31  # the largest size
+# The settings that a rotary embedding of each type needs.
 ROTARY_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -28,7 +28,7 @@ ROTARY_TYPES = {
 
 @dataclass(frozen=True)
 class SavedSettings(ModelConfig):
-    """The sizes of ModelConfig, two of which do not follow from others, and what else is said."""
+    """The sizes of ModelConfig, of which two are free here, and the other settings."""
 
     head_dim: int = 8
     hidden_dim: int = 96
@@ -43,9 +43,9 @@ class SavedSettings(ModelConfig):
 
 
 def read_settings(folder, seq_len):
-    """(SavedSettings, the JSON object) of a folder, for sequences of `seq_len` tokens.
+    """Return (SavedSettings, JSON object) of a folder, for sequences of `seq_len` tokens.
 
-    Raises InputError for a model that the course's layers would not compute.
+    Raises InputError for a model that the course's layers cannot compute.
     """
     path = Path(folder) / CONFIG_FILE
     saved = read_json(path, LARGEST_CONFIG)
@@ -83,7 +83,7 @@ def read_settings(folder, seq_len):
 
 
 def sizes_in(path, saved):
-    """The sizes of SavedSettings, each checked."""
+    """Return the checked sizes of SavedSettings."""
 
     def size(name, otherwise=None):
         value = otherwise if saved.get(name) is None else saved[name]
@@ -111,10 +111,10 @@ def sizes_in(path, saved):
 
 
 def rotary_in(path, saved):
-    """(base, pairs of settings) of the rotary embedding.
+    """Return (base, pairs of settings) of the rotary embedding.
 
-    Files of transformers 5 say it in `rope_parameters`, older ones in `rope_theta` and
-    `rope_scaling`; the last named counts where there are several, as it does in the library.
+    Files of transformers 5 have them in `rope_parameters`, older files in `rope_theta` and
+    `rope_scaling`. If a file has several, `rope_scaling` counts, as in transformers.
     """
     newer, older = saved.get("rope_parameters") or {}, saved.get("rope_scaling") or {}
     if not isinstance(newer, dict) or not isinstance(older, dict):
@@ -138,9 +138,9 @@ def rotary_in(path, saved):
 
 
 def frequencies(settings):
-    """The rotary embedding's frequencies, float32, (head_dim / 2,), to the last bit of transformers.
+    """Return the rotary frequencies, float32, (head_dim / 2,), bit-equal to transformers.
 
-    llama3 stretches the slow ones by `factor`, leaves the fast ones, and blends between them.
+    Type llama3 divides low frequencies by `factor`, keeps high ones, and interpolates between.
     """
     steps = torch.arange(0, settings.head_dim, 2, dtype=torch.float32) / settings.head_dim
     plain = 1.0 / (settings.rotary_base**steps)

@@ -1,12 +1,12 @@
-"""Reads and writes safetensors files, a tensor at a time.
+"""Reads and writes safetensors files, one tensor at a time.
 
     8 bytes   the length of the header, a whole number, little-endian
     header    JSON: {name: {"dtype", "shape", "data_offsets": [first, last] after the header}}
     data      the tensors, one after the other, little-endian, without gaps
 
-(Format: huggingface.co/docs/safetensors.) A header says where each tensor lies, so a rank reads its
-own tensors and no others, and a file that is not whole is found before anything is read. Nothing in
-such a file is ever run.
+(Format: huggingface.co/docs/safetensors.) The header gives the position of each tensor, so a rank
+reads only its own tensors, and a truncated file is detected before any tensor is read. The format
+contains no code.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 
 from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, parse_json
 
-LARGEST_HEADER = 100 * MEBIBYTE  # of the format
+LARGEST_HEADER = 100 * MEBIBYTE  # the limit of the format
 ALIGNMENT = 8  # bytes: where the data begin
 DTYPE_OF_CODE = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -29,7 +29,7 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `length` bytes of the file `path`, from byte `start` on."""
+    """The position of a tensor: `length` bytes of the file `path`, from byte `start` on."""
 
     path: Path
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class StoredTensor:
     length: int
 
     def read(self):
-        """The tensor, in memory of its own. Raises InputError where the file has become shorter."""
+        """Read the tensor into new memory. Raises InputError if the file has become shorter."""
         content = torch.empty(self.length, dtype=torch.uint8)
         view, done = memoryview(content.numpy()), 0
         with open_input(self.path) as file:
@@ -52,7 +52,7 @@ class StoredTensor:
 
 
 def stored_tensors(path):
-    """{name: StoredTensor} of a safetensors file. Raises InputError for one that is not whole."""
+    """Return {name: StoredTensor} of a safetensors file. Raises InputError if it is incomplete."""
     with open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -76,7 +76,7 @@ def stored_tensors(path):
 
 
 def stored(path, data, name, entry):
-    """The StoredTensor of an entry of a header; the data of the file begin at byte `data`."""
+    """Return the StoredTensor of a header's entry; the file's data begin at byte `data`."""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape = DTYPE_OF_CODE.get(str(entry.get("dtype"))), entry.get("shape")
     offsets = entry.get("data_offsets")
@@ -92,9 +92,9 @@ def stored(path, data, name, entry):
 
 
 def write_tensors(path, tensors):
-    """Write a safetensors file with `tensors`, {name: tensor}: whole, or not at all.
+    """Write a safetensors file with `tensors`, {name: tensor}, atomically.
 
-    One tensor at a time is brought to the CPU. Returns the number of bytes of all tensors.
+    Copies one tensor at a time to the CPU. Returns the number of bytes of all tensors.
     """
     path, header, total = Path(path), {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():

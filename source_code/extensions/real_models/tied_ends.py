@@ -1,9 +1,9 @@
 """One matrix at both ends of a pipeline: the embedding of the first stage, the head of the last.
 
-Each end has a copy. Copies that start equal stay equal when both take the sum of the two gradients
-and make the same update with it (Press and Wolf 2017, 1608.05859, ties the two; Megatron-LM sums
-the gradients of its copies, too). The matrix is one parameter all the same, so the norm of the
-gradient counts it once, and one copy is saved.
+Each end has a copy. Copies that start equal stay equal if both are updated by the sum of the two
+gradients (Press and Wolf 2017, 1608.05859, ties the two; Megatron-LM sums the gradients of its
+copies, too). The two copies are one parameter of the model, so the gradient's norm counts them
+once, and one copy is saved.
 """
 
 from pipeline.collectives import Summing, open_groups
@@ -14,7 +14,7 @@ ENDS = "embedding.weight", "head.weight"
 class TiedEnds:
     """The copies of the matrix on this rank: none, one, or both. `parameters` are this rank's.
 
-    `ranks` are those of the first and the last stage, one of the job's groups, or None where the
+    `ranks` are those of the first and the last stage, one of the job's groups, or None if the
     model's ends are two matrices.
     """
 
@@ -23,7 +23,7 @@ class TiedEnds:
         self.copies = [parameters[n] for n in ENDS if n in parameters] if ranks else []
 
     def sum_gradients(self):
-        """Give both copies the sum of their gradients. Between the last backward and the update."""
+        """Set both copies' gradients to their sum; call it between last backward and update."""
         if len(self.copies) == 2:  # one rank has both
             total = self.copies[0].grad + self.copies[1].grad
             for copy in self.copies:
@@ -33,9 +33,9 @@ class TiedEnds:
             Summing(self.job, [self.copies[0].grad], self.ranks, what).wait()
 
     def named_once(self):
-        """(name, parameter) of this rank, with the name of the embedding for both copies.
+        """Return (name, parameter) pairs of this rank; both copies have the embedding's name.
 
-        What adds up squares by name counts them once, and what scales gradients scales both.
+        A sum of squares by name counts them once, and a scaling of gradients scales both.
         """
         return [
             (ENDS[0] if self.copies and name == ENDS[1] else name, parameter)
@@ -44,9 +44,9 @@ class TiedEnds:
 
 
 def tie_ends_of(job, settings, parameters, schedule, pipelines=1):
-    """The TiedEnds of this rank. Every rank calls it.
+    """Return the TiedEnds of this rank. Every rank calls it.
 
-    `schedule` is that of all ranks, which are `pipelines` equal pipelines one after the other.
+    `schedule` is that of all ranks, which form `pipelines` equal pipelines, one after the other.
     """
     if not getattr(settings, "tied", False):
         return TiedEnds(job, parameters, None)

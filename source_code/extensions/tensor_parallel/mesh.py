@@ -1,7 +1,7 @@
-"""Replicas x stages x tensor-parallel ranks: where each rank stands, and what it performs.
+"""Replicas x stages x tensor-parallel ranks: each rank's position in the mesh, and its actions.
 
 Rank = (replica x stages + stage) x t + index in its tensor group. The ranks of a tensor group are
-neighbours, since they talk most: several times per layer, and a pipeline once per stage.
+neighbours, because they communicate most: several times per layer, a pipeline once per stage.
 """
 
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +23,7 @@ def add_mesh_flags(parser):
 
 
 def stage_ranks(arguments):
-    """The ranks of one pipeline. Rejects a mesh that does not fit the ranks or the model."""
+    """Return the ranks per pipeline. Rejects a mesh that does not fit the ranks or the model."""
     a = arguments
     if a.tensor is None:
         a.tensor = 1 if a.num_ranks // a.replicas % 2 else 2
@@ -44,7 +44,7 @@ def stage_ranks(arguments):
 
 
 def start_sharded_job(arguments, schedule):
-    """Meet the other ranks. With the sequence split, a message has a part of the sequence."""
+    """Meet the other ranks. If the sequence is split, a message has a part of the sequence."""
     a = arguments
     length = a.seq_len // (a.tensor if a.sequence == "split" else 1)
     shape = a.microbatch_size, length, a.dim
@@ -52,7 +52,7 @@ def start_sharded_job(arguments, schedule):
 
 
 def build_mesh(arguments, job):
-    """torch's description of the mesh, with a process group for each row. All ranks call it."""
+    """Return the DeviceMesh, with a process group for each row. All ranks call it."""
     sizes = arguments.replicas, job.num_ranks // (arguments.replicas * arguments.tensor)
     return init_device_mesh(job.device.type, (*sizes, arguments.tensor), mesh_dim_names=NAMES)
 
@@ -75,7 +75,7 @@ def spread(schedule, replicas, tensor):
 
 
 def own_rows(batch, arguments, replica, place, device):
-    """The micro-batches of a lane, {number: (micro-batch size, length)}, of inputs and of targets."""
+    """Return a lane's inputs and targets, each {micro-batch: (micro-batch size, length)}."""
     a, first = arguments, (replica * arguments.tensor + place) * arguments.microbatches
     parts = [tokens.chunk(a.replicas * a.microbatches) for tokens in batch]
     numbers = range(a.microbatches)

@@ -2,11 +2,11 @@
 
     query, key, value, gate, up    split by rows, the outputs: each rank has some heads, and some
                                    of the feed-forward network's width
-    output, down                   split by columns, the inputs: what they make are shares of a sum
+    output, down                   split by columns, the inputs: their results are parts of a sum
     embedding, head                split by rows, the vocabulary
     norms                          whole on every rank
 
-The parameters have the names, and together the weights, of the model on one rank.
+The parameters have the names of the model on one rank, and together its weights.
 """
 
 import torch
@@ -23,7 +23,7 @@ SPLIT_DIMENSIONS = {  # by the name of the module
 
 
 def split_dimension(name):
-    """The dimension in which the parameter of that name is split, or None."""
+    """Return the dimension in which the parameter `name` is split, or None."""
     return SPLIT_DIMENSIONS.get(name.split(".")[-2])
 
 
@@ -50,22 +50,22 @@ class ShardedPart(ModelPart):
         return self.head(group.enter(self.norm(x))) if self.is_last else x
 
     def embed(self, tokens):
-        """Each rank has some rows of the table, and adds zeros for all other tokens."""
+        """Embed tokens; each rank has some rows of the table, and adds zeros for other tokens."""
         return self.group.leave(
             look_up(self.embedding, tokens, self.group.index * len(self.embedding.weight))
         )
 
 
 def look_up(embedding, tokens, first):
-    """The rows of `tokens` in a table that starts with token `first`, zeros where it has none."""
+    """Look up `tokens` in a table that starts with token `first`; zeros for missing rows."""
     own, elsewhere = own_rows_of(tokens, first, len(embedding.weight))
     return embedding(own).masked_fill(elsewhere[..., None], 0)
 
 
 def score_of_target(scores, targets, first):
-    """The score of each target, if the scores (..., rows), which start with token `first`, have it.
+    """Return each target's score from scores (..., rows), which start with token `first`.
 
-    Else 0, so that the sum over all ranks is the target's score.
+    It is 0 if the scores do not include the target, so the sum over all ranks is its score.
     """
     own, elsewhere = own_rows_of(targets, first, scores.shape[-1])
     found = scores.gather(-1, own[..., None]).squeeze(-1)
@@ -73,7 +73,7 @@ def score_of_target(scores, targets, first):
 
 
 def own_rows_of(tokens, first, count):
-    """The number of each token's row among `count` that start with `first`; which are not there."""
+    """Return each token's index among `count` rows from `first` on, and which are missing."""
     own = tokens - first
     elsewhere = (own < 0) | (own >= count)
     return own.masked_fill(elsewhere, 0), elsewhere
@@ -100,7 +100,7 @@ class ShareOfSplitLoss:
 
 
 def build_sharded_part(config, first, last, group, seed, dtype, device):
-    """Layers `first` to `last` - 1 with this rank's share of the starting weights."""
+    """Build layers `first` to `last` - 1 with this rank's part of the starting weights."""
     with torch.device("meta"):
         part = ShardedPart(config, first, last)
     for path, module in part.named_modules():

@@ -1,7 +1,7 @@
-"""A training whose parameters are parts: a checkpoint has them as DTensors, torch's sharded tensors.
+"""A training with sharded parameters, which a checkpoint stores as DTensors.
 
-A DTensor says which part of a whole tensor a rank has. So torch.distributed.checkpoint writes whole
-tensors, and another mesh, with other parts, reads from the same files.
+A DTensor records which part of a whole tensor a rank has. So torch.distributed.checkpoint writes
+whole tensors, and a run on another mesh reads its own parts from the same files.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ShardedTraining(Training):
     mesh: DeviceMesh = None
 
     def in_file(self, name, tensor):
-        """A part of the parameter `name`, or of its optimizer's state, as what is saved of it."""
+        """Return a part of the parameter `name`, or of its optimizer state, in saved form."""
         dimension = split_dimension(name)
         if dimension is None or tensor.shape != self.parameters[name].shape:
             return tensor
@@ -34,7 +34,7 @@ class ShardedTraining(Training):
 
 
 def build_training(arguments, stages, mesh):
-    """All that a checkpoint holds of this rank, under the names of the whole model."""
+    """Return the Training of this rank, with parameters by their names in the whole model."""
     a = arguments
     parameters = dict(pair for stage in stages.values() for pair in stage.part.named_parameters())
     optimizer = build_optimizer(a.optimizer, parameters.values(), a.learning_rate)
@@ -46,7 +46,8 @@ def build_training(arguments, stages, mesh):
 def sum_whole_gradients(job, group, parameters):
     """Add up the gradients of the norms, which are whole on every rank, over the tensor group.
 
-    With the sequence split each rank has seen only its part of it. Else all have the same gradient.
+    If the sequence is split, each rank has the gradient of its part of the sequence. Otherwise all
+    ranks already have the same gradient.
     """
     if group.splits_sequence:
         whole = [p.grad for name, p in parameters.items() if split_dimension(name) is None]
@@ -55,7 +56,7 @@ def sum_whole_gradients(job, group, parameters):
 
 
 def named_for_norm(parameters, group):
-    """The parameters by names that are equal only where the gradients are: parts differ."""
+    """Return the parameters by name; parts of one matrix get different names on each rank."""
     return [
         (name if split_dimension(name) is None else f"{name}, part {group.index}", parameter)
         for name, parameter in parameters.items()

@@ -1,14 +1,14 @@
 """The ranks that share every layer of a stage, and the collectives between them.
 
-Each of them has a part of every matrix. A layer needs four collectives, two on the way forward and
-their mirror images on the way back (Shoeybi et al. 2019, 1909.08053, section 3):
+Each rank has a part of every matrix. A layer needs four collectives, two in the forward and two in
+the backward (Shoeybi et al. 2019, 1909.08053, section 3):
 
                      forward              backward
     enter a layer    -                    all-reduce
     leave a layer    all-reduce           -
 
-With the sequence split as well (Korthikanti et al. 2022, 2205.05198, section 4.2), each rank keeps
-only its part of the sequence between layers, and an all-reduce comes in its two halves:
+If the sequence is split as well (Korthikanti et al. 2022, 2205.05198, section 4.2), each rank keeps
+only its part of the sequence between layers, and each all-reduce is divided into its two halves:
 
     enter a layer    all-gather           reduce-scatter
     leave a layer    reduce-scatter       all-gather
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pipeline.collectives import gather
 
-# The names since torch 2.13; the older ones say the same.
+# The names since torch 2.13; the older functions do the same.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -33,9 +33,9 @@ SEQUENCE = 1  # the dimension of (batch, length, dim) that is split
 
 
 class TensorGroup:
-    """The tensor-parallel group of a rank: `ranks` in order, whose process group is `group`.
+    """The tensor-parallel group of a rank: `ranks` in order, and their process group `group`.
 
-    `sent` counts the bytes that this rank has sent, by collective, as a ring sends them.
+    `sent` counts the bytes that this rank has sent, by collective, for a ring algorithm.
     """
 
     def __init__(self, job, ranks, group, splits_sequence):
@@ -57,7 +57,7 @@ class TensorGroup:
         return Collective.apply(x, self.all_reduce, None)
 
     def sum(self, x):
-        """The sum over the ranks, of which each has the gradient."""
+        """Return the sum over the ranks; each rank's input gets the gradient of the sum."""
         return Collective.apply(x, self.all_reduce, None)
 
     def all_reduce(self, x, operation=dist.ReduceOp.SUM):
@@ -66,21 +66,21 @@ class TensorGroup:
         return total.to(x.device)
 
     def all_gather(self, x):
-        """The parts of the sequence, one after the other."""
+        """Return the whole sequence, concatenated from the parts of all ranks."""
         own = x.to(self.job.wire).contiguous()
         parts = own.new_empty((self.size * len(own), *own.shape[1:]))
         self.perform("all-gather", own.nbytes, all_gather_single, parts, own)
         return torch.cat(parts.chunk(self.size), SEQUENCE).to(x.device)
 
     def reduce_scatter(self, x):
-        """This rank's part of the sequence, summed over the ranks."""
+        """Return this rank's part of the sequence, summed over the ranks."""
         parts = torch.cat(x.to(self.job.wire).chunk(self.size, SEQUENCE))
         own = torch.empty_like(parts[: len(x)])
         self.perform("reduce-scatter", own.nbytes, reduce_scatter_single, own, parts)
         return own.to(x.device)
 
     def perform(self, name, bytes_per_step, collective, *arguments):
-        """Call a collective of torch; a ring sends `bytes_per_step` in each of t - 1 steps."""
+        """Call a collective, and count `bytes_per_step` sent in each of the ring's t - 1 steps."""
         if self.size == 1:
             return
         self.sent[name] += bytes_per_step * (self.size - 1)
@@ -104,13 +104,13 @@ class Collective(torch.autograd.Function):
 
 
 def tensor_group_of(job, mesh, splits_sequence):
-    """The TensorGroup of this rank, from the mesh (replica, stage, tensor). All ranks call it."""
+    """Return this rank's TensorGroup from the mesh (replica, stage, tensor). All ranks call it."""
     ranks = tuple(mesh["tensor"].mesh.tolist())
     return TensorGroup(job, ranks, mesh.get_group("tensor"), splits_sequence)
 
 
 def describe(arguments, job, schedule, group):
-    """Say how the ranks lie, and what a rank has sent to those that share its layers."""
+    """Print the layout of the mesh, and the bytes that a rank has sent in its tensor group."""
     sent = gather(job, dict(group.sent))
     if job.rank == 0 and arguments.steps:
         sizes = f"{arguments.replicas} replicas x {schedule.num_stages} stages x {group.size} ranks"

@@ -15,7 +15,7 @@ from pipeline.model import ModelPart, materialise
 
 
 def build_stages(arguments, job, cut):
-    """This rank's stages, as torch's own objects, in the order in which the model runs them."""
+    """Return this rank's stages, as torch's own objects, in the order of the model."""
     indices = stages_of_rank(arguments.schedule, job.rank, job.num_ranks, arguments.chunks)
     if arguments.split == "manual":
         stages = [cut_by_hand(arguments, job, cut, index) for index in indices]
@@ -76,7 +76,7 @@ class TraceablePart(ModelPart):
 
 
 def traced(arguments, cut):
-    """The model as torch's tracer cuts it, on the meta device: shapes, names, and no memory."""
+    """Trace and cut the model on the meta device: shapes and names without memory."""
     starts = [first for first, _ in cut[1:]]
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch's own
     with torch.device("meta"):
@@ -90,12 +90,12 @@ def traced(arguments, cut):
 
 
 def stage_of(pipe, arguments, job, index):
-    """One traced stage with its memory and weights. Its parameters have kept their names."""
+    """Return one traced stage with memory and weights, under its parameters' original names."""
     part = pipe.get_stage_module(index)
     materialise(part, arguments.config, arguments.seed, arguments.torch_dtype, job.device)
     return pipe.build_stage(index, job.device)
 
 
 def named_parameters(stages):
-    """This rank's parameters, as pairs with their names in the whole model."""
+    """Return this rank's parameters as (name in the whole model, parameter) pairs."""
     return [pair for stage in stages for pair in stage.submod.named_parameters()]

@@ -1,4 +1,4 @@
-"""Forwards only, through the schedule of the training: held-out loss, and text byte by byte."""
+"""Runs forwards only, with the training's schedule, for the held-out loss and generated text."""
 
 import math
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ def evaluate(arguments, job, schedule, stages):
 
 
 def ends_on_this_rank(stages):
-    """Whether this rank has the first stage, and whether it has the last."""
+    """Return whether this rank has the first stage, and whether it has the last."""
     return any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
 
 
@@ -42,7 +42,7 @@ def evaluating(arguments, schedule):
 
 
 def held_out_batch(arguments, number):
-    """Inputs and targets of batch `number`, spread evenly over the held-out tenth."""
+    """Return inputs and targets of batch `number`, spread evenly over the held-out tenth."""
     text, length = arguments.text.held_out, arguments.seq_len
     wanted = arguments.evaluate * arguments.batch_size
     first = number * arguments.batch_size
@@ -54,12 +54,11 @@ def held_out_batch(arguments, number):
 
 @torch.no_grad()
 def generate(arguments, job, schedule, stages, last_rank):
-    """Continue held-out texts byte by byte, each time with the most likely one.
+    """Continue held-out texts byte by byte, each time with the most likely byte.
 
-    Forward only, as many texts at once as a batch has: with a single one every rank but one would
-    wait. `last_rank`, which has the last stage, prints two of them. The whole window is computed
-    anew for each byte; what a stage could keep of the bytes before (a cache of keys and values) is
-    left out.
+    A whole batch of texts is continued at once; with a single text all ranks but one would idle.
+    `last_rank`, which has the last stage, prints two texts. The whole window is computed again for
+    each byte, without a cache of keys and values.
     """
     has_first, has_last = ends_on_this_rank(stages)
     texts = prompts_of(arguments).to(job.device)
@@ -69,7 +68,7 @@ def generate(arguments, job, schedule, stages, last_rank):
         with job.waiting_for_all(f"byte {texts.shape[1]}"), evaluating(arguments, schedule):
             scores = schedule.eval(
                 *([window] if has_first else []),
-                target=window if has_last else None,  # required, though nobody reads the loss
+                target=window if has_last else None,  # required, although the loss is not read
                 **keywords_of(arguments, window),
             )
             if has_last:
@@ -87,7 +86,7 @@ def generate(arguments, job, schedule, stages, last_rank):
 
 
 def prompts_of(arguments):
-    """Half a sequence from as many places of the held-out text as a batch has rows."""
+    """Return a batch of prompts: half a sequence each, from different held-out positions."""
     text, length = arguments.text.held_out, max(1, arguments.seq_len // 2)
     last_start = len(text) - length
     starts = [last_start * i // arguments.batch_size for i in range(arguments.batch_size)]
@@ -95,10 +94,10 @@ def prompts_of(arguments):
 
 
 def window_of(texts, length):
-    """The last `length` tokens, padded with zeros, and where they end.
+    """Return the last `length` tokens, padded with zeros, and the index of their end.
 
-    Stages have fixed shapes. The padding comes after the end, and no position before it looks
-    there.
+    Stages have fixed shapes. The padding comes after the end, so causal attention does not read
+    it.
     """
     texts = texts[:, -length:]
     window = torch.zeros((len(texts), length), dtype=texts.dtype, device=texts.device)

@@ -19,7 +19,7 @@ def add_library_flags(parser):
 
 
 def check_library_flags(arguments):
-    """Add the default of --chunks; reject what the library would reject later, in a traceback."""
+    """Set the default of --chunks; reject what the library would reject later with a traceback."""
     if arguments.chunks is None:
         arguments.chunks = 1 if arguments.schedule in ONE_STAGE else 2
     complaint = complaint_about(

@@ -1,7 +1,7 @@
-"""torch.distributed.pipelining beside the course's own tools: placed, recorded, watched, as data.
+"""Connects torch.distributed.pipelining to the course's tools.
 
-The library performs a schedule by itself. What stands here says which rank a schedule wants which
-stage on, which sizes it takes, and what its schedules are as data, for the simulator to predict.
+The library performs a schedule by itself. This module says on which rank a schedule expects which
+stage, which sizes it supports, and returns its schedules as data for the simulator.
 """
 
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ def stages_of_rank(name, rank, num_ranks, chunks):
 
 
 def complaint_about(name, num_ranks, num_microbatches, chunks):
-    """Why the library would refuse these numbers, as a sentence with the fix, or None."""
+    """Return why the library would reject these numbers, as a sentence with the fix, or None."""
     flags = f"--schedule {name}"
     if name in ONE_STAGE and chunks != 1:
         return f"{flags} has one stage a rank; use --chunks 1"
@@ -78,10 +78,10 @@ def complaint_about(name, num_ranks, num_microbatches, chunks):
 
 
 def device_without_sharing(wanted):
-    """What to ask `join_job` for instead of `wanted`: ranks that would share a GPU take the CPU.
+    """Return the device for `join_job` instead of `wanted`: ranks without own GPUs use the CPU.
 
-    Our worker stages their messages through host memory; the library has no place for that.
-    Refuses "cuda" where there are fewer GPUs than ranks.
+    The course's worker sends the messages of ranks that share a GPU through host memory; the
+    library cannot. Rejects "cuda" if there are fewer GPUs than ranks.
     """
     local_ranks = ranks_from_environment()[3]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -104,11 +104,11 @@ def join_library_job(arguments):
 
 
 def schedule_as_data(name, num_ranks, num_microbatches, chunks):
-    """The actions that the library takes, as a Schedule to simulate and draw.
+    """Return the actions that the library performs, as a Schedule to simulate and draw.
 
-    They are the library's own list. Only for 1F1B it is not: there the list has a fault on the
-    last rank (it leaves F0 out and runs one too many at the end) and the library performs another
-    order, which is that of our `one_f_one_b`. An overlapped pair counts as two actions.
+    They are the library's own list, except for 1F1B. Its list has a fault on the last rank (without
+    F0, and with one forward too many at the end). The library performs another order, that of the
+    course's `one_f_one_b`. An overlapped pair counts as two actions.
     """
     if name in ONE_STAGE:
         ours = {"GPipe": gpipe, "1F1B": one_f_one_b}[name](num_ranks, num_microbatches)
@@ -126,12 +126,12 @@ def schedule_as_data(name, num_ranks, num_microbatches, chunks):
 
 
 def without_messages_to_itself(stage):
-    """Let a stage's warm-up leave out the neighbours on its own rank; returns the stage.
+    """Make a stage's warm-up skip the neighbours on its own rank; returns the stage.
 
     Before the first step a stage exchanges an empty message with each neighbour, so that NCCL
-    builds its connections. In a V a neighbour may be on the same rank, and gloo refuses to write
-    to itself. Traced stages do this, and in torch 2.11 all stages. In torch 2.15 no stage does: the
-    method is gone, and the stage is returned unchanged.
+    opens its connections. In a V a neighbour may be on the same rank, and gloo cannot send to its
+    own rank. Traced stages do this, and in torch 2.11 all stages. In torch 2.15 no stage does: the
+    method no longer exists, and the stage is returned unchanged.
     """
     exchanges = getattr(stage, "_get_init_p2p_neighbors_ops", None)
     if exchanges is None:
@@ -146,11 +146,11 @@ def without_messages_to_itself(stage):
 
 @contextmanager
 def forwards_only(schedule):
-    """Within it `schedule.eval()` also works for the V-shaped schedules.
+    """Return a context in which `schedule.eval()` also works for V-shaped schedules.
 
-    The library's eval() walks through the backwards, too, and leaves the computing out. Where two
-    neighbouring stages are on one rank it stumbles there over a gradient that nobody made. So the
-    backwards are taken out of its list of actions, a private one, for as long as this lasts.
+    The library's eval() also iterates over the backwards, without computing them. If two
+    neighbouring stages are on one rank, it fails on a gradient that does not exist. So this context
+    removes the backwards from the library's private list of actions.
     """
     orders = schedule.pipeline_order_with_comms
     schedule.pipeline_order_with_comms = {
@@ -165,5 +165,5 @@ def forwards_only(schedule):
 
 
 def mean_of(losses):
-    """The loss of a batch, from the list that `schedule.step(losses=...)` has filled."""
+    """Return the loss of a batch from the list that `schedule.step(losses=...)` has filled."""
     return torch.stack(losses).mean().detach() if losses else None

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining in the place of this course's worker, in each of several replicas."""
+"""Uses torch.distributed.pipelining instead of the course's worker, in each of several replicas."""
 
 import torch
 from torch.distributed.pipelining import PipelineStage
@@ -7,7 +7,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from extensions.torch_pipelining.library import ONE_STAGE
 from pipeline.model import ModelConfig
 
-# What the library calls a schedule of this course, where it has one.
+# The library's names of this course's schedules, if it has them.
 LIBRARY_NAMES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -21,8 +21,8 @@ LIBRARY_NAMES = {
 class LibraryWorker:
     """Runs the steps of one replica's pipeline on one rank.
 
-    `parts` are the modules of this rank's stages, by index, already inside DDP or FSDP2 where they
-    are to be, as `reduction` has wrapped them. `stages` has the library's stages, by index.
+    `parts` are the modules of this rank's stages, by index, as `reduction` has wrapped them in DDP
+    or FSDP2. `stages` has the library's stages, by index.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class LibraryWorker:
         self.job, self.name, self.reduction = replicas.job, LIBRARY_NAMES[name], reduction
         self.has_first, self.has_last = 0 in parts, num_stages - 1 in parts
         shape, dtype = self.job.shape, self.job.dtype
-        # Given its shapes, the library need not run a micro-batch to find them out: that breaks DDP.
+        # With given shapes the library does not run a micro-batch to infer them, which breaks DDP.
         tokens = torch.empty(shape[:2], dtype=torch.int64)
         activation = torch.empty(shape, dtype=dtype, requires_grad=True)
         vocabulary = ModelConfig.vocabulary
@@ -57,7 +57,7 @@ class LibraryWorker:
         )
 
     def run_step(self, inputs, targets):
-        """As that of Worker: this replica's share of the loss on its last stage, None elsewhere."""
+        """Return this replica's share of the loss on its last stage, None elsewhere, as Worker."""
         inputs, targets = (torch.cat(list(rows.values())) for rows in (inputs, targets))
         losses = [] if self.has_last else None
         with self.job.waiting_for_all(f"a step of {self.name}"):

@@ -7,11 +7,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def build_optimizer_and_rates(arguments, parameters):
-    """The optimizer, and what sets its learning rate before each step.
+    """Return the optimizer and its learning-rate scheduler.
 
     With --warm-up N the rate rises for N steps, then falls along half a cosine. Lesson 07's script
-    has that curve written out (WarmUpThenCosine), with a floor and in a form that a checkpoint can
-    hold.
+    implements that curve (WarmUpThenCosine) with a floor and in a form that a checkpoint can store.
     """
     if arguments.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, lr=arguments.learning_rate)

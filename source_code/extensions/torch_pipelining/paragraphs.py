@@ -1,4 +1,4 @@
-"""A mask that keeps a position from looking beyond its own paragraph."""
+"""A mask that restricts attention to the position's own paragraph."""
 
 import torch
 
@@ -15,9 +15,9 @@ def keywords_of(arguments, inputs):
 
 
 def paragraph_mask(tokens):
-    """True where a position may look: itself and before, in its own paragraph.
+    """Return a mask, True where a position may attend: to itself and before, in its paragraph.
 
-    Tokens (batch, length); the mask is (batch, 1, length, length).
+    `tokens` is (batch, length); the mask is (batch, 1, length, length).
     """
     line_ends = tokens == LINE_END
     ends = torch.zeros_like(tokens)

@@ -1,14 +1,14 @@
-"""The schedule of a pipeline whose vocabulary is spread over all ranks: a line with a fan at each end.
+"""The schedule of a pipeline with the vocabulary spread over all ranks: a line, a fan at each end.
 
-Rank r of p ranks has its layers, and its rows of the embedding and of the head. All of them are
-stages with forwards and backwards, so simulator, worker and figures need nothing new:
+Rank r of p ranks has its layers, and its rows of the embedding and of the head. Each of these is a
+stage with forwards and backwards, which simulator, worker and figures already support:
 
     stage r             the layers
     stage p + r         the scores of this rank's rows: its forward is S of the paper, its backward T
-    stage 2p            the loss, on the last rank: it joins what the S of all ranks have found
+    stage 2p            the loss, on the last rank: it combines the results of S of all ranks
     stage 2p + 1 + r    the embedding of this rank's rows, zeros for all other tokens
 
-The embeddings of all ranks go to stage 0, the output of stage p - 1 to the scores on all ranks. This
+The embeddings of all ranks go to stage 0; the output of stage p - 1 goes to all scores. This
 is Algorithm 1 of Yeung et al. 2024, 2411.05288, section 4: all T come after all S, and the last
 layers' backward comes after all T. It holds p + 2 micro-batches on rank 0, and 1F1B holds p.
 """
@@ -18,7 +18,7 @@ import dataclasses
 from pipeline.message import Message
 from pipeline.schedule import Action, Route, Schedule, ScheduleError, message_of
 
-AHEAD = 2  # micro-batches that a rank holds more than in 1F1B: one for all S, one for all T
+AHEAD = 2  # micro-batches held beyond those of 1F1B: one for all S, one for all T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,29 +26,29 @@ class FanSchedule(Schedule):
     """A Schedule of the stages above."""
 
     def inputs_of(self, stage):
-        """The stages whose output a stage takes, in order."""
+        """Return the stages whose output `stage` takes, in order."""
         return inputs_of(stage, self.num_ranks)
 
     def outputs_of(self, stage):
-        """The stages that take a stage's output, in order."""
+        """Return the stages that take the output of `stage`, in order."""
         return outputs_of(stage, self.num_ranks)
 
     def needs_of(self, action):
         return needs_in_fan(action, self.num_ranks)
 
     def takers_of(self, action):
-        """The stages that take what an action makes: all of its output, or its input's gradient."""
+        """Return the stages that take an action's result: its output or its input's gradient."""
         return (self.outputs_of if action.kind == "F" else self.inputs_of)(action.stage)
 
     def routes_after(self, action):
-        """The Routes of the messages that `action` sends to other ranks."""
+        """Return the Routes of the messages that `action` sends to other ranks."""
         source = self.rank_of(action.stage, action.microbatch)
         ends = [(self.rank_of(stage, action.microbatch), stage) for stage in self.takers_of(action)]
         message = message_of(action)
         return [Route(message, source, rank, stage) for rank, stage in ends if rank != source]
 
     def explains(self, timeline):
-        """`timeline`, predicted or performed, with what each of its actions needs, for a figure."""
+        """Return `timeline` with the messages that each action needs, for a figure."""
         needs = {event.action: self.needs_of(event.action) for event in timeline.events}
         return dataclasses.replace(timeline, needs=needs)
 
@@ -65,12 +65,12 @@ def inputs_of(stage, p):
 
 
 def outputs_of(stage, p):
-    """The stages that take the output of `stage`, on p ranks."""
+    """Return the stages that take the output of `stage`, on p ranks."""
     return tuple(other for other in range(3 * p + 1) if stage in inputs_of(other, p))
 
 
 def needs_in_fan(action, p):
-    """The Messages that must exist before `action` can start, as a list."""
+    """Return the Messages that must exist before `action` can start, as a list."""
     stage, kind, microbatch = action
     if kind == "F":
         return [Message("activation", other, microbatch) for other in inputs_of(stage, p)]
@@ -81,9 +81,10 @@ def needs_in_fan(action, p):
 def vocabulary_parallel(num_ranks, num_microbatches, ahead=AHEAD):
     """1F1B with the vocabulary spread over all ranks, as a FanSchedule.
 
-    Played with forwards of 1, backwards of 2, S and T of 1/2: a rank that is free takes a backward,
-    else a forward, else an S or T, and rank i holds at most p - i + `ahead` micro-batches. With the
-    2 of Algorithm 1 that takes 41 for 4 ranks and 8 micro-batches, and no order takes less.
+    The order follows from a simulation with forwards of 1, backwards of 2, S and T of 1/2: a free
+    rank takes a backward, else a forward, else an S or T, and rank i holds at most p - i + `ahead`
+    micro-batches. With 4 ranks, 8 micro-batches and the `ahead` of Algorithm 1, 2, it takes 41
+    units, and no order takes less.
     """
     if num_ranks < 1 or num_microbatches < 1 or ahead < 0:
         raise ScheduleError("a schedule needs at least one rank and one micro-batch")
@@ -96,7 +97,7 @@ def vocabulary_parallel(num_ranks, num_microbatches, ahead=AHEAD):
 
 
 class Playing:
-    """The state of a schedule that is being played: times are in quarters of a backward."""
+    """The state of a schedule that is being simulated; times are in quarters of a backward."""
 
     def __init__(self, num_ranks, num_microbatches, ahead):
         p = num_ranks
@@ -108,7 +109,7 @@ class Playing:
         self.left = num_microbatches * 2 * (3 * p + 1)
 
     def choices(self, rank):
-        """(stage, kind, duration) of what a rank may do next, what is chosen first in front."""
+        """Return (stage, kind, duration) of a rank's possible next actions, preferred first."""
         p = self.num_ranks
         loss = [(2 * p, "F", 0), (2 * p, "B", 0)] if rank == p - 1 else []
         embedding, scores = 2 * p + 1 + rank, p + rank
@@ -116,7 +117,7 @@ class Playing:
                 (scores, "B", 1), (embedding, "B", 0)]  # fmt: skip
 
     def take_next(self, rank):
-        """Let a rank take its first choice that is possible now; say whether there was one."""
+        """Perform a rank's first choice that is possible now; return whether there was one."""
         if self.free[rank] > self.now:
             return False
         for stage, kind, duration in self.choices(rank):
@@ -130,7 +131,7 @@ class Playing:
         return False
 
     def is_possible(self, action, rank):
-        """Whether all that an action needs is made, and there is room for what it keeps."""
+        """Return whether an action's inputs exist and the rank may hold its micro-batch."""
         stage, kind, microbatch = action
         if microbatch == self.num_microbatches:
             return False
@@ -145,5 +146,5 @@ class Playing:
         return all(self.made.get(need, self.now + 1) <= self.now for need in needs)
 
     def wait(self):
-        """Until the next action under way has ended."""
+        """Advance the time to the end of the next action that ends."""
         self.now = min(time for time in self.free if time > self.now)

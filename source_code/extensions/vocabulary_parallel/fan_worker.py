@@ -11,7 +11,7 @@ from pipeline.worker import Worker
 
 
 class FanWorker(Worker):
-    """A Worker for a FanSchedule. What the S of a rank finds is (3, micro-batch size, length)."""
+    """A Worker for a FanSchedule. The result of S on a rank is (3, micro-batch size, length)."""
 
     def __init__(self, job, schedule, stages):
         super().__init__(job, schedule, stages)
@@ -23,7 +23,7 @@ class FanWorker(Worker):
         return FanReceives(self)
 
     def forward(self, action):
-        """Run a stage forward: the loss has the parts of all ranks, other inputs are their sum."""
+        """Run a stage forward; the loss takes all ranks' parts, other stages take their sum."""
         stage, microbatch = self.stages[action.stage], action.microbatch
         sources = self.schedule.inputs_of(action.stage)
         found = [self.take("activation", source, microbatch) for source in sources]
@@ -56,7 +56,7 @@ class FanWorker(Worker):
             self.results[message_of(action)] = part
 
     def receive(self, source, message):
-        """An activation or a gradient, or with a layout of its own what S has found."""
+        """Receive an activation, a gradient, or a result of S, which has another shape."""
         name = self.name_of(message)
         if name == message:
             return self.job.receive(source, message)
@@ -66,7 +66,7 @@ class FanWorker(Worker):
         return route._replace(message=self.name_of(route.message))
 
     def name_of(self, message):
-        """A Message under the name of what is in it."""
+        """Return a Message whose `what` names its content."""
         what, stage, microbatch = message
         if what == "activation" and stage >= self.schedule.num_ranks and stage < self.loss_stage:
             return Message("softmax sums", stage, microbatch)
@@ -76,7 +76,7 @@ class FanWorker(Worker):
 
 
 class FanReceives(OrderedReceives):
-    """The receives of a FanWorker, each with the layout of what is in its message."""
+    """The receives of a FanWorker, each with the shape and dtype of its message."""
 
     def __init__(self, worker):
         super().__init__(worker.job, worker.schedule)

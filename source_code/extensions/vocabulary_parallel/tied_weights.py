@@ -2,7 +2,7 @@
 
 Each end has a copy and a gradient of its own, and the gradient of the weights is their sum: one sum
 over the first and the last rank, after all backwards and before the update. The copies start equal
-and take equal steps, so they stay equal. In the norm of the whole gradient they count once.
+and get equal updates, so they stay equal. The norm of the whole gradient counts them once.
 """
 
 from torch import nn
@@ -14,14 +14,14 @@ from pipeline.training import share_of_loss
 
 
 def build_end_stage(arguments, index, cut, device):
-    """Stage `index` of a line, whose embedding starts as the head does if --tied is given."""
+    """Build stage `index` of a line; with --tied the embedding starts with the head's weights."""
     a = arguments
     part = build_tied_part(a, *cut[index], device)
     return Stage(part, index, len(cut), share_of_loss(a.microbatches))
 
 
 def build_tied_part(arguments, first, last, device):
-    """Layers `first` to `last` - 1; a part with both ends has one matrix for them if --tied."""
+    """Build layers `first` to `last` - 1; with --tied a part with both ends has one matrix."""
     a = arguments
     part = build_part(a.config, first, last, a.seed, a.torch_dtype, device)
     if a.tied and part.is_first:
@@ -33,7 +33,7 @@ def build_tied_part(arguments, first, last, device):
 
 
 def build_tied_model(arguments, device="cpu"):
-    """The whole model in one part."""
+    """Build the whole model in one part."""
     return build_tied_part(arguments, 0, arguments.layers, device)
 
 

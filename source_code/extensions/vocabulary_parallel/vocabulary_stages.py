@@ -1,9 +1,9 @@
 """The stages of a rank that has its layers and its rows of the embedding and of the head.
 
 The cross-entropy of a token is log(sum of exp(scores)) - score of the target. A rank has the scores
-of its rows only, and finds three numbers per token in them: its largest score, the sum of the
-exponentials above it, and the target's score or zero (Yeung et al. 2024, 2411.05288, section 4).
-The loss joins those of all ranks, so the scores themselves never leave the rank that made them.
+of its rows only, and computes three numbers per token: its largest score, the sum of
+exp(score - largest), and the target's score or zero (Yeung et al. 2024, 2411.05288, section 4). The
+loss combines those of all ranks, so the scores themselves are never sent.
 """
 
 import torch
@@ -71,7 +71,7 @@ def softmax_sums(scores, targets, first):
 
 
 def build_spread_stages(arguments, schedule, rank, cut, device):
-    """The stages of `rank` by index, see fan.py. With --tied both ends of a rank have one matrix."""
+    """Build the stages of `rank` by index (fan.py); with --tied both ends share one matrix."""
     a, p = arguments, schedule.num_ranks
     first, last = cut_evenly(a.vocabulary, p)[rank]
     embedding = build_rows(EmbeddingRows, "embedding", a, first, last, device)
@@ -94,7 +94,7 @@ def build_spread_stages(arguments, schedule, rank, cut, device):
 
 
 def build_rows(module, name, arguments, first, last, device):
-    """Rows `first` to `last` - 1 of the embedding or the head, with their starting weights."""
+    """Build rows `first` to `last` - 1 of the embedding or the head, with starting weights."""
     a = arguments
     with torch.device("meta"):
         part = module(a.config, first, last)
@@ -105,7 +105,7 @@ def build_rows(module, name, arguments, first, last, device):
 
 
 def build_layers(arguments, first, last, device):
-    """Layers `first` to `last` - 1, without embedding and head; the last ones with their norm."""
+    """Build layers `first` to `last` - 1 without embedding and head; the last part has the norm."""
     a = arguments
     with torch.device("meta"):
         part = ModelPart(a.config, first, last)
@@ -117,5 +117,5 @@ def build_layers(arguments, first, last, device):
 
 
 def mean_over(microbatches):
-    """A micro-batch's share of the mean loss, from the losses of its tokens."""
+    """Return the function from a micro-batch's token losses to its share of the mean loss."""
     return lambda losses, targets: losses.mean() / microbatches

@@ -1,4 +1,4 @@
-"""The generators: each writes down one schedule of the field, as data; SCHEDULES has a row for each.
+"""The generators: each returns one published schedule as data; SCHEDULES has a row for each.
 
 A new schedule is one file here and one row. Every generator takes the number of ranks and of
 micro-batches, some the number of chunks (the stages of one rank), and the options that its row
@@ -48,17 +48,17 @@ __all__ = [
     "zb_v",
 ]
 
-MOST_ACTIONS = 4_000_000  # a gigabyte or two, and half a minute
+MOST_ACTIONS = 4_000_000  # one to two gigabytes and half a minute
 
 
 @dataclass(frozen=True)
 class Generator:
     """A function that makes a schedule, and its options.
 
-    `make(num_ranks, num_microbatches)` returns the Schedule. Where a rank has several stages,
-    `chunks` is how many unless a third argument says otherwise, and `fixed_chunks` says that no
-    other number is possible. A synchronous schedule updates the weights once, after its last
-    action. `options` are the names of further integer arguments of `make`.
+    `make(num_ranks, num_microbatches)` returns the Schedule. If a rank has several stages, `chunks`
+    is their default number, which a third argument replaces unless `fixed_chunks` is True. A
+    synchronous schedule updates the weights once, after its last action. `options` are the names
+    of further integer arguments of `make`.
     """
 
     make: Callable
@@ -85,12 +85,12 @@ SCHEDULES = {
 
 
 def synchronous_schedules():
-    """The names of those that take the training step of one process, in the order of SCHEDULES."""
+    """Return the names of the synchronous schedules, in the order of SCHEDULES."""
     return [name for name, generator in SCHEDULES.items() if generator.synchronous]
 
 
 def chunked_schedules():
-    """The names of those with several stages per rank."""
+    """Return the names of the schedules with several stages per rank."""
     return [name for name, generator in SCHEDULES.items() if generator.chunks]
 
 

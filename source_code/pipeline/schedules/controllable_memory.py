@@ -14,7 +14,7 @@ from pipeline.schedule import Action, Schedule, message_of, needs_of
 from pipeline.schedules.order import require_two_chunks
 
 INTERVAL = 6  # slots from one micro-batch to the next
-HELD = {"F": 1, "I": 0, "W": -1}  # what an action adds to the activations of a rank
+HELD = {"F": 1, "I": 0, "W": -1}  # change in a rank's held activations per action
 
 
 def v_half(num_ranks, num_microbatches, num_chunks=2):
@@ -24,7 +24,7 @@ def v_half(num_ranks, num_microbatches, num_chunks=2):
     the 6p - 1 slots from F to I, summed over both stages, are the same number on every rank.
     """
     require_two_chunks("v-half", num_ranks, num_microbatches, num_chunks)
-    p, shift = num_ranks, 0 if num_ranks % 2 else 3  # else I down would meet F up in a slot
+    p, shift = num_ranks, 0 if num_ranks % 2 else 3  # else I down and F up would share a slot
 
     def slots(rank):
         turn = 3 * p - 1
@@ -50,7 +50,7 @@ def v_min(num_ranks, num_microbatches, num_chunks=2):
 
 
 def _repeated(name, num_ranks, num_microbatches, slots):
-    """The block of every micro-batch, `INTERVAL` slots after the one before, without empty slots.
+    """Repeat the block for each micro-batch, `INTERVAL` slots apart, and remove empty slots.
 
     `slots(rank)` gives the slots of micro-batch 0: F down, F up, I up and I down.
     """
@@ -69,7 +69,7 @@ def _repeated(name, num_ranks, num_microbatches, slots):
 
 
 def _with_weights_in_free_slots(taken):
-    """The order of a rank: the W of the oldest I that has none runs in the first free slot."""
+    """Return the order of a rank, with the W of the oldest open I in each free slot."""
     order, delayed = [], deque()
     for slot in range(max(taken) + 1):
         if slot in taken:
@@ -90,11 +90,11 @@ def _most_held(order):
 
 
 def _pulled_forward(orders, limit):
-    """Let a rank that would wait take a later action of its order, if that has what it needs.
+    """Move a later action forward if a rank would wait and the action's inputs exist.
 
-    The blocks leave slots empty before the first gradient comes back and after the last forward.
-    All ranks go through the slots together. Whatever a rank takes first, its stages keep the order
-    of the micro-batches, and the rest of its order never holds more than `limit`.
+    The blocks leave slots empty before the first gradient arrives and after the last forward. All
+    ranks advance slot by slot together. Each stage keeps the order of the micro-batches, and the
+    rest of a rank's order never holds more than `limit` micro-batches.
     """
     remaining, performed = [deque(order) for order in orders], [[] for _ in orders]
     held, made = [0] * len(orders), set()
@@ -105,7 +105,7 @@ def _pulled_forward(orders, limit):
             places = _possible(order, made, limit - held[rank], 2 * len(orders))
             if forwards[rank]:
                 place = next(places, None)
-            else:  # cool-down: weights can wait, as no rank waits for them
+            else:  # cool-down: W can wait, because no rank needs it
                 place = min(places, key=lambda place: order[place].kind != "I", default=None)
             if place is None:
                 continue
@@ -120,7 +120,7 @@ def _pulled_forward(orders, limit):
 
 
 def _possible(order, made, room, num_stages):
-    """The places in `order` of the actions that can be taken now, in turn."""
+    """Yield the indices in `order` of the actions that can run now."""
     met, held, most = set(), 0, 0
     for place, action in enumerate(order):
         if action[:2] not in met:  # else one of the same stage and kind comes first

@@ -12,7 +12,7 @@ def dualpipe_v(num_ranks, num_microbatches, num_chunks=2):
     """DualPipe (DeepSeek-AI 2024, arXiv 2412.19437) cut in half by Sea AI Lab, 2025.
 
     Forward and backward come in pairs, which DeepSeek runs at once, so that the messages of one
-    hide behind the computing of the other. Here a pair is two actions, one after the other.
+    overlap with the computation of the other. Here a pair is two actions, one after the other.
     """
     require_two_chunks("dualpipe-v", num_ranks, num_microbatches, num_chunks)
     if num_microbatches < 2 * num_ranks:
@@ -61,7 +61,7 @@ def _dualpipe_v_order(rank, num_ranks, num_microbatches):
         else:
             order.backward_for_input(way)
         in_full -= 1
-    # 7 and 8: and the weights' parts that this has left, between the last gradients and at the end.
+    # 7 and 8: and the deferred weight gradients, between the last gradients and at the end.
     for _ in range(behind):
         order.backward_for_weights()
         order.backward_for_input(down)

@@ -28,7 +28,7 @@ def add_schedule_flags(parser, default="gpipe", names=None):
 
 
 def schedule_option(text):
-    """A flag's value NAME=VALUE as a pair (name, whole number of at least 1)."""
+    """Convert a flag's value NAME=VALUE to (name, whole number of at least 1)."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not '{text}'")
@@ -36,7 +36,7 @@ def schedule_option(text):
 
 
 def choose_schedule(arguments, num_ranks=None):
-    """The schedule that the flags name. `num_ranks` are those of one pipeline, by default all."""
+    """Return the schedule that the flags name. `num_ranks` is that of one pipeline, else all."""
     num_ranks = num_ranks or ranks_from_environment()[1]
     options = dict(arguments.option or [])
     sizes = arguments.schedule, num_ranks, arguments.microbatches, arguments.chunks
@@ -50,7 +50,7 @@ def choose_schedule(arguments, num_ranks=None):
 
 
 def read_schedule(path, num_ranks):
-    """The schedule in a CSV file, or a rejection that names the wrong action of the wrong rank."""
+    """Return the schedule in a CSV file, or reject it and name the wrong rank and action."""
     try:
         schedule = check_legal(read_csv(path))
     except ScheduleError as error:

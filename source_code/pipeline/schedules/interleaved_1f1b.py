@@ -56,7 +56,7 @@ def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2):
 
 
 def _chunk_and_microbatch(passage, group, num_chunks):
-    """Which chunk and which micro-batch the n-th passage is, groups going through chunk by chunk."""
+    """Return chunk and micro-batch of the n-th passage; a group passes chunk after chunk."""
     number_of_group, within = divmod(passage, group * num_chunks)
     chunk, member = divmod(within, group)
     return chunk, number_of_group * group + member

@@ -1,7 +1,7 @@
-"""Says whether a schedule can be performed, and if not, which rank is wrong at which step, and why.
+"""Checks whether a schedule can be performed; the error names the rank, the step and the reason.
 
-A schedule that comes from a user is checked before it is played; those of the generators are legal
-in every size, and the tests hold that.
+A schedule from a user is checked before it is performed. The generators' schedules are legal for
+every size, which the tests check.
 """
 
 from pipeline.schedule import KINDS, Action, ScheduleError, update_group
@@ -31,12 +31,12 @@ def check_legal(schedule):
                 raise ScheduleError(f"rank {rank} never runs {forward.describe()}")
         if len(ranks) > 1:
             _check_joint_updates(schedule, stage, ranks, steps)
-    schedule.playable_order  # noqa: B018 - raises if there is none
+    schedule.playable_order  # noqa: B018 - raises if it deadlocks
     return schedule
 
 
 def _check_steps(schedule):
-    """Each action for itself: known, on the right rank, once. Returns the step of each."""
+    """Check each action by itself: known, on the right rank, once. Returns the step of each."""
     updated = {action.stage for order in schedule.orders for action in order if action.kind == "U"}
     owner, steps = {}, {}
     for rank, order in enumerate(schedule.orders):
@@ -69,7 +69,7 @@ def _check_steps(schedule):
 
 
 def _check_turn(schedule, rank, step, action):
-    """The replicas of a stage take its micro-batches in turn."""
+    """Check that the replicas of a stage take its micro-batches in turn."""
     ranks = schedule.ranks_of_stage[action.stage]
     in_turn = ranks[action.microbatch % len(ranks)]
     if rank == in_turn:
@@ -84,7 +84,7 @@ def _check_turn(schedule, rank, step, action):
 
 
 def _check_passage(rank, stage, microbatch, steps):
-    """One micro-batch on one stage: complete, and in order."""
+    """Check that one micro-batch on one stage is complete and in order."""
     forward, full, for_input, for_weights, update = [
         steps.get((stage, kind, microbatch)) for kind in "FBIWU"
     ]
@@ -123,7 +123,7 @@ def _check_passage(rank, stage, microbatch, steps):
 
 
 def _check_joint_updates(schedule, stage, ranks, steps):
-    """The replicas of a stage update after each complete group of micro-batches, and only then."""
+    """Check that the replicas of a stage update after each complete group, and only then."""
     for microbatch in range(schedule.num_microbatches):
         update = Action(stage, "U", microbatch)
         rank = ranks[microbatch % len(ranks)]

@@ -10,7 +10,7 @@ from pipeline.schedules.order import require_positive, require_several_chunks
 def looped_bfs(num_ranks, num_microbatches, num_chunks=2):
     """Breadth first: chunk after chunk for the whole batch (Lamy-Poirier 2022, arXiv 2211.05953).
 
-    GPipe with several chunks a rank, with the bubble of interleaved 1F1B and the memory of GPipe.
+    GPipe with several chunks per rank, with the bubble of interleaved 1F1B and the memory of GPipe.
     The backwards run in the order of the forwards, as in `gpipe`.
     """
     require_positive(num_ranks, num_microbatches)

@@ -1,4 +1,4 @@
-"""What the generators share: writing down the order of one rank, and the sizes they reject."""
+"""Shared by the generators: a builder for the order of one rank, and the checks of sizes."""
 
 from collections import Counter, deque
 
@@ -6,16 +6,16 @@ from pipeline.schedule import Action, ScheduleError
 
 
 class Order:
-    """The order of one rank, written down action by action.
+    """The order of one rank, built action by action.
 
-    A generator says which kind comes next on which stage. Micro-batches pass a stage in turn, so
-    the number of the micro-batch follows.
+    A generator gives the next kind and stage. Micro-batches pass a stage in turn, so the number of
+    the micro-batch follows.
     """
 
     def __init__(self):
         self.actions = []
         self.taken = Counter()  # (stage, kind) -> micro-batches so far
-        self.delayed = deque()  # the W that each I has left to do, oldest first
+        self.delayed = deque()  # the W still to run for each I, oldest first
 
     def forward(self, stage):
         self.actions.append(Action(stage, "F", self._next(stage, "F")))
@@ -29,7 +29,7 @@ class Order:
         self.delayed.append(Action(stage, "W", microbatch))
 
     def backward_for_weights(self, stage=None):
-        """The oldest one that is left to do, on whatever stage or on one."""
+        """Append the oldest W still to run, of any stage or of the given one."""
         action = next(action for action in self.delayed if stage in (None, action.stage))
         self.delayed.remove(action)
         self.actions.append(action)

@@ -10,8 +10,8 @@ from pipeline.schedules.order import require_positive
 def pipedream(num_ranks, num_minibatches, microbatches_per_update=1):
     """1F1B without a flush: an update after each backward (PipeDream: Narayanan et al. 2019, section 3.2).
 
-    With `microbatches_per_update` above 1 what passes are micro-batches, and an update follows the
-    last of each group (PipeDream-2BW: Narayanan et al. 2021, section 3).
+    With `microbatches_per_update` above 1 a mini-batch is a group of that many micro-batches, and
+    an update follows the last one of each group (PipeDream-2BW: Narayanan et al. 2021, section 3).
     """
     if microbatches_per_update < 1:
         raise ScheduleError(
@@ -48,7 +48,7 @@ def pipedream_round_robin(replicas, num_minibatches):
             own = range(replica, num_minibatches, count)
             warm_up = min(len(own), round_robin_warm_up(replicas, stage))
             order = []
-            # Warm-up: as many as the stages behind this one can have in hand.
+            # Warm-up: as many as the later stages can have in flight.
             for minibatch in own[:warm_up]:
                 order.append(Action(stage, "F", minibatch))
             # Steady: one forward, one backward, and the update that follows from it.
@@ -63,15 +63,15 @@ def pipedream_round_robin(replicas, num_minibatches):
 
 
 def round_robin_warm_up(replicas, stage):
-    """Forwards that a replica of `stage` takes before its first forward-backward pair.
+    """Return the forwards of a replica of `stage` before its first forward-backward pair.
 
-    The ranks from this stage on, but one, divided by those that share the work of this stage.
+    It is the number of ranks from this stage on, minus one, divided by the stage's replicas.
     """
     return (sum(replicas[stage:]) - 1) // replicas[stage]
 
 
 def noam(replicas):
-    """Mini-batches in flight on each replica of the input stage (PipeDream section 3.2, NOAM)."""
+    """Return the mini-batches in flight per replica of the input stage (section 3.2, NOAM)."""
     return math.ceil(sum(replicas) / replicas[0])
 
 

@@ -12,9 +12,9 @@ from pipeline.schedules.order import Order, require_two_chunks
 def zb_v(num_ranks, num_microbatches, num_chunks=2):
     """Zero bubble with the memory of 1F1B (Zero Bubble: Qi et al. 2023, arXiv 2401.10241, section 6).
 
-    The handcrafted order, without a bubble on any rank when F, I and W take equally long; the
-    paper's automatic scheduler searches for others. It is written for 2 * num_ranks - 1
-    micro-batches at least; with fewer, the actions of those that do not exist are left out.
+    This is the handcrafted order, without a bubble on any rank if F, I and W take equally long; the
+    paper's automatic scheduler searches for others. It is made for at least 2 * num_ranks - 1
+    micro-batches; with fewer, the actions of missing micro-batches are left out.
     """
     require_two_chunks("zb-v", num_ranks, num_microbatches, num_chunks)
     written = max(num_microbatches, 2 * num_ranks - 1)

@@ -2,10 +2,10 @@
 
 Zero Bubble: Qi et al. 2023, arXiv 2401.10241.
 
-The previous stage waits for the gradient of its output only. So the part for the input (I) runs as
-early as it can, and the part for the weights (W), which no rank waits for, fills what would have
-been idle. These are the paper's handcrafted orders (section 2), which suit equal times of F, I and
-W; its automatic scheduler searches for others.
+The previous stage waits only for the gradient of its output. So the backward for the input (I) runs
+as early as possible, and the backward for the weights (W), for which no rank waits, fills idle
+time. These are the paper's handcrafted orders (section 2), which suit equal times of F, I and W;
+its automatic scheduler searches for others.
 """
 
 from pipeline.schedule import Schedule
@@ -15,7 +15,7 @@ from pipeline.schedules.order import Order, require_positive
 def zb_h1(num_ranks, num_microbatches):
     """The memory of 1F1B and a third of its bubble (section 2.1, ZB-H1).
 
-    The warm-up is that of 1F1B. Rank i keeps i weights' parts back, to fill its cool-down.
+    The warm-up is that of 1F1B. Rank i defers i weight gradients to its cool-down.
     """
     return _with_delayed_weights("zb-h1", num_ranks, num_microbatches, forwards_per_rank_behind=1)
 
@@ -23,9 +23,9 @@ def zb_h1(num_ranks, num_microbatches):
 def zb_h2(num_ranks, num_microbatches):
     """No bubble on any rank between its first action and its last, for more memory (section 2.2, ZB-H2).
 
-    The warm-up is twice as long, so that the first backward arrives when it ends, and rank i keeps
-    2i weights' parts back. The bubble is gone with at least 2 * num_ranks - 1 micro-batches; with
-    fewer, the warm-up stops at what there is.
+    The warm-up is twice as long, so that the first gradient arrives when it ends, and rank i defers
+    2i weight gradients. The bubble is zero with at least 2 * num_ranks - 1 micro-batches; with
+    fewer, the warm-up has as many forwards as there are micro-batches.
     """
     return _with_delayed_weights("zb-h2", num_ranks, num_microbatches, forwards_per_rank_behind=2)
 

@@ -1,1 +1,1 @@
-"""Hugging Face models in stages of torch.distributed.pipelining, with the weights of this machine."""
+"""Hugging Face models in stages of torch.distributed.pipelining, without any download."""

@@ -1,4 +1,4 @@
-"""A task for a classifier: of every text, whether it is read forwards or backwards."""
+"""A classification task: whether a text is in its original or in reversed order."""
 
 import torch
 from torch.nn import functional as F
@@ -7,10 +7,10 @@ from extensions.torch_pipelining.hugging_face.configuration import PADDING
 
 
 def sequences_to_classify(tokens):
-    """Every second text is read backwards: which ones? They are of different lengths.
+    """Return texts of different lengths, every second one reversed, with labels.
 
-    Tokens (batch, length). Returns the tokens with padding, the labels (batch,), and as a keyword
-    argument of all stages where each text ends, (batch,).
+    `tokens` is (batch, length). Returns the padded tokens, the labels (batch,), and the index of
+    each text's last token, `ends` (batch,), as a keyword argument of all stages.
     """
     rows = torch.arange(len(tokens), device=tokens.device)
     labels = rows % 2

@@ -1,4 +1,4 @@
-"""Which Hugging Face model, of which sizes, and with which text. Nothing is ever downloaded."""
+"""The Hugging Face model of a run, its sizes and its text. Nothing is downloaded."""
 
 import os
 
@@ -23,12 +23,12 @@ LARGEST_SIZE = 2**31
 
 
 def model_config(arguments):
-    """The configuration from the flags: as small as the course's model, over bytes."""
+    """Return the configuration from the flags: as small as the course's model, with byte tokens."""
     from transformers import GPT2Config, LlamaConfig
 
     common = {
         "vocab_size": arguments.config.vocabulary,
-        "use_cache": False,  # a cache of keys and values is an output that no stage can send
+        "use_cache": False,  # a stage cannot send a cache of keys and values
         "tie_word_embeddings": False,  # two stages cannot share a matrix; see TiedMatrix
         "bos_token_id": None,
         "eos_token_id": None,
@@ -50,7 +50,7 @@ def model_config(arguments):
         n_layer=arguments.layers,
         n_head=arguments.heads,
         num_labels=2,
-        resid_pdrop=0.0,  # with dropout no two cuts would draw alike
+        resid_pdrop=0.0,  # with dropout each cut would draw other numbers
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         **common,
@@ -58,7 +58,7 @@ def model_config(arguments):
 
 
 def model_class(arguments):
-    """The class of --model in transformers."""
+    """Return the class of --model in transformers."""
     import transformers
 
     return {
@@ -69,7 +69,7 @@ def model_class(arguments):
 
 
 def take_pretrained(arguments):
-    """Take configuration, weights and, if there is one, the tokenizer from the folder --pretrained.
+    """Read configuration, weights and, if there is one, the tokenizer from folder --pretrained.
 
     Every rank reads the whole checkpoint and keeps its part. A tied head is stored once; the
     loaded model has it under both names.
@@ -98,7 +98,7 @@ def take_pretrained(arguments):
 
 
 def read_configuration(arguments, folder):
-    """The configuration in a folder, if it is that of the model of the flags."""
+    """Return the configuration in a folder, if it fits the model and sizes of the flags."""
     from transformers import AutoConfig
 
     check_saved_configuration(arguments, folder)
@@ -110,7 +110,7 @@ def read_configuration(arguments, folder):
 
 @contextmanager
 def complaints_about(folder):
-    """Reject a folder of which the library says that something in it is wrong."""
+    """Reject the folder --pretrained if the library raises an error while it reads it."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -122,7 +122,7 @@ def complaints_about(folder):
 
 
 def check_saved_configuration(arguments, folder):
-    """Reject what is no configuration of the model of the flags, before any library reads it."""
+    """Reject a configuration of another model than --model, before any library reads it."""
     try:
         config = read_json(folder / "config.json", LARGEST_CONFIGURATION)
     except InputError as error:
@@ -137,7 +137,7 @@ def check_saved_configuration(arguments, folder):
 
 
 def check_sizes(arguments, folder, config):
-    """Reject a saved model that has not the sizes of the flags."""
+    """Reject a saved model whose sizes differ from the flags."""
     sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     if sizes != (arguments.layers, arguments.dim, arguments.heads):
         reject(
@@ -152,7 +152,7 @@ def check_sizes(arguments, folder, config):
 
 
 def tokenized(arguments, tokenizer):
-    """The text in the tokenizer's tokens instead of bytes; the last tenth is held out again."""
+    """Return the text in the tokenizer's tokens; again the last tenth is held out."""
     text = load_text(arguments.data, arguments.seq_len)
     content = bytes(torch.cat([text.training, text.held_out]).tolist()).decode(errors="replace")
     tokens = torch.tensor(tokenizer(content)["input_ids"])

@@ -11,17 +11,17 @@ from pipeline.collectives import gather
 
 
 def build_own_stage(arguments, job, cut):
-    """This rank's stage, as torch's own object."""
+    """Build this rank's stage, as torch's own object."""
     if arguments.model == "gpt2":
         return traced_stage(arguments, job, cut)
     return stage_cut_by_hand(arguments, job, cut)
 
 
 def traced_stage(arguments, job, cut):
-    """This rank's stage of GPT-2, traced and cut in front of some of its blocks.
+    """Build this rank's stage of GPT-2, traced and cut before some of its blocks.
 
-    For a moment each rank has memory for the whole model. The tracer writes the device into its
-    graph wherever the model asks for it, as GPT-2 does, so the meta device will not do here.
+    For a moment each rank holds the whole model in memory. The tracer writes the device into its
+    graph wherever the model reads it, as GPT-2 does, so the meta device cannot be used here.
     """
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch's own
     shape = arguments.microbatch_size, arguments.seq_len
@@ -34,7 +34,7 @@ def traced_stage(arguments, job, cut):
 
 
 def stage_cut_by_hand(arguments, job, cut):
-    """This rank's stage of a model that the tracer cannot train."""
+    """Build this rank's stage of a model that cannot be trained when traced."""
     first, last = cut[job.rank]
     make = LlamaStage if arguments.model == "llama" else ClassifierStage
     with torch.device("meta"):
@@ -56,10 +56,10 @@ def stage_cut_by_hand(arguments, job, cut):
 
 
 class LlamaStage(nn.Module):
-    """Layers `first` to `last` - 1 of a LlamaForCausalLM, under the names that they have there.
+    """Layers `first` to `last` - 1 of a LlamaForCausalLM, under their names in that model.
 
-    Every stage works its rotary embedding out by itself: that is what makes the difference to a
-    traced Llama, whose first stage sends it to all others and cannot take a gradient back.
+    Every stage computes its own rotary embedding. The first stage of a traced Llama would send it
+    to all other stages, and could not receive a gradient for it.
     """
 
     def __init__(self, whole, config, first, last):
@@ -98,8 +98,8 @@ class LlamaStage(nn.Module):
 class ClassifierStage(nn.Module):
     """Layers `first` to `last` - 1 of a GPT2ForSequenceClassification, under their names.
 
-    The scores are read at the last token of each sequence. Only the first stage sees the tokens,
-    so every stage is told where they end: `ends` (batch,), a keyword argument of each rank.
+    The scores are read at the last token of each sequence. Only the first stage has the tokens, so
+    each stage gets the index of the last token, `ends` (batch,), as a keyword argument.
     """
 
     def __init__(self, whole, config, first, last):
@@ -136,7 +136,7 @@ class ClassifierStage(nn.Module):
 
 
 def describe_stages(job, stage):
-    """Print a line per stage: how many parameters, and which are the first and the last."""
+    """Print a line per stage: its number of parameters, and the names of the first and last."""
     names = [name for name, _ in stage.submod.named_parameters()]
     count = sum(parameter.numel() for parameter in stage.submod.parameters())
     lines = gather(job, f"{count:9,} parameters, {names[0]} to {names[-1]}")

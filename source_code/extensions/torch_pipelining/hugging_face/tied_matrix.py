@@ -30,7 +30,7 @@ class TiedMatrix:
 
 
 def tie_ends(job, stage):
-    """Let the ranks of the first and the last stage sum a gradient. Every rank calls it."""
+    """Return the TiedMatrix, with a group of the end stages' ranks. Every rank calls it."""
     ends = tuple(sorted({0, job.num_ranks - 1}))
     open_groups(job, [ends])
     return TiedMatrix(job, stage, ends)

@@ -1,4 +1,4 @@
-"""The starting weights of a Hugging Face model: of a checkpoint, or drawn from seed and name."""
+"""The starting weights of a Hugging Face model: from a checkpoint, or drawn by seed and name."""
 
 import zlib
 
@@ -11,14 +11,14 @@ INITIAL_SPREAD = 0.02  # standard deviation of the random weights, as in GPT-2
 
 
 def build_layout(arguments):
-    """The whole model laid out without memory: shapes and names."""
+    """Return the whole model laid out without memory: shapes and names."""
     with torch.device("meta"):
         model = model_class(arguments)(arguments.model_config)
     return model.to(arguments.torch_dtype)
 
 
 def build_whole(arguments, device):
-    """The unchanged model with its memory and starting weights, for --verify."""
+    """Return the unchanged model with memory and starting weights, for --verify."""
     arguments.model_config.tie_word_embeddings = arguments.tied
     model = model_class(arguments)(arguments.model_config).to(device, arguments.torch_dtype)
     with torch.no_grad():
@@ -28,7 +28,7 @@ def build_whole(arguments, device):
 
 
 def fill(module, arguments, device):
-    """Give a laid out module its memory and its weights, each by its name in the whole model."""
+    """Fill a module without memory with its weights, each by its name in the whole model."""
     for path, part in module.named_modules():
         for name, layout in list(part.named_parameters(recurse=False)):
             weight = weight_of(arguments, f"{path}.{name}", layout.shape)
@@ -37,7 +37,7 @@ def fill(module, arguments, device):
 
 
 def weight_of(arguments, name, shape):
-    """The starting value of one parameter: from the checkpoint, or drawn from seed and name."""
+    """Return the initial value of a parameter: from the checkpoint, or drawn by seed and name."""
     if arguments.pretrained:
         return arguments.weights[name]
     if arguments.tied and name == "lm_head.weight":
