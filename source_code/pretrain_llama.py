@@ -28,6 +28,7 @@ from extensions.checkpointing.checkpoint_arguments import (
     nothing_left,
     status_of_end,
 )
+from extensions.checkpointing.saving import save_when_due
 from extensions.checkpointing.stop_request import StopRequest
 from extensions.data_parallel.replica_arguments import (
     add_replica_arguments,
@@ -46,34 +47,18 @@ from extensions.data_parallel.sharded_optimizer import (
     check_sharding,
 )
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.compiling import add_compile_flag, check_compile, compile_layers
 from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
-from extensions.optimization.mixed_precision import (
-    computing_copy,
-    hand_over_deferred,
-    refresh,
-)
-from extensions.optimization.threads import add_thread_flag, check_threads, use_threads
-from extensions.optimization.update import (
-    add_update_flags,
-    check_rate,
-    clip_and_set_rate,
-)
+from extensions.optimization.threads import use_threads
+from extensions.optimization.update import check_rate, clip_and_set_rate
 from extensions.planning import own_plan
-from extensions.planning.footprint import (
-    RankMemory,
-    count_weights,
-    measure_memory,
-    memory_table,
-    predict_memory,
-)
-from extensions.planning.measured_cut import add_measured_cut, complete_cut, cut_model
+from extensions.planning.own_memory import OwnMemory
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import ForwardOnly, activations_of
 from extensions.pretraining.metrics import Metrics
-from extensions.pretraining.packing import keep_documents_apart, masked_loss, packed
+from extensions.pretraining.packing import masked_loss, packed
 from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
+from extensions.pretraining.sample import show_sample
 from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import (
     BYTES,
@@ -82,18 +67,17 @@ from extensions.pretraining.tokens import (
     read_content,
     stream_content,
 )
-from extensions.real_models.library_model import check_library, library_model
-from extensions.real_models.saved_folder import settings_of_course, take_model, tokenizer_of
-from extensions.real_models.saved_output import (
-    check_new_folder,
-    config_in,
-    config_of,
-    save_model,
+from extensions.pretraining.trained_stages import build_stages, update_copies
+from extensions.pretraining.training_flags import (
+    add_training_flags,
+    check_training_flags,
+    choose_dtype,
 )
+from extensions.real_models.library_model import check_library, library_model
+from extensions.real_models.saved_folder import take_model, tokenizer_of
+from extensions.real_models.saved_output import check_new_folder, save_trained
 from extensions.real_models.tied_ends import tie_ends_of
-from extensions.recompute import MODES, recomputing
 from lab import attach
-from pipeline.collectives import gather
 from pipeline.command_line import (
     positive_integer,
     positive_number,
@@ -102,15 +86,7 @@ from pipeline.command_line import (
 )
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
-from pipeline.schedules.from_flags import add_schedule_flags
-from pipeline.split_stage import stage_class_for
-from pipeline.training import (
-    LossLog,
-    complete_arguments,
-    cut_layers,
-    start_job,
-    training_parser,
-)
+from pipeline.training import LossLog, complete_arguments, start_job, training_parser
 
 MODELS = {  # layers, dim, heads, kv_heads, vocabulary
     "1m": (8, 104, 4, 2, 256),
@@ -125,29 +101,20 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), sec
 
 def main():
     arguments, schedule = read_flags()
-    if arguments.plan:
-        return print_plan(arguments, schedule, cut_layers(arguments, schedule.num_stages))
-    if arguments.export:
-        return export_newest(arguments)
+    if arguments.plan or arguments.export:
+        return without_ranks(arguments, schedule)
     job = start_job(arguments, schedule.pairs)
     use_threads(arguments)
-    replicas = form_replicas(job, arguments.replicas)
+    replicas, share_of_loss = form_replicas(job, arguments.replicas), ShareOfLoss()
     stop_request = StopRequest() if arguments.checkpoints else None
-    share_of_loss = ShareOfLoss()
-    build = partial(build_part_and_copy, arguments, job)
-    cut = cut_model(arguments, job, schedule.num_stages, build, share_of_loss)
-    reduction = AllReduce(replicas, schedule)
-    masters, stages = build_stages(arguments, job, schedule, cut, share_of_loss, reduction)
+    masters, stages = build_stages(arguments, job, schedule, build_model_part, share_of_loss)
     training = build_training(arguments, masters, replicas)
     tied = tie_ends_of(job, arguments.config, training.parameters, schedule, arguments.replicas)
     checkpoints = continue_training(arguments, job, training)
     update_copies(stages, masters)
-    worker = DataParallelWorker(job, schedule, stages, reduction)
+    worker = build_worker(replicas, schedule, masters, stages)
     forward_only = ForwardOnly(worker, replicas, share_of_loss)
-    log = LossLog(
-        arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0), training.step
-    )
-    metrics = build_metrics(arguments, job, log)
+    log, metrics = build_logs(arguments, job, schedule, training.step)
     batches = build_batches(arguments, replicas, schedule)
     attach.observe(
         arguments,
@@ -156,14 +123,14 @@ def main():
         schedule,
         "step" if arguments.accumulate == 1 else "pass",
         training.step,
-        lambda peak: print_memory(arguments, job, schedule, cut, stages, masters, training, peak),
+        lambda peak: OwnMemory(arguments, schedule).compare(job, stages, masters, training, peak),
     )
 
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
     stopped = diverged = None
     update_check = UpdateCheck(job, arguments.on_nan == "skip")
-    nothing = nothing_left(arguments, job, training)
+    nothing_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         metrics.start_step()
         passes, share_of_loss.real_tokens = batches.take(training.batches)
@@ -174,28 +141,20 @@ def main():
         if update_check.allows(step, loss, norm):
             training.optimizer.step()
             update_copies(stages, masters)
-        metrics.end_step(
-            step, loss, training.optimizer.param_groups[0]["lr"], norm, share_of_loss.real_tokens
-        )
+        metrics.end_step(step, loss, training.optimizer, norm, share_of_loss.real_tokens)
         training.advance()
         log.add(step, loss)
         diverged = update_check.diverged
-        if diverged:
-            break
-        last = training.step == arguments.steps
-        if last or training.step % arguments.evaluate_every == 0:
-            evaluate(arguments, forward_only, metrics, training.step)
-        if checkpoints:
-            stopped = stop_request.agreed(job)
-            if stopped or last or training.step % arguments.save_every == 0:
-                diverged = checkpoints.save(training)
+        if not diverged:
+            if training.step == arguments.steps or training.step % arguments.evaluate_every == 0:
+                evaluate(arguments, forward_only, metrics, training.step)
+            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
         if stopped or diverged:
             break
     if not stopped and not diverged:
         show_sample(arguments, forward_only, training.step)
         save_for_hf(arguments, job, stages)
-    if log.has_loss and not nothing:
-        print(metrics.summary(), flush=True)
+    metrics.print_summary()
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
     judged = not (stopped or diverged or update_check.skipped)
@@ -209,21 +168,12 @@ def read_flags():
     add("--model", choices=list(MODELS), default="1m", help="sizes by name; flags override them")
     add("--vocabulary", help="256: bytes; more: byte pairs", **count)
     add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
-    add("--documents", action="store_true", help="a row is one document, between blank lines")
-    add(
-        "--packed", action="store_true", help="the same with several to a row, kept apart by a mask"
-    )
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
     add("--characters", default=10_000_000, help="of --dataset", **count)
-    add_schedule_flags(parser, default="1f1b")
+    add_training_flags(parser, warm_up_steps=10)
     add_replica_arguments(parser)
     add_sharding_flag(parser)
-    add_measured_cut(parser)
-    add_compile_flag(parser)
-    add_thread_flag(parser)
-    add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
     add("--accumulate", default=1, help="passes per update", **count)
-    add_update_flags(parser, warm_up_steps=10)
     add_not_finite_flag(parser)
     add("--evaluate-every", default=50, help="steps", **count)
     add("--evaluate-windows", default=256, help="most rows", **count)
@@ -246,9 +196,7 @@ def read_flags():
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
     schedule = choose_replicated_schedule(arguments)
     check_sharding(arguments)
-    check_compile(arguments, schedule)
-    check_threads(arguments)
-    complete_cut(arguments, schedule.num_stages)
+    check_training_flags(arguments, schedule)
     if not arguments.plan:
         further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
         further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}
@@ -271,9 +219,7 @@ def complete_sizes(arguments):
     for name, size in zip(names, MODELS[arguments.model]):
         if getattr(arguments, name) is None:
             setattr(arguments, name, size)
-    if arguments.dtype is None:
-        on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
-        arguments.dtype = "bfloat16" if on_gpu else "float32"
+    choose_dtype(arguments)
     if arguments.plan and ranks_from_environment()[1] > 1:
         reject("--plan is the work of one process; start it with python instead of torchrun")
     if arguments.batch_size % pieces_of_batch(arguments):
@@ -329,6 +275,13 @@ def read_corpus(arguments):
     return packed(corpus, arguments.seq_len) if arguments.packed else corpus
 
 
+def without_ranks(arguments, schedule):
+    """Do what one process does alone: --plan and --export."""
+    if arguments.plan:
+        return OwnMemory(arguments, schedule).print_plan()
+    return export_newest(arguments)
+
+
 def build_model_part(arguments, first, last, device="cpu"):
     """The module of layers `first` to `last` - 1: build your own model here.
 
@@ -342,31 +295,6 @@ def build_model_part(arguments, first, last, device="cpu"):
     if arguments.saved:
         return arguments.saved.build_part(first, last, dtype, device)
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
-
-
-def build_part_and_copy(arguments, job, first, last):
-    """Layers `first` to `last` - 1 as they are updated, and as they compute: the same, or a copy."""
-    master = build_model_part(arguments, first, last, job.device)
-    part = computing_copy(master, arguments.torch_dtype)
-    compile_layers(part, arguments.compile)
-    return master, part
-
-
-def build_stages(arguments, job, schedule, cut, loss_function, reduction):
-    """By index, the parts that are updated and the stages that compute with them or a copy."""
-    masters, stages = {}, {}
-    stage_class = stage_class_for(schedule)
-    for index in schedule.stages_of(job.rank):
-        master, part = build_part_and_copy(arguments, job, *cut[index])
-        masters[index] = reduction.wrap(master, index)
-        if part is not master:
-            reduction.follow(part, master)
-        stage = stage_class(part, index, schedule.num_stages, loss_function)
-        stages[index] = recomputing(stage, arguments.recompute)
-        hand_over_deferred(stages[index], master)
-        if arguments.packed:
-            keep_documents_apart(stages[index])
-    return masters, stages
 
 
 def build_training(arguments, masters, replicas):
@@ -383,9 +311,22 @@ def build_training(arguments, masters, replicas):
     return kind(parameters, rule, rate, a.configuration, a.seed)
 
 
-def update_copies(stages, masters):
+def build_worker(replicas, schedule, masters, stages):
+    """The worker, which sums the gradients of the parts that are updated over the replicas."""
+    reduction = AllReduce(replicas, schedule)
     for index, stage in stages.items():
-        refresh(stage.part, masters[index])
+        reduction.wrap(masters[index], index)
+        if stage.part is not masters[index]:
+            reduction.follow(stage.part, masters[index])
+    return DataParallelWorker(replicas.job, schedule, stages, reduction)
+
+
+def build_logs(arguments, job, schedule, first_step):
+    """The log of the losses and the one of --metrics, which the rank with the losses writes."""
+    a, has_loss = arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
+    model = a.config, a.torch_dtype
+    metrics = Metrics(job, a.metrics, *model, has_loss, first_step, a.peak_flops)
+    return LossLog(a, has_loss, first_step), metrics
 
 
 def build_batches(arguments, replicas, schedule):
@@ -416,18 +357,6 @@ def run_passes(passes, worker):
     return None if losses[0] is None else sum(losses)
 
 
-def build_metrics(arguments, job, log):
-    return Metrics(
-        job,
-        arguments.metrics,
-        arguments.config,
-        arguments.torch_dtype,
-        log.has_loss,
-        log.first_step,
-        arguments.peak_flops,
-    )
-
-
 def evaluate(arguments, forward_only, metrics, step):
     """Say how well the held-out text is predicted after `step` updates."""
     rows = arguments.replicas * arguments.microbatches * arguments.microbatch_size
@@ -437,64 +366,12 @@ def evaluate(arguments, forward_only, metrics, step):
     metrics.held_out(step, loss, arguments.text.bytes_per_token)
 
 
-def show_sample(arguments, forward_only, step):
-    """Let the model continue the first words of the held-out text."""
-    if arguments.sample:
-        prompt = arguments.text.held_out[: arguments.seq_len // 4].tolist()
-        tokens = forward_only.generate(
-            prompt, arguments.sample, arguments.text.num_tokens, arguments.seed
-        )
-        if forward_only.job.rank == 0:
-            begin, continuation = map(arguments.text.decode, (prompt, tokens[len(prompt) :]))
-            print(f"after {step} steps  {begin!r} -> {continuation!r}", flush=True)
-
-
-def print_plan(arguments, schedule, cut):
-    """Say what each rank would hold, and how long an update would take."""
-    memory = predicted_memory(arguments, schedule, cut)
-    weights = count_weights(arguments.config)[0]
-    print(f"{arguments.model}: {weights:,} weights, {schedule.name}")
-    print(memory_table({"predicted": memory}))
-    most = max(range(len(memory)), key=lambda rank: memory[rank].total)
-    print(f"the most on rank {most}: {memory[most].total / 2**30:.2f} GiB, and what torch needs")
-    own_plan.print_seconds(arguments, schedule)
-    return 0
-
-
-def predicted_memory(arguments, schedule, cut):
-    return predict_memory(
-        arguments.config,
-        schedule,
-        cut,
-        arguments.microbatch_size,
-        arguments.torch_dtype.itemsize,
-        arguments.optimizer,
-        arguments.recompute,
-        shards=arguments.replicas if arguments.sharding == "optimizer" else 1,
-    )
-
-
-def print_memory(arguments, job, schedule, cut, stages, masters, training, activations):
-    """Print what each rank held, beside the prediction; `activations` is this rank's peak, bytes."""
-    own = measure_memory(stages, masters, training.optimizer, activations)
-    rows = gather(job, vars(own))  # ranks exchange plain data, no objects: see unpickling.py
-    if job.rank == 0:
-        measured = [RankMemory(**row) for row in rows]
-        predicted = predicted_memory(arguments, schedule, cut)
-        print(memory_table({"measured": measured, "predicted": predicted}))
-
-
 def save_for_hf(arguments, job, stages):
     """Write the model as transformers reads it, where --to-hf asks for it."""
-    if not arguments.to_hf:
-        return
-    saved, dtype = arguments.saved, arguments.torch_dtype
-    settings = saved.settings if saved else settings_of_course(arguments.config)
-    config = config_in(saved.config, dtype) if saved else config_of(settings, dtype)
-    parts = [stage.part for stage in stages.values()]
-    beside = arguments.from_hf or arguments.text.tokenizer
-    ranks = job.num_ranks // arguments.replicas
-    save_model(job, "--to-hf", arguments.to_hf, config, parts, settings, beside, ranks)
+    if arguments.to_hf:
+        beside = arguments.from_hf or arguments.text.tokenizer
+        ranks = job.num_ranks // arguments.replicas
+        save_trained(arguments, job, stages, "--to-hf", arguments.to_hf, beside, ranks)
 
 
 def one_process(arguments, device):

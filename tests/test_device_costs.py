@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from extensions.checkpointing.checkpoint import Training
 from extensions.data_parallel import replicas as replicas_module
-from extensions.data_parallel.replicas import AllReduce, DataParallelWorker, Replicas, SumInBuckets
+from extensions.data_parallel.replicas import AllReduce, Replicas, SumInBuckets
 from extensions.data_parallel.sharded_optimizer import ShardedOptimizer, own_rows
 from extensions.optimization import compiling
 from extensions.optimization.compiling import compile_layers
@@ -30,12 +30,12 @@ from extensions.planning import measured_cut as measured
 from extensions.planning.cut_by_work import best_cut, head_in_layers, slowest
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.padding import ShareOfLoss
+from extensions.pretraining.trained_stages import build_stages
 from pipeline.data import Text, load_text
 from pipeline.job import Job
 from pipeline.model import ModelConfig, ModelPart, NormOf16Bits, RMSNorm, build_part, materialise
 from pipeline.one_process import build_optimizer
 from pipeline.schedules import build_schedule
-from pipeline.training import cut_layers
 
 SMALL = "--dim 16 --heads 2 --seq-len 16 --batch-size 16 --microbatches 4 --device cpu"
 CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=2, seq_len=8)
@@ -76,10 +76,9 @@ def step_on_a_stub(rank, flags):
     peers = tuple(range(rank % (4 // count), 4, 4 // count))
     job.groups = {peers: None}
     replicas = Replicas(job, None, count, rank // (4 // count), peers)
-    reduction, loss = AllReduce(replicas, schedule), ShareOfLoss()
-    cut = cut_layers(arguments, schedule.num_stages)
-    _, stages = pretrain_llama.build_stages(arguments, job, schedule, cut, loss, reduction)
-    worker = DataParallelWorker(job, schedule, stages, reduction)
+    loss = ShareOfLoss()
+    masters, stages = build_stages(arguments, job, schedule, pretrain_llama.build_model_part, loss)
+    worker = pretrain_llama.build_worker(replicas, schedule, masters, stages)
     batches = pretrain_llama.build_batches(arguments, replicas, schedule)
     passes, loss.real_tokens = batches.take(0)
     transport = {name: mock.Mock() for name in ("isend", "irecv", "all_reduce")}

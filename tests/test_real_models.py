@@ -51,7 +51,7 @@ def fine_tune(rank, flags, folder, script="finetune"):
     """
     workers, reads, saved = [], [], []
     module = importlib.import_module(script)
-    read, save = StoredTensor.read, module.save_model
+    read, save = StoredTensor.read, saved_output.save_model
     worker_class = "Worker" if script == "finetune" else "DataParallelWorker"
 
     class Remembered(getattr(module, worker_class)):
@@ -78,7 +78,7 @@ def fine_tune(rank, flags, folder, script="finetune"):
     with (
         mock.patch.object(sys, "argv", [f"{script}.py", *flags.split()]),
         mock.patch.object(module, worker_class, Remembered),
-        mock.patch.object(module, "save_model", scored_and_saved),
+        mock.patch.object(saved_output, "save_model", scored_and_saved),
         mock.patch.object(StoredTensor, "read", noted),
         open(Path(folder, f"printed {rank}"), "w") as printed,
         mock.patch.object(sys, "stdout", printed),

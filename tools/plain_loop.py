@@ -42,7 +42,7 @@ def main():
         metrics.start_step()
         loss = update(a, model, optimizer, computing, step, device)
         print(f"step {step}  loss {loss:.6f}", flush=True)  # the device has to have computed it
-        metrics.end_step(step, torch.tensor(loss), a.learning_rate, 0.0, a.batch_size * a.seq_len)
+        metrics.end_step(step, torch.tensor(loss), optimizer, 0.0, a.batch_size * a.seq_len)
     print(metrics.summary())
 
 

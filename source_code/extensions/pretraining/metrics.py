@@ -1,8 +1,8 @@
-"""The log of a long training: one JSON object a line, written as it goes, and what came of it.
+"""The log of a long training: one JSON object per line, written during the run, and a summary.
 
-A line is a step (loss, learning rate, norm of the gradient, tokens, seconds, tokens a second, MFU)
-or an evaluation (held-out loss, perplexity). It can be read while the training runs, and one that
-is continued goes on in the same file.
+A line is a step (loss, learning rate, norm of the gradient, tokens, seconds, tokens per second,
+MFU) or an evaluation (held-out loss, perplexity). The log can be read while the training runs. A
+continued training appends to the same file.
 """
 
 import math
@@ -14,17 +14,17 @@ from pipeline.files import json_line, say_not_written
 
 
 class Metrics:
-    """Follows one training on the ranks; the one with the losses writes.
+    """Logs one training; the rank that has the losses writes the file.
 
-    `file` may be None. `peak` is what all devices together could do in FLOP/s, or None to find out,
-    for which all ranks must make this object.
+    `file` may be None. `peak` is the peak of all devices together in FLOP/s; if it is None, it is
+    looked up or measured. All ranks must create this object.
     """
 
     def __init__(self, job, file, config, dtype, has_loss, continues, peak=None):
         self.file, self.has_loss = file if has_loss else None, has_loss
         self.flops_per_token = flops_per_token(config)
         self.peak, self.source = (peak, "--peak-flops") if peak else peak_flops(job, dtype)
-        self.rates = []  # tokens a second of each step
+        self.rates = []  # tokens per second of each step
         self.started = None
         if not continues:
             self.append("w", "")
@@ -32,15 +32,15 @@ class Metrics:
     def start_step(self):
         self.started = time.perf_counter()
 
-    def end_step(self, step, loss, learning_rate, norm, tokens):
-        """After the update; `loss` is None on ranks without it. `tokens` are those of all ranks."""
+    def end_step(self, step, loss, optimizer, norm, tokens):
+        """Log a step after its update; `loss` is None on ranks without it, `tokens` is a total."""
         seconds = time.perf_counter() - self.started
         self.rates.append(tokens / seconds)
         if self.has_loss:
             self.write(
                 step=step,
                 loss=loss.item(),
-                learning_rate=learning_rate,
+                learning_rate=optimizer.param_groups[0]["lr"],
                 gradient_norm=norm,
                 tokens=tokens,
                 seconds=round(seconds, 6),
@@ -49,7 +49,7 @@ class Metrics:
             )
 
     def held_out(self, steps, loss, bytes_per_token):
-        """Log and print an evaluation after so many steps; `loss` is None on ranks without it."""
+        """Log and print an evaluation after `step` steps; `loss` is None on ranks without it."""
         if not self.has_loss:
             return
         loss = loss.item()
@@ -65,7 +65,7 @@ class Metrics:
         self.append("a", json_line(row))
 
     def append(self, mode, text):
-        """Opened for each line, so that it is there whatever happens next."""
+        """Open the file, write one line and close it, so that a crash loses no earlier line."""
         if not self.file:
             return
         try:
@@ -76,11 +76,15 @@ class Metrics:
             self.file = None
 
     def utilisation(self, tokens_per_second):
-        """MFU, a share of one."""
+        """Return the model FLOPs utilisation (MFU), 1 at the peak."""
         return tokens_per_second * self.flops_per_token / self.peak
 
+    def print_summary(self):
+        if self.has_loss and self.rates:
+            print(self.summary(), flush=True)
+
     def summary(self):
-        """The median step, the first left out where there are others."""
+        """Return a line on the median step; the first is left out if there are others."""
         rate = statistics.median(self.rates[1:] or self.rates)
         return (
             f"{rate:,.0f} tokens/s  {rate * self.flops_per_token / 1e9:.2f} of "

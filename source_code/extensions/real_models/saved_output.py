@@ -1,7 +1,7 @@
-"""Writes a model that lies on many ranks as a folder of which every rank writes a file.
+"""Writes a model on many ranks as a folder in which every rank writes one file.
 
-No rank has the model, so each writes the layers that it has, and rank 0 the index of all files.
-config.json comes last: without it nothing is a model.
+No rank has the whole model, so each rank writes its own layers, and rank 0 the index of all files.
+config.json is written last: without it no reader takes the folder for a model.
 """
 
 import os
@@ -13,6 +13,7 @@ from extensions.real_models.saved_folder import (
     ONE_FILE,
     TOKENIZER_OF_MODEL,
     is_tied_copy,
+    settings_of_course,
 )
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
@@ -23,7 +24,7 @@ from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError, read_bytes
 from pipeline.paths import can_be_written
 
-# Files beside the weights, copied unchanged where the folder of the start has them.
+# Files beside the weights, copied unchanged from the folder of the starting weights.
 BESIDE = (
     "generation_config.json", TOKENIZER_OF_MODEL, "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -32,7 +33,7 @@ BESIDE = (
 
 
 def check_new_folder(flag, folder):
-    """Reject a folder that has something in it, or that could not be made."""
+    """Reject a folder that is not empty, or that cannot be created."""
     whole = os.path.abspath(folder)
     parent = os.path.dirname(whole)
     if not os.path.isdir(parent):
@@ -41,6 +42,19 @@ def check_new_folder(flag, folder):
         reject(f"{flag} {folder}: there is something already; name a new folder")
     if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, "model")):
         reject(f"{flag} {folder} cannot be written; name a folder of yours")
+
+
+def save_trained(arguments, job, stages, flag, folder, beside, writers=None):
+    """Write the model of `stages`, which began as a saved one or as the course's; all ranks call it.
+
+    `arguments` are those of a training, with `saved` and `config`. The others are those of
+    `save_model`.
+    """
+    saved, dtype = arguments.saved, arguments.torch_dtype
+    settings = saved.settings if saved else settings_of_course(arguments.config)
+    config = config_in(saved.config, dtype) if saved else config_of(settings, dtype)
+    parts = [stage.part for stage in stages.values()]
+    save_model(job, flag, folder, config, parts, settings, beside, writers)
 
 
 def save_model(job, flag, folder, config, parts, settings, beside=None, writers=None):
@@ -73,7 +87,7 @@ def save_model(job, flag, folder, config, parts, settings, beside=None, writers=
 
 
 def finish_folder(flag, folder, config, beside, written):
-    """Write what is not a tensor. Returns a sentence about what went wrong, or None."""
+    """Write the files without tensors. Returns a sentence about a failure, or None."""
     try:
         for file, *_ in written:
             if not (folder / file).is_file():
@@ -100,14 +114,14 @@ def finish_folder(flag, folder, config, beside, written):
 
 
 def config_in(config, dtype):
-    """`config`, the object of a config.json, for weights of `dtype`."""
+    """Return `config`, the object of a config.json, changed for weights of `dtype`."""
     name = str(dtype).removeprefix("torch.")
     older = {"torch_dtype": name} if "torch_dtype" in config else {}
     return {**config, **older, "dtype": name}
 
 
 def config_of(settings, dtype):
-    """The object of a config.json for SavedSettings of the course's own model."""
+    """Return the object of a config.json for SavedSettings of the course's own model."""
     name = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["LlamaForCausalLM"],

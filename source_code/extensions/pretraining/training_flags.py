@@ -1,0 +1,42 @@
+"""The flags that pretrain_llama.py and finetune.py share, and which values are rejected."""
+
+import torch
+
+from extensions.optimization.compiling import add_compile_flag, check_compile
+from extensions.optimization.threads import add_thread_flag, check_threads
+from extensions.optimization.update import add_update_flags
+from extensions.planning.measured_cut import add_measured_cut, complete_cut
+from extensions.recompute import MODES
+from pipeline.schedules.from_flags import add_schedule_flags
+
+
+def add_training_flags(parser, warm_up_steps):
+    """Add the flags of documents, schedule, cut, computation and update.
+
+    The parser is one made by `training_parser`.
+    """
+    add = parser.add_argument
+    add("--documents", action="store_true", help="a row is one document, between blank lines")
+    add(
+        "--packed", action="store_true", help="the same with several to a row, kept apart by a mask"
+    )
+    add_schedule_flags(parser, default="1f1b")
+    add_measured_cut(parser)
+    add_compile_flag(parser)
+    add_thread_flag(parser)
+    add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
+    add_update_flags(parser, warm_up_steps)
+
+
+def choose_dtype(arguments):
+    """Without --dtype choose bfloat16 on a GPU and float32 on a CPU."""
+    if arguments.dtype is None:
+        on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
+        arguments.dtype = "bfloat16" if on_gpu else "float32"
+
+
+def check_training_flags(arguments, schedule):
+    """Reject what cannot be compiled, computed or cut; without --cut choose one by counted work."""
+    check_compile(arguments, schedule)
+    check_threads(arguments)
+    complete_cut(arguments, schedule.num_stages)
