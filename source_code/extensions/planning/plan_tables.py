@@ -13,9 +13,9 @@ from pipeline.inputs import read_json
 from pipeline.schedules import SCHEDULES
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
-SHARDED_LONGER = 0.5  # than their forecast: torchtitan and MPT, of published.json
+SHARDED_LONGER = 0.5  # fraction beyond the forecast: torchtitan and MPT, published.json
 STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
-SAVED = ("llama", "qwen2")  # that --from-hf takes
+SAVED = ("llama", "qwen2")  # model types that --from-hf takes
 HEADING = (
     "    replicas x stages x tensor  schedule           size  recompute  sharding   "
     "seconds  tokens/s    MFU     GB   idle  limited by"
@@ -41,14 +41,14 @@ def table_lines(model, machine, found, first=1):
 
 
 def range_of(machine, found):
-    """(least, most) seconds of a Forecast: its own, and how far off those like it were at most."""
+    """(least, most) seconds of an update, by the largest errors of similar forecasts."""
     sharded = found.plan.sharding in ("hybrid", "full")
     most = max(machine.error, SHARDED_LONGER if sharded else 0.0)
     return found.update * (1 - machine.error), found.update * (1 + most)
 
 
 def error_line(machine, found):
-    """What is to be thought of the seconds in a table."""
+    """A sentence about the error of the seconds in a table."""
     line = (
         f"All seconds +-{machine.error:.0%}: what forecasts for this machine were off by at most."
     )
@@ -58,7 +58,7 @@ def error_line(machine, found):
 
 
 def reason_lines(model, machine, found):
-    """Where the time of a plan goes, what its ranks have to do, and what a change would bring."""
+    """Lines with the parts of a plan's time, its ranks' work, and the effect of each change."""
     plan = found.plan
     lines = [f"  {'seconds':>10}  of an update of {found.update:.4g}"]
     for what, seconds in parts_of(model, machine, found).items():
@@ -81,7 +81,7 @@ def reason_lines(model, machine, found):
 
 
 def memory_lines(model, machine, found):
-    """Bytes of each rank of a plan."""
+    """A heading, and a line for each rank of a plan with its bytes."""
     plan = found.plan
     held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
     needed = memory_per_rank(model, machine, plan)
@@ -103,7 +103,7 @@ def confirmed_line(confirmed):
 
 
 def performed_line(plan, performed, error):
-    """A row for what was Performed at full speed; `error` is the forecast's own interval."""
+    """A row for a Performed; `error` is the relative error that the forecast allows for."""
     shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
     schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
     inside = "inside" if abs(performed.error) <= error else "OUTSIDE"
@@ -115,7 +115,7 @@ def performed_line(plan, performed, error):
 
 
 def command_of(name, model, machine, plan):
-    """The command that starts a plan, or None where no script of the course does."""
+    """The command that starts a plan, or None if no script of the course can start it."""
     if course_flags(name, model) is None or plan.tensor > 1 or plan.sharding not in STARTED:
         return None
     if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute == "selective":
@@ -132,7 +132,7 @@ def command_of(name, model, machine, plan):
 
 @lru_cache(maxsize=100)
 def course_flags(name, model):
-    """The flags of pretrain_llama.py for a model; None for one that is built in another way."""
+    """The flags of pretrain_llama.py for a model; None if the script cannot build the model."""
     if name in OF_THE_COURSE:
         return ["--model", name]
     if name and Path(name).is_dir():
@@ -146,7 +146,7 @@ def course_flags(name, model):
 
 
 def flags_of(model, machine, plan, sizes=None):
-    """The flags with which pretrain_llama.py trains as a plan says."""
+    """The flags with which pretrain_llama.py trains according to a plan."""
     chunks = SCHEDULES[plan.schedule].chunks and not SCHEDULES[plan.schedule].fixed_chunks
     flags = {
         "--replicas": plan.replicas,
@@ -165,7 +165,7 @@ def flags_of(model, machine, plan, sizes=None):
 
 
 def published_lines():
-    """Published trainings: seconds per update, the forecast's error, and how it was used."""
+    """A row per published training: seconds per update, and the relative error of its forecast."""
     lines = [f"{'training':62}  seconds  forecast"]
     for run in published_runs():
         lines.append(f"{run.table + ', ' + run.name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}")
