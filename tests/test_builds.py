@@ -166,7 +166,7 @@ WRONG = {
         (
             [("    if stage.previous is not None:\n        activation =",
               "    if stage.previous:\n        activation =")],
-            "In line 4 of forward, `previous` counts as false for rank 0 as for None",
+            "Rank 0 counts as false, as None does, for `previous` in line 4 of forward",
         ),
         (
             [("range(len(inputs)):\n        backward", "range(1, len(inputs)):\n        backward")],
@@ -279,6 +279,15 @@ WRONG = {
 def test_a_typical_wrong_program_gets_its_own_sentence(name, edits, sentence, tmp_path, capsys):
     said = answer_to(tmp_path, capsys, name, *edits)
     assert said.startswith("Not yet: ") and sentence in said
+
+
+def test_a_message_of_a_batch_is_a_message_too(tmp_path, capsys):
+    edit = (
+        "sends.append(dist.isend(output.detach(), stage.following))",
+        "message = dist.P2POp(dist.isend, output.detach(), stage.following)\n"
+        "        sends.extend(dist.batch_isend_irecv([message]))",
+    )
+    assert answer_to(tmp_path, capsys, "gpipe_step", edit).startswith("Right: ")
 
 
 def test_a_loop_without_an_end_is_ended_and_named(tmp_path, capsys, monkeypatch):

@@ -320,6 +320,11 @@ def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):
     assert answer_to(tmp_path, capsys, "clipping_program", edit).startswith("Right: ")
 
 
+def test_a_number_of_numpy_is_a_number(tmp_path, capsys):
+    edit = "(both[0] / both[1]).item()", "(both[0] / both[1]).numpy()[()]"
+    assert answer_to(tmp_path, capsys, "comparison", edit).startswith("Right: ")
+
+
 def survives_other_moments(save, restore):
     return build_save.survives(save, restore, build_save.moments(1)) is None
 

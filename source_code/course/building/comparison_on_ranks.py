@@ -39,6 +39,7 @@ def main():
         given = change(found) if dist.get_rank() == wrong_rank else found
         say = difference(list(given), [one.clone() for one in right])
         say = say.item() if isinstance(say, torch.Tensor) and say.numel() == 1 else say
+        say = float(say) if isinstance(say, float) else say  # numpy's is one, too
         told.append(
             [case, say if type(say) in (int, float) else repr(say)[:60], *facts(given, right)]
         )

@@ -78,11 +78,13 @@ def watch_messages(teller):
         teller.tell("begins", message=name, shape=[*tensor.shape], dtype=str(tensor.dtype)[6:])
         return Watched(teller, work, name)
 
-    def isend(tensor, dst=None, group=None, tag=0):
-        return start("send", tensor, dst, tag, group=group)
+    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+        peer = dst if group_dst is None else group_dst  # what batch_isend_irecv names
+        return start("send", tensor, peer, tag, group=group)
 
-    def irecv(tensor, src=None, group=None, tag=0):
-        return start("receive", tensor, src, tag, group=group)
+    def irecv(tensor, src=None, group=None, tag=0, group_src=None):
+        peer = src if group_src is None else group_src
+        return start("receive", tensor, peer, tag, group=group)
 
     def join(*arguments, **more):
         teller.tell("waits", message=["join", -1, 0, 0])

@@ -35,18 +35,19 @@ class Words:
             or (f"the ranks came to no end: {self.observed.crash}" if self.observed.crash else None)
             or self._unwaited()
         )
-        return complaint and complaint + self._zero_as_none()
+        return complaint and complaint.rstrip(".") + self._zero_as_none()
 
     def _zero_as_none(self):
         """A condition such as `if stage.previous:`, as the end of a sentence."""
+        places = []
         for name, lines in self.sources.items():
             if found := zero_as_none("\n".join(lines)):
-                line, attribute = found
-                return (
-                    f". In line {line} of {name}, `{attribute}` counts as false for rank 0 as for "
-                    "None: compare it with `is not None`"
-                )
-        return ""
+                places.append(f"`{found[1]}` in line {found[0]} of {name}")
+        if not places:
+            return ""
+        return (
+            f". Rank 0 counts as false, as None does, for {' and '.join(places)}: use `is not None`"
+        )
 
     def _raised(self):
         for rank in self.ranks:
@@ -66,7 +67,10 @@ class Words:
                     'dist.init_process_group("gloo") comes before everything else'
                 )
             if kind == "KeyError" and said.isdigit():
-                said = f"{said}; has the forward of micro-batch {said} been run on this rank?"
+                said = (
+                    f"{said}; has the forward of micro-batch {said} been run on this rank, and has "
+                    "no other stage taken its entry?"
+                )
             where = rank.raised["where"]
             at = f" at {self.at(where)}" if where else ""
             return f"rank {rank.number} raised {kind}{at}: {said}"

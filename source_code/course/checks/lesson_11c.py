@@ -197,7 +197,7 @@ def choices(chosen):
                 return f"{name}, {where} is still open"
             found = ways_of(name, where)
             if pick not in list(found):
-                return f"{name}, {where}: there is no way called {pick!r}; use {', '.join(found)}"
+                return f"{name}, {where}: there is no way called {pick!r}; use {', '.join(map(repr, found))}"
             way = found[pick]
             if way.problem:
                 return f"{name}, {where}: {pick} cannot be done, {way.problem}"
