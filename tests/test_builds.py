@@ -163,6 +163,7 @@ WRONG = {
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
         ([(" / len(inputs)", " / len(inputs) ** 2")], "it is divided by 5 twice"),
+        ([("sum(shares) if", "torch.tensor(sum(shares)).item() if")], "been a float32 on its way?"),
         (
             [("    if stage.previous is not None:\n        activation =",
               "    if stage.previous:\n        activation =")],

@@ -259,6 +259,8 @@ class Words:
             said = "nothing" if result["kind"] == "NoneType" else f"a {result['kind']}"
             return f"the gradients are right, but rank {last} returns {said}; it has the loss"
         case = f"the gradients are right, but the loss that rank {last} returns"
+        if EXACT * 10 < abs(loss - wanted) < 1e-5:
+            return f"{case} is off by {abs(loss - wanted):.0e}: has it been a float32 on its way?"
         if not abs(loss - wanted) <= EXACT * 10:
             return f"{case} is {loss:.6f}, {short(loss / wanted)} times that of the batch, {wanted:.6f}"
         if result["kind"] == "graph":
