@@ -3,9 +3,9 @@
     python tools/benchmark.py
     python tools/benchmark.py --only "The flight log of any program"     # one table
 
-Each line is the median of 7 runs (3 with --quick), with the smallest and the largest; runs that
-are compared take turns, so that a disturbance meets both. The table is printed and written to
-build/benchmark.md, where all were measured. Close other programs first. No test looks at these times.
+Each line is the median of 7 runs (3 with --quick), with the smallest and the largest. Runs that are
+compared take turns, so that a disturbance affects all of them. The tables are printed and, if all
+were measured, written to build/benchmark.md. Close other programs first. No test uses these times.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ TORCHS = "torch_pipelining.py --schedule GPipe"
 # Small enough for the computing to hide in the pace, also with eight ranks on two cores.
 TINY = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 PACED = f"{TINY} --pace 10 20 --steps 9"
-# Large enough for messages and Python not to count: 6 million weights, 0.9 s a step on one core.
+# Large enough to make messages and Python negligible: 6 million weights, 0.9 s on one core.
 LARGE = (
     "--layers 8 --dim 256 --heads 8 --kv-heads 4 --seq-len 128 --batch-size 16 --dtype float32 "
     "--learning-rate 0.05 --steps 6"
@@ -60,7 +60,7 @@ RESULT = launch.ROOT / "build" / "benchmark.md"
 
 
 class Row(NamedTuple):
-    """One line of the table: what was measured, all its values, and what they should be."""
+    """One line of the table: what was measured, the wanted value, and all measured values."""
 
     what: str
     target: str
@@ -103,7 +103,7 @@ def describe_machine(repeats):
 
 
 def measure_start(repeats):
-    """Seconds until ranks are at work: warm, and cold beside the least that a script can do."""
+    """Seconds until ranks start to work: warm, and cold compared with a bare script."""
     warm, cold, bare, library = [], [], [], []
     for round in each_round("start", repeats):
         warm.append(timed_run(OURS, "", 4).first_loss)
@@ -123,7 +123,7 @@ def measure_start(repeats):
 
 
 def measure_paced_steps(repeats):
-    """Milliseconds of a step of which theory says how long it takes, and how idle it is."""
+    """Milliseconds and idle fractions of paced steps, compared with theory."""
     rows = []
     for num_ranks, num_microbatches, tolerance in ((4, 8, 0.05), (8, 16, 0.06)):
         flags = f"{PACED} --microbatches {num_microbatches} --batch-size {num_microbatches}"
@@ -153,9 +153,9 @@ def measure_paced_steps(repeats):
 
 
 def measure_every_schedule(repeats):
-    """The same list of actions, the same stages and ranks: our worker beside the library.
+    """Steps of our worker and of torch's, with the same actions, stages and ranks.
 
-    The list is the library's own, written to a file that our worker performs.
+    The actions are those of the library's schedule. They are written to a file for our worker.
     """
     rows = []
     for name in LIBRARY_SCHEDULES:
@@ -195,7 +195,7 @@ def measure_every_schedule(repeats):
 
 
 def measure_own_schedules(repeats):
-    """The handcrafted zero-bubble orders, for which the library has no class."""
+    """Steps of the handcrafted zero-bubble orders, for which the library has no class."""
     rows = []
     for name in ("zb-h1", "zb-h2"):
         flags = f"{TINY} --pace 20 40 --steps 5 --batch-size 8 --schedule {name}"
@@ -206,7 +206,7 @@ def measure_own_schedules(repeats):
 
 
 def measure_slow_hops(repeats):
-    """Two ranks on each of two nodes, and 30 ms between the nodes, of latency or on the link."""
+    """Steps of two ranks per node on two nodes, with 30 ms of latency or occupancy between them."""
     rows, flags = [], f"{PACED} --microbatches 8 --batch-size 8"
     for name, kind, pretended in (
         ("far", "transfer", "delay"),
@@ -229,9 +229,9 @@ def measure_slow_hops(repeats):
 
 
 def measure_replicas(repeats):
-    """2 x 4 ranks beside 1 x 4, each replica with as much to do as the one: twice the samples.
+    """2 x 4 ranks compared with 1 x 4, with the same work per replica: twice the samples.
 
-    A whole step is timed, from loss line to loss line, with the sum of the gradients in it.
+    A whole step is timed, from loss line to loss line, including the sum of the gradients.
     """
     one, two, ratios = [], [], []
     for round in each_round("replicas", repeats):
@@ -251,7 +251,7 @@ def measure_replicas(repeats):
 
 
 def measure_inference(repeats):
-    """Tokens per second of as many groups as ranks, beside those of one group of the same size."""
+    """Tokens per second with as many groups as ranks, compared with one group of the same size."""
     rows = []
     large = (
         "--layers 8 --dim 384 --heads 6 --kv-heads 6 --slots 32 --tokens-per-pass 32 --tokens 24"
@@ -274,8 +274,8 @@ def measure_inference(repeats):
 
 
 def measure_plans(how):
-    """How far off plan.py's forecasts are, plan by plan and in all: per cent."""
-    found = benchmark_plans.full_speed(3) if how == "full speed" else benchmark_plans.paced()
+    """Relative errors of plan.py's forecasts in per cent, for each plan and for all."""
+    found = benchmark_plans.full_speed() if how == "full speed" else benchmark_plans.paced()
     errors = [100 * abs(one.error) for one in found]
     return [
         *(Row(one.name, "-", [100 * one.error], "{:+.1f} %") for one in found),
@@ -288,14 +288,14 @@ def measure_plans(how):
 
 
 def measure_search():
-    """CPU seconds of a search among many plans on paper."""
+    """CPU seconds of a search among many plans that are not run."""
     compared, played, seconds = benchmark_plans.search_large()
     what = f"{compared:,} plans bounded, the best {played} forecast, one core"
     return [Row(what, "under 60 s", [seconds], "{:.1f} s")]
 
 
 def where_ours_is_worse(rows):
-    """A sentence that names every measurement in which our median is above torch's."""
+    """A sentence that lists every measurement in which our median is above torch's."""
     medians = {row.what: (statistics.median(row.values), row.form) for row in rows}
     worse = []
     for what, (ours, form) in medians.items():
@@ -322,9 +322,9 @@ def steady_interval():
 
 
 def measure_speed_up(repeats):
-    """Two ranks on two cores beside one process on one, with nothing paced.
+    """Two ranks on two cores compared with one process on one core, with no paced actions.
 
-    What is timed is a whole step, from loss line to loss line, with the update.
+    A whole step is timed, from loss line to loss line, including the update.
     """
     cut, whole = f"{LARGE} --microbatches 8", f"{LARGE} --microbatches 1"
     runs = {"cut": [], "whole": [], "ours": [], "torch's": []}
@@ -359,8 +359,8 @@ def measure_speed_up(repeats):
 
 
 def measure_plain_loop(repeats):
-    """What pretrain_llama.py adds to a plain loop that trains the same model: the processor's time."""
-    # Not above: it imports what the other figures do without.
+    """CPU time of pretrain_llama.py over that of a plain loop that trains the same model."""
+    # Not above: it imports modules that the other measurements do not need.
     from benchmark_pretraining import RUNS, microseconds_per_token
 
     times = {name: [] for name in RUNS}
@@ -383,7 +383,7 @@ def measure_plain_loop(repeats):
 
 
 def measure_prediction(repeats):
-    """Seconds that a process takes to predict a schedule of 262,144 actions, and one of half."""
+    """Seconds of a process that predicts a schedule of 262,144 actions, and one of half as many."""
     call = [sys.executable, launch.ROOT / "source_code" / "predict.py", "interleaved-1f1b"]
     seconds = {512: [], 256: []}
     for _ in each_round("prediction", repeats):
@@ -417,7 +417,7 @@ def measure_explorer(repeats):
 
 
 def measure_checks(repeats):
-    """Seconds until the check of a function of lesson 03 answers: a right one, and a deadlock."""
+    """Seconds until a check of lesson 03 returns: for a right function, and for a deadlock."""
 
     def both_wait(stage, inputs, targets):
         dist.recv(torch.empty(1), (dist.get_rank() + 1) % dist.get_world_size())
@@ -435,8 +435,8 @@ def measure_checks(repeats):
 
 
 def measure_recording(repeats):
-    """What recording adds to a paced step, update included; steps with and without take turns."""
-    # Not above: it adds to what the fork server imports, which the other figures do without.
+    """What recording adds to a paced step with update; steps with and without it take turns."""
+    # Not above: it makes the fork server import more than the other measurements need.
     from benchmark_recording import steps_in_turns
     from ranks import run_on_ranks
 
@@ -461,7 +461,7 @@ def measure_recording(repeats):
 
 
 def measure_program_log(repeats):
-    """What the flight log adds to a step of a program of two ranks that is not the course's."""
+    """What the flight log adds to a step of two ranks of a program that is not the course's."""
     from benchmark_recording import program_steps_in_turns
     from ranks import run_on_ranks
 
@@ -480,14 +480,14 @@ def measure_program_log(repeats):
 
 
 def each_round(name, repeats):
-    """The numbers of the rounds, with a word on standard error on how far it is."""
+    """Yield the numbers of the rounds, and print the progress to standard error."""
     for round in range(repeats):
         print(f"{name}: run {round + 1} of {repeats}", file=sys.stderr, flush=True)
         yield round
 
 
 def in_turns(round, *pairs):
-    """The pairs, in another order in every second round."""
+    """The pairs, in reverse order in every second round."""
     return pairs if round % 2 == 0 else pairs[::-1]
 
 
@@ -523,7 +523,7 @@ def timed_run(script, flags, ranks):
 
 
 class TimedLines:
-    """In the place of standard output: notes when each line was written, in seconds."""
+    """A replacement of standard output that records the time of each line, in seconds."""
 
     def __init__(self):
         self.start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""A forecast of one update on a large machine: what it takes, why, and how much memory it needs.
+"""Forecasts one update on a large machine: its seconds, where they go, and its memory.
 
-Each stage gets its own forward and backward time: matrix products at the machine's rate, everything
-else at the speed of its memory, sums within the layers where GPUs share them, head and loss on the
-last stage. The simulator then plays the schedule with the real time of each message. After that
-come the sums of gradients, as far as no backward hides them, and the optimizer.
+Each stage has its own forward and backward times: matrix products at the machine's rate, all other
+operations at its memory speed, sums within layers that GPUs share, and head and loss on the last
+stage. The simulator plays the schedule with these times and the time of each message. The part of
+the gradient sums that no backward hides, and the optimizer, are added at the end.
 
-Seconds and bytes. Sources of the counts are in transformer.py and traffic.py.
+Times are in seconds, sizes in bytes. transformer.py and traffic.py name the sources of the counts.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from pipeline.schedules import build_schedule
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 TENSORS_PER_LAYER = 9  # of a layer of the course's own model
-ROUNDS = 4  # of p micro-batches, after which a steady phase is one, if the stages are even
+ROUNDS = 4  # rounds of p micro-batches until the steady phase, if stages are even
 PLAYED = 2000  # actions
 
 
@@ -49,13 +49,13 @@ class Forecast:
     optimizer: float
 
     def days(self, model, tokens):
-        """To train on so many tokens."""
+        """Days to train on `tokens` tokens."""
         return tokens / (model.batch * model.length) * self.update / SECONDS_PER_DAY
 
     def rate(self, model, recomputed=False):
-        """Operations per second and GPU, from end to end: the number that papers publish.
+        """Operations per second and GPU from end to end: the rate that papers publish.
 
-        With `recomputed` a second forward counts as work, as in the tables of Megatron-LM 2021.
+        With `recomputed` the second forward counts as work, as in the tables of Megatron-LM 2021.
         """
         flops = model.flops_per_update if recomputed else model.model_flops
         return flops / self.plan.gpus / self.update
@@ -64,7 +64,7 @@ class Forecast:
         return model.batch * model.length / self.update
 
     def utilisation(self, model, machine):
-        """MFU: model operations over the data sheet's peak."""
+        """MFU: model operations per second over the peak of the data sheet."""
         return self.rate(model) / machine.peak
 
 
@@ -90,9 +90,9 @@ def forecast(model, machine, plan):
 def play(model, machine, plan):
     """(Timeline, seconds that it leaves out, the largest busy time of a rank in the whole update).
 
-    Where a schedule has a steady phase, in which every p micro-batches take as long as the p before
-    them, only as many rounds of it are played as have PLAYED actions, and the others take as long as
-    the last one did. With uneven stages the steady phase may begin late.
+    In a steady phase each round of p micro-batches takes as long as the round before. If a schedule
+    has such a phase, only rounds with about PLAYED actions are simulated, and each further round
+    counts as long as the last simulated one. With uneven stages the steady phase may begin late.
     """
     m, p = plan.microbatches(model), plan.ranks
     costs = stage_costs(model, machine, plan)
@@ -112,7 +112,7 @@ known_schedule = lru_cache(maxsize=64)(build_schedule)  # plans that are compare
 
 
 def stage_costs(model, machine, plan):
-    """Costs for the simulator: each stage with its own layers and its part of the ends."""
+    """The Costs of a plan for the simulator. The last stage includes the head and the loss."""
     if isinstance(model, ProfiledModel):
         return with_shards(model, machine, plan, *profiled_times(model, plan))
     if machine.measured:
@@ -129,7 +129,7 @@ def stage_costs(model, machine, plan):
 
 
 def with_shards(model, machine, plan, forwards, backwards, weights, recomputed):
-    """These times as Costs, with all messages; where weights are sharded, also their gathers."""
+    """These times and all messages as Costs; times include the gathers of sharded weights."""
     layers = plan.layers_of(model)
     if plan.sharding in ("hybrid", "full"):
         for stage, (gathering, scattering) in enumerate(shard_times(model, machine, plan)):
@@ -143,13 +143,13 @@ def with_shards(model, machine, plan, forwards, backwards, weights, recomputed):
 
 
 def profiled_times(model, plan):
-    """(forwards, backwards, their weights' parts, second forwards) of a ProfiledModel's stages."""
+    """(forwards, backwards, their parts for the weights, second forwards), a list by stage each."""
     forwards, backwards, again = stage_times(model, plan)
     return forwards, backwards, [one / 2 for one in backwards], again
 
 
 def all_hops(model, machine, plan):
-    """Latency and occupancy of every pair of ranks that exchange activations, as Costs take them."""
+    """Latency and occupancy of all pairs of ranks that exchange activations, as arguments of Costs."""
     messages = {}
     for stage in range(plan.stages - 1):
         for pair in both_ways(plan.rank_of(stage), plan.rank_of(stage + 1)):
@@ -173,8 +173,10 @@ def measured_costs(model, machine, plan):
             quantities |= embedding_quantities(model, b)
         if stage == plan.stages - 1:
             quantities |= head_quantities(model, b)
+        messages = machine.measured.message * message_ends(plan, stage)
         for kind, column in times.items():
-            column.append(machine.measured.seconds(kind, quantities))
+            seconds = machine.measured.seconds(kind, quantities)
+            column.append(seconds + (0.0 if kind == "W" else messages))
         again.append(machine.measured.seconds("F", inside) if plan.recompute == "full" else 0.0)
     whole, weights = times["B"], [one / 2 for one in times["B"]]
     if split:
@@ -184,20 +186,27 @@ def measured_costs(model, machine, plan):
     return Costs(times["F"], whole, weights, recompute=again, **hops)
 
 
+def message_ends(plan, stage):
+    """How many messages a forward of a stage receives and sends; a backward has as many."""
+    neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < plan.stages]
+    return sum(plan.rank_of(other) != plan.rank_of(stage) for other in neighbours)
+
+
 def both_ways(one, other):
     return [(one, other), (other, one)] if one != other else []
 
 
 def beside(work, messages, layers):
-    """Seconds of work whose messages run beside it, but for those of one layer."""
+    """Seconds of overlapping work and messages: all messages overlap except those of one layer."""
     return max(work, messages) + min(work, messages) / max(layers, 1)
 
 
 def layer_times(model, machine, plan):
-    """(forward, backward for the input, backward for the weights, forward run again) of a layer.
+    """(forward, backward for the input, backward for the weights, recomputed forward) of a layer.
 
-    For one micro-batch. A backward has two products for each one of the forward, and attention in
-    one kernel works its scores out again (FlashAttention). Two sums over the tensor group each way.
+    Seconds of one micro-batch. A backward has two products for each product of the forward, and
+    fused attention recomputes its scores (FlashAttention). The forward and the backward have two
+    sums over the tensor group each.
     """
     if machine.measured:
         return measured_layer_times(model, machine.measured, plan)
@@ -206,7 +215,7 @@ def layer_times(model, machine, plan):
 
 
 def measured_layer_times(model, measured, plan):
-    """The same for a layer on a machine that was measured."""
+    """The four times of `layer_times` on a machine that was measured."""
     quantities = layer_quantities(model, plan.microbatch)
     forward, whole, first, weight = (measured.seconds(kind, quantities) for kind in "FBIW")
     again = forward if plan.recompute == "full" else 0.0
@@ -230,7 +239,7 @@ def _layer_times(model, machine, b, t, recompute, fused, parallel):
 
 
 def head_times(model, machine, plan):
-    """(forward, backward, the weights' part of it) of head and loss, for one micro-batch."""
+    """(forward, backward, its part for the weights) of head and loss: seconds of one micro-batch."""
     if machine.measured:
         quantities = head_quantities(model, plan.microbatch)
         forward, whole, weight = (machine.measured.seconds(kind, quantities) for kind in "FBW")
@@ -241,7 +250,7 @@ def head_times(model, machine, plan):
 
 
 def hop_costs(model, machine, plan, source, destination, stage):
-    """(latency, occupancy) of an activation behind a stage, or its gradient, between two ranks."""
+    """(latency, occupancy) in seconds of a message after `stage`: an activation or its gradient."""
     size = machine.bytes_per_value * plan.microbatch * model.length * model.hidden
     if isinstance(model, ProfiledModel):
         size = activation_bytes(model, plan, stage)
@@ -250,7 +259,7 @@ def hop_costs(model, machine, plan, source, destination, stage):
 
 
 def shard_times(model, machine, plan):
-    """For each stage: seconds to gather its weights, and to scatter its gradients, layer by layer."""
+    """For each stage: seconds to gather its weights and seconds to scatter its gradients, by layer."""
     group = shard_group(machine, plan)
     inside = min(plan.replicas_in_node(machine), group)
     times = []
@@ -263,12 +272,13 @@ def shard_times(model, machine, plan):
 
 
 def exposed_reduction(model, machine, plan, rank, last_backward):
-    """Seconds of a rank's sums of gradients that its last backward does not hide.
+    """Seconds of the sums of a rank's gradients that its last backward does not hide.
 
-    Gradients are ready layer by layer, so all but the sum of the last layer can run beside it.
+    Gradients are ready layer by layer, so all sums except that of the last layer can overlap with
+    it.
     """
     sums = reduction_time(model, machine, plan, plan.stages_of(rank))
-    overlap = plan.overlap and not machine.measured  # there a stage's gradients are one message
+    overlap = plan.overlap and not machine.measured  # measured: one message per stage
     hidden = last_backward * (1 - 1 / model.layers) if overlap else 0.0
     return max(sums - hidden, 0.0) + regathering_time(model, machine, plan, plan.stages_of(rank))
 
@@ -288,11 +298,11 @@ def reduction_time(model, machine, plan, stages):
 
 
 def regathering_time(model, machine, plan, stages):
-    """Seconds in which replicas that share an optimizer exchange the weights after their update."""
+    """Seconds of gathering the updated weights, if the replicas share an optimizer."""
     if plan.sharding != "optimizer" or plan.replicas == 1:
         return 0.0
     weights = weights_of(model, plan, stages)
-    if machine.measured:  # an all-gather is half of a sum
+    if machine.measured:  # an all-gather takes half of an all-reduce
         return (machine.measured.sum + machine.measured.sum_byte * 4 * weights) / 2
     inside = plan.replicas_in_node(machine)
     return gather_time(machine, BYTES_PER_VALUE * weights, plan.replicas, inside)

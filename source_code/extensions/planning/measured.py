@@ -1,11 +1,11 @@
-"""What a machine takes for the actions of a stage, fitted to measurements on that machine.
+"""Seconds of a stage's actions on a machine, fitted to measurements on that machine.
 
     seconds = a per action + b per layer + c per operation + d per byte
 
-with one set of the four for each kind of action, and a set like it for what the first and the last
-stage have besides: the embedding, and the head with its loss. A rate alone would not do: a small
-layer takes most of its time to start its operations, a large one to carry them out. The sums over
-replicas and the update have a constant and a term per byte or per weight.
+Each kind of action has its own four coefficients. The embedding, and the head with its loss, have
+coefficients of their own. A rate alone is not enough: a small layer spends most of its time on
+starting operations, a large one on computing them. The sums over replicas and the update have a
+constant and a coefficient per byte or per weight.
 """
 
 from dataclasses import dataclass
@@ -25,34 +25,37 @@ TERMS = (
     "head_operation",
     "head_byte",
 )
-REST = ("update", "update_tensor", "update_weight", "sum", "sum_byte", "step")
+REST = ("update", "update_tensor", "update_weight", "sum", "sum_byte", "step", "message")
 LARGEST = 1e6  # seconds
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds by term for each of KINDS, in the order of TERMS, and for what is no action.
+    """Coefficients in seconds. `actions` has for each of KINDS a tuple in the order of TERMS.
 
-    `update`, `update_tensor` and `update_weight` are those of clipping and AdamW; `sum` and
-    `sum_byte` those of a sum over two replicas; `step` is what every step takes besides.
+    `update`, `update_tensor` and `update_weight` are those of clipping and AdamW. `sum` and
+    `sum_byte` are those of a sum over two replicas. `step` is the remaining time of every step, and
+    `message` the time that each message takes from the computation of its sender and of its
+    receiver.
     """
 
     actions: tuple
-    update: float
-    update_tensor: float
-    update_weight: float
-    sum: float
-    sum_byte: float
-    step: float
+    update: float = 0.0
+    update_tensor: float = 0.0
+    update_weight: float = 0.0
+    sum: float = 0.0
+    sum_byte: float = 0.0
+    step: float = 0.0
+    message: float = 0.0
 
     def seconds(self, kind, quantities):
-        """Of one action with these quantities, a dictionary by term."""
+        """Seconds of one action of `kind`; `quantities` maps terms to amounts."""
         terms = dict(zip(TERMS, self.actions[KINDS.index(kind)]))
         return sum(terms[term] * amount for term, amount in quantities.items())
 
 
 def layer_quantities(model, sequences, layers=1):
-    """How much of each term so many layers of a stage are, for one micro-batch."""
+    """{term: amount} of `layers` layers, for one micro-batch of `sequences` sequences."""
     return {
         "layer": layers,
         "layer_operation": layers * model.layer_flops(sequences),
@@ -61,7 +64,7 @@ def layer_quantities(model, sequences, layers=1):
 
 
 def head_quantities(model, sequences):
-    """The same for the last norm, the head and the loss."""
+    """{term: amount} of the last norm, the head and the loss."""
     return {
         "head": 1,
         "head_operation": model.head_flops(sequences),
@@ -70,7 +73,7 @@ def head_quantities(model, sequences):
 
 
 def embedding_quantities(model, sequences):
-    """The same for the embedding: rows that are looked up, and a gradient as large as the table."""
+    """{term: amount} of the embedding: rows looked up, and a gradient as large as the table."""
     numbers = (sequences * model.length + model.vocabulary) * model.hidden
     return {"embedding": 1, "embedding_byte": 4 * numbers}
 
@@ -98,6 +101,6 @@ def _seconds(row, term, where):
 
 
 def as_text(measured):
-    """The same as an object for JSON."""
+    """A Measured as an object for JSON, in the form that `measured_from` reads."""
     rows = {kind: dict(zip(TERMS, row)) for kind, row in zip(KINDS, measured.actions)}
     return {"actions": rows, **{term: getattr(measured, term) for term in REST}}

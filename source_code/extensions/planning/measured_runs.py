@@ -1,8 +1,8 @@
-"""Plans on the machine that one sits at: it is measured, and a plan is performed at full speed.
+"""Measures this machine, and runs plans on it at full speed.
 
-What is fitted and what is forecast are never the same run. The stages, links and updates are
-measured by a program of their own (measuring.py). One short training adds what a step takes besides,
-and no plan that is confirmed has its sizes.
+No run is both fitted and forecast. A separate program, measuring.py, measures stages, links and
+updates. Three short trainings measure the remaining time of a step and of a message, with sizes
+that no confirmed plan has.
 """
 
 import os
@@ -26,14 +26,16 @@ from extensions.planning.plan_tables import flags_of
 from extensions.planning.training_plan import Plan
 from pipeline.inputs import parse_json, read_json, read_text
 
-STEPS = 9  # of a performed training, of which the first two do not count
-BESIDES = 64  # width of the model whose training says what a step takes besides
+STEPS = 9  # steps of a training; the first two are not counted
+STEPS_BESIDES = 30  # the same of the short trainings
+BESIDES = 64  # width of the model that measures the remaining time of a step and a message
 LIMIT = 300.0  # seconds of a run
+MANY = "interleaved-1f1b"  # sends many messages
 COUNTED = re.compile(r"^rank \d+ +measured .* ([\d.]+)$", re.MULTILINE)
 
 
 class Performed(NamedTuple):
-    """Seconds of a step and bytes of each rank: forecast, and as they were."""
+    """Seconds of a step and bytes of each rank, forecast and measured."""
 
     forecast: float
     seconds: float
@@ -69,21 +71,40 @@ def measure_machine(ranks, length):
         "between": text["inside"],
         "error": max(0.05, text["error_left_out"]["nine_tenths"]),
     }
-    text["measured"]["step"] = besides(machine_from(text, ranks, "this machine"), length)
+    step, message = besides(machine_from(text, ranks, "this machine"), length)
+    text["measured"] |= {"step": step, "message": message}
     return text
 
 
 def besides(machine, length):
-    """Seconds of a step that no term of the fit has: batches, the loss, the log of the training."""
-    model = replace(of_the_course(2 * machine.gpus, BESIDES, 2, 1, 256), length=length, batch=8)
-    plan = Plan(ranks=machine.gpus, microbatch=2)
-    return max(
-        0.0, perform_here(model, machine, plan).seconds - forecast(model, machine, plan).update
-    )
+    """(seconds of a step, seconds of each end of a message) that no term of the fit has.
+
+    A step also makes batches and writes its log: the first training, of replicas, sends no message.
+    A message keeps threads of both ranks busy while these compute: the second training has few
+    messages, and the third has many.
+    """
+    model = replace(of_the_course(2 * machine.gpus, BESIDES, 2, 1, 256), length=length, batch=32)
+    step, _ = excess(model, machine, Plan(replicas=machine.gpus, microbatch=4))
+    if machine.gpus == 1:
+        return max(step, 0.0), 0.0
+    pipeline = Plan(ranks=machine.gpus, microbatch=2)
+    few, ends = excess(model, machine, pipeline)
+    many, more_ends = excess(model, machine, replace(pipeline, schedule=MANY, chunks=2))
+    return max(step, 0.0), max((many - few) / (more_ends - ends), 0.0)
+
+
+def excess(model, machine, plan):
+    """(seconds of a step beyond its forecast, ends of messages on its longest path)."""
+    small = 1e-6
+    measured = replace(machine.measured, message=small)
+    expected = forecast(model, machine, plan).update
+    longer = forecast(model, replace(machine, measured=measured), plan).update
+    seconds = perform_here(model, machine, plan, STEPS_BESIDES).seconds
+    return seconds - expected, (longer - expected) / small
 
 
 def perform_here(model, machine, plan, steps=STEPS):
-    """Train a few steps with pretrain_llama.py as the plan says, and return what was Performed."""
+    """Train `steps` steps of a plan with pretrain_llama.py; return a Performed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "metrics.jsonl"
         flags = [*flags_of(model, machine, plan), "--steps", str(steps), "--metrics", str(file)]
@@ -97,10 +118,13 @@ def perform_here(model, machine, plan, steps=STEPS):
 
 
 def launch(words, ranks):
-    """What a program prints that torchrun starts on so many ranks of this machine."""
+    """Start a program on `ranks` ranks of this machine with torchrun; return its output.
+
+    Raises subprocess.SubprocessError if the run fails or takes too long.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # what torchrun sets anyway, and says
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun does, with a warning
     done = subprocess.run(
         command, cwd=SOURCE, env=environment, timeout=LIMIT, capture_output=True, text=True
     )

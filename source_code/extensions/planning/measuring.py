@@ -1,12 +1,13 @@
-"""Measures a machine as a training uses it: every rank runs stages at the same time.
+"""Measures a machine under the load of a training: all ranks run stages at the same time.
 
     cd source_code
     torchrun --standalone --nproc-per-node 2 -m extensions.planning.measuring 128 OUT.json
 
 128 is the length of the sequences. Stages of several widths, depths and micro-batches run forward
-and backward, whole and in halves; two ranks exchange messages; all update and sum their gradients.
-What OUT.json holds is fitted to that by least squares: see measured.py. plan.py --this-machine calls
-it. How far the fit is off is found by leaving out each size in turn and forecasting it.
+and backward, whole and in halves. Two ranks exchange messages. All ranks sum their gradients and
+update. OUT.json has coefficients that are fitted to these times by least squares: see measured.py.
+plan.py --this-machine calls this program. The error of the fit is found by leaving out each size in
+turn and forecasting it.
 """
 
 import json
@@ -45,11 +46,13 @@ ROWS = (1, 4, 16)
 LARGEST = 6e8  # operations of a layer's forward, on a CPU; a GPU gets a thousand times as many
 VOCABULARY = 256
 REPEATS = 5
+HELD = 3  # micro-batches in flight
+ROUNDS = 5
 MESSAGES = (2**10, 2**17, 2**21)  # numbers
 
 
 def main():
-    """Measure, fit, and write what was found on rank 0."""
+    """Measure on all ranks; rank 0 fits the coefficients and writes them."""
     if len(sys.argv) != 3 or not sys.argv[1].isdecimal() or int(sys.argv[1]) < 2:
         reject("give the length of the sequences, from 2, and the file to write")
     job = join_job()
@@ -63,7 +66,7 @@ def main():
 
 
 def sizes(length, device):
-    """(width, rows) of the stages that are run."""
+    """(width, rows) of the stages that are measured."""
     widths, most = (WIDTHS, LARGEST) if device.type == "cpu" else ((512, 1024, 2048), 1e3 * LARGEST)
     for width in widths:
         for rows in ROWS:
@@ -78,58 +81,68 @@ def of_the_course_at(width, length):
 
 
 def measure_stages(job, length):
-    """Rows (width, rows, kind, quantities, seconds) of this rank."""
-    found = []
+    """Rows (width, rows, kind, quantities, seconds) of this rank: lower quartiles over all rounds.
+
+    Each round measures every size once. A disturbance makes a machine slower for a while, and never
+    faster; so the quartile is the time of the undisturbed machine.
+    """
+    times, amounts = defaultdict(list), {}
     dtype = torch.float32 if job.device.type == "cpu" else torch.bfloat16
-    for width, rows in sizes(length, job.device):
-        model = of_the_course_at(width, length)
-        heads = model.head_count
-        config = ModelConfig(8, width, heads, model.kv_heads, length, VOCABULARY)
-        for first, last in ((3, 4), (2, 5), (7, 8), (0, 1)):
-            quantities = {"action": 1, **layer_quantities(model, rows, last - first)}
-            if last == 8:
-                quantities |= head_quantities(model, rows)
-            if first == 0:
-                quantities |= embedding_quantities(model, rows)
-            for kind, seconds in time_stage(job, config, first, last, rows, dtype).items():
-                found.append((width, rows, kind, quantities, seconds))
-    return found
+    for _ in range(ROUNDS):
+        for width, rows in sizes(length, job.device):
+            model = of_the_course_at(width, length)
+            heads = model.head_count
+            config = ModelConfig(8, width, heads, model.kv_heads, length, VOCABULARY)
+            for first, last in ((3, 4), (2, 5), (7, 8), (0, 1)):
+                quantities = {"action": 1, **layer_quantities(model, rows, last - first)}
+                if last == 8:
+                    quantities |= head_quantities(model, rows)
+                if first == 0:
+                    quantities |= embedding_quantities(model, rows)
+                amounts[first, width, rows] = quantities
+                for kind, seconds in time_stage(job, config, first, last, rows, dtype).items():
+                    times[first, width, rows, kind] += seconds
+    return [
+        (width, rows, kind, amounts[first, width, rows], statistics.quantiles(seconds, n=4)[0])
+        for (first, width, rows, kind), seconds in times.items()
+    ]
 
 
 def time_stage(job, config, first, last, rows, dtype):
-    """{kind: median seconds} of the actions of a stage with layers `first` to `last` - 1."""
+    """{kind: [seconds, ...]} of the actions of a stage with layers `first` to `last` - 1.
+
+    HELD micro-batches are in flight, as in a training. With one, its activations would always lie
+    in memory that has just been used.
+    """
     times = defaultdict(list)
     index = 0 if first == 0 else 2 if last == config.layers else 1
-    for stage_class, kinds in ((Stage, ("F", "B")), (SplitStage, ("F", "I", "W"))):
+    for stage_class, halves in ((Stage, "B"), (SplitStage, "IW")):
         part = build_part(config, first, last, 0, dtype, job.device)
         stage = stage_class(
             part, index, 3, lambda scores, targets: token_loss(scores.float(), targets)
         )
         tokens = torch.randint(VOCABULARY, (rows, config.seq_len), device=job.device)
-        for repeat in range(1 + REPEATS):
-            inputs = tokens
-            shape = rows, config.seq_len, config.dim
-            if first:
-                inputs = torch.randn(shape, dtype=dtype, device=job.device)
-            gradient = None
-            if index < 2:
-                gradient = torch.randn(shape, dtype=dtype, device=job.device)
-            calls = {
-                "F": (stage.forward, 0, inputs, tokens),
-                "B": (stage.backward, 0, gradient),
-                "I": (getattr(stage, "backward_input", None), 0, gradient),
-                "W": (getattr(stage, "backward_weight", None), 0),
-            }
+        sizes = {"size": (rows, config.seq_len, config.dim), "dtype": dtype, "device": job.device}
+        for repeat in range(2):  # the first one warms up
+            inputs = [torch.randn(**sizes) if first else tokens for _ in range(HELD)]
+            gradients = [torch.randn(**sizes) if index < 2 else None for _ in range(HELD)]
+            calls = [("F", stage.forward, k, inputs[k], tokens) for k in range(HELD)]
+            for k in range(HELD):
+                if halves == "B":
+                    calls.append(("B", stage.backward, k, gradients[k]))
+                else:
+                    calls.append(("I", stage.backward_input, k, gradients[k]))
+                    calls.append(("W", stage.backward_weight, k))
             together(job)
-            for kind in kinds:
-                seconds = time_of(job, *calls[kind])
-                if repeat and (stage_class is Stage or kind != "F"):
+            for kind, *call in calls:
+                seconds = time_of(job, *call)
+                if repeat and (halves == "B" or kind != "F"):
                     times[kind].append(seconds)
-    return {kind: statistics.median(values) for kind, values in times.items()}
+    return times
 
 
 def together(job):
-    """Let all ranks begin at the same time, as in a training they all compute."""
+    """Wait for all ranks, so that all of them compute at the same time, as in a training."""
     if job.num_ranks > 1:
         with job.waiting_for_all("the start of a measurement"):
             dist.barrier()
@@ -167,7 +180,7 @@ def measure_updates(job):
 
 
 def measure_links(job):
-    """((seconds, per byte) of a message between two ranks, the same of a sum over all)."""
+    """((seconds, seconds per byte) of a message between two ranks, the same of a sum over all)."""
     everyone = tuple(range(job.num_ranks))
     open_groups(job, [everyone])
     messages, sums = [], []
@@ -193,7 +206,7 @@ def sum_up(job, tensor, ranks):
 
 
 def there_and_back(job, tensor):
-    """A tensor goes from rank 0 to rank 1 and back."""
+    """Send a tensor from rank 0 to rank 1 and back."""
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if job.rank == 0:
         job.send(tensor, 1, Message("measured", 0, 0))
@@ -205,13 +218,13 @@ def there_and_back(job, tensor):
 
 
 def line_through(points):
-    """(at nothing, slope) with the least relative errors; neither is below 0."""
+    """(intercept, slope) with the least squared relative errors; neither is below 0."""
     a, b = least_squares([[1.0, size] for size, _ in points], [time for _, time in points])
     return a, b
 
 
 def least_squares(rows, times):
-    """Coefficients, none below 0, with which the relative errors of `times` are least."""
+    """Coefficients with the least squared relative errors of `times`; negative ones become 0."""
     inputs, wanted = torch.tensor(rows, dtype=torch.float64), torch.tensor(times)
     inputs = inputs / wanted.double()[:, None]
     used = [column for column in range(inputs.shape[1]) if inputs[:, column].any()]
@@ -229,7 +242,7 @@ def least_squares(rows, times):
 
 
 def fit_actions(rows):
-    """For each kind a coefficient per term, from rows as `measure_stages` gives them."""
+    """For each of KINDS one coefficient per term, from the rows of `measure_stages`."""
     actions = []
     for kind in KINDS:
         own = [(quantities, seconds) for _, _, k, quantities, seconds in rows if k == kind]
@@ -239,24 +252,28 @@ def fit_actions(rows):
 
 
 def left_out_errors(rows):
-    """How far a fit is off on each size that it has not seen: absolute relative errors."""
+    """Absolute relative errors of a fit, each on a size that it has not seen.
+
+    An error is that of the total time of all stages of a size, because a step adds up such times:
+    once with whole backwards, and once with backwards in halves.
+    """
     errors = []
     for size in sorted({row[:2] for row in rows}):
-        actions = fit_actions([row for row in rows if row[:2] != size])
-        fitted_without = Measured(actions, 0, 0, 0, 0, 0, 0)
-        for width, count, kind, quantities, seconds in rows:
-            if (width, count) == size:
-                errors.append(abs(fitted_without.seconds(kind, quantities) / seconds - 1))
+        fitted_without = Measured(fit_actions([row for row in rows if row[:2] != size]))
+        for kinds in ("FB", "FIW"):
+            own = [row[2:] for row in rows if row[:2] == size and row[2] in kinds]
+            expected = sum(fitted_without.seconds(kind, amounts) for kind, amounts, _ in own)
+            errors.append(abs(expected / sum(seconds for _, _, seconds in own) - 1))
     return errors
 
 
 def fitted(everyone, link, sums):
-    """What a machine's JSON holds of the measurements of all ranks."""
+    """The fields of a machine's JSON that follow from the measurements of all ranks."""
     rows = [row for of_rank, _ in everyone for row in of_rank]
     updates = [row for _, of_rank in everyone for row in of_rank]
     table = [[1.0, tensors, numbers] for tensors, numbers, _ in updates]
     update = least_squares(table, [seconds for _, _, seconds in updates])
-    measured = Measured(fit_actions(rows), *update, *sums, 0.0)
+    measured = Measured(fit_actions(rows), *update, *sums)
     largest = max((row for row in rows if row[2] == "F"), key=lambda row: row[3]["layer_operation"])
     errors = sorted(left_out_errors(rows))
     return {
@@ -275,7 +292,7 @@ def fitted(everyone, link, sums):
 
 
 def device_of(job):
-    """Bytes of a value in a training there, and the memory of a GPU in gigabytes if it is one."""
+    """More of these fields: bytes per value in a training and, for a GPU, its memory in gigabytes."""
     if job.device.type == "cpu":
         return {"bytes_per_value": 4}
     memory = torch.cuda.get_device_properties(job.device).total_memory
