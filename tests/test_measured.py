@@ -180,7 +180,7 @@ def test_this_machine_is_measured_by_two_ranks_at_once_and_a_plan_is_performed(m
     except subprocess.SubprocessError as error:
         pytest.fail(str(error))
     machine = machine_from(json.loads(json.dumps(text)), 2, "this machine")
-    assert machine.gpus_per_node == 2 and machine.error >= 0.05
+    assert machine.gpus_per_node == 2 and machine.error >= 0.1
     assert 0 < text["error_left_out"]["median"] <= text["error_left_out"]["nine_tenths"]
     model = replace(of_the_course(4, 80, 2, 1, 256), length=16, batch=8)
     plan = Plan("1f1b", 2, microbatch=2, cut=(3, 1))
