@@ -49,7 +49,7 @@ TORCHS = "torch_pipelining.py --schedule GPipe"
 # Small enough for the computing to hide in the pace, also with eight ranks on two cores.
 TINY = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 PACED = f"{TINY} --pace 10 20 --steps 9"
-# Large enough to make messages and Python negligible: 6 million weights, 0.9 s on one core.
+# Large enough to make messages and Python negligible: 6 million weights, 0.9 s per step on a core.
 LARGE = (
     "--layers 8 --dim 256 --heads 8 --kv-heads 4 --seq-len 128 --batch-size 16 --dtype float32 "
     "--learning-rate 0.05 --steps 6"

@@ -13,7 +13,7 @@ SWEEPS = 8  # sweeps until each box is near its neighbours
 
 
 def as_picture(mermaid):
-    """The drawing as SVG, boxes without arrows at the bottom; below it the same in words."""
+    """The drawing as SVG, boxes that lead to no other at the bottom; below it the same in words."""
     labels, arrows = read(mermaid)
     rows = rows_of(labels, arrows)
     places, height = places_of(rows, labels)

@@ -64,7 +64,10 @@ def is_left_out(file):
 
 
 def without_answers(notebook, file):
-    """Remove outputs that give an answer away. Returns the number of cells that lost outputs."""
+    """Remove outputs that give an answer away, and links to removed files.
+
+    Returns the number of cells that lost their outputs.
+    """
     hidden, asked = 0, False
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

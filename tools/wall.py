@@ -44,7 +44,10 @@ class Place(NamedTuple):
 
 
 class Count(NamedTuple):
-    """The results of a room in one exercise: people by their best result, and their attempts."""
+    """The results of a room in one exercise: the number of people by their best result.
+
+    `stuck` of them are stuck there now. `attempts` is the mean per person with an attempt.
+    """
 
     exercise: str
     reached: int

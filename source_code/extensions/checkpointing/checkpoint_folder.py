@@ -113,7 +113,8 @@ def current_run(folder):
 def find_checkpoint(folder, step=None):
     """Return the newest Checkpoint of the current run, or that of `step`; None if none exists.
 
-    Raises CheckpointError when names and sizes show that it is damaged.
+    Raises CheckpointError if the run has no checkpoint of `step`, or if names and sizes show that
+    the checkpoint is damaged.
     """
     run = current_run(folder)
     if run is None:
@@ -233,7 +234,7 @@ def first_difference(saved, where, configuration):
 
 
 def run_to_write(folder, continued, is_newest):
-    """Return the run of the next checkpoints: that of `continued` if it is newest, else a new."""
+    """Return the run of the next checkpoints: that of `continued` if newest, else a new run."""
     if continued is not None and is_newest:
         return continued.run
     runs = runs_of(folder)

@@ -4,8 +4,8 @@
 def save_when_due(arguments, job, training, checkpoints, stop_request):
     """Save after an update if it is time. All ranks call it.
 
-    Returns (the signal by which somebody asked to stop, what is not finite); each may be None.
-    Without `checkpoints` nothing is saved and nobody can ask.
+    Returns (the signal that asks the job to stop, what is not finite); each may be None. Without
+    `checkpoints` nothing is saved, and both are None.
     """
     if not checkpoints:
         return None, None

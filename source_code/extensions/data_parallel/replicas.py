@@ -278,5 +278,5 @@ class AllReduce:
 
 
 def shares_weights(part):
-    """Return whether a weight is used in several places, so that its gradient completes last."""
+    """Return whether a weight is used twice: its gradient is complete only after the backward."""
     return len(list(part.named_parameters(remove_duplicate=False))) > len(list(part.parameters()))

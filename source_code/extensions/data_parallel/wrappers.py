@@ -75,7 +75,10 @@ NEEDS_WEIGHTS = "FBI"  # W needs no weights, only what I has kept
 
 
 def freed_after(order, gathered):
-    """Return the actions of a rank after which it frees a stage's weights, other than the last."""
+    """Return the actions of a rank after which it frees the whole weights of the action's stage.
+
+    After a stage's last backward FSDP2 frees them in any case, whether or not it is in the set.
+    """
     using = [action for action in order if action.kind in NEEDS_WEIGHTS]
     if gathered == "action":
         return set(using)

@@ -96,7 +96,7 @@ def plan_passes(requests, groups, slots, most_tokens):
 
 
 def admit(requests, waiting, active, slots, turn):
-    """Give waiting requests a free slot in the group with the fewest; in turn if several do."""
+    """Give each waiting request a slot in the emptiest group; of equals, in the next in turn."""
     while waiting and requests[waiting[0]].arrives <= turn:
         groups = sorted(
             range(len(active)), key=lambda g: (len(active[g]), (g - turn) % len(active))

@@ -11,7 +11,7 @@ from pipeline.command_line import reject
 class Request:
     """A prompt, as tokens, that is to be continued by `count` tokens.
 
-    It takes part from pass number `arrives` through the pipeline on.
+    It gets a slot at turn number `arrives` of the groups or later; a turn is at most one pass.
     """
 
     prompt: tuple

@@ -41,7 +41,7 @@ def take_sizes(arguments):
 
 
 def build_saved_part(arguments, first, last, device="cpu"):
-    """Build layers `first` to `last` - 1 with saved weights, or without any with initial ones."""
+    """Build layers `first` to `last` - 1 with the saved weights, or initial ones if none exist."""
     a = arguments
     if a.model_folder:
         return a.saved.build_part(first, last, a.torch_dtype, device)

@@ -33,7 +33,7 @@ def computing_copy(master, dtype):
 
 
 def hand_over_deferred(stage, master):
-    """Add the gradients of `stage`, which computes with a copy of `master`, in a split backward.
+    """Make a split backward of `stage` add to the gradients of `master`, of which it has a copy.
 
     The backward for the weights adds gradients without autograd, so no hook runs for them.
     """

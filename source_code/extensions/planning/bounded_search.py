@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 def search(question, seconds=10.0, name="found"):
-    """The Answer found within `seconds`. Its schedule is None if no known one fits the room."""
+    """The Answer found within `seconds`. Its schedule is None if none that fits was found."""
     true = problem_of(question, question.costs)
     rounded, unit = on_grid(question)
     played = {one.name: (simulate(one, question.costs), one) for one in known_schedules(question)}

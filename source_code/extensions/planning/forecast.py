@@ -45,7 +45,7 @@ class Forecast:
     update: float
     memory: float
     bubble_over_ideal: float
-    reduction: float  # seconds of `update` in which gradients are summed and nothing else happens
+    reduction: float  # seconds of `update` for sums of gradients and gathers that nothing hides
     optimizer: float
 
     def days(self, model, tokens):
@@ -259,7 +259,10 @@ def hop_costs(model, machine, plan, source, destination, stage):
 
 
 def shard_times(model, machine, plan):
-    """For each stage: seconds to gather its weights and seconds to scatter its gradients, by layer."""
+    """[gather of the weights, scatter of the gradients] of each stage, in seconds.
+
+    Each is the total over the layers, which are sent one by one.
+    """
     group = shard_group(machine, plan)
     inside = min(plan.replicas_in_node(machine), group)
     times = []
@@ -272,10 +275,10 @@ def shard_times(model, machine, plan):
 
 
 def exposed_reduction(model, machine, plan, rank, last_backward):
-    """Seconds of the sums of a rank's gradients that its last backward does not hide.
+    """Seconds of a rank's collectives after the backwards that its last backward does not hide.
 
     Gradients are ready layer by layer, so all sums except that of the last layer can overlap with
-    it.
+    it. The gather of updated weights, if replicas share an optimizer, overlaps with nothing.
     """
     sums = reduction_time(model, machine, plan, plan.stages_of(rank))
     overlap = plan.overlap and not machine.measured  # measured: one message per stage

@@ -27,7 +27,7 @@ from extensions.planning.training_plan import Plan
 from pipeline.inputs import parse_json, read_json, read_text
 
 STEPS = 9  # steps of a training; the first two are not counted
-STEPS_BESIDES = 30  # the same of the short trainings
+STEPS_BESIDES = 30  # steps of each short training in `besides`; the first two are not counted
 BESIDES = 64  # width of the model that measures the remaining time of a step and a message
 LIMIT = 300.0  # seconds of a run
 LEAST_ERROR = 0.1  # of a step: most trainings of tools/benchmark_plans.py are within it

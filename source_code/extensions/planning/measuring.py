@@ -83,8 +83,8 @@ def of_the_course_at(width, length):
 def measure_stages(job, length):
     """Rows (width, rows, kind, quantities, seconds) of this rank: lower quartiles over all rounds.
 
-    Each round measures every size once. A disturbance makes a machine slower for a while, and never
-    faster; so the quartile is the time of the undisturbed machine.
+    Each round measures every size once. Other load makes a machine slower for a while, and never
+    faster, so the lower quartile is close to the time without other load.
     """
     times, amounts = defaultdict(list), {}
     dtype = torch.float32 if job.device.type == "cpu" else torch.bfloat16
@@ -218,13 +218,16 @@ def there_and_back(job, tensor):
 
 
 def line_through(points):
-    """(intercept, slope) with the least squared relative errors; neither is below 0."""
+    """(intercept, slope) of a fit by `least_squares`; neither is below 0."""
     a, b = least_squares([[1.0, size] for size, _ in points], [time for _, time in points])
     return a, b
 
 
 def least_squares(rows, times):
-    """Coefficients with the least squared relative errors of `times`; negative ones become 0."""
+    """Coefficients from 0 on that fit `times` with small squared relative errors.
+
+    While one is negative, the most negative one is set to 0 and the others are fitted again.
+    """
     inputs, wanted = torch.tensor(rows, dtype=torch.float64), torch.tensor(times)
     inputs = inputs / wanted.double()[:, None]
     used = [column for column in range(inputs.shape[1]) if inputs[:, column].any()]
@@ -292,7 +295,7 @@ def fitted(everyone, link, sums):
 
 
 def device_of(job):
-    """More of these fields: bytes per value in a training and, for a GPU, its memory in gigabytes."""
+    """Fields of a machine's JSON: bytes per value and, for a GPU, its memory in gigabytes."""
     if job.device.type == "cpu":
         return {"bytes_per_value": 4}
     memory = torch.cuda.get_device_properties(job.device).total_memory

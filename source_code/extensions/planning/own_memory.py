@@ -33,7 +33,7 @@ class OwnMemory:
         )
 
     def print_plan(self):
-        """Print what each rank would hold and how long an update would take: --plan."""
+        """Print what each rank would hold and how long an update would take. Returns status 0."""
         memory = self.predicted()
         weights = count_weights(self.arguments.config)[0]
         print(f"{self.arguments.model}: {weights:,} weights, {self.schedule.name}")

@@ -131,8 +131,8 @@ def kept_bytes(model, sequences, tensor, recompute, fused, sequence_parallel):
 
     A GPT keeps s b h (34 + 5 a s/h) bytes (Korthikanti equations 1 to 6); a fused or recomputed
     attention does not keep the scores. A gated layer in plain torch keeps 9 values of the width,
-    keys and values, the middle four times, and a sum per head: so footprint.py counts, and so is
-    measured. With "full" recomputation a layer keeps its input.
+    keys and values, the middle four times, and a sum per head, as footprint.py counts and as
+    measurements show. With "full" recomputation a layer keeps its input.
     """
     values = sequences * model.length * model.hidden
     if recompute == "full":

@@ -49,7 +49,7 @@ class Metrics:
             )
 
     def held_out(self, steps, loss, bytes_per_token):
-        """Log and print an evaluation after `step` steps; `loss` is None on ranks without it."""
+        """Log and print an evaluation after `steps` steps; `loss` is None on ranks without it."""
         if not self.has_loss:
             return
         loss = loss.item()

@@ -44,7 +44,7 @@ class PackedDocuments(Corpus):
         return self.rows(self.held_out, self.ends[1], starts, seq_len)
 
     def rows(self, tokens, ends, starts, seq_len):
-        """Return inputs and targets, each (len(starts), seq_len), from indices of `tokens`."""
+        """Return inputs and targets, each (len(starts), seq_len), cut from `tokens` at `starts`."""
         rows = torch.stack([tokens[start : start + seq_len + 1] for start in starts])
         inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         for row, start in zip(targets, starts):

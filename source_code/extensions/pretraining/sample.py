@@ -2,7 +2,7 @@
 
 
 def show_sample(arguments, forward_only, step):
-    """Print the sample after `step` updates, where --sample asks for one. All ranks call it."""
+    """Print the sample after `step` updates if --sample is given. All ranks call it."""
     if arguments.sample:
         prompt = arguments.text.held_out[: arguments.seq_len // 4].tolist()
         tokens = forward_only.generate(

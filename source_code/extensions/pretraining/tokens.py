@@ -23,7 +23,7 @@ LARGEST_TOKENIZER = 64 * MEBIBYTE
 class Corpus(Text):
     """A Text whose tokens come from `tokenizer`, or are bytes if that is None.
 
-    `num_tokens` different tokens are in use, at most the model's vocabulary.
+    `num_tokens` is one more than the largest token, and at most the model's vocabulary.
     """
 
     tokenizer: object = None

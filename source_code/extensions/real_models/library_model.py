@@ -20,7 +20,7 @@ def check_library(arguments):
 
 
 def library_model(folder, dtype, device):
-    """Return the model in `folder`: a module from tokens (b, length) and a mask to scores."""
+    """Return the model in `folder`: a module from tokens (b, length), maybe a mask, to scores."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)

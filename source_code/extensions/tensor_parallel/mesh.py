@@ -23,7 +23,10 @@ def add_mesh_flags(parser):
 
 
 def stage_ranks(arguments):
-    """Return the ranks per pipeline. Rejects a mesh that does not fit the ranks or the model."""
+    """Return the number of ranks per pipeline, which has one rank of each tensor group.
+
+    Rejects a mesh that does not fit the ranks or the model. Sets the default of --tensor.
+    """
     a = arguments
     if a.tensor is None:
         a.tensor = 1 if a.num_ranks // a.replicas % 2 else 2
