@@ -79,6 +79,10 @@ def test_three_trainings_tell_what_a_step_and_what_a_message_take(monkeypatch):
     monkeypatch.setattr(measured_runs, "perform_here", perform)
     step, message = measured_runs.besides(HERE, 64)
     assert step == pytest.approx(5e-3, rel=0.02) and message == pytest.approx(0.7e-3, rel=0.05)
+    for gpus in (3, 5, 6, 12):  # any number of ranks divides the batch
+        assert measured_runs.besides(replace(HERE, gpus=gpus), 64)[0] == pytest.approx(
+            5e-3, rel=0.02
+        )
     step, message = measured_runs.besides(replace(HERE, gpus=1), 64)
     assert step == pytest.approx(5e-3, rel=1e-9) and message == 0
 

@@ -84,7 +84,8 @@ def besides(machine, length):
     A message keeps threads of both ranks busy while these compute: the second training has few
     messages, and the third has many.
     """
-    model = replace(of_the_course(2 * machine.gpus, BESIDES, 2, 1, 256), length=length, batch=32)
+    batch = 16 * machine.gpus  # divisible by everything that the three plans divide it by
+    model = replace(of_the_course(2 * machine.gpus, BESIDES, 2, 1, 256), length=length, batch=batch)
     step, _ = excess(model, machine, Plan(replicas=machine.gpus, microbatch=4))
     if machine.gpus == 1:
         return max(step, 0.0), 0.0

@@ -122,10 +122,10 @@ def time_stage(job, config, first, last, rows, dtype):
             part, index, 3, lambda scores, targets: token_loss(scores.float(), targets)
         )
         tokens = torch.randint(VOCABULARY, (rows, config.seq_len), device=job.device)
-        sizes = {"size": (rows, config.seq_len, config.dim), "dtype": dtype, "device": job.device}
+        whole = {"size": (rows, config.seq_len, config.dim), "dtype": dtype, "device": job.device}
         for repeat in range(2):  # the first one warms up
-            inputs = [torch.randn(**sizes) if first else tokens for _ in range(HELD)]
-            gradients = [torch.randn(**sizes) if index < 2 else None for _ in range(HELD)]
+            inputs = [torch.randn(**whole) if first else tokens for _ in range(HELD)]
+            gradients = [torch.randn(**whole) if index < 2 else None for _ in range(HELD)]
             calls = [("F", stage.forward, k, inputs[k], tokens) for k in range(HELD)]
             for k in range(HELD):
                 if halves == "B":
