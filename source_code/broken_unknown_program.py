@@ -25,7 +25,7 @@ WORDS, WIDTH, LENGTH, ROWS, MICROBATCHES, STEPS, RATE = 64, 16, 24, 8, 4, 3, 0.5
 
 
 class Block(nn.Module):
-    """Attention and a linear layer; `mask` (rows, length, length) is True where one may attend."""
+    """Attention and a linear layer; `mask` (rows, length, length) is True where it may attend."""
 
     def __init__(self):
         super().__init__()

@@ -51,7 +51,7 @@ class ActivationMemory:
         """A context for a forward inside a backward: its saved bytes are added for a short time.
 
         Inside, the hooks of torch.utils.checkpoint may receive the saved tensors in place of the
-        hooks here. So the forward is run once more before, where no other hook is active.
+        hooks here. So the forward is first run once more by itself, without other hooks.
         """
         if self.active:
             index, _, microbatch = self.work.action

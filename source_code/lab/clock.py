@@ -27,7 +27,7 @@ class Clock:
     def __init__(self, rank, device, origin, pace=None):
         self.rank, self.device, self.origin, self.pace = rank, device, origin, pace
         self.on_device = device.type == "cuda" and pace is None
-        self.works = []  # the actions of this pass; on a GPU their times are device events
+        self.works = []  # the actions of this pass; if `on_device`, with device events as times
         self.work = None  # the action under way
         self.ended, self.events = [], []  # passes that have ended: as works, and as Events
         self.free_at = None  # when the last action of this pass ended

@@ -121,7 +121,7 @@ def checks_of_job(timeout, of_this_node):
 
 
 def measure_neighbours(job):
-    """Measure messages from this rank to its neighbours; returns (order in the table, *Check).
+    """Measure messages from this rank to its neighbours; returns [(order in the table, *Check)].
 
     The pairs are measured one after the other, so that they do not disturb each other.
     """

@@ -33,9 +33,9 @@ class Wait(NamedTuple):
 class Moment(NamedTuple):
     """The actions and the held activations of one rank at one time.
 
-    `doing` has the events under way: one, none while the rank waits, or two after an update, which
-    takes no time. `next` is the rank's next event, None after the last one. `held` has the (stage,
-    micro-batch) pairs whose forward has started and whose backward has not ended.
+    `doing` has the events under way: one, none while the rank waits, or an update that takes no
+    time, together with the event after it. `next` is the rank's next event, None after the
+    last. `held` has the (stage, micro-batch) whose forward has started and backward has not ended.
     """
 
     rank: int

@@ -41,7 +41,7 @@ def connect_group(job, group, ranks):
 
 
 class Summing:
-    """A running sum of tensors over `ranks`, one of the job's groups, as one flat message.
+    """An asynchronous sum of tensors over `ranks`, one of the job's groups, as one flat message.
 
     All ranks of the group must start it, and start several sums in the same order. The tensors may
     not be used before `wait`, which replaces them by their sums; error messages contain `what`.

@@ -48,7 +48,7 @@ class Job:
 
     @property
     def wire(self):
-        """The device of messages: the CPU if ranks share a GPU and use gloo."""
+        """The device of messages: the CPU with gloo (no GPU or a shared one), else `device`."""
         return torch.device("cpu") if self.backend == "gloo" else self.device
 
     def send(self, tensor, destination, message):
@@ -199,7 +199,7 @@ def open_channels(job, pairs):
 
 
 def common_backend(job):
-    """Return NCCL if each rank has its own GPU, else gloo. All ranks call it with one result.
+    """Return "nccl" if each rank has its own GPU, else "gloo", the same on all ranks; all call it.
 
     The ranks compare their GPUs' names, because under srun a rank may see only its own GPU.
     """

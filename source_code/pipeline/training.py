@@ -158,7 +158,7 @@ def microbatches_of(arguments, device, step):
 
 
 def train(arguments, job, stages, run_step, reference=None):
-    """Train with `run_step(inputs, targets)`, which returns the loss or None. Returns the status.
+    """Train; `run_step(inputs, targets)` returns the loss or None. Returns the exit status.
 
     `reference(arguments, device)` is what --verify compares with, if not `train_one_process`.
     """

@@ -55,7 +55,7 @@ def all_reduce(job, calls, x, operation):
 
 
 def examine(rank, function, calls, scale):
-    """Call the function with scores of the size `scale`, and compare loss and gradient."""
+    """Call the function with scores multiplied by `scale`, and compare loss and gradient."""
     whole = scale * draw_scores()
     targets = torch.tensor(TARGETS)
     first, last = cut_evenly(VOCABULARY, len(RANKS))[rank]

@@ -49,7 +49,7 @@ def main():
 class Moment:
     """Sends this rank SIGKILL in a save: `before` is "write", "half", "rename", "end" or a number.
 
-    A number from 0 to 1 is a share of the file operations of the previous save. `did` lists the
+    A number from 0 to 1 is a share of the operations of the previous save. `did` lists the
     operations of the present save so far.
     """
 

@@ -114,7 +114,7 @@ def batch_of_all():
 
 
 def factor_of(index, stage):
-    """The factor between the summed gradient of a stage and one process's; None without one."""
+    """The summed gradient of a stage divided by one process's; None if it is no multiple of it."""
     whole = build_part(CONFIG, 0, CONFIG.layers)
     tokens, targets = batch_of_all()
     for k in tokens:

@@ -43,7 +43,7 @@ def clipping_program(path):
 
 
 def of_held_out(found, wanted):
-    """The error in the loss on held-out text, as a sentence, or None."""
+    """The sentence about a wrong loss on held-out text."""
     case = f"that of batch {STEPS} is {found:.6f}, and one process has {wanted:.6f}"
     if abs(found - 8 * wanted) < 10 * LIMIT:
         return f"{case}: that is the sum over its 8 micro-batches"

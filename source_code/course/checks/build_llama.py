@@ -19,7 +19,7 @@ MACHINES = {"A": (8, 16), "B": (8, 8), "C": (4, 14), "D": (2, 12)}  # devices, G
 ROWS, LEAST_ROWS = 64, 2  # rows of the batch; rows of a micro-batch that keep a device busy
 MODEL = f"--model 1b --dtype bfloat16 --seq-len 2048 --batch-size {ROWS} --device cpu"
 CHOICES = ("schedule", "chunks", "microbatches", "recompute")
-TOLERANCE = 1.10  # a plan's step divided by the shortest step of all plans that fit
+TOLERANCE = 1.10  # the most that a step may take, relative to the best plan that fits
 AGAIN = {"none": 0.0, "selective": 0.1, "layer": 1.0, "stage": 1.0}  # forwards rerun per backward
 LAYER_FLAGS = (
     "--dtype float64 --device cpu --dim 16 --heads 2 --kv-heads 2 --seq-len 16 --layers 4 --steps 3 "
@@ -123,7 +123,7 @@ def _all_plans(devices):
 
 
 def _why_slow(choice, devices, room, step):
-    """The flag to change: with another value for it alone, the plan still fits and is faster."""
+    """A half-sentence about the one flag with whose change the plan still fits and is fastest."""
     shorter = []
     for memory, other_step, other in _all_plans(devices):
         changed = [name for name, value in zip(CHOICES, other) if value != choice[name]]

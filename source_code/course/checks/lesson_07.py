@@ -47,7 +47,7 @@ def _after_crash(made):
 
 @checked("a rank opens the files that hold its layers, whoever wrote them.")
 def files_to_open(files):
-    """Check `files(rank, num_ranks, saved_by, layers)`: the ranks whose files have these layers."""
+    """Check `files(rank, num_ranks, saved_by, layers)`: the ranks whose files have its layers."""
     for layers, saved_by, num_ranks in [(8, 4, 2), (8, 2, 4), (8, 4, 1), (8, 4, 4), (10, 4, 3)]:
         saved = cut_evenly(layers, saved_by)
         for rank, (first, last) in enumerate(cut_evenly(layers, num_ranks)):

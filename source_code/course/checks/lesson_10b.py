@@ -93,7 +93,7 @@ def meshes(machine):
 
 @checked("sharing a layer stays in a node, stages cross, replicas take what is left.")
 def chosen_meshes(chosen):
-    """Check `chosen`: for each of MACHINES a mesh (replicas, stages, t) at most 3 % too slow."""
+    """Check `chosen`: for each of MACHINES (replicas, stages, t), at most 3 % over the fastest."""
     if any(mesh is ... for mesh in chosen.values()):
         raise NotAttempted
     for name, machine in MACHINES.items():

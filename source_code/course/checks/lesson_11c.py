@@ -171,7 +171,7 @@ MACHINES = {
     "four nodes": Machine(gpus=32),
     "four nodes, one slow card each": Machine(gpus=32, between=Link(2.8e9, 30e-6, number=1)),
 }
-CLOSE = 1 + 2 * MACHINES["one node"].error  # a ratio of two forecasts that count as equal
+CLOSE = 1 + 2 * MACHINES["one node"].error  # largest ratio of two forecasts that count as equal
 
 
 @lru_cache

@@ -17,7 +17,7 @@ def perform(number, answer):
     """Train two steps with the schedule `answer` on real ranks and compare the losses with those of
     one process. Returns a Picture with the prediction above and the run below.
 
-    If the schedule is not legal, no rank is started.
+    If the schedule is not legal, it starts no rank and returns None.
     """
     try:
         schedule = schedule_of(number, answer)

@@ -17,7 +17,7 @@ from lab.flight_log_reader import RecordingError, read_recording
 SCRIPT = "broken_pipelines.py"
 FAULTY_CODE = "broken/pipelines/faults.py"
 RANKS = 4
-UNKNOWN = 9  # the case of UNKNOWN_SCRIPT, which uses torch's library: two ranks, one process
+UNKNOWN = 9  # the case of UNKNOWN_SCRIPT: two ranks, compared with one process
 UNKNOWN_SCRIPT = "broken_unknown_program.py"
 asked = {}  # case -> number of hints shown
 wrong = {}  # case -> the different wrong diagnoses so far

@@ -66,8 +66,8 @@ class Sizes:
 
 
 class Point(NamedTuple):
-    """One schedule at some settings: the milliseconds of a step per micro-batch, and for each rank
-    the peak number of held micro-batches, in units of all its layers."""
+    """One schedule at some settings: the milliseconds of a step per micro-batch, and each rank's
+    peak activation memory, in units of what all its layers keep per micro-batch."""
 
     milliseconds: float
     held: tuple

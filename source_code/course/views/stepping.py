@@ -154,7 +154,7 @@ class Stepper:
         widgets.jslink((self.play, "value"), (self.cursor, "value"))
 
     def show(self, view):
-        """Show a view. The cursor moves to the moment that is nearest to its present time.
+        """Show a view. The cursor moves to the last moment that is not after its present time.
 
         A view has `picture`, `table`, `cursor(time)` and `moment(time)` as text for the page,
         `times`, at which something starts or ends, and `refusal`, a sentence if there is nothing to

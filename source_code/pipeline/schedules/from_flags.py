@@ -36,7 +36,7 @@ def schedule_option(text):
 
 
 def choose_schedule(arguments, num_ranks=None):
-    """Return the schedule that the flags name. `num_ranks` is that of one pipeline, else all."""
+    """Return the schedule of the flags. `num_ranks` is that of one pipeline, by default all."""
     num_ranks = num_ranks or ranks_from_environment()[1]
     options = dict(arguments.option or [])
     sizes = arguments.schedule, num_ranks, arguments.microbatches, arguments.chunks

@@ -10,8 +10,8 @@ from pipeline.schedules.order import require_positive
 def pipedream(num_ranks, num_minibatches, microbatches_per_update=1):
     """1F1B without a flush: an update after each backward (PipeDream: Narayanan et al. 2019, section 3.2).
 
-    With `microbatches_per_update` above 1 a mini-batch is a group of that many micro-batches, and
-    an update follows the last one of each group (PipeDream-2BW: Narayanan et al. 2021, section 3).
+    With `microbatches_per_update` above 1, `num_minibatches` counts micro-batches, and an update
+    follows each group of that many (PipeDream-2BW: Narayanan et al. 2021, section 3).
     """
     if microbatches_per_update < 1:
         raise ScheduleError(
@@ -65,7 +65,7 @@ def pipedream_round_robin(replicas, num_minibatches):
 def round_robin_warm_up(replicas, stage):
     """Return the forwards of a replica of `stage` before its first forward-backward pair.
 
-    It is the number of ranks from this stage on, minus one, divided by the stage's replicas.
+    The ranks from this stage on, minus one, divided by the stage's replicas and rounded down.
     """
     return (sum(replicas[stage:]) - 1) // replicas[stage]
 
