@@ -58,7 +58,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def unpickle(content):
-    """Return the object in `content`, bytes. Raises UnpicklingError if it is damaged or not allowed.
+    """Return the object in `content`, bytes. Raises UnpicklingError if damaged or not allowed.
 
     An opcode can request a table of any size, so its numbers are checked before they are used.
     """
