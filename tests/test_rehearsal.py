@@ -186,6 +186,39 @@ def test_its_1f1b_relies_on_batches_and_its_interleaved_schedule_does_not():
         assert list(statuses.values()) == [0]
 
 
+def operations_of_each_collective(rank):
+    """{function of torch.distributed: how many operations have gone into a queue}."""
+    rehearsal.begin("strict")
+    dist.init_process_group("gloo")
+    x, both = torch.ones(2), [torch.ones(2), torch.ones(2)]
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "reduce": lambda: dist.reduce(x, 0),
+        "barrier": lambda: dist.barrier(),
+        "all_gather": lambda: dist.all_gather(both, x),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.ones(4), x),
+        "reduce_scatter": lambda: dist.reduce_scatter(x, both),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, torch.ones(4)),
+        "all_to_all_single": lambda: dist.all_to_all_single(torch.ones(2), x),
+        "gather": lambda: dist.gather(x, both if rank == 0 else None),
+        "scatter": lambda: dist.scatter(x, both if rank == 0 else None),
+    }
+    counts, issue = {}, rehearsal.Rehearsed.issue
+    for name, call in calls.items():
+        with mock.patch.object(
+            rehearsal.Rehearsed, "issue", autospec=True, side_effect=issue
+        ) as at:
+            call()
+        counts[name] = at.call_count
+    return counts
+
+
+def test_no_collective_of_torch_goes_past_the_queue():
+    for counts in run_on_ranks(operations_of_each_collective, 2):
+        assert counts == dict.fromkeys(counts, 1)
+
+
 # Faults: `sends` and `receives` on 2 to 4 ranks that NCCL would not forgive
 
 TENSOR = torch.ones(2, 2, dtype=torch.float64)

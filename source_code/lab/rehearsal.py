@@ -45,6 +45,12 @@ COLLECTIVES = (
     "_reduce_scatter_base",
     "alltoall_base",
 )
+NEWER_NAMES = {  # of torch's own calls, since 2.13 or 2.15; gloo has them since 2.15
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "gather_single": None,
+}
 pending = []  # all operations of this rank that have not ended, in the order of issue
 queues = {}  # key of a queue, see Rehearsed.issue -> its operations
 naming = threading.local()
@@ -197,7 +203,8 @@ class Rehearsed(ProcessGroup):
 
     def collective(self, name, arguments, options):
         text = f"the {name.strip('_')} of ranks {dist.get_process_group_ranks(self)}"
-        begin = lambda: getattr(self.inner, name)(*arguments, **options)  # noqa: E731
+        own = name if hasattr(self.inner, name) else NEWER_NAMES[name]
+        begin = lambda: getattr(self.inner, own)(*arguments, **options)  # noqa: E731
         return self.issue("all", text, [begin], arguments[0] if arguments else [])
 
     # Other methods that torch calls on a process group.
@@ -229,7 +236,9 @@ def collective_named(name):
     return lambda group, *arguments, **options: group.collective(name, arguments, options)
 
 
-for each in COLLECTIVES:
+# An operation that went past its queue could meet gloo's lock while it has Python's, and another
+# thread the two in the other order; then the rank would stop for ever.
+for each in (*COLLECTIVES, *NEWER_NAMES):
     setattr(Rehearsed, each, collective_named(each))
 
 
