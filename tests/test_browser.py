@@ -331,7 +331,9 @@ HEIGHTS_IN_PIXELS = """texts => texts.map(text =>
 
 def expect(locator):
     """Playwright's assertions, which wait for what they assert."""
-    return pytest.importorskip("playwright.sync_api").expect(locator)
+    playwright = pytest.importorskip("playwright.sync_api")
+    playwright.expect.set_options(timeout=30_000)  # instead of 5 s, which a busy machine may take
+    return playwright.expect(locator)
 
 
 def becomes(picture, pattern):
