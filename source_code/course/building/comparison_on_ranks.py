@@ -32,7 +32,7 @@ def main():
     """Report from rank 0, for each case, every rank's result together with the `facts`."""
     _, (difference,) = read_request(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    # What the check itself exchanges is no partner for a sum of the reader's, and waits for longer.
+    # The check's own messages use another group: a rank that is late in a sum cannot meet them.
     apart = dist.new_group(timeout=timedelta(seconds=3 * TIMEOUT))
     torch.set_num_threads(1)
     found, right = gradients_of_both()

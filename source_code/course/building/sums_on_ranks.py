@@ -114,7 +114,7 @@ def batch_of_all():
 
 
 def factor_of(index, stage):
-    """The summed gradient of a stage divided by one process's; None if it is no multiple of it."""
+    """The ratio of a stage's summed gradient to that of one process; None if it is not constant."""
     whole = build_part(CONFIG, 0, CONFIG.layers)
     tokens, targets = batch_of_all()
     for k in tokens:

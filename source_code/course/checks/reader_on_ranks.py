@@ -18,7 +18,7 @@ LIMIT = 30  # seconds of a whole run
 
 @contextmanager
 def one_thread():
-    """A context in which torch uses one thread, as a rank does; small products are then faster."""
+    """A context in which torch uses one thread, which makes small matrix products faster."""
     import torch
 
     usual = torch.get_num_threads()
