@@ -49,9 +49,7 @@ def range_of(machine, found):
 
 def error_line(machine, found):
     """A sentence about the error of the seconds in a table."""
-    line = (
-        f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
-    )
+    line = f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
     if any(one.plan.sharding in ("hybrid", "full") for one in found):
         line += f" Sharded trainings of others took up to {SHARDED_LONGER:.0%} longer."
     return line
