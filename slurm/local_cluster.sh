@@ -43,7 +43,7 @@ read_arguments() {
             --port) port=$(whole_number "$1" "$2" 1024 65000) ;;
             --first) first=$(whole_number "$1" "$2" 0 9999) ;;  # number in the first node's name
             --folder) folder=$2 ;;
-            *) reject "$1 is no flag of this program; $usage" ;;
+            *) reject "$1 is not a flag of this program; $usage" ;;
         esac
         shift 2
     done

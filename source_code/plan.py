@@ -64,7 +64,7 @@ def main():
         reject(str(error))
     if arguments.gpus > machine.gpus_per_node and arguments.gpus % machine.gpus_per_node:
         reject(
-            f"--gpus {arguments.gpus} are no whole nodes of {machine.gpus_per_node}; "
+            f"--gpus {arguments.gpus} are not whole nodes of {machine.gpus_per_node}; "
             f"use a multiple of it"
         )
     room = arguments.memory * 1e9 if arguments.memory else USABLE * machine.memory

@@ -174,7 +174,7 @@ def as_text(content, path):
     try:
         return content.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no text in UTF-8 (byte {error.start} of a line)") from None
+        raise InputError(f"{path} is not text in UTF-8 (byte {error.start} of a line)") from None
 
 
 def pieces_of(text):

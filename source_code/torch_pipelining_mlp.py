@@ -1,4 +1,4 @@
-"""A three-stage network that is no transformer, cut by torch's tracer (lesson 08).
+"""A three-stage network that is not a transformer, cut by torch's tracer (lesson 08).
 
     torchrun --standalone --nproc-per-node 3 source_code/torch_pipelining_mlp.py --verify
 

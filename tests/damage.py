@@ -92,7 +92,7 @@ WAYS = (
 
 
 def replace(path, content, rng):
-    """Let `path` be a file with that content, or now and then something that is no file."""
+    """Let `path` be a file with that content, or now and then something that is not a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)

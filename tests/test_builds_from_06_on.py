@@ -129,7 +129,7 @@ def test_a_file_is_not_attempted_unfinished_or_no_python(check, tmp_path, capsys
         (None, NOT_ATTEMPTED),
         ("...\n", NOT_ATTEMPTED),
         ("import torch\n...\n", "Not yet: line 2 of mine.py still has its ..."),
-        ("import torch\nfor step in\n", "Not yet: line 2 of mine.py is no Python"),
+        ("import torch\nfor step in\n", "Not yet: line 2 of mine.py is not Python"),
     ]:
         if text:
             path.write_text(text)

@@ -211,7 +211,7 @@ def test_a_schedule_that_is_performed_is_not_overwritten(refusal):
 
 
 def test_outputs_beside_the_checkpoints_are_accepted(saved, monkeypatch):
-    # A name that begins like the folder's is no place within it.
+    # A name that begins like the folder's is not a place within it.
     beside = ["--export", f"{saved}.pt", "--losses", f"{saved}-losses"]
     found = parse(monkeypatch, "--checkpoints", str(saved), "--optimizer", "adamw", *beside)
     assert found.export == f"{saved}.pt" and found.begin.step == 10

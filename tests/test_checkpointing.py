@@ -373,7 +373,7 @@ def test_a_file_that_was_not_exported_is_refused(tmp_path):
     for name, words in [
         ("text", "cannot be read"),
         ("none", "cannot be read (No such file or directory)"),
-        ("part.pt", "is no training that --export has written"),
+        ("part.pt", "is not a training that --export has written"),
     ]:
         with pytest.raises(RunFailed) as refused:
             train(tmp_path, f"--import {tmp_path / name}", ranks=2)

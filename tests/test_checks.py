@@ -62,7 +62,7 @@ def test_an_answer_that_raises_gets_its_own_error_and_no_traceback(capsys):
 
 def test_an_answer_that_is_no_number_is_told_so(capsys):
     answer = answer_to(lesson_02.enough_microbatches, capsys, lambda p, x: "9")
-    assert answer == "Not yet: <lambda> returned '9', which is no number"
+    assert answer == "Not yet: <lambda> returned '9', which is not a number"
 
 
 def test_a_function_without_a_return_is_told_so(capsys):
@@ -92,7 +92,7 @@ def test_nonsense_instead_of_a_number_gets_a_sentence_and_no_traceback(capsys):
             said = answer_to(lesson_00.memory_wall, capsys, *answers)
             assert said.startswith("Not yet: ")
     said = answer_to(lesson_00.memory_wall, capsys, "16", 2)
-    assert said == "Not yet: bytes_per_parameter is '16', which is no number"
+    assert said == "Not yet: bytes_per_parameter is '16', which is not a number"
 
 
 def test_a_number_of_numpy_is_a_number(capsys):

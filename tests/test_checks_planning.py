@@ -90,7 +90,7 @@ def backward_is_two_forwards(times, first, last):
         (backward_is_two_forwards, "it need not be two forwards"),
         (lambda times, first, last: (1, 1), "add up to 20 and 40 ms"),
         (lambda times, first, last: 1, "return two numbers"),
-        (lambda times, first, last: ("a", 1), "which is no number"),
+        (lambda times, first, last: ("a", 1), "which is not a number"),
     ],
 )
 def test_a_wrong_cost_model_is_told_what_it_leaves_out(stage_times, sentence, capsys):

@@ -58,7 +58,7 @@ def test_which_plans_are_performed_and_which_one_is_bad():
         ({"schedule": "0F0,0B0"}, "has no list 'forward' with a time per stage"),
         (
             {"schedule": "0F0,0B0", "forward": [-1], "backward": [2], "backward_weight": [1]},
-            "'forward' holds what is no time",
+            "'forward' holds what is not a time",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_file_may_place_stages_and_mix_whole_and_halved_backwards_as_it_likes(
         ),
         ("0F0,0B0\n1F0\n", "", "rank 1 never runs the backward of micro-batch 0 on stage 1"),
         ("0F0,0B0\n1B0,1F0\n", "", "rank 1 runs the backward of micro-batch 0 on stage 1 at step"),
-        ("0F0,0X0\n1F0,1B0\n", "", "'0X0' is no action"),
+        ("0F0,0X0\n1F0,1B0\n", "", "'0X0' is not an action"),
         ("0F0,0B0,0U0\n1F0,1B0,1U0\n", "", "has updates (U) in the middle of the step"),
         ("0F0,0B0\n1F0,1B0\n", "--microbatches 8", "--microbatches 8 contradicts"),
         ("0F0,0B0\n1F0,1B0\n", "--cut 5,4", "--cut 5,4 must name 2 stages with 8 layers in all"),

@@ -70,7 +70,7 @@ def interleavings(rows):
 
 
 def played(schedules, costs):
-    """The timeline of each that is no deadlock."""
+    """The timeline of each that is not a deadlock."""
     for schedule in schedules:
         try:
             yield simulate(schedule, costs)

@@ -182,6 +182,11 @@ def test_fingerprints_see_one_bit_a_swap_of_two_rows_and_the_shape():
     swapped = fingerprint(tensor[[1, 0, 2, 3]])
     assert swapped[1] == pytest.approx(norm, rel=1e-15) and abs(swapped[2] - weighted) > 1e-3
     assert fingerprint(tensor.reshape(4, 6))[0] != digest
+    large = torch.randn(40, 2048, dtype=torch.float64)  # longer than what is read at once
+    assert fingerprint(large.roll(16, 0))[2] != pytest.approx(fingerprint(large)[2], rel=1e-3)
+    assert fingerprint(large)[1] == pytest.approx(large.norm().item(), rel=1e-14)
+    once = fingerprint(torch.ones(81_920))[2]  # at most the norm of what it looks at
+    assert once < 81_920**0.5
     assert fingerprint(tensor.bfloat16())[0] != fingerprint(tensor.half())[0]
     assert fingerprint(torch.tensor([[3, 4]]))[1] == 5.0  # tokens are whole numbers
     moved = fingerprint(tensor + 1e-9)

@@ -299,7 +299,7 @@ def test_the_default_machine_is_the_dgx_a100_80gb():
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
         ('{"gpus_per_node": 0}', "has no 'gpus_per_node' above 0"),
         ('{"gpus_per_node": "8"}', "has no 'gpus_per_node' above 0"),

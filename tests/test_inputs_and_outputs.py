@@ -1,4 +1,4 @@
-"""Every path that a run reads or writes: one sentence for what is no file, and nothing is lost."""
+"""Every path that a run reads or writes: one sentence for what is not a file, and nothing is lost."""
 
 import ast
 import errno
@@ -8,8 +8,10 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from test_bad_input import SCRIPTS, Refusal
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder
 from lab.checks import OUTPUTS
-from pipeline import files, inputs
+from lab.printing import Output
+from pipeline import files, inputs, job
 from pipeline.command_line import Parser
 from pipeline.files import write_output, write_whole
 from pipeline.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
@@ -53,7 +56,7 @@ def no_files(folder):
 
 def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
     for path in no_files(tmp_path):
-        with pytest.raises(InputError, match="is no regular file|cannot be read") as rejected:
+        with pytest.raises(InputError, match="is not a regular file|cannot be read") as rejected:
             read_bytes(path)
         assert str(path) in str(rejected.value) and "\n" not in str(rejected.value)
 
@@ -84,14 +87,14 @@ def test_text_is_utf_8_with_or_without_a_byte_order_mark(tmp_path):
         path.write_bytes(content)
         assert read_text(path) == "Ä\r\n"
     path.write_bytes("Ä".encode("latin-1"))
-    with pytest.raises(InputError, match="is no text in UTF-8 .byte 0"):
+    with pytest.raises(InputError, match="is not text in UTF-8 .byte 0"):
         read_text(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "[1, Infinity]", "[" * 100_000, "9" * 5000])
 def test_what_is_no_json_is_rejected(tmp_path, text):
     (tmp_path / "file").write_text(text)
-    with pytest.raises(InputError, match="is no JSON"):
+    with pytest.raises(InputError, match="is not JSON"):
         read_json(tmp_path / "file")
 
 
@@ -207,7 +210,9 @@ def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["collect_sweep.py", *words])
         with pytest.raises(SystemExit) as end:
             collect_sweep.main()
-        assert "name the folder" in end.value.code or "4.json: it is no timeline" in end.value.code
+        assert (
+            "name the folder" in end.value.code or "4.json: it is not a timeline" in end.value.code
+        )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +222,7 @@ def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path):
         ("def next_to_send(:", "cannot be run (SyntaxError: "),
         ("raise SystemExit", "cannot be run (SystemExit: "),
         ("next_to_send = 3", "defines no function next_to_send"),
-        ("\xff", "is no text in UTF-8"),
+        ("\xff", "is not text in UTF-8"),
     ],
 )
 def test_a_repair_that_cannot_be_run_gets_a_sentence(capsys, tmp_path, text, sentence):
@@ -465,6 +470,22 @@ def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path,
     else:
         assert ended.returncode == 1
         assert "standard output was not written" in ended.stderr and "\n" not in ended.stderr[:-1]
+
+
+def test_what_is_printed_leaves_in_one_piece_since_ranks_share_a_pipe(monkeypatch):
+    reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps pieces apart
+    reader.settimeout(5)
+    with reader, writer:
+        with open(os.dup(writer.fileno()), "w") as stream, Output(stream) as output:
+            print("rank 0 waits", "for rank 1", "\n  queued: a message", file=output)
+        assert reader.recv(999).decode() == "rank 0 waits for rank 1 \n  queued: a message\n"
+        with open(os.dup(writer.fileno()), "w") as stream:
+            monkeypatch.setattr(sys, "stderr", stream)
+            monkeypatch.setattr(job.os, "_exit", sys.exit)
+            monkeypatch.setattr(job, "ending", threading.Lock())
+            with pytest.raises(SystemExit):
+                job.end_process("rank 1 waits for rank 0\n  queued: a message")
+        assert reader.recv(999).decode() == "rank 1 waits for rank 0\n  queued: a message\n"
 
 
 # The promise

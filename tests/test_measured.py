@@ -153,10 +153,10 @@ def test_what_was_measured_is_read_back_as_it_was():
 
 
 DAMAGE = [
-    (lambda text: text.update(measured=3), "'measured' of file is no JSON object"),
+    (lambda text: text.update(measured=3), "'measured' of file is not a JSON object"),
     (lambda text: text["measured"].pop("actions"), "has no 'actions' with F, B, I, W"),
     (lambda text: text["measured"]["actions"].pop("W"), "has no 'actions' with F, B, I, W"),
-    (lambda text: text["measured"]["actions"].update(F=[]), "F is no JSON object"),
+    (lambda text: text["measured"]["actions"].update(F=[]), "F is not a JSON object"),
     (lambda text: text["measured"]["actions"]["B"].pop("layer"), "B of file has no 'layer'"),
     (lambda text: text["measured"]["actions"]["I"].update(head=-1), "I of file has no 'head'"),
     (lambda text: text["measured"].update(step=math.inf), "file has no 'step'"),

@@ -81,7 +81,7 @@ def newest_is_finite(folder, tmp_path):
 
 
 def strict_rows(file):
-    """The JSON objects in a file; NaN and Infinity, which are no JSON, fail."""
+    """The JSON objects in a file; NaN and Infinity, which are not JSON, fail."""
 
     def not_json(constant):
         raise ValueError(constant)

@@ -56,7 +56,7 @@ def test_the_longest_path_comes_with_the_reasons_of_both_timelines():
 
 def test_what_a_generator_rejects_is_a_sentence_and_so_are_rows_that_are_no_schedule():
     assert "micro-batches" in explored(schedule="dualpipe-v", microbatches=1)["refusal"]
-    assert "is no action" in explored(schedule=OWN, rows="0F0,nonsense")["refusal"]
+    assert "is not an action" in explored(schedule=OWN, rows="0F0,nonsense")["refusal"]
     assert "deadlock" in explored(schedule=OWN, rows="0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")["refusal"]
 
 

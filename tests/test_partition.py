@@ -228,10 +228,10 @@ MALFORMED = {
     "[]": "a list 'layers' with at least one layer",
     '{"layers": []}': "a list 'layers' with at least one layer",
     '{"layers": {}}': "a list 'layers' with at least one layer",
-    '{"layers": [3]}': "layer 0 is no object with the fields forward_ms, ",
-    "{": r"is no JSON \(.*\); name a JSON file",
-    "[" * 100_000: "is no JSON",
-    '{"layers": [{"forward_ms": NaN}]}': r"is no JSON \(NaN is no number\)",
+    '{"layers": [3]}': "layer 0 is not an object with the fields forward_ms, ",
+    "{": r"is not JSON \(.*\); name a JSON file",
+    "[" * 100_000: "is not JSON",
+    '{"layers": [{"forward_ms": NaN}]}': r"is not JSON \(NaN is not a number\)",
 }
 
 
@@ -393,5 +393,5 @@ def test_a_malformed_profile_ends_the_program_with_one_sentence_and_status_2(tmp
         timeout=200,
     )
     assert (run.returncode, run.stdout) == (2, "")
-    sentence = 'layer 1: forward_ms "fast" is no number from 0 to 1e18'
+    sentence = 'layer 1: forward_ms "fast" is not a number from 0 to 1e18'
     assert run.stderr == f"--profile {path}: {sentence}\n"

@@ -99,9 +99,9 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("nothing", "nothing is no name of a model"),
+        ("nothing", "nothing is not a model's name"),
         ("layers=4", "does not say hidden, vocabulary"),
-        ("layers=4,hidden=x,vocabulary=9", "'hidden=x' is no size"),
+        ("layers=4,hidden=x,vocabulary=9", "'hidden=x' is not a size"),
         ("layers=4,hidden=64,vocabulary=9,heads=5", "5 heads do not divide a width of 64"),
         ("layers=4,hidden=64,vocabulary=9,heads=4,kv_heads=3", "3 heads for keys do not divide"),
         ("layers=99999999,hidden=64,vocabulary=9", "layers of .* is 99999999"),
@@ -236,9 +236,9 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
     ("flags", "sentence"),
     [
         ("", "a model is missing"),
-        ("gpt-5", "gpt-5 is no name of a model"),
+        ("gpt-5", "gpt-5 is not a model's name"),
         ("1b --machine nowhere", "nowhere is neither a file nor one of"),
-        ("1b --gpus 12", "--gpus 12 are no whole nodes of 8"),
+        ("1b --gpus 12", "--gpus 12 are not whole nodes of 8"),
         ("1b --why 17", "--why 17: 16 plans are shown"),
         ("1b --gpus 2000000000", "--gpus 2e+09: 1,000,000 are the most"),
         ("1b --memory 1e308", "--memory 1e+308: 1,000,000 are the most"),
@@ -302,8 +302,8 @@ def test_plan_ranks_a_profile_s_plans_as_paper_only(tmp_path, capsys):
     [
         (profile_of([]), "a list 'layers' with at least one layer"),
         (profile_of([(1, 2, 3)]), "layer 0 has no parameter_bytes"),
-        (profile_of([(1, -2, 3, 4)]), "layer 0: backward_ms -2 is no number"),
-        (profile_of(LAYERS, rows=0), "rows 0 is no whole number from 1"),
+        (profile_of([(1, -2, 3, 4)]), "layer 0: backward_ms -2 is not a number"),
+        (profile_of(LAYERS, rows=0), "rows 0 is not a whole number from 1"),
         (profile_of(LAYERS, rows=3), "3 rows at a time, which do not divide a batch of 16"),
         (profile_of(LAYERS, bytes_per_value=3), "bytes_per_value 3 is not 2, 4 or 8"),
     ],

@@ -250,7 +250,7 @@ def test_chunks_beside_a_file_are_refused(tmp_path, capsys):
 ILLEGAL = {
     "no action": (
         "0F0,0B0\n1F0,1X0\n",
-        "rank 1, step 1: '1X0' is no action; write stage, kind (F, B, I, W or U) and "
+        "rank 1, step 1: '1X0' is not an action; write stage, kind (F, B, I, W or U) and "
         "micro-batch, as in 0F3",
     ),
     "order": (
@@ -342,7 +342,7 @@ def test_a_performed_timeline_that_is_none_is_named(tmp_path, capsys):
     path.write_text('{"a": 1}')
     words = ["gpipe", "--svg", tmp_path / "drawing.svg", "--performed", path]
     status, _, err = call_in_this_process(capsys, *words)
-    sentence = f"--performed {path}: it is no timeline of this course; name another file\n"
+    sentence = f"--performed {path}: it is not a timeline of this course; name another file\n"
     assert (status, err) == (2, sentence)
     assert list(tmp_path.iterdir()) == [path]
 

@@ -109,8 +109,8 @@ def test_damaged_and_foreign_files_are_named_and_skipped(tmp_path):
     assert {person: len(records) for person, records in people.items()} == {"ada": 2}
     for name in ("ada.jsonl: 1 of 3", "foreign.jsonl: 2 of 2", "wrong.jsonl: 4 of 4", "deep.jsonl"):
         assert any(sentence.startswith(name) for sentence in skipped), name
-    assert "notes.txt is no file of progress" in skipped
-    assert "folder.jsonl is no file of progress" in skipped
+    assert "notes.txt is not a file of progress" in skipped
+    assert "folder.jsonl is not a file of progress" in skipped
 
 
 def records(*steps):
@@ -135,11 +135,11 @@ def test_the_wall_counts_people_and_names_where_the_room_stumbles_and_nobody_by_
         "left": records(("laundry", "right", 9000)),
     }
     lessons = {"laundry": "00", "puzzle 5": "12"}
-    page = wall.wall_of(people, ["x.txt is no file of progress"], lessons, False, NOW)
+    page = wall.wall_of(people, ["x.txt is not a file of progress"], lessons, False, NOW)
     assert "<h1>3 at work, 0 stuck</h1>" in page
     assert "stumbles at <b>12 puzzle 5</b>: 2 have tried" in page and "1.5 attempts" in page
     assert "<td>●●○</td><td>2</td><td>0</td><td>1</td>" in page
-    assert "x.txt is no file of progress" in page
+    assert "x.txt is not a file of progress" in page
     assert not any(name in page for name in ("ada", "bob", "eve", "left"))
     assert "&lt;eve&gt;" in wall.wall_of(people, [], lessons, True, NOW)
 

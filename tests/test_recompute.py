@@ -65,7 +65,7 @@ def test_losses_keep_every_bit_and_are_those_of_one_process(schedule, mode):
     losses, held, orders = train(schedule, mode)
     plain_losses, plain_held, plain_orders = train(schedule, "none")
     assert losses == plain_losses
-    assert orders == plain_orders  # recomputation is no action of the schedule
+    assert orders == plain_orders  # recomputation is not an action of the schedule
     reference = one_process(FLAGS)["losses"]
     assert len(losses) == 3
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference)) <= 1e-12

@@ -265,7 +265,7 @@ def test_a_file_is_read_and_named_after_itself(tmp_path):
     path.write_text(to_csv(gpipe(3, 4)))
     assert read_csv(path) == Schedule("mine", gpipe(3, 4).orders)
     path.write_text("0B0,0X0\n")
-    with pytest.raises(ScheduleError, match="'0X0' is no action"):
+    with pytest.raises(ScheduleError, match="'0X0' is not an action"):
         read_csv(path)
     path.write_text("0B0,0F0\n")
     with pytest.raises(ScheduleError, match="^rank 0 runs the backward"):
@@ -294,7 +294,7 @@ def test_a_cell_that_is_no_action_is_named_with_its_rank_and_step(cell):
     with pytest.raises(ScheduleError) as refused:
         from_csv(f"0F0,0B0\n1F0,,{cell},1B0\n")
     assert str(refused.value) == (
-        f"rank 1, step 1: '{cell}' is no action; "
+        f"rank 1, step 1: '{cell}' is not an action; "
         "write stage, kind (F, B, I, W or U) and micro-batch, as in 0F3"
     )
 

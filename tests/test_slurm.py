@@ -170,7 +170,7 @@ def test_an_ordinary_user_starts_one_too():
         (["start", "--nodes", "0"], "--nodes must be a whole number from 1 to 16, not '0'"),
         (["start", "--gpus", "two"], "--gpus must be a whole number from 0 to 16, not 'two'"),
         (["start", "--nodes"], "--nodes needs a value"),
-        (["start", "--node", "2"], "--node is no flag of this program"),
+        (["start", "--node", "2"], "--node is not a flag of this program"),
         (["env", "--folder", "/nowhere/at/all"], "first: slurm/local_cluster.sh start --folder"),
     ],
 )

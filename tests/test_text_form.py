@@ -89,5 +89,5 @@ def test_torchs_cells_of_two_actions_are_read_as_one_after_the_other():
 
 
 def test_a_cell_of_two_actions_counts_as_two_steps_in_what_is_refused():
-    with pytest.raises(ValueError, match="^rank 0, step 3: '0X1' is no action"):
+    with pytest.raises(ValueError, match="^rank 0, step 3: '0X1' is not an action"):
         from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0X1")

@@ -25,7 +25,7 @@ def main():
     arguments = parse_arguments()
     if not arguments.folder.is_dir():
         sys.exit(
-            f"grade_submissions.py: {arguments.folder} is no folder; name the one with the files"
+            f"grade_submissions.py: {arguments.folder} is not a folder; name the one with the files"
         )
     into = arguments.into or arguments.folder
     into.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def main():
     arguments = parse_arguments()
     if not arguments.folder.is_dir():
         sys.exit(
-            f"wall.py: {arguments.folder} is no folder; name the one with everybody's progress"
+            f"wall.py: {arguments.folder} is not a folder; name the one with everybody's progress"
         )
     wall = arguments.into
     wall.mkdir(parents=True, exist_ok=True)

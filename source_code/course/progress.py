@@ -80,7 +80,7 @@ def read_progress(folder):
     people, skipped = {}, []
     for file in sorted(Path(folder).iterdir()):
         if file.suffix != ".jsonl" or not file.is_file():
-            skipped.append(f"{file.name} is no file of progress")
+            skipped.append(f"{file.name} is not a file of progress")
             continue
         try:
             if file.stat().st_size > MOST_BYTES:

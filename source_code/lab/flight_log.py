@@ -26,7 +26,9 @@ from pipeline.files import json_line, say_not_written, write_whole
 from pipeline.message import Message
 from pipeline.schedule import to_csv
 
-IN_CACHE = 65_536  # numbers read at once: at 64 bits each they fit into a core's cache
+# Numbers read at once: at 64 bits each they fit into a core's cache, twice. The weights of a
+# fingerprint's sum start again after as many, and a prime is no multiple of a row's length.
+AT_ONCE = 32_749
 
 
 class FlightLog:
@@ -186,19 +188,29 @@ def fingerprint(tensor):
     values = tensor.detach().cpu().contiguous().flatten()
     digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype} ".encode())
     digest = zlib.crc32(values.view(torch.uint8).numpy(), digest)
-    ramp, square, weighted = _ramp(len(values)), 0.0, 0.0
-    for part, steps in zip(values.split(IN_CACHE), ramp.split(IN_CACHE)):
+    ramp, square, weighted = _ramp(), 0.0, 0.0
+    for part in values.split(AT_ONCE):
         part = part.double()
         square += torch.dot(part, part).item()
-        weighted += torch.dot(part, steps).item()
-    return [f"{digest:08x}", math.sqrt(square), weighted]
+        weighted += torch.dot(part, ramp[: len(part)]).item()
+    return [f"{digest:08x}", math.sqrt(square), weighted / _norm_of_ramps(len(values))]
 
 
-@lru_cache(maxsize=16)
-def _ramp(length):
-    """The vector 1, 2, 3, ..., scaled to norm 1."""
-    ramp = torch.arange(1, length + 1, dtype=torch.float64)
-    return ramp / ramp.norm()
+@lru_cache(maxsize=1)
+def _ramp():
+    """The vector 1, 2, 3, ..., of length AT_ONCE."""
+    return torch.arange(1, AT_ONCE + 1, dtype=torch.float64)
+
+
+def _norm_of_ramps(length):
+    """The norm of so many numbers 1, 2, 3, ..., AT_ONCE, 1, 2, 3, ..."""
+    whole, rest = divmod(length, AT_ONCE)
+    squares = whole * _sum_of_squares(AT_ONCE) + _sum_of_squares(rest)
+    return math.sqrt(squares or 1)
+
+
+def _sum_of_squares(last):
+    return last * (last + 1) * (2 * last + 1) // 6
 
 
 def norm_of(tensors):

@@ -7,13 +7,15 @@ interrupt ends a run with one word instead of a traceback from every rank.
 import io
 import os
 import sys
+from contextlib import contextmanager
 
 from pipeline.files import say_not_written
 
 
 class Output(io.TextIOWrapper):
-    """Text output to a file descriptor. If it cannot be written, it is dropped, and one line on
-    standard error says so. Characters that the encoding lacks are written as escapes."""
+    """Text output to a file descriptor, written in whole lines, because several ranks may write to
+    one pipe. If it cannot be written, it is dropped, and one line on standard error says so.
+    Characters that the encoding lacks are written as escapes."""
 
     def __init__(self, stream):
         descriptor = os.dup(stream.fileno())
@@ -21,18 +23,28 @@ class Output(io.TextIOWrapper):
             open(descriptor, "wb", buffering=0),
             encoding=stream.encoding,
             errors="backslashreplace",
-            write_through=True,
         )
 
     def write(self, text):
+        with self.dropped_if_refused():
+            super().write(text)
+            if text.endswith("\n"):
+                super().flush()
+        return len(text)
+
+    def flush(self):
+        with self.dropped_if_refused():
+            super().flush()
+
+    @contextmanager
+    def dropped_if_refused(self):
         try:
-            return super().write(text)
+            yield
         except OSError as error:
             say_not_written("standard", "output", error)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            return len(text)
 
 
 def keep_running_unheard():

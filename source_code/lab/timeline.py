@@ -192,7 +192,7 @@ def from_chrome_trace(text):
     name = trace.get("otherData") if rows else None
     name = name.get("name") if isinstance(name, dict) else None
     if not isinstance(rows, list) or not isinstance(name, str):
-        raise TimelineError("it is no timeline of this course")
+        raise TimelineError("it is not a timeline of this course")
     events, recomputed = [], {}
     for number, row in enumerate(rows):
         event = _event_of(row, f"traceEvents[{number}]")
@@ -209,16 +209,16 @@ def from_chrome_trace(text):
 def _event_of(row, where):
     """The Event of a row of a trace, or None for a row that is not an action."""
     if not isinstance(row, dict) or row.get("ph") not in ("X", "M"):
-        raise TimelineError(f"{where} is no row that --timeline writes")
+        raise TimelineError(f"{where} is not a row that --timeline writes")
     if row["ph"] == "M":
         return None
     named = row.get("args")
     counts = isinstance(named, dict) and set(named) == set(Action._fields)
     kind = named["kind"] if counts else None
     if not isinstance(kind, str) or kind not in KINDS or not isinstance(row.get("cat"), str):
-        raise TimelineError(f"{where} is no action of a schedule")
+        raise TimelineError(f"{where} is not an action of a schedule")
     if not all(is_count(n, LARGEST_COUNT) for n in (row.get("pid"), *_numbers(named))):
-        raise TimelineError(f"{where} has a rank, stage or micro-batch that is no count")
+        raise TimelineError(f"{where} has a rank, stage or micro-batch that is not a count")
     times = row.get("ts"), row.get("dur")
     if not all(is_number(time, 0, LONGEST_TIME) for time in times):
         raise TimelineError(f"{where} has a time that is none")

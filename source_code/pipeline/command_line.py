@@ -126,7 +126,7 @@ def meeting_point():
 def whole_number(name, default=None, least=0, most=2**31 - 1):
     """Return the environment variable `name` as a whole number, or `default`.
 
-    Raises LauncherError if it is no whole number in the given range.
+    Raises LauncherError if it is not a whole number in the given range.
     """
     text = os.environ.get(name)
     if text is None and default is not None:

@@ -14,7 +14,7 @@ def write_whole(path, text):
     """Write a file so that it is either the old one or the new one, never half of it."""
     path = Path(os.path.realpath(path))  # keep a symbolic link
     if os.path.lexists(path) and not path.is_file():  # /dev/null must not become a file
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # The text may contain a file name, which need not be valid UTF-8.

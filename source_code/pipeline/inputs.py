@@ -26,7 +26,7 @@ def open_input(path):
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise InputError(f"{path} is no regular file")
+        raise InputError(f"{path} is not a regular file")
     return file
 
 
@@ -54,7 +54,7 @@ def read_text(path, most=LARGEST):
     try:
         return read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no text in UTF-8 (byte {error.start})") from None
+        raise InputError(f"{path} is not text in UTF-8 (byte {error.start})") from None
 
 
 def read_json(path, most=LARGEST):
@@ -67,11 +67,11 @@ def parse_json(text, name):
     try:
         return json.loads(text, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is no JSON ({error})") from None
+        raise InputError(f"{name} is not JSON ({error})") from None
 
 
 def reject_constant(constant):
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def is_number(value, least=-math.inf, most=math.inf):

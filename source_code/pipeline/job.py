@@ -230,7 +230,8 @@ def is_loss(error):
 def end_process(sentence, before_leaving=lambda: None):
     """Print one sentence and end this process at once, without waiting for any other rank."""
     ending.acquire()  # never released: only one thread prints and ends the process
-    print(sentence, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{sentence}\n")  # in one piece: other ranks may write at the same moment
+    sys.stderr.flush()
     sys.stdout.flush()
     before_leaving()
     time.sleep(0.3)  # other ranks may still read the reason from this rank's store

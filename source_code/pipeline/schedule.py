@@ -287,7 +287,7 @@ def from_csv(text, name="custom"):
             match = re.fullmatch(r"([0-9]{1,9})([A-Z])([0-9]{1,9})", cell)
             if match is None or match[2] not in KINDS:
                 raise ScheduleError(
-                    f"rank {len(orders)}, step {step}: {cell[:40]!r} is no action; "
+                    f"rank {len(orders)}, step {step}: {cell[:40]!r} is not an action; "
                     "write stage, kind (F, B, I, W or U) and micro-batch, as in 0F3"
                 )
             order.append(Action(int(match[1]), match[2], int(match[3])))

@@ -122,7 +122,7 @@ def point(settings, x, y):
 
 
 def view_of(settings):
-    """The View of a page's settings. Raises ScheduleError for rows that are no legal schedule."""
+    """The View of a page's settings. Raises ScheduleError for rows that are not a legal schedule."""
     return _view(tuple((name, settings[name]) for name in START))
 
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other
+from course.building import WAITING
 from course.building.my_pipeline import batch, build_stage, loss_of
 from course.building.request import errors_told, read_request, report
 
 RANKS, MICROBATCHES = 3, 4
-TIMEOUT = 4.0  # seconds that a rank may wait for another
 WRONG = {  # {fault: (rank that has it, function that puts it into the gradients)}
     "nothing is wrong": (0, lambda found: found),
     "rank 2 divided its gradients by 8 once more": (2, lambda found: [one / 8 for one in found]),
@@ -31,9 +31,9 @@ WRONG = {  # {fault: (rank that has it, function that puts it into the gradients
 def main():
     """Report from rank 0, for each case, every rank's result together with the `facts`."""
     _, (difference,) = read_request(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=WAITING))
     # The check's own messages use another group: a rank that is late in a sum cannot meet them.
-    apart = dist.new_group(timeout=timedelta(seconds=3 * TIMEOUT))
+    apart = dist.new_group(timeout=timedelta(seconds=3 * WAITING))
     torch.set_num_threads(1)
     found, right = gradients_of_both()
     told = []

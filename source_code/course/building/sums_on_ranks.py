@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.functional import cross_entropy
 
+from course.building import WAITING
 from course.building.request import errors_told, read_request, report
 from extensions.data_parallel.replicas import (
     AllReduce,
@@ -30,7 +31,6 @@ CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=2, seq_len=8)
 REPLICAS, RANKS, CHUNKS, MICROBATCHES, SIZE, STEPS = 2, 2, 2, 4, 1, 3
 PACE = {"F": 0.005, "B": 0.010}  # seconds of an action
 ON_ITS_WAY = 0.030  # seconds that a sum takes; the sums of one rank run one after the other
-TIMEOUT = 5.0  # seconds that a rank may wait for another
 
 
 def main():
@@ -38,7 +38,7 @@ def main():
     _, (after,) = read_request(sys.argv[1])
     schedule = replicate(interleaved_1f1b(RANKS, MICROBATCHES, CHUNKS), REPLICAS)
     shape = SIZE, CONFIG.seq_len, CONFIG.dim
-    job = join_job("cpu", TIMEOUT, schedule.pairs, shape, torch.float64, meeting=guarded)
+    job = join_job("cpu", WAITING, schedule.pairs, shape, torch.float64, meeting=guarded)
     watch = attach.watch(job)
     sums = PacedSums(form_replicas(job, REPLICAS), schedule, after)
     cut = cut_evenly(CONFIG.layers, schedule.num_stages)

@@ -99,7 +99,7 @@ def call_for_number(function, *arguments):
 def require_number(value, name):
     """`value`, if it is a finite number. Raises WrongAnswer otherwise; `name` begins its text."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is no number")
+        raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is not a number")
     if isinstance(value, numbers.Integral):
         return int(value)
     if not math.isfinite(value):

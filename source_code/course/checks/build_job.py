@@ -129,7 +129,7 @@ def _complaint_on_call(text):
             f"srun was told '{' '.join(called)[:80]}'; pass them on with \"$@\""
         )
     if not any("python" in Path(word).name for word in called[: -len(PROGRAM)]):
-        return 'srun is to start "$PYTHON" with these words: a .py file is no program by itself'
+        return 'srun is to start "$PYTHON" with these words: a .py file is not a program by itself'
     if not own.get("distribution", "").startswith("block"):
         return (
             "nothing says how ranks are numbered: where SLURM's default is cyclic, every message "

@@ -59,7 +59,9 @@ def text_of(path):
     try:
         left = holes(text)
     except SyntaxError as error:
-        raise WrongAnswer(f"line {error.lineno} of {path.name} is no Python: {error.msg}") from None
+        raise WrongAnswer(
+            f"line {error.lineno} of {path.name} is not Python: {error.msg}"
+        ) from None
     if left and len(text.split()) <= 1:
         raise NotAttempted
     if left:

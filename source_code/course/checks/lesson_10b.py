@@ -41,7 +41,7 @@ def complaint_of(name, factor, of):
     if of == "none":
         return f"{what} is missing: does {where} return a tensor?"
     if of == "else":
-        return f"{what} is no multiple of the right one: look at {where}"
+        return f"{what} is not a multiple of the right one: look at {where}"
     if of == "own":
         times = "" if close(factor, 1) else f"{factor:g} times "
         return f"{what} is {times}this rank's own share: the sum is missing in {where}"

@@ -16,7 +16,7 @@ LOSSES = {  # the sentence about each loss that a known omission gives
 GRADIENTS = {
     "softmax": "is the softmax alone: the target's score has a gradient of -1 on the rank that has it",
     "own": "is made with the softmax of this rank's rows: divide by the sum over all ranks",
-    "else": "is no multiple of the right one: softmax, less 1 at the target, over the positions",
+    "else": "is not a multiple of the right one: softmax, less 1 at the target, over the positions",
 }
 
 

@@ -238,7 +238,7 @@ def gpus_needed(needed):
         if answer == right - GPUS_PER_NODE:
             return f"{case}, a node too few: that takes longer than {days} days"
         if abs(answer - exact) < 1:
-            return f"{case} GPUs, which are no whole nodes of {GPUS_PER_NODE}; round up"
+            return f"{case} GPUs, which are not whole nodes of {GPUS_PER_NODE}; round up"
         without = GPUS_PER_NODE * math.ceil(exact * 6 / 8 / GPUS_PER_NODE)
         if answer == without:
             return f"{case}: that is 6 T P, without the second forward of recomputed activations"

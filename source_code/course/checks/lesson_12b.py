@@ -8,6 +8,7 @@ import shutil
 import textwrap
 
 from course import launch
+from course.building import WAITING
 from course.checks.answer import NotAttempted, WrongAnswer, call, checked, close, many
 from course.debugging.cases import CASES, FAULTS, IN_ACTIONS, IN_UPDATES
 from course.debugging.comparing import compare
@@ -175,7 +176,10 @@ def _check_repair(number, function):
         return _explain_unknown(file)
     folder = file.with_name(f"repaired_{number}")
     try:
-        _run(f"--case {number} --repair {file} --verify --timeout 5 --record {folder}", folder)
+        _run(
+            f"--case {number} --repair {file} --verify --timeout {WAITING:g} --record {folder}",
+            folder,
+        )
     except launch.RunFailed as failed:
         return _explain(number, folder, failed)
     return None

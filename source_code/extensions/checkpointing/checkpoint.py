@@ -182,7 +182,7 @@ def room_for(saved, prefix, like):
     found = {name[len(prefix) :]: saved[name] for name in saved if name.startswith(prefix)}
     for kind, entry in found.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"the checkpoint's {prefix}{kind} is no tensor")
+            raise CheckpointError(f"the checkpoint's {prefix}{kind} is not a tensor")
     return {
         kind: torch.empty_like(like, dtype=entry.properties.dtype)
         if entry.size == like.shape

@@ -94,7 +94,7 @@ def look_into_folder(arguments):
     if not os.path.isdir(parent):
         reject(f"--checkpoints {folder}: the folder {parent} does not exist; make it first")
     if os.path.exists(folder) and not os.path.isdir(folder):
-        reject(f"--checkpoints {folder} is no folder; name one")
+        reject(f"--checkpoints {folder} is not a folder; name one")
     newest = None if arguments.fresh else find_newest(arguments)
     arguments.begin = newest
     if arguments.from_step and (newest is None or newest.step != arguments.from_step):

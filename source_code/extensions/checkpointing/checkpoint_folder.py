@@ -162,7 +162,7 @@ def look_at(folder, run, step):
             missing = isinstance(error, FileNotFoundError)
             return checkpoint, (name, "is missing" if missing else f"has gone ({error.strerror})")
         if not stat.S_ISREG(found.st_mode):
-            return checkpoint, (name, "is no regular file any more")
+            return checkpoint, (name, "is not a regular file any more")
         if found.st_size != size:
             return checkpoint, (name, f"has {found.st_size} bytes instead of {size}")
     return Checkpoint(Path(folder), run, step, description), None
@@ -380,7 +380,7 @@ def claim(folder):
     file = open(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise CheckpointError(f"{lock} is no regular file; remove it")
+        raise CheckpointError(f"{lock} is not a regular file; remove it")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -26,7 +26,7 @@ def read_exported(file):
     except InputError as error:
         raise CheckpointError(f"--import {error}; name a file of --export") from None
     if not isinstance(state, dict) or not is_training({"optimizer": {}, **state}):
-        raise CheckpointError(f"--import {file} is no training that --export has written")
+        raise CheckpointError(f"--import {file} is not a training that --export has written")
     return {"optimizer": {}, **state}  # plain descent has none, and an empty one leaves no trace
 
 

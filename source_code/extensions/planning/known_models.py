@@ -92,7 +92,9 @@ def find_model(text, length, batch):
             return profiled_model(content, path, batch)
         model = from_config(content, path)
     else:
-        raise InputError(f"{text} is no name of a model, no sizes, no .json; use one of {names()}")
+        raise InputError(
+            f"{text} is not a model's name, nor sizes, nor a .json file; use one of {names()}"
+        )
     return replace(model, length=length, batch=batch)
 
 
@@ -107,7 +109,7 @@ def from_sizes(text):
         key, _, value = part.partition("=")
         flag = key in ("gated", "tied") and value in ("0", "1")
         if not flag and (key not in SIZES or not value.isdecimal() or int(value) == 0):
-            raise InputError(f"'{part}' is no size; use {'=N, '.join(SIZES)}=N, gated=1, tied=0")
+            raise InputError(f"'{part}' is not a size; use {'=N, '.join(SIZES)}=N, gated=1, tied=0")
         sizes[key] = int(value)
     return checked(sizes, text)
 
@@ -134,7 +136,7 @@ def checked(sizes, name):
     for size in SIZES:
         value = sizes.get(size, 1)
         if not is_count(value, LARGEST_SIZE) or value == 0:
-            raise InputError(f"{size} of {name} is {value!r}, which is no number from 1")
+            raise InputError(f"{size} of {name} is {value!r}, which is not a number from 1")
     model = Model(
         **{**sizes, "gated": bool(sizes.get("gated")), "tied": bool(sizes.get("tied", 1))}
     )

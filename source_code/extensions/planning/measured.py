@@ -81,7 +81,7 @@ def embedding_quantities(model, sequences):
 def measured_from(text, name):
     """The Measured of the object "measured" in a machine's JSON. Raises InputError."""
     if not isinstance(text, dict):
-        raise InputError(f"'measured' of {name} is no JSON object")
+        raise InputError(f"'measured' of {name} is not a JSON object")
     actions = text.get("actions")
     if not isinstance(actions, dict) or set(actions) != set(KINDS):
         raise InputError(f"'measured' of {name} has no 'actions' with {', '.join(KINDS)}")
@@ -89,7 +89,7 @@ def measured_from(text, name):
     for kind in KINDS:
         row = actions[kind]
         if not isinstance(row, dict):
-            raise InputError(f"'actions' of {name}: {kind} is no JSON object")
+            raise InputError(f"'actions' of {name}: {kind} is not a JSON object")
         rows.append(tuple(_seconds(row, term, f"{kind} of {name}") for term in TERMS))
     return Measured(tuple(rows), *(_seconds(text, term, name) for term in REST))
 

@@ -218,14 +218,14 @@ def profile_from(content):
 def layer_profile_from(index, layer):
     """A LayerProfile from a layer of a profile's JSON. Raises PartitionError with the field."""
     if not isinstance(layer, dict):
-        raise PartitionError(f"layer {index} is no object with the fields {', '.join(FIELDS)}")
+        raise PartitionError(f"layer {index} is not an object with the fields {', '.join(FIELDS)}")
     for key in (*FIELDS, *(["kept_bytes"] if "kept_bytes" in layer else [])):
         if key not in layer:
             raise PartitionError(f"layer {index} has no {key}")
         value = layer[key]
         if not is_number(value, 0, LARGEST_FIGURE):
             value = json.dumps(value)[:40]
-            raise PartitionError(f"layer {index}: {key} {value} is no number from 0 to 1e18")
+            raise PartitionError(f"layer {index}: {key} {value} is not a number from 0 to 1e18")
     forward, backward, activation, parameters = (layer[key] for key in FIELDS)
     times = forward / 1000, backward / 1000
     name = str(layer.get("name", index))

@@ -53,7 +53,7 @@ def profiled_model(content, path, batch):
     for key, otherwise in (("rows", 1), ("length", 1), ("bytes_per_value", 4)):
         counts[key] = content.get(key, otherwise)
         if not is_count(counts[key], MOST) or counts[key] == 0:
-            raise InputError(f"{path}: {key} {counts[key]!r} is no whole number from 1")
+            raise InputError(f"{path}: {key} {counts[key]!r} is not a whole number from 1")
     if counts["bytes_per_value"] not in (2, 4, 8):
         raise InputError(f"{path}: bytes_per_value {counts['bytes_per_value']} is not 2, 4 or 8")
     if batch % counts["rows"]:

@@ -141,7 +141,7 @@ def encode(tokenizer, text):
     with complaints_of_library("--tokenizer: it cannot encode the text"):
         tokens = tokenizer.encode(text).ids
     if tokens and max(tokens) > max(tokenizer.get_vocab().values()):
-        raise DataError(f"--tokenizer: it encodes the text as {max(tokens)}, which is no token")
+        raise DataError(f"--tokenizer: it encodes the text as {max(tokens)}, which is not a token")
     return tokens
 
 

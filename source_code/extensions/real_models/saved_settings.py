@@ -50,7 +50,7 @@ def read_settings(folder, seq_len):
     path = Path(folder) / CONFIG_FILE
     saved = read_json(path, LARGEST_CONFIG)
     if not isinstance(saved, dict):
-        raise InputError(f"{path} is no JSON object")
+        raise InputError(f"{path} is not a JSON object")
     family = saved.get("model_type")
     if family not in ("llama", "qwen2"):
         raise InputError(f"{path}: the model_type is {str(family)[:40]}, and not llama or qwen2")

@@ -57,14 +57,14 @@ def stored_tensors(path):
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, LARGEST_HEADER):
-            raise InputError(f"{path} is no whole safetensors file")
+            raise InputError(f"{path} is not a complete safetensors file")
         text = file.read(length)
     try:
         header = parse_json(text.decode(), f"the header of {path}")
     except UnicodeDecodeError:
-        raise InputError(f"the header of {path} is no text in UTF-8") from None
+        raise InputError(f"the header of {path} is not text in UTF-8") from None
     if not isinstance(header, dict):
-        raise InputError(f"the header of {path} is no JSON object")
+        raise InputError(f"the header of {path} is not a JSON object")
     header.pop("__metadata__", None)
     found = {name: stored(path, 8 + length, name, entry) for name, entry in header.items()}
     needed = max((tensor.start + tensor.length for tensor in found.values()), default=8 + length)

@@ -71,7 +71,7 @@ def complaint_about(name, num_ranks, num_microbatches, chunks):
     rounds = max(1, num_microbatches // num_ranks)
     if name in ("Interleaved1F1B", "InterleavedZeroBubble") and num_microbatches % rounds:
         return (
-            f"{flags}: --microbatches {num_microbatches} is no multiple of its {rounds} rounds "
+            f"{flags}: --microbatches {num_microbatches} is not a multiple of its {rounds} rounds "
             f"on {num_ranks} ranks; use a multiple of {num_ranks}"
         )
     return None
