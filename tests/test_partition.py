@@ -277,7 +277,7 @@ def test_a_file_that_cannot_be_read_is_refused(kind, tmp_path):
         os.mkfifo(path)
     elif kind == "bytes":
         path.write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(PartitionError, match=f"^--profile .*{kind} (is no|cannot) .*name a"):
+    with pytest.raises(PartitionError, match=f"^--profile .*{kind} (is not|cannot) .*name a"):
         read_profile(path)
 
 

@@ -207,7 +207,7 @@ def test_a_flipped_byte_is_found_by_check(make, monkeypatch, capsys):
     ("content", "words"),
     [
         (b'{"text": 3}\n', ["line 1", "--field text"]),
-        (b'{"text": "a"}\n[1\n', ["line 2", "no JSON"]),
+        (b'{"text": "a"}\n[1\n', ["line 2", "not JSON"]),
         (b"\xff\xfe\n", ["UTF-8"]),
         (b'{"text": "one document"}\n', ["held_out", "--hold-out"]),
     ],

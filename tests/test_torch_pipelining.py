@@ -272,7 +272,7 @@ def test_each_listed_schedule_is_legal_on_the_ranks_that_its_placement_says(name
         ("--schedule DualPipeV --microbatches 4", "less than the 8 stages; use 8 or more"),
         (
             "--schedule Interleaved1F1B --microbatches 9 --batch-size 9",
-            "no multiple of its 2 rounds on 4 ranks; use a multiple of 4",
+            "not a multiple of its 2 rounds on 4 ranks; use a multiple of 4",
         ),
         ("--documents --split calls", "use --split manual"),
         ("--steps 3 --warm-up 3", "use fewer, or more steps"),

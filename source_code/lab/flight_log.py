@@ -27,7 +27,7 @@ from pipeline.message import Message
 from pipeline.schedule import to_csv
 
 # Numbers read at once: at 64 bits each they fit into a core's cache, twice. The weights of a
-# fingerprint's sum start again after as many, and a prime is no multiple of a row's length.
+# fingerprint's sum start again after as many, and a prime is not a multiple of a row's length.
 AT_ONCE = 32_749
 
 
