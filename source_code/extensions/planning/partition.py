@@ -2,7 +2,7 @@
 
 The planner of PipeDream (Narayanan et al., SOSP 2019, section 3.1). A plan gives each stage a run
 of consecutive layers and a number of workers that replicate it and take the mini-batches in turn.
-The slowest part sets the pace of a pipeline; a dynamic programme minimizes its time.
+The slowest part sets the pace of a pipeline; a dynamic program minimizes its time.
 """
 
 import json
