@@ -59,7 +59,7 @@ def part(p, most, seconds):
         ("whole backwards", range(1, p + 1), partial(question_in_line, p, split=False)),
         ("split backwards", range(1, 2 * p), partial(question_in_line, p, split=True)),
         (
-            "split backwards, two stages per rank in a V, room in halves of a rank's model",
+            "split backwards, two stages per rank in a V, room counted in micro-batches on one stage",
             range(2, 2 * p + 1),
             partial(question_in_v, p),
         ),
