@@ -207,7 +207,7 @@ def unseen_advice(given):
         why = "this build of torch is for CPUs only; install the one for CUDA (README)"
     return (
         f"SLURM gave this process {given} GPUs, and its ranks will not use all of them: {why}. "
-        "The pretended GPUs of slurm/local_cluster.sh are never seen"
+        "The pretend GPUs of slurm/local_cluster.sh are never seen"
     )
 
 

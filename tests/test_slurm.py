@@ -468,7 +468,7 @@ def test_preflight_checks_every_node_and_every_pair_of_neighbours(cluster):
     assert "text on pp10" in output
     assert re.search(r"rank 0 to 1 .* GB/s", output) and re.search(r"rank 1 to 0 ", output)
     assert "FAIL\n" not in output.split("\n", 2)[2], output
-    assert re.search(r"GPUs +\| 0 of 2 seen by torch +\| warn\n", output), "pretended GPUs"
+    assert re.search(r"GPUs +\| 0 of 2 seen by torch +\| warn\n", output), "pretend GPUs"
 
 
 def test_the_acceptance_starts_its_ranks_on_both_nodes_and_names_a_lost_one(cluster):

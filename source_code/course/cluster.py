@@ -59,17 +59,17 @@ def open_cluster():
     """Find or start a cluster and return the Cluster; prints a line that says which it is."""
     environment = without_job(os.environ)
     if os.environ.get(REPLAY_VARIABLE) == "1":
-        print("You see what a cluster of two pretended nodes has said elsewhere.")
+        print("You see what a cluster of two pretend nodes has said elsewhere.")
         return Cluster(None)
     if "SLURM_CONF" not in environment and not _answers(environment):
         if any(shutil.which(program, path=SEARCHED) is None for program in PROGRAMS):
             print(
-                "SLURM is not on this machine: you see what a cluster of two pretended nodes has "
+                "SLURM is not on this machine: you see what a cluster of two pretend nodes has "
                 f"said elsewhere.\nTo have your own, on Debian or Ubuntu, as root: {INSTALL}"
             )
             return Cluster(None)
         environment |= _start_local()
-        print("This machine is now a cluster of two pretended nodes, until the notebook ends.")
+        print("This machine is now a cluster of two pretend nodes, until the notebook ends.")
         print('In a terminal:  eval "$(slurm/local_cluster.sh env)"')
     else:
         print("The cluster around this notebook.")
@@ -252,7 +252,7 @@ class Cluster:
         return shown.stdout.strip()
 
     def _instead_of_waiting(self, name, files=()):
-        print("You did not wait; this is what a cluster of two pretended nodes has said elsewhere.")
+        print("You did not wait; this is what a cluster of two pretend nodes has said elsewhere.")
         return self._recorded(name, files)
 
     def timeline(self, file):

@@ -95,7 +95,7 @@ class SlowNetwork:
         return links[0].send(begin) if links else self.start_at_once(peers, begin)
 
     def slow_down(self, costs):
-        """`costs` in milliseconds, with the pretended network between ranks on different nodes."""
+        """`costs` in milliseconds, with the pretend network between ranks on different nodes."""
         ranks = range(self.num_ranks)
         pairs = [(a, b) for a in ranks for b in ranks if self.nodes[a] != self.nodes[b]]
         return replace(
