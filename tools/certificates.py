@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "certificates.md"
 MOST_RANKS, MOST_MICROBATCHES = 4, 8
 TOP = """# Certificates: how good the named schedules are
 
-Which schedule is best for a number of ranks, a number of micro-batches and a room? *Room k* means
-that every rank may hold k micro-batches at a time. The
+Which schedule is best for a given number of ranks, number of micro-batches and amount of memory?
+*Room k* means that every rank may hold k micro-batches at a time. The
 [exact search](../source_code/extensions/planning/exact_search.py) examines every order of actions.
 Its answer is therefore a certificate: no schedule with these stages on these ranks is shorter.
 

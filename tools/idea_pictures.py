@@ -357,8 +357,9 @@ def chunk_loop():
         if at == 0:
             parts.append(text(338, 256, "its second stage", "start"))
     alt = (
-        "Eight stages on four ranks. A micro-batch passes stages 0 to 3 on ranks 0 to 3, returns "
-        "to rank 0 and passes stages 4 to 7 on the same ranks; its gradient takes the same way back. "
+        "Eight stages on four ranks. A micro-batch goes through stages 0 to 3 on ranks 0 to 3, "
+        "returns to rank 0 and goes through stages 4 to 7 on the same ranks; its gradient follows "
+        "the same route in reverse. "
         "A rank's second stage is the lighter blue in its forward and the darker green in its backward."
     )
     return Picture(wrap(parts, 272, alt), alt)
