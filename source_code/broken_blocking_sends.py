@@ -1,6 +1,6 @@
 """Broken on purpose: 1F1B's first messages with sends that wait until they are taken (lesson 03).
 
-    torchrun --standalone --nproc-per-node 2 source_code/broken_blocking_sends.py --timeout 3
+    torchrun --standalone --nproc-per-node 2 source_code/broken_blocking_sends.py --timeout 5
 
 With --at-once the sends return at once: then the program ends over gloo, and may still deadlock
 over NCCL. Add --rehearse strict to see where it stops.

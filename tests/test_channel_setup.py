@@ -34,7 +34,7 @@ def train_cold(rank, schedule, at_once=None):
             receives.post_next()
 
     argv = ["train", *SMALL.split(), "--schedule", schedule, "--rehearse", "lazy"]
-    argv += ["--timeout", "4" if at_once else "30"]
+    argv += ["--timeout", "8" if at_once else "30"]
     with (
         mock.patch("pipeline.training.join_job", join_cold),
         mock.patch.object(sys, "argv", argv),
@@ -55,7 +55,7 @@ def test_receives_posted_at_the_start_would_let_them_hang():
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(train_cold, 4, "1f1b", at_once)
     assert "step 0" not in failed.value.output
-    assert re.search(r"rank \d waited 4 s for .* from rank \d", str(failed.value))
+    assert re.search(r"rank \d waited 8 s for .* from rank \d", str(failed.value))
     assert "a deadlock, each of these ranks waits for the next" in str(failed.value)
 
 

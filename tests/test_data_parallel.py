@@ -332,7 +332,7 @@ def test_a_lost_rank_of_one_replica_ends_all_of_them_and_is_named(reduce, signal
     with pytest.raises(RunFailed) as failed:
         run(
             f"pipeline_with_data_parallel.py {FLAGS} --steps 1000 --pace 10 20 --replicas 2 "
-            f"--reduce {reduce} --timeout 4",
+            f"--reduce {reduce} --timeout 8",
             warm=True,
             show=False,
             limit=60,

@@ -37,7 +37,7 @@ def recorded(tmp_path_factory):
     def run(case, flags=""):
         if (case, flags) not in made:
             folder = tmp_path_factory.mktemp("case") / "run"
-            timeout = "2" if case == 5 and not flags else "30"
+            timeout = "8" if case == 5 and not flags else "30"
             command = f"broken_pipelines.py --case {case} {flags} --timeout {timeout}"
             try:
                 losses = launch.run(

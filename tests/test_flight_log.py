@@ -245,7 +245,7 @@ def test_a_killed_run_is_readable_up_to_its_last_moment(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(RunFailed):
         launch.run(
-            f"one_f_one_b.py {TINY} --steps 500 --pace 5 10 --timeout 5 --record {folder}",
+            f"one_f_one_b.py {TINY} --steps 500 --pace 5 10 --timeout 8 --record {folder}",
             warm=True,
             show=False,
             limit=60,
@@ -263,7 +263,7 @@ def test_a_deadlock_can_be_read(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(RunFailed, match="a deadlock, each of these ranks waits for the next"):
         launch.run(
-            f"broken_pipelines.py --case 5 --timeout 2 --record {folder}", warm=True, show=False
+            f"broken_pipelines.py --case 5 --timeout 8 --record {folder}", warm=True, show=False
         )
     recording = read_recording(folder)
     assert describe_unanswered_waits(recording) == [

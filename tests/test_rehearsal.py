@@ -174,7 +174,7 @@ def test_a_bare_program_with_the_library_prints_the_same(mode, printed_without_r
 
 def run_without_batches(rank, call):
     with mock.patch.object(rehearsal, "as_one", lambda operations, batch: batch(operations)):
-        return run_scripts(rank, "strict", [f"{call} --timeout 4"], None)
+        return run_scripts(rank, "strict", [f"{call} --timeout 8"], None)
 
 
 def test_its_1f1b_relies_on_batches_and_its_interleaved_schedule_does_not():
