@@ -28,10 +28,12 @@ Which schedule is best for a given number of ranks, number of micro-batches and 
 Its answer is therefore a certificate: no schedule with these stages on these ranks is shorter.
 
 A forward takes 1 time unit, a whole backward takes 2, and each half of a split backward takes 1.
-Messages take no time. Each cell has the shortest makespan. Below it are the named schedules that
-reach this makespan within the room. If none does, the cell has the shortest named schedule and its
-makespan. In an open case, such as "≤ 29, ≥ 27", the best known schedule takes 29, and it is proven
-that none takes less than 27. "–" means that the search found no schedule in time.
+Messages take no time. The number in a cell is the shortest makespan. Below it are those schedules
+of the course, such as 1F1B, that reach this makespan within the room. If none of them does, the
+cell names the shortest of those that fit into the room, with its makespan. If none of them fits
+into the room, the cell has the number only. In an open case, such as "≤ 29, ≥ 27", the best known
+schedule takes 29, and it is proven that none takes less than 27. "–" means that the search found no
+schedule within its time limit.
 
 `python tools/certificates.py` writes this page. `python source_code/search_schedule.py` runs the
 same search with costs of your own.
