@@ -4,9 +4,12 @@ import json
 import math
 import random
 import subprocess
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+from ranks import run_on_ranks
 
 from extensions.planning import measured_runs, measuring
 from extensions.planning.forecast import forecast, stage_costs
@@ -174,11 +177,27 @@ def test_a_malformed_measured_machine_is_rejected_in_one_sentence(damage, senten
     assert "\n" not in str(error.value)
 
 
+def measure_less(rank, words):
+    """Fewer sizes than plan.py --this-machine measures, in one round."""
+    with (
+        mock.patch.multiple(measuring, WIDTHS=(64, 128, 256), ROWS=(1, 4), ROUNDS=1),
+        mock.patch.object(sys, "argv", ["measuring", *words]),
+    ):
+        measuring.main()
+
+
+def launch_less(words, ranks, launch=measured_runs.launch):
+    if words[1] != "extensions.planning.measuring":
+        return launch(words, ranks)
+    run_on_ranks(measure_less, ranks, words[2:])
+
+
 @pytest.mark.processes
 def test_this_machine_is_measured_by_two_ranks_at_once_and_a_plan_is_performed(monkeypatch):
     monkeypatch.setattr(
         measured_runs, "besides", lambda machine, length: (0.0, 0.0)
     )  # three runs less
+    monkeypatch.setattr(measured_runs, "launch", launch_less)
     try:
         text = measure_machine(2, 16)
     except subprocess.SubprocessError as error:
