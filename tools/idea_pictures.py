@@ -198,8 +198,8 @@ def round_trip(microbatch=4):
     height = top + 4 * (ROW + ROW_GAP) + 4
     parts += draw_legend([timeline], height + 4)
     alt = (
-        "1F1B on four ranks. From the start of its forward to the end of its backward micro-batch 4 "
-        "takes 120 ms on rank 0, 90 on rank 1, 60 on rank 2 and 30 on rank 3: p - r times the 30 ms "
+        "1F1B on four ranks. Micro-batch 4 takes 120 ms on rank 0, 90 on rank 1, 60 on rank 2 and 30 "
+        "on rank 3, from the start of its forward to the end of its backward: p - r times the 30 ms "
         "of a forward and a backward. A rank takes in a micro-batch every 30 ms, so p - r are under way."
     )
     return Picture(wrap(parts, height + 30, alt), alt)
