@@ -23,17 +23,17 @@ MOST_RANKS, MOST_MICROBATCHES = 4, 8
 TOP = """# Certificates: how good the named schedules are
 
 Which schedule is best for a given number of ranks, number of micro-batches and amount of memory?
-*Room k* means that every rank may hold k micro-batches at a time. The
+*Room k* means that a rank can hold at most k micro-batches at a time. The
 [exact search](../source_code/extensions/planning/exact_search.py) examines every order of actions.
 Its answer is therefore a certificate: no schedule with these stages on these ranks is shorter.
 
 A forward takes 1 time unit, a whole backward takes 2, and each half of a split backward takes 1.
-Messages take no time. The number in a cell is the shortest makespan. Below it are those schedules
-of the course, such as 1F1B, that reach this makespan within the room. If none of them does, the
-cell names the shortest of those that fit into the room, with its makespan. If none of them fits
-into the room, the cell has the number only. In an open case, such as "≤ 29, ≥ 27", the best known
-schedule takes 29, and it is proven that none takes less than 27. "–" means that the search found no
-schedule within its time limit.
+Messages take no time. The number in a cell is the shortest makespan in this room. Below the number,
+the cell names the schedules of the course that fit into the room and reach this makespan. If no
+schedule of the course does both, the cell names the shortest one that fits, with the makespan of
+that schedule. If no schedule of the course fits, the cell has only the number. Some cases are open,
+such as "≤ 29, ≥ 27": the best known schedule takes 29, and it is proven that none takes less than
+27. "–" means that the search found no schedule within its time limit.
 
 `python tools/certificates.py` writes this page. `python source_code/search_schedule.py` runs the
 same search with costs of your own.
