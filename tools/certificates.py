@@ -25,7 +25,8 @@ TOP = """# Certificates: how good the named schedules are
 Which schedule is best for a given number of ranks, number of micro-batches and amount of memory?
 *Room k* means that a rank can hold at most k micro-batches at a time. The
 [exact search](../source_code/extensions/planning/exact_search.py) examines every order of actions.
-Its answer is therefore a certificate: no schedule with these stages on these ranks is shorter.
+Its answer is therefore a certificate: with these stages on these ranks, no schedule in this room is
+shorter.
 
 A forward takes 1 time unit, a whole backward takes 2, and each half of a split backward takes 1.
 Messages take no time. The number in a cell is the shortest makespan in this room. Below the number,
