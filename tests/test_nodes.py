@@ -239,6 +239,7 @@ def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
         time.sleep(2)
         for process in ranks.ranks:
             os.kill(process.pid, signal.SIGUSR2)
+            time.sleep(1)  # both write to one pipe, in many pieces
         with pytest.raises(RunFailed) as failed:
             _follow(ranks, show=False, limit=60)
     finally:
