@@ -32,7 +32,7 @@ from pipeline.job import GRACE, SLOW_START, Job, join_job
 from pipeline.training import parse_arguments, training_parser
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --device cpu"
-TIMEOUT = 6  # seconds, of --timeout
+TIMEOUT = 4  # seconds, of --timeout
 LONG = 1000  # steps: minutes, if nobody ends it
 SCRIPTS_AND_FLAGS = [
     "activation_checkpointing.py --microbatches 4",

@@ -25,7 +25,7 @@ from pipeline.job import GRACE
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = ["--steps", "1000", "--pace", "10", "20"]  # minutes, if nobody ends it
-TIMEOUT = 6  # seconds, of --timeout
+TIMEOUT = 4  # seconds, of --timeout
 WITHIN = 15  # seconds, for all that follows
 
 
