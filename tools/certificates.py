@@ -33,8 +33,8 @@ Messages take no time. The number in a cell is the shortest makespan in this roo
 the cell names the schedules of the course that fit into the room and reach this makespan. If no
 schedule of the course does both, the cell names the shortest one that fits, with the makespan of
 that schedule. If no schedule of the course fits, the cell has only the number. Some cases are open,
-such as "≤ 29, ≥ 27": the best known schedule takes 29, and it is proven that none takes less than
-27. "–" means that the search found no schedule within its time limit.
+such as "≤ 29, ≥ 26": the best known schedule takes 29, and it is proven that none takes less than
+26. "–" means that the search found no schedule within its time limit.
 
 `python tools/certificates.py` writes this page. `python source_code/search_schedule.py` runs the
 same search with costs of your own.
