@@ -39,7 +39,9 @@ def add_flags(parser):
     add("--pace-per-layer", action="store_true", help="--pace is the time of one layer")
     add("--timeline", metavar="FILE", help="write the performed timeline of the last step")
     add(
-        "--profile", metavar="FILE", help="write torch.profiler's trace of the last step, all ranks"
+        "--profile",
+        metavar="FILE",
+        help="write torch.profiler's trace of the second step, all ranks",
     )
     add("--record", metavar="FOLDER", help="write what every action of every rank used and made")
     add("--rehearse", choices=rehearsal.MODES, help="let gloo keep NCCL's rules of order")
