@@ -12,7 +12,7 @@ help: ## list these targets
 
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
 	@$(BIN)/python -m nbformat.sign notebooks/*.ipynb notebooks/solutions/*.ipynb >/dev/null # or it draws no stored picture
-	$(BIN)/python -m jupyterlab $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb # lessons link to scripts
 
 check: $(INSTALLED) ## the linter, and every test that starts no process and no notebook: two minutes
 	$(LINT)

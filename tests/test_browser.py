@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,6 @@ LAB = [
     "--ServerApp.port_retries=0",
     "--IdentityProvider.token=",
     "--ServerApp.password=",
-    f"--ServerApp.root_dir={ROOT}",
     "--LabApp.news_url=",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",
@@ -44,15 +44,19 @@ CHROMIUM = [
 
 @pytest.fixture
 def lab(tmp_path):
-    """The address of a JupyterLab server that ends with the test."""
+    """The address of a JupyterLab server that `make lab` would start; it ends with the test."""
     port = free_port()
+    flags = f"LAB_FLAGS={shlex.join([f'--port={port}', *LAB])}"
+    lines = subprocess.check_output(["make", "--dry-run", "lab", flags], cwd=ROOT, text=True)
+    (line,) = [line for line in lines.splitlines() if "-m jupyterlab" in line]
     environment = os.environ | {
         "JUPYTER_CONFIG_DIR": str(tmp_path),
         "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
         "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
     }
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", f"--port={port}", *LAB],
+        [sys.executable, *shlex.split(line, comments=True)[1:]],
+        cwd=ROOT,
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
