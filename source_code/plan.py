@@ -29,6 +29,7 @@ from extensions.planning.measured_runs import (
 from extensions.planning.plan_tables import (
     command_of,
     confirmed_line,
+    course_flags,
     error_line,
     memory_lines,
     performed_line,
@@ -177,6 +178,12 @@ def in_words(arguments, model, machine, ours, others):
     if others.best:
         lines += ["", "Paper only, no script of the course starts these plans:"]
         lines += table_lines(model, machine, others.best, 1 + len(ours.best))
+    if course_flags(arguments.model, model) is None:
+        lines += [
+            "",
+            "No script of the course builds this model. For a saved Llama or Qwen2, name its folder",
+            "as MODEL; for any other, docs/your-own-model.md shows how to change a copy of a script.",
+        ]
     lines += ["", error_line(machine, best)]
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")

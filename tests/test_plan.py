@@ -291,6 +291,7 @@ def test_plan_ranks_a_profile_s_plans_as_paper_only(tmp_path, capsys):
     path.write_text(json.dumps(profile_of(LAYERS)))
     status, text = run(f"{path} --gpus 4 --batch-size 16 --count 2 --why 1 --bytes 2", capsys)
     assert status == 0 and "Paper only" in text and "torchrun" not in text
+    assert "docs/your-own-model.md" in text
     status, text = run(f"{path} --gpus 4 --batch-size 16 --count 2 --json", capsys)
     found = json.loads(text)
     assert status == 0 and not found["started_by_the_course"]
