@@ -15,13 +15,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from course.failed_run import RunFailed
 from course.launch import SCRIPTS, LaunchedRanks, WarmRanks, _follow, launch_words
 from lab.free_port import free_port
 from lab.watch import Wait, Watch
+from pipeline import job as jobs
 from pipeline.job import GRACE
+from pipeline.message import Message
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = ["--steps", "1000", "--pace", "10", "20"]  # minutes, if nobody ends it
@@ -321,6 +324,22 @@ def test_a_lost_connection_is_explained_without_the_transport_s_own_source_lines
         "rank 0 lost rank 1 while waiting for gradient 0 (rank 1 itself had been waiting for "
         "rank 2)"
     )
+
+
+def test_a_rank_whose_send_cannot_begin_waits_for_the_receipt(monkeypatch):
+    # And not for its own gradient: the message names what the lost rank should have done.
+    def start(peers, begin):
+        raise RuntimeError("Connection reset by peer")
+
+    said = []
+    monkeypatch.setattr(jobs, "end_process", said.append)
+    job = jobs.Job(3, 4, torch.device("cpu"), "gloo", 1.0, channels={(3, 2): None})
+    monkeypatch.setattr(job, "start", start)
+    job.send(torch.zeros(1), 2, Message("gradient", 3, 1))
+    assert said == [
+        "rank 3 lost rank 2 while waiting for the receipt of the gradient of micro-batch 1 "
+        "from stage 3 (Connection reset by peer)"
+    ]
 
 
 def test_a_watch_ends_only_processes_with_the_same_parent():

@@ -116,18 +116,18 @@ class Transfer:
     """A tensor on its way to or from rank `peer`. It owns its buffer until `wait` has returned."""
 
     def __init__(self, job, operation, buffer, peer, message):
-        self.job, self.buffer, self.peer, self.message = job, buffer, peer, message
+        self.job, self.buffer, self.peer = job, buffer, peer
         self.sends = operation is dist.isend
+        self.awaited = f"the receipt of {message}" if self.sends else message
         ends = (job.rank, peer) if self.sends else (peer, job.rank)
         begin = partial(operation, buffer, peer, group=job.channel(*ends, message))
-        with job.naming_loss(peer, message):
+        with job.naming_loss(peer, self.awaited):
             self.work = job.start([peer], begin) if self.sends else begin()
 
     def wait(self):
         """Block until it has been sent, or has arrived: then return it, on this rank's device."""
         if self.work is not None:
-            what = f"the receipt of {self.message}" if self.sends else self.message
-            with self.job.waiting(self.peer, what):
+            with self.job.waiting(self.peer, self.awaited):
                 self.work.wait()
         tensor, self.buffer, self.work = self.buffer, None, None  # torch's work has the buffer, too
         return None if self.sends else tensor.to(self.job.device)
