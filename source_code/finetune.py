@@ -112,7 +112,8 @@ def read_corpus(arguments):
         return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed)
     if tokenizer is None and a.vocabulary != BYTES:
         reject(
-            f"--model {a.model_folder} has no tokenizer.json; make tokens for --data with prepare_data.py"
+            f"--model {a.model_folder} has no tokenizer.json; put the model's own there, or make tokens "
+            "for --data with the course's prepare_data.py and its --tokenizer"
         )
     content = read_content(a.data, a.seq_len)
     corpus = load_corpus(content, a.vocabulary, tokenizer, a.documents or a.packed, a.seq_len)
