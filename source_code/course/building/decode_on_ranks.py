@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from course.building import ANSWER, WAITING
+from course.building.request import define
 from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import Pass, Row
 from extensions.inference.requests import choose_token
@@ -24,14 +25,13 @@ CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=1, seq_len=32)
 def main():
     """Give the reader's function its tools, and report from rank 0."""
     request = json.loads(Path(sys.argv[1]).read_text())
-    namespace = {}
-    exec(compile(request["source"], "your cell", "exec"), namespace)  # the reader's own program
+    decode = define(request)
     first, count = first_tokens(request["groups"]), request["count"]
     pairs = [(0, 1), (1, 2), (2, 0)]
     job = join_job("cpu", WAITING, pairs, meeting=guarded)
     watch = attach.watch(job)
     tools = Tools(job, len(first))
-    result = namespace[request["function"]](
+    result = decode(
         job.rank, job.num_ranks - 1, first, count, tools.forward, tools.send, tools.receive
     )
     job.complete_sends()
@@ -67,12 +67,25 @@ class Tools:
         return choose(output[0], group, start + 1) if self.stage.is_last else output
 
     def send(self, x, destination):
+        """Send `x` to rank `destination`, which must have the next stage, or the first one."""
+        following = (self.job.rank + 1) % self.job.num_ranks
+        if destination != following:
+            raise ValueError(
+                f"rank {self.job.rank} sends to rank {destination}, but its output is for rank "
+                f"{following}"
+            )
         self.did.append(["send", destination])
         tensor = torch.tensor([x]) if self.stage.is_last else x
         self.job.send(tensor, destination, f"what rank {self.job.rank} made")
 
     def receive(self, source):
         """Receive from rank `source`: a token from the last rank, else an activation."""
+        before = (self.job.rank - 1) % self.job.num_ranks
+        if source != before:
+            raise ValueError(
+                f"rank {self.job.rank} receives from rank {source}, but its input comes from rank "
+                f"{before}"
+            )
         self.did.append(["receive", source])
         name = f"what rank {source} made"
         if self.stage.is_first:

@@ -55,9 +55,17 @@ def collect(function):
                     waiting += [value] if value is not function else []
                 else:
                     imports.append(f"from {value.__module__} import {value.__name__} as {name}")
-            elif isinstance(value, PLAIN):
+            elif isinstance(value, PLAIN) and can_be_written(value):
                 imports.append(f"{name} = {value!r}")
     return sources, imports
+
+
+def can_be_written(value):
+    """Whether `repr(value)` gives the value back; a list of objects does not."""
+    try:
+        return ast.literal_eval(repr(value)) == value
+    except (ValueError, SyntaxError):
+        return False
 
 
 def names_in(text):

@@ -1,6 +1,6 @@
 """Checks of lesson 11b: a decode loop on three real ranks, and the number of groups for a chat."""
 
-from course.checks.answer import call_for_number, checked
+from course.checks.answer import call_for_number, checked, many
 from course.checks.reader_on_ranks import on_ranks
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
@@ -62,17 +62,25 @@ def groups_for_chat(groups_of):
     """Check `groups_of(p)`: the number of groups, at most p, with the most tokens per second among
     those in which each text gets at least 30 tokens per second; 0 if there are none."""
     for p in (1, 2, 4, 8, 9, 10, 16):
-        answer = call_for_number(groups_of, p)
+        answer, stages = call_for_number(groups_of, p), many(p, "stage")
         if not 0 <= answer <= p:
-            return f"for {p} stages you say {answer} groups; it is from 0 to {p}"
+            return f"for {stages} you say {answer} groups; it is from 0 to {p}"
         rates = {groups: rates_of(p, groups) for groups in range(1, p + 1)}
         fast = {groups: total for groups, (total, per_text) in rates.items() if per_text >= 30}
         if not fast and answer:
-            return f"for {p} stages a text gets {rates[answer][1]:.1f} tokens per second: answer 0"
+            return f"for {stages} a text gets {rates[answer][1]:.1f} tokens per second: answer 0"
         if fast and answer not in fast:
-            return f"for {p} stages {answer} groups is not an answer; {len(fast)} numbers would do"
+            groups = max(fast)
+            return (
+                f"for {stages} you say {answer}, but with {many(groups, 'group')} "
+                f"each text gets {rates[groups][1]:.1f} tokens per second, from token to token"
+            )
         if fast and fast[answer] < max(fast.values()) - 1e-9:
-            return f"for {p} stages more groups write more, and each text is still fast enough"
+            per_text = rates[max(fast, key=fast.get)][1]
+            return (
+                f"for {stages} more groups than {answer} write more in all, and each text still "
+                f"gets {per_text:.1f} tokens per second, from token to token"
+            )
 
 
 def rates_of(p, groups, tokens=40):

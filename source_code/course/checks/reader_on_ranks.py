@@ -40,8 +40,12 @@ def source_of_function(function):
 
 
 def on_ranks(script, function, num_ranks, **more):
-    """Run `script` with the reader's function; return rank 0's report. Raises WrongAnswer."""
-    request = {"source": source_of_function(function), "function": function.__name__, **more}
+    """Run `script` with the reader's function, and with the helpers and imports that it uses; return
+    rank 0's report. Raises WrongAnswer."""
+    source = source_of_function(function)
+    (_, *helpers), imports = collect(function)
+    request = {"source": source, "helpers": helpers, "imports": imports, **more}
+    request["function"] = function.__name__
     with requested(request) as file:
         return answers_of(run_script(f"{script} {file}", num_ranks))[0]
 
@@ -115,10 +119,18 @@ def what_failed(said, sources=None):
     if line and error:
         return f"line {line[-1]} of your function raised {error[-1]}"
     if waits:
-        return f"the ranks did not come to an end: {max(waits, key=len).strip()}"
+        return f"the ranks did not come to an end: {with_who_left(max(waits, key=len).strip())}"
     if is_late(said):
         return "one of the ranks waited in vain for another; does each of them come to its end?"
     return " ".join(said.split())[-300:]
+
+
+def with_who_left(chain):
+    """A chain of waits, and the rank in it whose function returned before it had received all."""
+    left = re.search(r"the receipt of (.*?) from rank (\d+), which waits for the end of", chain)
+    if not left:
+        return chain
+    return f"{chain}; rank {left[2]} has returned, but has not received all of {left[1]}"
 
 
 def errors_in(said):
