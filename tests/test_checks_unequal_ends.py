@@ -103,6 +103,18 @@ def said_of(function, capsys):
     return said
 
 
+def largest_of(scores):
+    return scores.max(1).values
+
+
+def with_a_helper(scores, targets, first, all_reduce):
+    return inspect.isclass(all_reduce), all_reduce(largest_of(scores), "max")
+
+
+def test_the_ranks_have_the_helpers_and_imports_of_the_readers_notebook(capsys):
+    assert "on rank 0 the loss is 0.000000" in said_of(with_a_helper, capsys)
+
+
 def test_the_solution_is_right_and_the_stub_not_attempted(capsys):
     assert said_of(right, capsys).startswith("Right: the loss and the gradient")
     assert said_of(stub, capsys).startswith("Not attempted yet")
@@ -160,6 +172,7 @@ def by_search(layers, head, stages):
         (lambda layers, head, stages: [layers], "has 1 stages"),
         (lambda layers, head, stages: [3, 3, 2, 0], "0 in the smallest stage"),
         (lambda layers, head, stages: 7, "return a list"),
+        (lambda layers, head, stages: [2, 2, 2, 1], "[2, 2, 2, 1] has 7 layers in all"),
     ],
 )
 def test_a_cut_by_cost_is_held_against_the_best_one(function, words, capsys):

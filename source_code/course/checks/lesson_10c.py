@@ -96,11 +96,12 @@ def cut_by_cost(function):
         cut = call(function, layers, head, stages)
         if not isinstance(cut, (list, tuple)) or not all(isinstance(n, int) for n in cut):
             return f"{case}: return a list with the number of layers of each stage"
-        if len(cut) != stages or sum(cut) != layers or min(cut) < 1:
-            return (
-                f"{case}: {list(cut)} has {len(cut)} stages, {sum(cut)} layers in all and "
-                f"{min(cut, default=0)} in the smallest stage; at least 1 is needed there"
-            )
+        if len(cut) != stages:
+            return f"{case}: {list(cut)} has {len(cut)} stages"
+        if sum(cut) != layers:
+            return f"{case}: {list(cut)} has {sum(cut)} layers in all"
+        if min(cut) < 1:
+            return f"{case}: {list(cut)} has {min(cut)} in the smallest stage; use at least 1"
         ours, best = slowest_of(cut, head), best_of(layers, head, stages)
         if ours > best + 1e-9:
             return (
