@@ -176,6 +176,11 @@ def never_forgetting(deferred):
         weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
 
 
+def one_entry(deferred):
+    weight, inputs, gradient = deferred.pop()
+    weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
+
+
 def of_one_sequence(deferred):
     while deferred:
         weight, inputs, gradient = deferred.pop()
@@ -197,6 +202,8 @@ def of_one_sequence(deferred):
         ((input_half, of_one_sequence), "sum gᵀ x over all positions"),
         ((input_half, lambda deferred: None), "still has no gradient"),
         ((input_half, weight_half), "Right: "),
+        ((input_half, one_entry), "Right: "),
+        ((input_half, lambda deferred: deferred.pop()), "still has no gradient"),
     ],
 )
 def test_split_backward_explains(halves, sentence, capsys):

@@ -51,7 +51,8 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
     try:
         weight_half(deferred)
         again = weight.grad.clone()
-        weight_half(deferred)
+        if deferred:  # an emptied list cannot count twice, and a second half may rely on an entry
+            weight_half(deferred)
     except Exception as error:
         raise WrongAnswer(f"weight_half raised {type(error).__name__}: {error}") from None
     twice = not torch.equal(again, weight.grad)
