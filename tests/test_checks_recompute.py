@@ -57,6 +57,9 @@ def root(layers, inp, inside, waiting):
         (lambda layers, a, i, k: math.nan, "is something divided by zero"),
         (lambda layers, a, i, k: math.inf, "is something divided by zero"),
         (lambda layers, a, i, k: 6, "which holds"),
+        (lambda *case: min(case[0], round(root(*case))), "the root is 1.46, so compare the whole"),
+        (lambda *case: min(case[0], math.floor(root(*case))), "the root is 1.46, so compare"),
+        (lambda *case: min(case[0], math.ceil(root(*case))), "the root is 2.24, so compare"),
     ],
 )
 def test_best_checkpoints_explains(best, sentence, capsys):

@@ -39,7 +39,7 @@ def held_with_recompute(held):
                     return f"{case}, as in GPipe; in 1F1B fewer micro-batches wait on this rank"
                 return (
                     f"{case}; at its peak the rank has {waiting} micro-batches between forward and "
-                    "backward"
+                    "backward, each with its input"
                 )
 
 
@@ -51,8 +51,9 @@ def best_checkpoints(best):
     inputs; the micro-batch in its backward also has the inside of layers / c layers.
     """
     cases = [(16, 16, 64, 1), (24, 1, 24, 4), (24, 1, 24, 16), (8, 1, 32, 1)]
+    cases += [(8, 1, 17, 64), (16, 1, 5, 16)]  # roots of 1.46 and 2.24; 2 is best for both
     for layers, inp, inside, waiting in cases:
-        counts = range(1, layers + 1)
+        counts, root = range(1, layers + 1), (layers * inside / (waiting * inp)) ** 0.5
         answer = call_for_number(best, layers, inp, inside, waiting)
         case = (
             f"{layers} layers, input {inp}, inside {inside}, {waiting} waiting: you say {answer:g}"
@@ -68,6 +69,8 @@ def best_checkpoints(best):
         found = f"{case}, which holds {yours:g}, and {least:g} is possible"
         if waiting > 1 and answer == min(counts, key=lambda c: held_bytes(c, layers, inp, inside)):
             return f"{found}; the inputs are kept for each of the {waiting} micro-batches"
+        if abs(answer - root) < 1:
+            return f"{found}; the root is {root:.2f}, so compare the whole numbers on both sides"
         if answer == layers:
             return f"{found}; with an input for every layer the inputs are most of it"
         if answer == 1:
