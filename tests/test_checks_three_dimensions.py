@@ -64,6 +64,18 @@ def one_rank_sums(all_reduce):
     return ends(all_reduce, leave=[all_reduce if rank == 0 else same, same])  # noqa: F821
 
 
+def mean_on_the_way_back(all_reduce):
+    return ends(all_reduce, enter=[same, lambda gradient: all_reduce(gradient) / 2])  # noqa: F821
+
+
+def nothing_returned(all_reduce):
+    return ends(all_reduce, enter=[lambda x: None, all_reduce])  # noqa: F821
+
+
+def no_apply(all_reduce):
+    return tuple(end.__self__ for end in ends(all_reduce))  # noqa: F821
+
+
 def no_gradient(all_reduce):
     return ends(all_reduce, enter=[same, lambda gradient: None])  # noqa: F821
 
@@ -115,6 +127,9 @@ def with_helpers(monkeypatch):
         (sum_where_all_is_whole, ["output", "2 times the right one", "forward"]),
         (twice_on_the_way_back, ["layer's input", "2 times the right one", "entering"]),
         (one_rank_sums, ["Not yet", "waited", "rank 1", "its part of a sum"]),
+        (mean_on_the_way_back, ["layer's input", "0.5 times the right one", "nothing is divided"]),
+        (nothing_returned, ["what enters the layer is not a tensor", "NoneType"]),
+        (no_apply, ["what enters the layer is not a tensor", "Enter.apply"]),
         (no_gradient, ["layer's input is missing", "return a tensor"]),
         (not_a_pair, ["return a pair"]),
     ],
@@ -138,10 +153,11 @@ ANSWER = {
     ("changed", "words"),
     [
         ({}, "Right"),
-        ({"one node of 8": ...}, "Not attempted"),
+        (dict.fromkeys(ANSWER, ...), "Not attempted"),
+        ({"two nodes of 4": ...}, "two nodes of 4: give three numbers"),
         ({"eight nodes of 1": (1, 1, 8)}, "takes 1728 ms, and 396 ms can be had"),
         ({"two nodes of 4": (1, 1, 4)}, "4 ranks, and there are 8"),
-        ({"two nodes of 4": (8, 1, 1)}, "it needs 4"),
+        ({"two nodes of 4": (8, 1, 1)}, "over 1 rank, and it needs 4"),
         ({"two nodes of 4": 4}, "three numbers"),
     ],
 )

@@ -30,7 +30,10 @@ def main():
     watch = attach.watch(job)
     calls = []
     pair = reader(partial(all_reduce, job, calls))
-    report = run_layer(job.rank, pair, calls) if is_pair(pair) else None
+    try:
+        report = run_layer(job.rank, pair, calls) if is_pair(pair) else None
+    except NotATensor as error:
+        report = {"wrong": str(error)}
     reports = gather(job, report)
     if job.rank == 0:
         print(ANSWER + json.dumps(reports), flush=True)
@@ -70,12 +73,24 @@ def run_layer(rank, pair, calls):
 def gradients_of(x, up, down, slope, enter=None, leave=None, calls=()):
     """The output, the gradients of the input and of both matrices, and the calls until then."""
     leaves = x, up, down = [each.clone().requires_grad_() for each in (x, up, down)]
-    hidden = torch.relu((enter(x) if enter else x) @ up.T)
+    hidden = torch.relu((applied(enter, x, "enters") if enter else x) @ up.T)
     output = hidden @ down.T
-    output = leave(output) if leave else output
+    output = applied(leave, output, "leaves") if leave else output
     found = {"output": output.detach(), "forward": len(calls)}
     (output * slope).sum().backward()
     return found | {name: one.grad for name, one in zip(("input", "up", "down"), leaves)}
+
+
+def applied(end, x, way):
+    """The tensor that a function at an end of the layer returns; NotATensor if it is none."""
+    made = end(x)
+    if not isinstance(made, torch.Tensor):
+        raise NotATensor(f"what {way} the layer is not a tensor, but {type(made).__name__}")
+    return made
+
+
+class NotATensor(Exception):
+    """The text says which end of the layer returned what."""
 
 
 def compare(found, right, own):

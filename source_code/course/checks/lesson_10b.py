@@ -1,6 +1,6 @@
 """Checks of lesson 10b: the collectives of a layer on two real ranks, and a mesh for a machine."""
 
-from course.checks.answer import NotAttempted, checked, close
+from course.checks.answer import NotAttempted, checked, close, many
 from course.checks.reader_on_ranks import on_ranks
 from lab.simulator import Costs, simulate
 from pipeline.schedules import one_f_one_b
@@ -27,6 +27,11 @@ def layer_ends(ends):
     for rank, report in enumerate(reports):
         if report is None:
             return "return a pair, such as Enter.apply, Leave.apply"
+        if "wrong" in report:
+            return (
+                f"{report['wrong']}; each forward returns a tensor, and layer_ends returns "
+                "Enter.apply, Leave.apply"
+            )
         for name in NAMES:
             if complaint := complaint_of(name, *report[name]):
                 return f"on rank {rank} {complaint}"
@@ -48,6 +53,8 @@ def complaint_of(name, factor, of):
     if close(factor, 1):
         return None
     reason = "something is summed that is whole on both ranks"
+    if factor < 1:
+        reason = "the ranks' terms are added up, and nothing is divided"
     return f"{what} is {factor:g} times the right one: {reason}; look at {where}"
 
 
@@ -94,7 +101,7 @@ def meshes(machine):
 @checked("sharing a layer stays in a node, stages cross, replicas take what is left.")
 def chosen_meshes(chosen):
     """Check `chosen`: for each of MACHINES (replicas, stages, t), at most 3 % over the fastest."""
-    if any(mesh is ... for mesh in chosen.values()):
+    if all(mesh is ... for mesh in chosen.values()):
         raise NotAttempted
     for name, machine in MACHINES.items():
         mesh = chosen.get(name)
@@ -113,8 +120,8 @@ def complain_of_size(name, machine, mesh):
     if replicas * stages * t != 8:
         return f"{name}: {shown(mesh)} is {replicas * stages * t} ranks, and there are 8"
     return (
-        f"{name}: {shown(mesh)} spreads the model over {stages * t} ranks, and it needs "
-        f"{machine['least']}"
+        f"{name}: {shown(mesh)} spreads the model over {many(stages * t, 'rank')}, and it "
+        f"needs {machine['least']}"
     )
 
 
