@@ -26,7 +26,7 @@ from course.checks import (
     library_mistakes,
 )
 from course.checks.answer import NOT_ATTEMPTED
-from course.checks.reader_on_ranks import run_script
+from course.checks.reader_on_ranks import run_script, what_failed
 from course.launch import ROOT, warm_up
 from pipeline.schedules import gpipe, zb_v
 
@@ -200,6 +200,8 @@ WRONG = {
         ([("(both[0] / both[1])", "both[0]")], "the difference itself: divide it by the largest"),
         ([("[off, largest]", "[off / largest, largest]"), ("(both[0] / both[1])", "both[0]")],
          "a share of the largest gradient on one rank"),
+        ([("torch.stack([off, largest])", "torch.tensor([off.item(), largest.item()])")],
+         "right to seven digits: torch.tensor makes float32"),
         ([("off = torch.maximum(off, (ours - theirs).abs().max())",
            "off = off + (ours - theirs).abs().sum()")], "the sum of all differences"),
         ([("    dist.all_reduce", "    if both[0] > 1e-9:\n        dist.all_reduce")],
@@ -250,6 +252,11 @@ WRONG = {
 def test_a_typical_wrong_program_gets_its_own_sentence(exercise, edits, sentence, tmp_path, capsys):
     said = answer_to(tmp_path, capsys, exercise, *edits)
     assert said.startswith("Not yet: ") and sentence in said
+
+
+def test_a_long_error_ends_with_a_whole_word():
+    told = request.RAISED + json.dumps([0, "mine", 1, "ValueError: " + "word " * 60])
+    assert what_failed(told, {"mine": "x"}).endswith("word word ...")
 
 
 def test_a_loop_without_an_end_is_ended_at_its_line(tmp_path, capsys, monkeypatch):

@@ -66,12 +66,21 @@ def meaning(said, ranks, wanted):
         (sum(off) / max(largest), "the sum over the ranks: ask all_reduce for the maximum"),
         (sum(added) / max(largest), "the sum of all differences: take the largest one"),
     ]
+    if same_in_float32(said, wanted):
+        return (
+            "which is right to seven digits: torch.tensor makes float32 of Python's floats, "
+            "so give it dtype=torch.float64"
+        )
     for value, what in known:
-        if close(said, value):
+        if same_in_float32(said, value):
             return what
     if abs(said) <= EXACT:
         return "so you do not see it: a gradient may differ upwards and downwards, or be missing"
     return f"and the largest difference is {wanted:.3g} of the largest gradient"
+
+
+def same_in_float32(one, other):
+    return math.isclose(one, other, rel_tol=1e-6)
 
 
 def close(one, other):

@@ -6,6 +6,7 @@ import re
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 
 from course.building import ANSWER, RAISED
 from course.checks.answer import NotAttempted, WrongAnswer
@@ -112,7 +113,7 @@ def what_failed(said, sources=None):
             return (
                 f"rank {rank} waited in vain for another rank at {at}: does every rank get there?"
             )
-        return f"{at} raised {error[:140]}"
+        return f"{at} raised {shorten(error, 140, placeholder=' ...')}"
     waits = re.findall(r"rank \d+ waited .*?(?=rank \d+ waited|\(rank|\n|$)", said)
     line = re.findall(r'File "your cell", line (\d+)', said)
     error = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", said, re.MULTILINE)
