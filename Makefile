@@ -36,10 +36,12 @@ TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_s
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
 	tensor_parallel vocabulary_parallel inference no_code_from_files))
 
-soak: $(INSTALLED) ## damage every file that a reader opens 10,000 times, and a room on a cluster: half an hour
-	FUZZ_INPUTS=10000 $(BIN)/python -m pytest tests/test_damaged_files.py tests/test_launchers.py $(PYTEST_FLAGS)
+soak: $(INSTALLED) ## damage files and spoil schedules in 10,000 ways, and a room on a cluster: half an hour
+	FUZZ_INPUTS=10000 $(BIN)/python -m pytest $(DRAWN_AT_RANDOM) $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest -k so_do_many tests/test_joining.py $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest -m soak tests $(PYTEST_FLAGS)
+
+DRAWN_AT_RANDOM = $(addprefix tests/test_,damaged_files.py launchers.py schedule_properties.py)
 
 define LINT
 $(BIN)/python -m ruff format --check .

@@ -5,6 +5,7 @@ another rank. The verdict is compared with a player that works by itself, round 
 the simulator's.
 """
 
+import os
 import re
 
 import pytest
@@ -17,7 +18,8 @@ from pipeline.schedules import SCHEDULES, build_schedule, pipedream, pipedream_r
 from pipeline.schedules.legal import check_legal
 
 FEW = settings(max_examples=400, deadline=None, derandomize=True)
-MANY = settings(FEW, max_examples=4000)
+# `make soak` tries 10,000.
+MANY = settings(FEW, max_examples=int(os.environ.get("FUZZ_INPUTS", "1500")))
 
 
 def legal_schedules():
