@@ -159,6 +159,10 @@ WRONG = {
             "the ranks came to no end: rank 2 ended with exit status 3",
         ),
         ([("loss.item()", "loss")], "still has its whole graph behind it: detach() it"),
+        (
+            [("dist.isend(inputs.grad, rank - 1)", "dist.isend(inputs.detach(), rank - 1)")],
+            "and that on rank 3 is right: look at what rank 3 sends back",
+        ),
     ],
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
@@ -192,8 +196,38 @@ WRONG = {
               "dist.isend(activation, stage.previous).wait()")],
             "deadlock: rank",
         ),
+        (
+            [("sends.append(dist.isend(output.detach(), stage.following))",
+              "dist.isend(output.detach(), stage.following).wait()"),
+             ("sends.append(dist.isend(activation.grad, stage.previous))",
+              "dist.isend(activation.grad, stage.previous).wait()")],
+            "one_f_one_b_step of a later lesson calls the same forward and backward in another "
+            "order, and then: deadlock",
+        ),
+        (
+            [("dist.isend(output.detach(), stage.following)",
+              "dist.isend(output.detach(), dist.get_rank() + 1)")],
+            "interleaved_step of a later lesson",
+        ),
+        (
+            [("output.backward(gradient)", "output.backward()")],
+            "scalar outputs; a stage before the last gives backward() the gradient",
+        ),
+        (
+            [("held[k] = activation", "held[0] = activation"), ("held.pop(k)", "held[0]")],
+            "a second time; is the output of each micro-batch kept under its own number?",
+        ),
+        (
+            [("return sum(shares) if stage.following is None else None", "return sum(shares)")],
+            "forward returns a share of the loss on the last stage, and None elsewhere",
+        ),
     ],
     "one_f_one_b_step": [
+        (
+            [("min(len(inputs), dist.get_world_size() - 1 - dist.get_rank())",
+              "dist.get_world_size() - 1 - dist.get_rank()")],
+            "this step has 2 micro-batches, counted from 0",
+        ),
         ([(" - 1 - dist.get_rank())", " - 2 - dist.get_rank())")], "has the forward of micro-batch 0"),
         (
             [("min(len(inputs), dist.get_world_size() - 1 - dist.get_rank())",
@@ -249,7 +283,7 @@ WRONG = {
     ],
     "pipedream_run": [
         ([("stash.pop(k)", "newest")], "with other weights than its forward had, at line 11"),
-        ([("stash.pop(k)", "stash[k]")], "versions in memory, and 1 are in use there"),
+        ([("stash.pop(k)", "stash[k]")], "versions in memory, and 1 is in use there"),
         (
             [("        return {\n            name: (weight - rate * gradients[name]).detach()"
               ".requires_grad_()\n            for name, weight in newest.items()\n        }",
@@ -268,6 +302,12 @@ WRONG = {
         ),
         ([("- warm_up, len(inputs)):", "- warm_up, len(inputs) - 1):")], "it never took 2B7"),
         ([("return newest, losses", "return losses")], "return newest, losses"),
+        (
+            [("gradients = backward_with(stash.pop(k),",
+              "old = stash.pop(k)\n        gradients = backward_with(old,"),
+             ("in newest.items()", "in old.items()")],
+            "rank 2 runs the forward of mini-batch 3 with weights that no sequence of updates",
+        ),
     ],
 }  # fmt: skip
 

@@ -24,13 +24,15 @@ def pipedream_run(function):
 
 
 def complaint_of_versions(ranks, words):
-    """The first error in the versions of the weights that actions used, from the last rank on."""
+    """The first error in the versions of the weights that actions used: that of the earliest
+    mini-batch, on the last rank that has one. Later errors of other ranks can follow from it."""
+    events = [(event, rank) for rank in reversed(ranks) for event in sum(rank.steps[:1], [])]
+    events.sort(key=lambda pair: pair[0]["k"])
     for wrong, kind in ((_backward, "B"), (_forward, "F"), (_memory, "B")):
-        for rank in reversed(ranks):
-            for event in rank.steps[0] if rank.steps else []:
-                said = wrong(rank, event, words) if event["kind"] == kind else None
-                if said:
-                    return said
+        for event, rank in events:
+            said = wrong(rank, event, words) if event["kind"] == kind else None
+            if said:
+                return said
     for rank in ranks if all(rank.results for rank in ranks) else []:
         (result,) = rank.results
         if not result["whole"]:
@@ -54,7 +56,10 @@ def _forward(rank, event, _):
         return f"{case} with version {version}, and the newest by then is version {wanted}"
     if event["factor"] is not None:
         return f"{case} after an update that is {event['factor']:g} times that of the rule"
-    return f"{case} with weights that no sequence of updates makes"
+    return (
+        f"{case} with weights that no sequence of updates makes: does each update start from the "
+        "newest version?"
+    )
 
 
 def _backward(rank, event, words):
@@ -73,10 +78,11 @@ def _backward(rank, event, words):
 
 def _memory(rank, event, _):
     case = f"rank {rank.number} runs the backward of mini-batch {event['k']}"
+    in_use = "1 is" if rank.number == RANKS - 1 else f"{RANKS - rank.number} are"
     if event["alive"] > RANKS - rank.number + 1:
         return (
-            f"{case} with {event['alive']} versions in memory, and {RANKS - rank.number} are in "
-            "use there: forget a version when its mini-batch has come back"
+            f"{case} with {event['alive']} versions in memory, and {in_use} in use there: forget a "
+            "version when its mini-batch has come back"
         )
     if event["history"]:
         return (

@@ -1,5 +1,7 @@
 """Checks of the pipeline steps that a reader builds, on real ranks (lessons 01 to 05)."""
 
+import inspect
+
 from course.building.examining import examine
 from course.building.own_file import accept
 from course.checks.answer import checked
@@ -7,9 +9,15 @@ from course.checks.build_text import request_of
 from course.checks.build_words import Words
 from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 
+# The reader's file has these steps, too, and there they call the reader's `forward` and `backward`.
+LATER = {"one_f_one_b_step": (one_f_one_b, 6, 1), "interleaved_step": (interleaved_1f1b, 8, 2)}
 
-def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=False):
-    """The error in the reader's step on four ranks, over all numbers of micro-batches, or None."""
+
+def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=False, later=()):
+    """The error in the reader's step on four ranks, over all numbers of micro-batches, or None.
+
+    `later` names the steps of LATER in which the reader's `forward` and `backward` must work, too.
+    """
     request = request_of(
         function,
         places,
@@ -19,14 +27,36 @@ def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=F
         whole_batch=whole_batch,
         halves=halves,
     )
+    complaint = complaint_of(request, make) or _complaint_of_later(request, later)
+    if not complaint:
+        accept(request)
+    return complaint
+
+
+def complaint_of(request, make):
+    """The error in the step of a request, compared with the schedules of `make`, or None."""
+    cases = request["microbatches"]
     schedules = [make(4, m) for m in cases]
     rows = [[[str(action) for action in order] for order in each.orders] for each in schedules]
     words = Words(examine(request, 4), request, rows)
     steps = map(words.step, range(len(cases)))
-    complaint = words.transport() or next(filter(None, steps), None)
-    if not complaint:
-        accept(request)
-    return complaint
+    return words.transport() or next(filter(None, steps), None)
+
+
+def _complaint_of_later(request, later):
+    """The error in a later lesson's step with the reader's `forward` and `backward`, or None."""
+    from course.building import my_pipeline  # torch comes with it
+
+    names = {name for name, _ in request["sources"]}
+    for name in later if {"forward", "backward"} & names else ():
+        make, m, chunks = LATER[name]
+        sources = [*request["sources"], (name, inspect.getsource(getattr(my_pipeline, name)))]
+        more = {"function": name, "sources": sources, "microbatches": [m], "chunks": chunks}
+        if complaint := complaint_of({**request, **more}, make):
+            return (
+                f"your step is right, but {name} of a later lesson calls the same forward and "
+                f"backward in another order, and then: {complaint}"
+            )
 
 
 @checked("two processes have met, and a tensor went there and back.")
@@ -56,14 +86,14 @@ def naive_step(function):
 @checked("GPipe's order on four ranks, with the loss and the gradients of one process.")
 def gpipe_step(function):
     """Check `gpipe_step(stage, inputs, targets)` on four ranks: five and two micro-batches."""
-    return perform(function, 1, gpipe, [5, 2])
+    return perform(function, 1, gpipe, [5, 2], later=["one_f_one_b_step", "interleaved_step"])
 
 
 @checked("1F1B's three phases on four ranks, with the loss and the gradients of one process.")
 def one_f_one_b_step(function):
     """Check `one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer than four
     micro-batches."""
-    return perform(function, 1, one_f_one_b, [6, 2])
+    return perform(function, 1, one_f_one_b, [6, 2], later=["interleaved_step"])
 
 
 @checked("eight stages on four ranks, in Megatron's order, with the gradients of one process.")

@@ -6,6 +6,19 @@ from course.checks.build_text import zero_as_none
 
 EXACT = 1e-12  # largest difference of losses and gradients in float64
 
+# The end of an error message of Python or torch as it is shown, and what it means in a step.
+HINTS = {
+    "grad can be implicitly created only for scalar outputs": (
+        "a stage before the last gives backward() the gradient that it has received"
+    ),
+    "through the graph a second time": (
+        "is the output of each micro-batch kept under its own number?"
+    ),
+    "'int' and 'NoneType'": (
+        "forward returns a share of the loss on the last stage, and None elsewhere"
+    ),
+}
+
 
 class Words:
     """Sentences about one examination.
@@ -16,6 +29,7 @@ class Words:
     def __init__(self, observed, request, rows=()):
         self.observed, self.ranks, self.rows = observed, observed.ranks, rows
         self.sources = {name: text.splitlines() for name, text in request["sources"]}
+        self.counts = request.get("microbatches", [])
 
     def at(self, place):
         """A place in words, such as "line 7 of gpipe_step (`output.backward(gradient)`)"."""
@@ -73,7 +87,17 @@ class Words:
                 )
             where = rank.raised["where"]
             at = f" at {self.at(where)}" if where else ""
-            return f"rank {rank.number} raised {kind}{at}: {said}"
+            return f"rank {rank.number} raised {kind}{at}: {self._with_hint(rank, said)}"
+
+    def _with_hint(self, rank, said):
+        """An error message of Python or torch, followed by what it means for a step."""
+        if said == "tuple index out of range" and rank.steps and self.counts:
+            count = self.counts[len(rank.steps) - 1]
+            return f"{said}; this step has {count} micro-batches, counted from 0"
+        for part, hint in HINTS.items():
+            if part in said:
+                return f"{said[: said.index(part) + len(part)]}; {hint}"
+        return said
 
     def _first(self, wanted, ranks=None):
         """The first action of a rank for which `wanted(event)` holds, or None."""
@@ -213,7 +237,13 @@ class Words:
                     name = next(name for name in rows[rank] if name in lost)
                     return f"a part of the gradient is missing {on}: it never took {name}"
                 if found["rest"] > 1e-6:
-                    return f"the gradient {on} points another way than that of one process"
+                    said = f"the gradient {on} points another way than that of one process"
+                    if rank + 1 < len(results) and len(results[rank]["gradients"]) == 1:
+                        said += (
+                            f", and that on rank {rank + 1} is right: look at what rank {rank + 1} "
+                            f"sends back and at what rank {rank} does with it"
+                        )
+                    return said
                 return self._factor(on, found["parts"])
 
     def _factor(self, on, parts):
