@@ -42,6 +42,7 @@ def with_simulator(p, m, forward, backward, transfer):
     [
         (lambda *sizes: 4, "since fewer messages wait"),
         (lambda *sizes: 1, "since the bubble is shorter"),
+        (lambda p, m, forward, backward, transfer: 4 if transfer < 3 else 2, "with 1 it is 480"),
         (lambda *sizes: 3, "choose from 1, 2 and 4"),
     ],
 )
