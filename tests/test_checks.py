@@ -199,6 +199,14 @@ def returning_the_gradient(first, second, tokens, targets):
     return received.grad
 
 
+def without_a_gradient(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward()
+    return received
+
+
 def without_backward(first, second, tokens, targets):
     received = first(tokens).detach().requires_grad_()
     second(received)
@@ -215,6 +223,7 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
+        (without_a_gradient, "output.backward(received.grad)"),
         (without_the_second_stage, "the second stage was not called"),
         (returning_what_was_sent, "the very tensor that the second stage was called with"),
         (returning_the_gradient, "the very tensor that the second stage was called with"),
@@ -376,7 +385,7 @@ def all_to_the_slowest(seconds, num_ranks):
 @pytest.mark.parametrize(
     ("ranks", "sentence"),
     [
-        (all_to_the_slowest, "every 20 ms is possible. After its first spare rank"),
+        (all_to_the_slowest, "every 20 s is possible. After its first spare rank"),
         (lambda s, n: even_counts(range(n), len(s)), "your ranks are spread evenly"),
         (lambda s, n: [1] * len(s), "which are 3 ranks"),
         (lambda s, n: [round(n * each / sum(s)) for each in s], "each stage needs a rank"),

@@ -10,6 +10,10 @@ NOT_CUT = (
     "autograd found its way through the cut by itself; between two processes it cannot: detach() "
     "what is sent"
 )
+NO_GRADIENT = (
+    "the backward of the first stage got no gradient: after the backward of the loss, hand the one "
+    "of the activation back, output.backward(received.grad)"
+)
 
 
 @checked("both stages have the gradients of the whole model, and only one tensor crossed the cut.")
@@ -31,12 +35,14 @@ def backward_in_two_pieces(gradients_by_hand):
     second.register_forward_pre_hook(lambda part, inputs: received.append(inputs[0]))
     try:
         crossed = call(gradients_by_hand, first, second, tokens, targets)
-    except WrongAnswer:
+    except WrongAnswer as error:
         # If the activation has no gradient, output.backward(None) raises, with another message.
         if received and not received[-1].requires_grad:
             return DOES_NOT_ASK
         if received and not received[-1].is_leaf:
             return NOT_CUT
+        if "grad can be implicitly created" in str(error):
+            return NO_GRADIENT
         raise
 
     if not received:

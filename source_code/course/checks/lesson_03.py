@@ -18,7 +18,8 @@ def own_1f1b(rows):
             if yours > most:
                 return (
                     f"{case}: legal, but rank {rank} holds {yours} micro-batches at its peak and "
-                    f"{most} are enough; count the forwards of its warm-up"
+                    f"{most} {'is' if most == 1 else 'are'} enough; count the forwards of its "
+                    "warm-up"
                 )
         if timeline.makespan > wanted.makespan:
             return (

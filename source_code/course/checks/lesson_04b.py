@@ -38,7 +38,9 @@ def best_cut(cut):
 
 def _counts(answer, length):
     if not isinstance(answer, (list, tuple)) or not all(type(count) is int for count in answer):
-        raise WrongAnswer("return a list with one whole number per stage, such as [3, 2, 1]")
+        raise WrongAnswer(
+            f"return a list with one whole number per stage, such as [3, 2, 1], not {answer!r:.60}"
+        )
     if len(answer) != length:
         raise WrongAnswer(f"you return {len(answer)} numbers for {length} stages")
     return list(answer)
@@ -74,7 +76,7 @@ def spare_ranks(ranks):
         ([10, 70], 2),
     ):
         counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds))
-        case = f"stages of {seconds} ms on {num_ranks} ranks: you say {counts}"
+        case = f"stages of {seconds} s on {num_ranks} ranks: you say {counts}"
         if min(counts) < 1:
             return f"{case}; each stage needs a rank"
         if sum(counts) != num_ranks:
@@ -83,7 +85,7 @@ def spare_ranks(ranks):
         best = min(_pace(seconds, each) for each in _all_cuts(num_ranks, len(seconds)))
         if slowest == best:
             continue
-        told = f"{case}, and a mini-batch comes every {slowest:g} ms; every {best:g} ms is possible"
+        told = f"{case}, and a mini-batch comes every {slowest:g} s; every {best:g} s is possible"
         spare = num_ranks - len(seconds)
         if max(counts) == spare + 1 and spare > 1:
             return f"{told}. After its first spare rank, is that stage still the slowest?"
