@@ -10,7 +10,7 @@ import textwrap
 from course import launch
 from course.building import WAITING
 from course.checks.answer import NotAttempted, WrongAnswer, call, checked, close, many
-from course.debugging.cases import CASES, FAULTS, IN_ACTIONS, IN_UPDATES
+from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
 from course.debugging.comparing import compare
 from course.source import source_of
 from lab.flight_log_reader import RecordingError, read_recording
@@ -161,7 +161,7 @@ def _against(number, fault):
         return "the losses are wrong, and an uneven cut costs time but no digit"
     if case.fault in IN_UPDATES and fault not in IN_UPDATES:
         return f"{case.shows}; look at the table of what was gathered and what was taken"
-    if case.fault in IN_ACTIONS and fault in IN_UPDATES:
+    if case.fault in BEFORE_UPDATES and fault in IN_UPDATES:
         return f"{case.shows}: it comes before any update"
     return case.shows
 

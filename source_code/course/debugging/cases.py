@@ -17,7 +17,7 @@ FAULTS = {
     "argument left out": "a forward that used the right input and the right weights, and made "
     "something else of them",
 }
-IN_ACTIONS = ("swapped messages", "scale forgotten", "buffer used twice", "no stash")
+BEFORE_UPDATES = ("swapped messages", "scale forgotten", "buffer used twice")
 IN_UPDATES = ("clipping by stage", "tied weights drift")
 
 
@@ -138,7 +138,8 @@ CASES = {
         (0, 3),
         "every action of the first step is the same, and the update takes another gradient on "
         "ranks 0 and 3, while on ranks 1 and 2 it takes the right one",
-        "its update took what it should; the two that did not share something",
+        "compare what each update took, rank by rank; two took another gradient, and these two "
+        "share something",
         "the embedding and the head began as one matrix, and after the first update they are two.",
         "both add the gradients of both, and so both stay one matrix.",
         hints=(
