@@ -49,6 +49,10 @@ def right(n, layers, d, t, rate, peak, recompute):
         (lambda n, layers, d, t, rate, peak, recompute: 6 * n * rate / peak, "12 L d T"),
         (lambda n, layers, d, t, rate, peak, recompute: 2 * n * rate / peak, "a forward; the"),
         (lambda *case: right(*case) * (4 / 3 if case[-1] else 1), "not useful work"),
+        (
+            lambda n, *case: right(n * 4 / 3 if case[-1] else n, *case),
+            "a forward run again is work",
+        ),
         (lambda *case: 100 * right(*case), "in per cent"),
         (lambda *case: 1 / right(*case), "possible work over useful work"),
     ],

@@ -60,7 +60,7 @@ def _complaint_on_plan(machine, flags, devices, room):
 def _choice_of(machine, flags):
     """{name: value} of the flags in CHOICES. Raises WrongAnswer for any other flag."""
     try:
-        words = shlex.split(flags) if isinstance(flags, str) else ["?"]
+        words = shlex.split(flags.replace("=", " ")) if isinstance(flags, str) else ["?"]
     except ValueError:
         words = ["?"]
     pairs = dict(zip(words[::2], words[1::2]))

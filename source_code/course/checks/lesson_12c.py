@@ -63,7 +63,10 @@ def utilisation(mfu):
             answer, 2 * weights * share
         ):
             hint = "2 N is a forward; the backward does it twice more"
-        elif recompute and close(answer, (dense + attention) * 4 / 3 * share):
+        elif recompute and any(
+            close(answer, work * share)
+            for work in ((dense + attention) * 4 / 3, dense * 4 / 3 + attention)
+        ):
             hint = "a forward run again is work, and not useful work: the model asks for it once"
         elif close(answer, 100 * (dense + attention) * share):
             hint = "that is in per cent; return the share of one"

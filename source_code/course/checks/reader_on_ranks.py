@@ -123,7 +123,14 @@ def what_failed(said, sources=None):
         return f"the ranks did not come to an end: {with_who_left(max(waits, key=len).strip())}"
     if is_late(said):
         return "one of the ranks waited in vain for another; does each of them come to its end?"
-    return " ".join(said.split())[-300:]
+    return in_one_line(said)
+
+
+def in_one_line(said):
+    """The different lines of an output, in which every rank may say the same; at most 300 letters."""
+    lines = dict.fromkeys(" ".join(line.split()) for line in said.splitlines())
+    told = [line for line in lines if not re.match(r"\(rank \d+ ended with", line)]
+    return " ".join(told or lines).strip()[-300:]
 
 
 def with_who_left(chain):
