@@ -19,7 +19,7 @@ from subprocess import SubprocessError
 from extensions.planning.bound import lower_bound, memory_bound
 from extensions.planning.candidates import all_plans, search_plans
 from extensions.planning.confirming import bad_plan, can_be_performed, confirm
-from extensions.planning.known_models import find_model, names
+from extensions.planning.known_models import SIZES_TEXT, find_model, names
 from extensions.planning.machine import machine_from, machine_names, read_machine
 from extensions.planning.measured_runs import (
     measure_machine,
@@ -96,7 +96,7 @@ def main():
 def parse_arguments():
     parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add("model", nargs="?", metavar="MODEL", help=f"{names()}, sizes, or a config.json")
+    add("model", nargs="?", metavar="MODEL", help=f"{names()}, {SIZES_TEXT}, or a config.json")
     add("--machine", help=f"{', '.join(machine_names())}, or a file; else {MACHINE}")
     add("--this-machine", action="store_true", help="measure this one first, and plan for it")
     add("--save", metavar="FILE", help="keep what --this-machine measures, for --machine")
@@ -116,7 +116,7 @@ def parse_arguments():
     )
     arguments = parser.parse_args()
     if arguments.model is None and not arguments.published:
-        reject(f"a model is missing; give {names()}, sizes, or a config.json")
+        reject(f"a model is missing; give {names()}, {SIZES_TEXT}, or a config.json")
     if arguments.save and not arguments.this_machine:
         reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
     if arguments.this_machine and arguments.machine:
@@ -192,7 +192,9 @@ def in_words(arguments, model, machine, ours, others):
     for flag, more in (("why", reason_lines), ("bytes", memory_lines)):
         number = getattr(arguments, flag)
         if number and number > len(best):
-            reject(f"--{flag} {number}: {len(best)} plans are shown; use one of them")
+            reject(
+                f"--{flag} {number}: {len(best)} plans are shown; use one of them, or a larger --count"
+            )
         if number:
             lines += ["", f"Plan {number}:", *more(model, machine, best[number - 1])]
     return lines

@@ -71,6 +71,7 @@ OF_CONFIG = {  # our name: the keys in a config.json; the first one present coun
     "inner": ("intermediate_size", "n_inner"),
     "vocabulary": ("vocab_size",),
 }
+SIZES_TEXT = "sizes such as layers=32,hidden=4096,vocabulary=32000"
 NEEDED = {"layers", "hidden", "vocabulary"}
 LARGEST_SIZE = 10_000_000
 
@@ -93,7 +94,7 @@ def find_model(text, length, batch):
         model = from_config(content, path)
     else:
         raise InputError(
-            f"{text} is not a model's name, nor sizes, nor a .json file; use one of {names()}"
+            f"{text} is not a model's name, a .json file or a folder; use one of {names()}, or {SIZES_TEXT}"
         )
     return replace(model, length=length, batch=batch)
 
