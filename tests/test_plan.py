@@ -17,7 +17,7 @@ from extensions.planning.forecast import forecast, stage_costs
 from extensions.planning.known_models import NAMED, find_model
 from extensions.planning.machine import Link, Machine
 from extensions.planning.plan_memory import memory_per_rank
-from extensions.planning.plan_tables import OF_THE_COURSE, command_of
+from extensions.planning.plan_tables import OF_THE_COURSE, command_of, remark
 from extensions.planning.reasons import changes, limit_of, parts_of
 from extensions.planning.training_plan import Plan, balanced_cut
 from extensions.planning.transformer import Model
@@ -146,6 +146,30 @@ def test_every_plan_uses_all_gpus_once_and_all_layers():
     assert {plan.tensor for plan in plans} == {1, 2, 4, 8}
 
 
+@pytest.mark.parametrize(("gpus", "in_node"), [(4, 8), (8, 8), (16, 2)])
+def test_replicas_fill_a_node_only_where_that_is_another_plan_than_stages(gpus, in_node):
+    machine = Machine(gpus, gpus_per_node=in_node)
+    plans = list(all_plans(SMALL, machine))
+    alike = [plan for plan in plans if gpus <= in_node or plan.tensor == in_node]
+    assert {plan.neighbours for plan in alike} == {"stages"}
+    both = [plan for plan in alike if plan.ranks > 1 < plan.replicas][::40]
+    for plan in both:  # nothing is lost
+        other = replace(plan, neighbours="replicas")
+        assert forecasts(SMALL, machine, [plan])[0].update == (
+            forecasts(SMALL, machine, [other])[0].update
+        )
+    assert both
+    rest = {plan.neighbours for plan in plans if plan not in alike}
+    assert rest == ({"stages", "replicas"} if rest else set())
+
+
+def test_plans_that_differ_in_no_column_differ_in_a_remark():
+    plan = Plan(ranks=4, replicas=2, cut=(3, 2, 2, 1))
+    assert remark(plan) == remark(Plan()) == ""
+    assert remark(replace(plan, cut=())) == " (even cut)"
+    assert "replicas of one stage" in remark(replace(plan, neighbours="replicas"))
+
+
 def test_the_parts_of_a_forecast_add_up_and_the_largest_is_its_limit():
     machine = Machine(16)
     slow = replace(machine, between=Link(1e8, 14e-6, 1))
@@ -237,6 +261,7 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
     [
         ("", "a model is missing"),
         ("gpt-5", "gpt-5 is not a model's name"),
+        ("sizes", "sizes such as layers=32,hidden=4096,vocabulary=32000"),
         ("1b --machine nowhere", "nowhere is neither a file nor one of"),
         ("1b --gpus 12", "--gpus 12 are not whole nodes of 8"),
         ("1b --why 17", "--why 17: 16 plans are shown"),

@@ -113,7 +113,9 @@ def shardings(machine, plan):
         if plan.schedule == "1f1b":  # gathers for each action: only with few actions
             kinds += ["full"] if plan.replicas == plan.replicas_in_node(machine) else []
             kinds += ["full", "hybrid"] if plan.replicas > machine.gpus_per_node else []
-    orders = ("stages", "replicas") if plan.replicas > 1 < plan.ranks else ("stages",)
+    several = plan.tensor < machine.gpus_per_node < machine.gpus  # groups in a node, and nodes
+    varied = several and plan.replicas > 1 < plan.ranks
+    orders = ("stages", "replicas") if varied else ("stages",)
     for sharding, neighbours in product(dict.fromkeys(kinds), orders):
         yield replace(plan, sharding=sharding, neighbours=neighbours)
 

@@ -35,9 +35,19 @@ def table_lines(model, machine, found, first=1):
             f"{number:2}  {shape:26}  {schedule if plan.ranks > 1 else '-':18}{plan.microbatch:5}"
             f"  {plan.recompute:9}  {plan.sharding:9}  {one.update:8.3g}"
             f"  {one.tokens_per_second(model):8,.0f}  {mfu}"
-            f"  {one.memory / 1e9:5.1f}  {idle:5.1%}  {limit_of(model, machine, one)}"
+            f"  {one.memory / 1e9:5.1f}  {idle:5.1%}  {limit_of(model, machine, one)}{remark(plan)}"
         )
     return lines
+
+
+def remark(plan):
+    """Return what no column says, as two plans may differ in nothing else; "" for most plans."""
+    remarks = {
+        "even cut": not plan.cut and plan.ranks > 1,
+        "a node has replicas of one stage": plan.neighbours == "replicas",
+    }
+    said = ", ".join(text for text, holds in remarks.items() if holds)
+    return f" ({said})" if said else ""
 
 
 def range_of(machine, found):
