@@ -201,13 +201,13 @@ WRONG = {
               "dist.isend(output.detach(), stage.following).wait()"),
              ("sends.append(dist.isend(activation.grad, stage.previous))",
               "dist.isend(activation.grad, stage.previous).wait()")],
-            "one_f_one_b_step of a later lesson calls the same forward and backward in another "
-            "order, and then: deadlock",
+            "the step of lesson 03 calls the same forward and backward in another order, and then: "
+            "deadlock",
         ),
         (
             [("dist.isend(output.detach(), stage.following)",
               "dist.isend(output.detach(), dist.get_rank() + 1)")],
-            "interleaved_step of a later lesson",
+            "the step of lesson 05 calls the same forward and backward in another order",
         ),
         (
             [("output.backward(gradient)", "output.backward()")],
@@ -272,6 +272,12 @@ WRONG = {
         (
             [("    while later:\n        later.popleft()()\n", "")],
             "the gradient of micro-batch 3 is missing on rank 3",
+        ),
+        (
+            [("rank:\n            later.popleft()()", "rank:\n            later.popleft()"),
+             ("sends))\n        later.popleft()()", "sends))\n        later.popleft()"),
+             ("while later:\n        later.popleft()()", "while later:\n        later.popleft()")],
+            "an I ran on rank 3, but no W: call what backward_input returned for it",
         ),
         ([("dist.get_world_size() - 1 - rank)", "rank)")], "deadlock: rank 0 waits at line 10"),
         (

@@ -69,7 +69,9 @@ def watch_messages(teller):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
         if not isinstance(peer, int) or not 0 <= peer < dist.get_world_size():
-            raise ValueError(f"there is no rank {peer!r} to {what} {'to' * (what == 'send')}")
+            raise ValueError(
+                f"there is no rank {peer!r} to {what} {'to' if what == 'send' else 'from'}"
+            )
         key = what, peer, tag
         counts[key] = counts.get(key, 0) + 1
         name = [*key, counts[key]]

@@ -10,7 +10,10 @@ from course.checks.build_words import Words
 from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 
 # The reader's file has these steps, too, and there they call the reader's `forward` and `backward`.
-LATER = {"one_f_one_b_step": (one_f_one_b, 6, 1), "interleaved_step": (interleaved_1f1b, 8, 2)}
+LATER = {
+    "one_f_one_b_step": ("03", one_f_one_b, 6, 1),
+    "interleaved_step": ("05", interleaved_1f1b, 8, 2),
+}
 
 
 def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=False, later=()):
@@ -49,12 +52,12 @@ def _complaint_of_later(request, later):
 
     names = {name for name, _ in request["sources"]}
     for name in later if {"forward", "backward"} & names else ():
-        make, m, chunks = LATER[name]
+        lesson, make, m, chunks = LATER[name]
         sources = [*request["sources"], (name, inspect.getsource(getattr(my_pipeline, name)))]
         more = {"function": name, "sources": sources, "microbatches": [m], "chunks": chunks}
         if complaint := complaint_of({**request, **more}, make):
             return (
-                f"your step is right, but {name} of a later lesson calls the same forward and "
+                f"your step is right, but the step of lesson {lesson} calls the same forward and "
                 f"backward in another order, and then: {complaint}"
             )
 
