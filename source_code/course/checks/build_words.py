@@ -230,6 +230,8 @@ class Words:
                 on = f"on rank {rank}"
                 if len(results[rank]["gradients"]) > 1:
                     on = f"on rank {rank}, stage {found['stage']},"
+                if found["none"] and any(event.get("kind") == "I" for event in events[rank]):
+                    return f"an I ran {on}, but no W: call what backward_input returned for it"
                 if found["none"]:
                     return f"no backward ran {on}: its weights have no gradient"
                 lost = set(rows[rank]) - {name_of(event) for event in events[rank]}
