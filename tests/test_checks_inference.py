@@ -112,7 +112,7 @@ def test_a_decode_loop_is_answered_by_what_it_did_on_three_ranks(decode, words, 
     ("groups", "words"),
     [
         (lambda p: p if 24 + p <= 1000 / 30 else 0, "Right"),
-        (lambda p: p, "answer 0"),
+        (lambda p: p, "takes the hop back to the first stage: answer 0"),
         (lambda p: 1 if p < 10 else 0, "more groups than 1 write more in all"),
         (lambda p: 0, "you say 0, but with 1 group each text gets 41.7 tokens per second"),
         (lambda p: p + 1, "from 0 to"),

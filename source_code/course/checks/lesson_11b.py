@@ -68,7 +68,10 @@ def groups_for_chat(groups_of):
         rates = {groups: rates_of(p, groups) for groups in range(1, p + 1)}
         fast = {groups: total for groups, (total, per_text) in rates.items() if per_text >= 30}
         if not fast and answer:
-            return f"for {stages} a text gets {rates[answer][1]:.1f} tokens per second: answer 0"
+            return (
+                f"for {stages} a text gets {rates[answer][1]:.1f} tokens per second, since its token "
+                "also takes the hop back to the first stage: answer 0"
+            )
         if fast and answer not in fast:
             groups = max(fast)
             return (
