@@ -99,6 +99,10 @@ def test_what_cannot_be_cut_says_so():
     assert found["1 x 16"].problem == "8 layers are too few for 16 stages"
     assert found["8 x 2"].problem == "a batch of 4 for 8 replicas"
     assert found["1 x 16"].seconds == pytest.approx(float("inf"))
+    found = of(Model(layers=12, hidden=64, batch=12), Machine(12))
+    by_node = ["hybrid", "tensor 8, sharded", "tensor 8, 1 stages"]
+    assert {found[name].problem for name in by_node} == {"12 GPUs do not fill nodes of 8"}
+    assert not found["1 x 12"].problem
 
 
 def test_a_pipeline_sends_with_the_tokens_of_a_batch_and_sharding_with_the_weights():

@@ -53,7 +53,7 @@ def best(model, machine, name, plan):
 
     If there is none, the `problem` of the returned Way tells why.
     """
-    problem = cannot(model, plan)
+    problem = cannot(model, machine, plan)
     if problem:
         return Way(name, plan, 0.0, 0.0, 0.0, 0.0, float("inf"), problem)
     plans = sorted(settings(model, plan), key=lambda one: lower_bound(model, machine, one))
@@ -101,8 +101,11 @@ def settings(model, plan):
         )
 
 
-def cannot(model, plan):
+def cannot(model, machine, plan):
     """Why a plan cannot be carried out, whatever the memory, or ""."""
+    n, node = machine.gpus, machine.gpus_per_node
+    if n > node and n % node and (plan.tensor > 1 or plan.sharding == "hybrid"):
+        return f"{n} GPUs do not fill nodes of {node}"
     if model.batch % plan.replicas:
         return f"a batch of {model.batch} for {plan.replicas} replicas"
     if plan.ranks > model.layers:
