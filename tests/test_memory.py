@@ -16,6 +16,8 @@ from course.launch import run
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred
 from extensions.planning.footprint import ActivationSizes, count_weights, most_held, predict_memory
 from extensions.pretraining.padding import ShareOfLoss
+from extensions.real_models.saved_part import fill_part, lay_out
+from extensions.real_models.saved_settings import SavedSettings
 from extensions.recompute import recomputing
 from lab.activation_memory import ActivationMemory
 from pipeline.model import ModelConfig, build_part, cut_evenly
@@ -36,7 +38,13 @@ def layers_of(config, schedule):
     return cut_evenly(config.layers, schedule.num_stages)
 
 
-def play(schedule, config, dtype, mode, pieces):
+def build_saved_part(settings, first, last, dtype):
+    layout = lay_out(settings, first, last)
+    weights = {name: torch.ones(weight.shape) for name, weight in layout.named_parameters()}
+    return fill_part(layout, weights.get, dtype, "cpu")
+
+
+def play(schedule, config, dtype, mode, pieces, build_part=build_part):
     """The bytes that each rank of `schedule` holds at most, all of them played by this process."""
     memories = [ActivationMemory(every_pass=True) for _ in range(schedule.num_ranks)]
     share_of_loss = ShareOfLoss()
@@ -93,6 +101,18 @@ def test_activations_are_within_1_percent_for_9_schedules_and_5_ways_to_recomput
         for rank, (memory, peak) in enumerate(zip(predicted, peaks)):
             case = f"{name} {mode} {pieces} rank {rank}: {memory.activations} for {peak}"
             assert abs(memory.activations - peak) <= 0.01 * peak, case
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norms_of_a_saved_model_keep_their_input_as_float32(dtype):
+    settings = SavedSettings(8, 16, 4, 2, 8, 256, head_dim=4, hidden_dim=48)
+    schedule = build_schedule("1f1b", 4, 6)
+    for mode, pieces in WAYS[::2]:
+        peaks = play(schedule, settings, dtype, mode, pieces, build_saved_part)
+        layers, width = layers_of(settings, schedule), dtype.itemsize
+        predicted = predict_memory(settings, schedule, layers, 2, width, "adamw", mode, pieces)
+        for memory, peak in zip(predicted, peaks):
+            assert memory.activations == pytest.approx(peak, rel=0.01), mode
 
 
 TABLE = re.compile(r"^rank (\d+) +(measured|predicted) +(.*)$", re.M)

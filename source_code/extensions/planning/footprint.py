@@ -8,6 +8,7 @@ an operation, and Python and torch themselves.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pipeline.model import cut_evenly
 
@@ -60,6 +61,7 @@ class ActivationSizes:
     tokens: int
     width: int
     selective: bool = False
+    has_input: ClassVar[bool] = True  # the input of a layer is among what its norm keeps
 
     def input(self):
         """Bytes of one activation between two layers."""
@@ -106,6 +108,16 @@ class ActivationSizes:
         return self.tokens * numbers * self.width
 
 
+class SizesWithCopies(ActivationSizes):
+    """ActivationSizes of a saved model whose type is not the float32 in which its norms compute."""
+
+    has_input = False
+
+    def norm(self):
+        """The input as float32, the result before the weight, and one number per token."""
+        return self.tokens * (self.config.dim * (4 + self.width) + 4)
+
+
 def most_held(order, stage_layers, kept, recompute="none", pieces=1):
     """Peak bytes of activations on a rank that runs the actions of `order`.
 
@@ -131,9 +143,9 @@ def most_held(order, stage_layers, kept, recompute="none", pieces=1):
             if recompute == "selective":
                 reaches(kept.attention())
             for start, end in reversed(cut_pieces(first, last, recompute, pieces)):
-                # The input of the piece is both in `held` and in its inside: count it once.
+                # The input of the piece is in `held`: if it is also in its inside, count it once.
                 own = kept.input() if start > 0 else 0
-                reaches(kept.inside(start, end) - own)
+                reaches(kept.inside(start, end) - own * kept.has_input)
                 held[key] += (kept.deferred(start, end) if kind == "I" else 0) - own
                 reaches()
             if kind == "B":
@@ -172,7 +184,9 @@ def predict_memory(
     """
     master = max(width, 4)
     selective = recompute == "selective"
-    kept = ActivationSizes(config, microbatch_size * config.seq_len, width, selective)
+    copies = getattr(config, "norms_in_float32", False) and width != 4
+    sizes_of = SizesWithCopies if copies else ActivationSizes
+    kept = sizes_of(config, microbatch_size * config.seq_len, width, selective)
     ranks = []
     for rank, order in enumerate(schedule.orders):
         parts = [count_weights(config, *stage_layers[s]) for s in schedule.stages_of(rank)]

@@ -7,6 +7,7 @@ of a head, biases, the frequencies of the rotary embedding, one matrix at both e
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -40,6 +41,7 @@ class SavedSettings(ModelConfig):
     feed_forward_bias: bool = False
     tied: bool = False  # embedding and head are one matrix
     longest: int = 2048  # positions
+    norms_in_float32: ClassVar[bool] = True  # for every dtype, as transformers computes them
 
 
 def read_settings(folder, seq_len):
