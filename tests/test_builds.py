@@ -439,6 +439,14 @@ def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, cap
     assert "# written on a rainy day" in file and "targets[k]) / len(inputs)" in file
 
 
+def test_a_local_variable_is_not_taken_for_a_name_of_the_notebook(tmp_path):
+    """The cells of lesson 03 import `warm_up` from the course; a step has a variable `warm_up`."""
+    head = "from course.launch import run, warm_up\nstage, k = 3, 4\nrate = 2\n\n\n"
+    text = head + SOLUTIONS["one_f_one_b_step"].replace("stage, k,", "stage, k * rate // 2,", 1)
+    function = written(tmp_path, text, "one_f_one_b_step")
+    assert request_of(function)["imports"] == ["rate = 2"]
+
+
 def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):
     text = SOLUTIONS["gpipe_step"].replace("held.pop(k)", "taken(held, k)")
     text += "\n\n\ndef taken(held, k):\n    return held.pop(k)\n"

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import symtable
 import textwrap
 import types
 
@@ -69,7 +70,18 @@ def can_be_written(value):
 
 
 def names_in(text):
-    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    """The names that the definitions in `text` take from their module.
+
+    A local variable is none of them, even if the notebook has a global variable of that name.
+    """
+    names, tables = set(), [symtable.symtable(text, "<cell>", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+                names.add(symbol.get_name())
+    return names
 
 
 def zero_as_none(text, names=("previous", "following")):
