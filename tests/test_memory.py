@@ -4,6 +4,7 @@ All bytes are deterministic: nothing here depends on the machine or on time.
 """
 
 import dataclasses
+import itertools
 import re
 from unittest import mock
 
@@ -72,27 +73,29 @@ def play(schedule, config, dtype, mode, pieces, build_part=build_part):
     return [memory.peak for memory in memories]
 
 
-def measured(rank, size, dtype):
-    """{(schedule, mode, pieces): bytes of each rank}, in a process of its own."""
+def measured(rank, size, dtype, every):
+    """{(schedule, mode, pieces): bytes of each rank} of every so-manieth, in a process of its own."""
     torch.set_num_threads(1)
     found = {}
-    for name in SCHEDULES:
+    for name, (mode, pieces) in list(itertools.product(SCHEDULES, WAYS))[::every]:
         schedule = build_schedule(name, 2 if name in chunked_schedules() else 4, 6)
-        for mode, pieces in WAYS:
-            found[name, mode, pieces] = play(
-                schedule, SIZES[size], getattr(torch, dtype), mode, pieces
-            )
+        found[name, mode, pieces] = play(schedule, SIZES[size], getattr(torch, dtype), mode, pieces)
     return found
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"),
-    [("narrow", "float64"), ("wide", "float32"), ("long, many tokens", "bfloat16")],
+    ("size", "dtype", "every"),  # a third has every schedule and every way
+    [("narrow", "float64", 1), ("wide", "float32", 3), ("long, many tokens", "bfloat16", 3)],
 )
-def test_activations_are_within_1_percent_for_9_schedules_and_5_ways_to_recompute(size, dtype):
+def test_activations_are_within_1_percent_for_9_schedules_and_5_ways_to_recompute(
+    size, dtype, every
+):
     config, width = SIZES[size], getattr(torch, dtype).itemsize
-    (found,) = run_on_ranks(measured, 1, size, dtype, timeout=120)
-    assert len(found) == 45
+    (found,) = run_on_ranks(measured, 1, size, dtype, every, timeout=120)
+    assert len(found) == 45 // every
+    assert {case[0] for case in found} == set(SCHEDULES) and {case[1:] for case in found} == set(
+        WAYS
+    )
     for (name, mode, pieces), peaks in found.items():
         schedule = build_schedule(name, len(peaks), 6)
         predicted = predict_memory(
