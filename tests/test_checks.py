@@ -365,6 +365,7 @@ def filled_to_the_average(seconds, num_stages):
     ("cut", "sentence"),
     [
         (even_counts, "the slowest stage takes 8 s; 7 s is possible. Add up the seconds"),
+        (lambda seconds, n: [*numpy.int64(even_counts(seconds, n))], "you say [2, 2, 2], and"),
         (filled_to_the_average, "12 s; 8 s is possible. Your last stage gets what the others"),
         (lambda seconds, n: [len(seconds)] + [0] * (n - 1), "each stage needs a layer"),
         (lambda seconds, n: [1] * n, "which are 4 layers of 8"),

@@ -1,5 +1,6 @@
 """Checks of lesson 04b: the cut with the shortest slowest stage, and the stages of spare ranks."""
 
+import numbers
 from itertools import accumulate, combinations
 
 from course.checks.answer import WrongAnswer, call, checked
@@ -37,13 +38,17 @@ def best_cut(cut):
 
 
 def _counts(answer, length):
-    if not isinstance(answer, (list, tuple)) or not all(type(count) is int for count in answer):
+    if not isinstance(answer, (list, tuple)) or not all(map(_is_whole, answer)):
         raise WrongAnswer(
             f"return a list with one whole number per stage, such as [3, 2, 1], not {answer!r:.60}"
         )
     if len(answer) != length:
         raise WrongAnswer(f"you return {len(answer)} numbers for {length} stages")
-    return list(answer)
+    return [int(count) for count in answer]
+
+
+def _is_whole(value):
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _seconds_of(seconds, counts):
