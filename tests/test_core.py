@@ -1,20 +1,15 @@
-"""The core imports itself and torch, names no instrument, and runs without the lab.
+"""The core imports itself and torch, and names no instrument.
 
 What one reads is what runs: whoever wants to look on attaches with three statements of a script.
 """
 
 import ast
-import contextlib
-import io
 import itertools
 import re
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
-from ranks import PRELOAD, run_on_ranks
-from saved_models import write_model
+from copy_template import training_scripts
 
 from course.launch import ROOT
 
@@ -23,29 +18,6 @@ CORE = sorted((SOURCE / "pipeline").rglob("*.py"))
 INSTRUMENTS = re.compile(
     r"\b(recorder|meter|watch|recording|pace|profile|report|timeline|prediction)\b", re.IGNORECASE
 )
-SIZES = "--layers 4 --dim 16 --heads 4 --kv-heads 2 --seq-len 16 --device cpu"
-TRAINING = "--batch-size 8 --steps 3"
-WRITING = {"inference.py"}  # instead of losses it prints texts, a line for each request
-FLAGS = {  # script that attaches the lab: what it is called with
-    "activation_checkpointing.py": "--microbatches 4 --schedule zb-v",
-    "distributed_checkpointing.py": "--microbatches 4 --clip 0.5",
-    "finetune.py": "--microbatches 4 --dtype float64 --model {model}",
-    "gpipe.py": "--microbatches 4",
-    "inference.py": "--requests 3 --slots 2 --tokens 5",
-    "interleaved_1f1b.py": "--microbatches 4",
-    "naive_model_parallelism.py": "--microbatches 4",
-    "one_f_one_b.py": "--microbatches 4",
-    "pipedream.py": "",
-    "pipeline_with_data_parallel.py": "--microbatches 4 --replicas 2",
-    "pretrain_llama.py": "--microbatches 4 --dtype float64",
-    "tensor_parallel.py": "--microbatches 4 --tensor 2",
-    "torch_pipelining.py": "--microbatches 4",
-    "torch_pipelining_gpt2.py": "--microbatches 4",
-    "train.py": "--microbatches 4 --schedule 1f1b --option depth=2",
-    "vocabulary_parallel.py": "--microbatches 4 --spread --tied",
-    "zero_bubble.py": "--microbatches 4 --schedule zb-h2",
-}
-PRELOAD.append("torch.distributed.device_mesh")
 # Calls that block until other ranks make them, too.
 COLLECTIVES = {
     "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast",
@@ -117,11 +89,11 @@ def attaching_scripts():
     return {name for name in attaching if not name.startswith("broken_")}
 
 
-def test_every_script_that_attaches_the_lab_is_run_without_it_below():
-    assert set(FLAGS) == attaching_scripts()
+def test_every_script_that_attaches_the_lab_is_copied_without_it_and_run_by_test_copy_template():
+    assert attaching_scripts() <= set(training_scripts())
 
 
-@pytest.mark.parametrize("script", FLAGS)
+@pytest.mark.parametrize("script", sorted(attaching_scripts()))
 def test_a_script_has_three_statements_of_the_lab_import_flags_and_observe(script):
     text = (SOURCE / script).read_text()
     import_, *calls = [ast.unparse(node).partition("(")[0] for node in lab_statements(text)]
@@ -137,52 +109,6 @@ def imported_names(text):
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom)
     }
-
-
-def run_script(rank, folder, script, flags):
-    """Run a script in `folder`, where all that it imports of the course lies, on this rank."""
-    at_home = (str(SOURCE), str(ROOT / "tests"))
-    for name, module in list(sys.modules.items()):
-        lies_there = (getattr(module, "__file__", None) or "").startswith(at_home)
-        of_a_package = name.partition(".")[0] in ("pipeline", "lab", "extensions")
-        if (lies_there or of_a_package) and name != "__main__":
-            del sys.modules[name]
-    sys.path[:] = [folder, *(path for path in sys.path if not path.startswith(at_home))]
-    sys.argv = [script, *flags.split()]
-    printed = io.StringIO()
-    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(printed):
-        runpy.run_path(str(Path(folder) / script), run_name="__main__")
-    if script in WRITING and rank == 0:
-        texts = re.findall(r"^request .*\n", printed.getvalue(), re.MULTILINE)
-        Path(folder, "results").write_text("".join(texts))
-    return ended.value.code, sorted({name.partition(".")[0] for name in sys.modules} & {"lab"})
-
-
-def results_of(folder, script):
-    """The three losses or texts of a script on two ranks, and how each rank ended."""
-    flags = f"{SIZES} {FLAGS[script]}"
-    if "{model}" in flags:
-        flags = flags.replace("{model}", str(write_model(folder / "model")))
-    if script not in WRITING:
-        flags += f" {TRAINING} --losses {folder}/results"
-    ended = run_on_ranks(run_script, 2, str(folder), script, flags, timeout=90)
-    return (folder / "results").read_text(), ended
-
-
-@pytest.mark.parametrize("script", FLAGS)
-def test_without_the_lab_s_lines_a_script_needs_no_lab_and_moves_no_digit(script, tmp_path):
-    with_lab, bare = tmp_path / "attached", tmp_path / "bare"
-    for folder, packages in ((with_lab, ["pipeline", "extensions", "lab"]), (bare, ["pipeline", "extensions"])):  # fmt: skip
-        folder.mkdir()
-        for package in packages:
-            (folder / package).symlink_to(SOURCE / package)
-    text = (SOURCE / script).read_text()
-    (with_lab / script).write_text(text)
-    (bare / script).write_text(without_lab(text))
-    results, ended = results_of(with_lab, script)
-    assert ended == [(0, ["lab"])] * 2
-    assert results.count("\n") == 3
-    assert results_of(bare, script) == (results, [(0, [])] * 2)
 
 
 # Constructors
