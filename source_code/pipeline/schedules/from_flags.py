@@ -56,7 +56,7 @@ def read_schedule(path, num_ranks):
     except ScheduleError as error:
         reject(f"{path}: {error}; mend that row")
     except InputError as error:
-        reject(f"{error}; name a CSV file that predict.py --csv wrote")
+        reject(f"{error}; name a CSV file with a row of actions per rank")
     if any(action.kind == "U" for order in schedule.orders for action in order):
         reject(
             f"{path} has updates (U) in the middle of the step; only pipedream.py performs those"
