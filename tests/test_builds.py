@@ -441,10 +441,20 @@ def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, cap
 
 def test_a_local_variable_is_not_taken_for_a_name_of_the_notebook(tmp_path):
     """The cells of lesson 03 import `warm_up` from the course; a step has a variable `warm_up`."""
-    head = "from course.launch import run, warm_up\nstage, k = 3, 4\nrate = 2\n\n\n"
-    text = head + SOLUTIONS["one_f_one_b_step"].replace("stage, k,", "stage, k * rate // 2,", 1)
-    function = written(tmp_path, text, "one_f_one_b_step")
-    assert request_of(function)["imports"] == ["rate = 2"]
+    head = "from course.launch import run, warm_up\nstage, k = 3, 4\n\n\n"
+    function = written(tmp_path, head + SOLUTIONS["one_f_one_b_step"], "one_f_one_b_step")
+    assert request_of(function)["imports"] == []
+
+
+def test_what_a_step_takes_from_the_notebook_goes_with_it(tmp_path):
+    head = "from math import ceil\nrate, wide = 2, torch.float64\n\n\n"
+    text = SOLUTIONS["gpipe_step"].replace("dtype=torch.float64", "dtype=wide")
+    text = text.replace("stage, k, held", "stage, ceil(k * rate / 2), held")
+    text = text.replace(
+        "def backward(stage, ceil(k * rate / 2), held", "def backward(stage, k, held"
+    )
+    imports = request_of(written(tmp_path, head + text, "gpipe_step"))["imports"]
+    assert sorted(imports) == ["from math import ceil as ceil", "rate = 2", "wide = torch.float64"]
 
 
 def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):

@@ -31,7 +31,9 @@ def request_of(function, places=1, **more):
 def collect(function):
     """([(name, text)], [import lines]): first the function, then the definitions of its module
     that it uses."""
-    from course.building import my_pipeline  # torch comes with it
+    import torch  # not at the top of the file: the import takes long
+
+    from course.building import my_pipeline
 
     known = vars(my_pipeline)
     sources, imports, waiting, seen = [], [], [function], set()
@@ -51,12 +53,14 @@ def collect(function):
                 continue
             if isinstance(value, types.ModuleType):
                 imports.append(f"import {value.__name__} as {name}")
-            elif inspect.isfunction(value) or inspect.isclass(value):
+            elif inspect.isroutine(value) or inspect.isclass(value):
                 if value.__module__ == function.__module__:
                     waiting += [value] if value is not function else []
-                else:
+                elif value.__module__:  # torch's functions in C++ have none
                     imports.append(f"from {value.__module__} import {value.__name__} as {name}")
-            elif isinstance(value, PLAIN) and can_be_written(value):
+            elif isinstance(value, torch.dtype) or (
+                isinstance(value, PLAIN) and can_be_written(value)
+            ):
                 imports.append(f"{name} = {value!r}")
     return sources, imports
 
