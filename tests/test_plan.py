@@ -194,6 +194,10 @@ def test_what_is_one_step_away_differs_in_that_step():
     assert found["layers recomputed"] == replace(plan, recompute="full")
     assert found["schedule zb-h1"] == replace(plan, schedule="zb-h1")
     assert found["sharding optimizer"] == replace(plan, sharding="optimizer")
+    by_work = replace(plan, cut=balanced_cut(SMALL_16, 4))  # another schedule keeps such a cut
+    found = {what: one.plan for what, one, _ in changes(SMALL_16, machine, by_work)}
+    assert found["schedule zb-h1"] == replace(by_work, schedule="zb-h1")
+    assert found["schedule interleaved-1f1b"].cut == balanced_cut(SMALL_16, 8)
 
 
 # The program.

@@ -6,6 +6,7 @@ from extensions.planning.bound import memory_bound
 from extensions.planning.forecast import forecast, known_schedule, stage_costs
 from extensions.planning.machine import Link
 from extensions.planning.profiled import ProfiledModel
+from extensions.planning.training_plan import balanced_cut
 from lab.simulator import simulate
 from pipeline.schedule import ScheduleError
 
@@ -79,7 +80,8 @@ def changes(model, machine, plan):
     if plan.ranks > 1:
         for name, chunks in (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1)):
             if name != plan.schedule and chunks * plan.ranks <= model.layers:
-                shape = {"schedule": name, "chunks": chunks, "cut": ()}
+                cut = balanced_cut(model, chunks * plan.ranks) if plan.cut else ()
+                shape = {"schedule": name, "chunks": chunks, "cut": cut}
                 steps[f"schedule {name}"] = replace(plan, **shape)
         if plan.cut:
             steps["an even cut"] = replace(plan, cut=())
