@@ -40,6 +40,7 @@ SMALL = "--layers 8 --dim 16 --heads 4 --kv-heads 2 --seq-len 24 --batch-size 16
 FLAGS = f"{SMALL} --device cpu --steps 3 --padding --clip 0.5 --optimizer momentum"
 # AdamW forgets how long a gradient is, so with it no test would see a wrong norm.
 ADAMW = FLAGS.replace("momentum", "adamw")
+SOAK = pytest.mark.soak
 
 
 def arguments_of(flags):
@@ -73,7 +74,8 @@ def largest_difference(losses, reference):
 # The same losses
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(4, 2), (4, 4), (4, 1), (8, 2)])
+# 2 x 2 is the mesh of nearly all other tests here.
+@pytest.mark.parametrize(("ranks", "count"), [(4, 4), (4, 1), (8, 2)])
 def test_losses_are_those_of_one_process_on_the_whole_batch_for_every_mesh(tmp_path, ranks, count):
     flags = f"--replicas {count}" + (" --microbatches 2" if ranks == 8 else "")
     losses, output = train(tmp_path, flags, ranks)
@@ -84,20 +86,20 @@ def test_losses_are_those_of_one_process_on_the_whole_batch_for_every_mesh(tmp_p
 @pytest.mark.parametrize(
     ("reduce", "schedule", "library"),
     [
-        ("all-reduce", "interleaved-1f1b", ""),
         ("all-reduce", "zb-v", ""),
-        ("ddp", "gpipe", ""),
         ("ddp", "1f1b", ""),
         ("ddp", "looped-bfs", ""),
-        ("fsdp2", "1f1b", ""),
         ("fsdp2", "interleaved-1f1b", ""),
         ("fsdp2", "zb-h1", ""),
         ("all-reduce", "1f1b", "--library"),
-        ("all-reduce", "zb-v", "--library"),
         ("ddp", "gpipe", "--library"),
         ("ddp", "interleaved-1f1b", "--library"),
-        ("fsdp2", "gpipe", "--library"),
         ("fsdp2", "zb-v", "--library"),
+        pytest.param("all-reduce", "interleaved-1f1b", "", marks=SOAK),
+        pytest.param("ddp", "gpipe", "", marks=SOAK),
+        pytest.param("fsdp2", "1f1b", "", marks=SOAK),
+        pytest.param("all-reduce", "zb-v", "--library", marks=SOAK),
+        pytest.param("fsdp2", "gpipe", "--library", marks=SOAK),
     ],
 )
 def test_whoever_sums_and_whoever_performs_the_losses_are_the_same(
@@ -166,7 +168,9 @@ class MeanOfMeans(ShareOfLoss):
 @pytest.mark.parametrize(
     ("broken", "flags"),
     [
-        ("split backwards may meet DDP", "--reduce ddp --schedule zb-h1"),
+        pytest.param(
+            "split backwards may meet DDP", "--reduce ddp --schedule zb-h1", marks=SOAK
+        ),  # the test below finds the gradients of which this comes
         ("the norm of a shard", "--reduce fsdp2"),
         ("every replica for itself", ""),
         ("mean of means", ""),
@@ -266,38 +270,42 @@ def saved_tensors(folder):
     return counts, metadata.state_dict_metadata
 
 
-@pytest.mark.parametrize("before", ["--reduce all-reduce", "--reduce ddp", "--reduce fsdp2"])
-def test_a_checkpoint_of_2_x_2_goes_on_as_1_x_4_and_as_4_x_1(tmp_path, before):
+def assert_saved_once(folder, reduce):
+    """The newest checkpoint has each tensor once, under its name in the whole model."""
+    copies = 2 if reduce == "fsdp2" else 1  # two shards, one from each replica, or one copy
+    counts, metadata = saved_tensors(folder)
+    for name, parameter in build_model(arguments_of(FLAGS)).named_parameters():
+        for key in (f"model.{name}", f"optimizer.{name}.exp_avg"):
+            assert metadata[key].size == parameter.shape
+            assert counts[key] == copies
+    assert not [key for key in counts if "module." in key]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("fsdp2", "ddp"), ("ddp", "fsdp2"), pytest.param("all-reduce", "all-reduce", marks=SOAK)],
+)
+def test_a_checkpoint_of_2_x_2_goes_on_as_1_x_4_and_as_4_x_1(tmp_path, before, after):
     common = ADAMW.replace("--steps 3", "--steps 6")
     where = f"--checkpoints {tmp_path / 'saved'} --save-every 2"
     losses = {}
     for flags in (
-        f"--replicas 2 --steps 2 {before}",
+        f"--replicas 2 --steps 2 --reduce {before}",
         "--replicas 1 --steps 4",
-        f"--replicas 4 --steps 6 --microbatches 2 {before}",
+        f"--replicas 4 --steps 6 --microbatches 2 --reduce {after}",
     ):
         some, output = train(tmp_path, f"{flags} {where}", common=common)
         assert ("continues after" in output) == bool(losses)
+        if not losses:
+            assert_saved_once(tmp_path / "saved", before)
         losses.update(some)
     assert sorted(losses) == list(range(6))
     assert largest_difference(losses, one_process(common)) <= 1e-12
 
 
-def test_replicas_save_every_tensor_once_under_its_name_in_the_whole_model(tmp_path):
-    for reduce, copies in [("all-reduce", 1), ("ddp", 1), ("fsdp2", 2)]:
-        folder = tmp_path / reduce
-        train(
-            tmp_path,
-            f"--steps 1 --replicas 2 --reduce {reduce} --checkpoints {folder}",
-            common=ADAMW,
-        )
-        counts, metadata = saved_tensors(folder)
-        model = build_model(arguments_of(FLAGS))
-        for name, parameter in model.named_parameters():
-            for key in (f"model.{name}", f"optimizer.{name}.exp_avg"):
-                assert metadata[key].size == parameter.shape
-                assert counts[key] == copies  # two shards, one from each replica, or one copy
-        assert not [key for key in counts if "module." in key]
+def test_replicas_that_sum_by_themselves_save_every_tensor_once_too(tmp_path):
+    train(tmp_path, f"--steps 1 --replicas 2 --checkpoints {tmp_path / 'saved'}", common=ADAMW)
+    assert_saved_once(tmp_path / "saved", "all-reduce")
 
 
 # What is refused, and what ends a job
@@ -325,9 +333,18 @@ def test_a_bad_mesh_is_refused_in_one_sentence(monkeypatch, capsys, ranks, flags
     refusal.check("pipeline_with_data_parallel", *flags.split(), names=names, ranks=ranks)
 
 
-@pytest.mark.parametrize("reduce", ["all-reduce", "ddp", "fsdp2"])
-@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
-def test_a_lost_rank_of_one_replica_ends_all_of_them_and_is_named(reduce, signal):
+@pytest.mark.parametrize(
+    ("signal", "reduce"),
+    [
+        ("SIGKILL", "all-reduce"),
+        ("SIGKILL", "ddp"),
+        ("SIGSTOP", "fsdp2"),
+        pytest.param("SIGKILL", "fsdp2", marks=SOAK),
+        pytest.param("SIGSTOP", "all-reduce", marks=SOAK),
+        pytest.param("SIGSTOP", "ddp", marks=SOAK),
+    ],
+)
+def test_a_lost_rank_of_one_replica_ends_all_of_them_and_is_named(signal, reduce):
     began = time.monotonic()
     with pytest.raises(RunFailed) as failed:
         run(
