@@ -3,6 +3,7 @@
 import pytest
 
 from course.checks import lesson_11b as check
+from course.checks.reader_on_ranks import with_who_left
 from course.launch import warm_up
 
 warm_up("torch.distributed.checkpoint", "tokenizers")
@@ -106,6 +107,20 @@ def test_a_decode_loop_is_answered_by_what_it_did_on_three_ranks(decode, words, 
     assert said.count("\n") == 1
     for word in words:
         assert word in said
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_a_rank_that_left_is_named_whichever_rank_reports_first(first):
+    waits = [
+        "the end of the job",
+        "the receipt of what rank 1 made",
+        "the receipt of what rank 2 made",
+    ]
+    said = f"rank {first} waited 10 s for {waits[first]} from rank {(first + 1) % 3}"
+    for rank in ((first + 1) % 3, (first + 2) % 3):
+        said += f", which waits for {waits[rank]} from rank {(rank + 1) % 3}"
+    told = with_who_left(f"{said}: a deadlock")
+    assert told.endswith("; rank 0 has returned, but has not received all of what rank 2 made")
 
 
 @pytest.mark.parametrize(

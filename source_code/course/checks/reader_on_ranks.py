@@ -135,7 +135,10 @@ def in_one_line(said):
 
 def with_who_left(chain):
     """A chain of waits, and the rank in it whose function returned before it had received all."""
-    left = re.search(r"the receipt of (.*?) from rank (\d+), which waits for the end of", chain)
+    # Whichever rank reports first begins the chain, so the one that has left can also begin it.
+    first = re.match(r"rank (\d+) waited \d+ s for the end of", chain)
+    numbers = r"\d+(?=, which waits for the end of)" + (rf"|{first[1]}\b(?!,)" if first else "")
+    left = re.search(rf"the receipt of ((?:(?! from rank ).)*) from rank ({numbers})", chain)
     if not left:
         return chain
     return f"{chain}; rank {left[2]} has returned, but has not received all of {left[1]}"
