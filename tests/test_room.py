@@ -1,4 +1,4 @@
-"""A room on one SLURM cluster: two people at once, JupyterLab as a job, and lesson 11 inside it."""
+"""A room on one SLURM cluster: two people at once, and lesson 11 in the JupyterLab of each."""
 
 import os
 import pwd
@@ -166,12 +166,70 @@ def test_a_job_on_pretended_nodes_needs_no_name_server(two_users):
         assert "localhost" in reader.run(*words).stdout
 
 
+def test_the_interactive_lines_of_the_readme_work_for_who_has_only_course_python(two_users):
+    reader, _ = two_users
+    block = re.search(
+        r"^```\n(\. slurm/site.env\nsrun .*)\n```", (ROOT / "README.md").read_text(), re.M
+    )
+    lines = block[1].replace("slurm/site.env", "$COURSE_SITE")
+    (line,) = set(re.findall(r"^srun .*$", lines, re.MULTILINE))
+    assert line == "srun -p gpu -N 1 --gres=gpu:4 torchrun --nproc-per-node 4 source_code/gpipe.py"
+    assert f"`{line.replace(' torchrun', ' --time=3 torchrun')}`" in PACK
+    path, reader.environment["PATH"] = reader.environment["PATH"], "/usr/sbin:/usr/bin:/sbin:/bin"
+    try:
+        ended = reader.run("sh", "-c", f"{lines} --steps 1", limit=90)
+    finally:
+        reader.environment["PATH"] = path
+    assert losses_of(ended.stdout) == {"0": "5.929890"}, ended.stderr
+
+
+# Jobs that end before their work is done. One meets its time limit after a minute or two, which it
+# takes beside the tests below.
+
+
+@pytest.fixture(scope="module")
+def unfinished(two_users):
+    """A job that meets its time limit, and one that SLURM starts again from the beginning."""
+    _, owner = two_users
+    flags = ["--steps", 9999, "--pace", 50, 100, *SMALL]
+    owner.environment["SBATCH_SIGNAL"] = "USR1@30"  # as checkpointed.sbatch says it
+    limited = owner.submit("--time=2", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags)
+    del owner.environment["SBATCH_SIGNAL"]
+    again = owner.submit("--nodes=1", "--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", *flags)
+    yield limited, again
+    owner.run("scancel", limited, again)
+
+
+def test_a_checkpointed_job_whose_limit_is_shorter_than_its_lead_says_so(two_users, unfinished):
+    _, owner = two_users
+    assert "not\nfit" not in owner.wait_for(unfinished[0], "step 1  loss")
+    job = owner.submit("--time=2", "--gres=gpu:1", "slurm/checkpointed.sbatch", "--steps", 1)
+    try:
+        output = owner.wait_for(job, "not\nfit")
+        assert re.search(r" 120 s before the end: .*--time=3 or more", output, re.DOTALL), output
+    finally:
+        owner.run("scancel", job)
+    owner.wait_for(unfinished[1], "step 1  loss")
+    owner.run("scontrol", "requeue", unfinished[1])
+
+
+def test_a_job_that_slurm_starts_again_keeps_what_it_has_printed(two_users, unfinished):
+    _, owner = two_users
+    output = owner.wait_for(unfinished[1], "attempt 2", limit=60)
+    assert "step 1  loss" in output.split("attempt 2")[0]
+    owner.run("scancel", unfinished[1])
+
+
+# What two of them do at once.
+
+
 def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine):
     words = ["--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", "--steps", 3, *SMALL]
     jobs = [user.submit(*words) for user in two_users]
     for user, job in zip(two_users, jobs, strict=True):
         output = user.wait_for_end(job)
         assert losses_of(output) == one_machine, output
+        assert user.state(job) == "COMPLETED"
         logs = list((user.folder / "build" / "jobs" / job).glob("node*/*/attempt_0/*/stdout.log"))
         assert len(logs) == 2
         assert {path.stat().st_uid for path in logs} == {user.account.pw_uid}
@@ -225,50 +283,43 @@ def test_the_pack_s_lines_hand_out_the_course_and_the_mail_s_line_signs_in(two_u
     assert signed_in.splitlines()[-1].endswith("exit status 0"), signed_in
 
 
-def test_the_interactive_lines_of_the_readme_work_for_who_has_only_course_python(two_users):
+WAITING = """
+import os, signal, sys, threading
+sys.path.insert(0, "source_code")
+from course.cluster import open_cluster
+cluster = open_cluster()
+for call in (cluster.ask, cluster.submit):
+    what = "train", "--nodes=2 --cpus-per-task=12 --gres=none slurm/train.sbatch gpipe.py"
+    if call == cluster.ask:
+        what = "block", "srun --nodes=2 --cpus-per-task=12 true"
+    threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
+    call(*what)
+left = cluster.ask("", "squeue --me --noheader --states=PENDING", show=False).output
+print(left + "nothing waits")
+"""
+
+
+def test_who_does_not_wait_for_a_full_cluster_gets_the_recorded_output(two_users):
+    """The limit of both calls is far longer than a queue takes here, and does not count in it."""
     reader, _ = two_users
-    block = re.search(
-        r"^```\n(\. slurm/site.env\nsrun .*)\n```", (ROOT / "README.md").read_text(), re.M
-    )
-    lines = block[1].replace("slurm/site.env", "$COURSE_SITE")
-    (line,) = set(re.findall(r"^srun .*$", lines, re.MULTILINE))
-    assert line == "srun -p gpu -N 1 --gres=gpu:4 torchrun --nproc-per-node 4 source_code/gpipe.py"
-    assert f"`{line.replace(' torchrun', ' --time=3 torchrun')}`" in PACK
-    path, reader.environment["PATH"] = reader.environment["PATH"], "/usr/sbin:/usr/bin:/sbin:/bin"
-    try:
-        ended = reader.run("sh", "-c", f"{lines} --steps 1", limit=90)
-    finally:
-        reader.environment["PATH"] = path
-    assert losses_of(ended.stdout) == {"0": "5.929890"}, ended.stderr
+    command = f"exec {reader.cluster.folder}/bin/python -c '{WAITING}'"
+    with reader.in_a_copy():
+        ended = reader.run("srun", "--ntasks=1", "sh", "-c", command)
+    assert ended.stdout.count("You did not wait") == 2, ended.stdout + ended.stderr
+    assert re.search(r"PENDING \((Resources|Priority|None)\)", ended.stdout)
+    assert "rank 3: node 1, there number 1" in ended.stdout
+    assert ended.stdout.endswith("nothing waits\n")
 
 
-# Jobs that end before their work is done. They run while lesson 11 does, which is below.
-
-
-@pytest.fixture(scope="module")
-def unfinished(two_users):
-    """A job that meets its time limit, and one that SLURM starts again from the beginning."""
+def test_at_a_real_time_limit_a_job_saves_quietly_and_queues_again(two_users, unfinished):
     _, owner = two_users
-    flags = ["--steps", 9999, "--pace", 10, 20, *SMALL]
-    owner.environment["SBATCH_SIGNAL"] = "USR1@30"  # as checkpointed.sbatch says it
-    limited = owner.submit("--time=2", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags)
-    del owner.environment["SBATCH_SIGNAL"]
-    again = owner.submit("--gres=gpu:1", "slurm/train.sbatch", "gpipe.py", *flags)
-    yield limited, again
-    owner.run("scancel", limited, again)
+    output = owner.wait_for(unfinished[0], "attempt 2", limit=150).split("attempt 2")[0]
+    assert "stopped by SIGUSR1" in output and "back into the queue" in output
+    assert "Traceback" not in output and "exitcode" not in output, "torchrun's report of a failure"
+    owner.wait_for(unfinished[0], "continues after", limit=60)
 
 
-def test_a_checkpointed_job_whose_limit_is_shorter_than_its_lead_says_so(two_users, unfinished):
-    _, owner = two_users
-    assert "not\nfit" not in owner.wait_for(unfinished[0], "step 1  loss")
-    job = owner.submit("--time=2", "--gres=gpu:1", "slurm/checkpointed.sbatch", "--steps", 1)
-    try:
-        output = owner.wait_for(job, "not\nfit")
-        assert re.search(r" 120 s before the end: .*--time=3 or more", output, re.DOTALL), output
-    finally:
-        owner.run("scancel", job)
-    owner.wait_for(unfinished[1], "step 1  loss")
-    owner.run("scontrol", "requeue", unfinished[1])
+# Lesson 11 in JupyterLab's job.
 
 
 def in_jupyters_job(folder):
@@ -305,52 +356,6 @@ def assert_lesson_was_whole(user, job):
     assert "elsewhere" not in "\n".join(what_is_checked(done)), "that would be the record"
 
 
-def test_lesson_11_is_whole_inside_jupyters_job(two_users, unfinished):
-    assert_lesson_was_whole(two_users[0], submit_lesson(two_users[0]))
-
-
-def test_at_a_real_time_limit_a_job_saves_quietly_and_queues_again(two_users, unfinished):
-    _, owner = two_users
-    output = owner.wait_for(unfinished[0], "attempt 2", limit=150).split("attempt 2")[0]
-    assert "stopped by SIGUSR1" in output and "back into the queue" in output
-    assert "Traceback" not in output and "exitcode" not in output, "torchrun's report of a failure"
-    owner.wait_for(unfinished[0], "continues after", limit=60)
-
-
-def test_a_job_that_slurm_starts_again_keeps_what_it_has_printed(two_users, unfinished):
-    _, owner = two_users
-    output = owner.wait_for(unfinished[1], "attempt 2", limit=60)
-    assert "step 1  loss" in output.split("attempt 2")[0]
-
-
-WAITING = """
-import os, signal, sys, threading
-sys.path.insert(0, "source_code")
-from course.cluster import open_cluster
-cluster = open_cluster()
-for call in (cluster.ask, cluster.submit):
-    what = "train", "--nodes=2 --cpus-per-task=12 --gres=none slurm/train.sbatch gpipe.py"
-    if call == cluster.ask:
-        what = "block", "srun --nodes=2 --cpus-per-task=12 true"
-    threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
-    call(*what)
-left = cluster.ask("", "squeue --me --noheader --states=PENDING", show=False).output
-print(left + "nothing waits")
-"""
-
-
-def test_who_does_not_wait_for_a_full_cluster_gets_the_recorded_output(two_users):
-    """The limit of both calls is far longer than a queue takes here, and does not count in it."""
-    reader, _ = two_users
-    command = f"exec {reader.cluster.folder}/bin/python -c '{WAITING}'"
-    with reader.in_a_copy():
-        ended = reader.run("srun", "--ntasks=1", "sh", "-c", command)
-    assert ended.stdout.count("You did not wait") == 2, ended.stdout + ended.stderr
-    assert re.search(r"PENDING \((Resources|Priority|None)\)", ended.stdout)
-    assert "rank 3: node 1, there number 1" in ended.stdout
-    assert ended.stdout.endswith("nothing waits\n")
-
-
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_two_users_take_lesson_11_at_once_beside_four_jobs_of_two_nodes(two_users):
@@ -362,6 +367,9 @@ def test_two_users_take_lesson_11_at_once_beside_four_jobs_of_two_nodes(two_user
     for user, job in beside:
         output = user.wait_for_end(job)
         assert len(losses_of(output)) == 20, output
+
+
+# Without a cluster.
 
 
 STAND_IN = """#!/bin/sh
