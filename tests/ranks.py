@@ -13,6 +13,8 @@ from pathlib import Path
 
 from course.launch import PRELOAD, WarmRanks, _follow
 
+# The server starts with the first run, not while files are collected (which warm_up() at the top
+# of a file would do): so it has what each of the files adds to PRELOAD.
 # What a rank would import by itself: the files that its functions stand in need pytest, the
 # optimizers of torch.optim need the compiler, and lesson 07 saves.
 PRELOAD.extend(["pytest", "torch._dynamo", "torch.distributed.checkpoint"])

@@ -22,13 +22,13 @@ from mutated import mutated, slipped
 from broken.pipelines.faults import Cured
 from course.checks import build_job, build_llama
 from course.checks import lesson_12b as find_the_fault
-from course.launch import ROOT, warm_up
+from course.launch import PRELOAD, ROOT
 from lab.simulator import Costs, simulate
 from pipeline.schedule import Action
 from pipeline.schedules import build_schedule
 
 pytestmark = pytest.mark.processes
-warm_up("torch._dynamo", "torch.distributed.checkpoint")
+PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint"])
 numbers = itertools.count()
 
 

@@ -27,11 +27,12 @@ from course.checks import (
 )
 from course.checks.answer import NOT_ATTEMPTED
 from course.checks.reader_on_ranks import run_script, what_failed
-from course.launch import ROOT, warm_up
+from course.launch import PRELOAD, ROOT
 from pipeline.schedules import gpipe, zb_v
 
 pytestmark = pytest.mark.processes
-warm_up("torch._dynamo", "torch.distributed.pipelining", "extensions.torch_pipelining.library")
+PRELOAD.extend(["torch._dynamo", "torch.distributed.pipelining"])
+PRELOAD.append("extensions.torch_pipelining.library")
 numbers = itertools.count()
 
 

@@ -9,14 +9,14 @@ import transformers
 from saved_models import save_library_model
 
 from course.failed_run import RunFailed
-from course.launch import run, warm_up
+from course.launch import PRELOAD, run
 from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import Pass, Row, plan_passes, schedule_of
 from extensions.inference.requests import Request, choose_token
 from lab.simulator import Costs, simulate
 from pipeline.model import ModelConfig, build_part
 
-warm_up("torch.distributed.checkpoint", "tokenizers")
+PRELOAD.extend(["torch.distributed.checkpoint", "tokenizers"])
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 40 --device cpu"
 CONFIG = ModelConfig(layers=4, dim=16, heads=4, kv_heads=2, seq_len=40)

@@ -7,7 +7,7 @@ import prepare_data
 import pytest
 import torch
 
-from course.launch import run, warm_up
+from course.launch import PRELOAD, run
 from extensions.pretraining.packing import PackedDocuments, document_mask, masked_loss, packed
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.token_files import load_tokens
@@ -15,7 +15,7 @@ from extensions.pretraining.tokens import Documents, load_corpus
 from pipeline.data import DEFAULT_TEXT, DataError, load_text
 from pipeline.model import ModelConfig, build_part, token_loss
 
-warm_up("torch._dynamo", "torch.distributed.checkpoint")
+PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint"])
 SMALL = "--dim 16 --heads 2 --kv-heads 1 --seq-len 64 --batch-size 16 --microbatches 4"
 EXACT = f"{SMALL} --device cpu --dtype float64 --evaluate-windows 8 --warm-up-steps 1 --verify"
 

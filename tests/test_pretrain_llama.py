@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from course.failed_run import RunFailed
-from course.launch import run, warm_up
+from course.launch import PRELOAD, run
 from extensions.optimization.mixed_precision import computing_copy, refresh
 from extensions.planning.footprint import count_weights
 from extensions.pretraining.metrics import Metrics
@@ -28,7 +28,7 @@ from extensions.pretraining.tokens import (
 from pipeline.data import DataError, load_text
 from pipeline.model import ModelConfig, build_part, token_loss
 
-warm_up("torch._dynamo", "torch.distributed.checkpoint", "tokenizers")
+PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint", "tokenizers"])
 
 SMALL = "--dim 16 --heads 2 --seq-len 16 --batch-size 16 --microbatches 4 --device cpu"
 EXACT = f"{SMALL} --dtype float64 --warm-up-steps 2 --decay-steps 8 --evaluate-windows 8"

@@ -12,7 +12,7 @@ from unittest import mock
 import finetune
 import pytest
 import torch
-from ranks import PRELOAD, run_on_ranks
+from ranks import HUGGING_FACE, PRELOAD, run_on_ranks
 from saved_models import library_config, library_model_with, save_library_model, write_model
 
 from course.failed_run import RunFailed
@@ -26,9 +26,7 @@ from extensions.real_models.tensor_files import StoredTensor, stored_tensors, wr
 from pipeline.inputs import InputError
 from pipeline.worker import Worker
 
-PRELOAD.extend(
-    ["transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2"]
-)
+PRELOAD.extend([*HUGGING_FACE, "transformers.models.qwen2.modeling_qwen2"])
 FLAGS = "--seq-len 16 --batch-size 8 --microbatches 4 --device cpu --learning-rate 0.003"
 
 

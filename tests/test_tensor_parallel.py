@@ -11,7 +11,7 @@ from ranks import PRELOAD, run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from course.failed_run import RunFailed
-from course.launch import run, warm_up
+from course.launch import run
 from extensions.pretraining.padding import PADDING, ShareOfLoss
 from extensions.tensor_parallel import mesh
 from extensions.tensor_parallel.mesh import NAMES, spread
@@ -26,7 +26,6 @@ from pipeline.model import ModelConfig, build_part
 from pipeline.schedules import one_f_one_b
 
 PRELOAD.append("torch.distributed.tensor")
-warm_up("torch._dynamo", "torch.distributed.checkpoint")
 
 SIZES = "--layers 4 --dim 16 --heads 8 --kv-heads 4 --seq-len 16 --batch-size 8 --device cpu"
 SMALL = f"{SIZES} --microbatches 2"

@@ -10,7 +10,7 @@ import prepare_data
 import pytest
 import torch
 
-from course.launch import ROOT, run, warm_up
+from course.launch import PRELOAD, ROOT, run
 from extensions.pretraining.token_files import (
     TOKENS_FILE,
     MappedTokens,
@@ -21,7 +21,7 @@ from extensions.pretraining.token_files import (
 from pipeline.data import DEFAULT_TEXT, DataError
 from pipeline.inputs import InputError
 
-warm_up("torch._dynamo", "torch.distributed.checkpoint", "tokenizers")
+PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint", "tokenizers"])
 
 
 def prepare(monkeypatch, capsys, words):
