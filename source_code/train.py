@@ -31,8 +31,10 @@ from pipeline.worker import Worker
 
 def main():
     parser = training_parser(__doc__)
-    parser.add_argument("file", metavar="FILE.csv", nargs="?", help="in place of --schedule")
-    add_schedule_flags(parser)
+    parser.add_argument(
+        "file", metavar="FILE.csv", nargs="?", help="in place of --schedule; gpipe without both"
+    )
+    add_schedule_flags(parser, default=None)
     add_recompute_flags(parser)
     attach.add_flags(parser)
     parser.set_defaults(microbatches=None)  # those of the file, else 8
@@ -52,9 +54,12 @@ def schedule_of(arguments):
     """Return the schedule in FILE.csv, which sets the number of micro-batches, or --schedule."""
     if arguments.file is None:
         arguments.microbatches = arguments.microbatches or 8
+        arguments.schedule = arguments.schedule or "gpipe"
         return choose_schedule(arguments)
-    if arguments.chunks or arguments.option:
-        reject("--chunks and --option are for a named --schedule; a file says where its stages are")
+    if arguments.schedule or arguments.chunks or arguments.option:
+        reject(
+            f"{arguments.file} has its own schedule; leave out --schedule, --chunks and --option"
+        )
     schedule = read_schedule(arguments.file, ranks_from_environment()[1])
     if arguments.microbatches not in (None, schedule.num_microbatches):
         reject(

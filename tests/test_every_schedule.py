@@ -128,6 +128,11 @@ def test_a_file_may_place_stages_and_mix_whole_and_halved_backwards_as_it_likes(
         ("0F0,0X0\n1F0,1B0\n", "", "'0X0' is not an action"),
         ("0F0,0B0,0U0\n1F0,1B0,1U0\n", "", "has updates (U) in the middle of the step"),
         ("0F0,0B0\n1F0,1B0\n", "--microbatches 8", "--microbatches 8 contradicts"),
+        (
+            "0F0,0B0\n1F0,1B0\n",
+            "--schedule gpipe",
+            "mine.csv has its own schedule; leave out --schedule",
+        ),
         ("0F0,0B0\n1F0,1B0\n", "--cut 5,4", "--cut 5,4 must name 2 stages with 8 layers in all"),
         (None, "", "mine.csv cannot be read"),
     ],
