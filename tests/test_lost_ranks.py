@@ -5,7 +5,6 @@ The limits on waiting are part of what is promised; they are the only times that
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +18,14 @@ import torch
 import torch.distributed as dist
 
 from course.failed_run import RunFailed
-from course.launch import SCRIPTS, LaunchedRanks, WarmRanks, _follow, launch_words
-from lab.free_port import free_port
+from course.launch import (
+    SCRIPTS,
+    LaunchedRanks,
+    WarmRanks,
+    _follow,
+    _wait_for_fork_server,
+    launch_words,
+)
 from lab.watch import Wait, Watch
 from pipeline import job as jobs
 from pipeline.job import GRACE
@@ -33,15 +38,15 @@ WITHIN = 15  # seconds, for all that follows
 
 
 class Job:
-    """Four ranks of gpipe.py, one of which gets a signal once the first step is done."""
+    """Ranks of gpipe.py, four or torchrun's two, one of which gets a signal after the first step."""
 
     def __init__(self, number, rank, torchrun=False):
         flags = [*LONG, "--timeout", str(TIMEOUT)]
         if torchrun:
-            self.ranks = LaunchedRanks(launch_words("gpipe.py", flags, 4))
+            self.ranks = LaunchedRanks(launch_words("gpipe.py", flags, 2))
         else:
             self.ranks = WarmRanks(SCRIPTS / "gpipe.py", flags, 4)
-        self.number, self.rank = number, rank
+        self.number, self.rank, self.count = number, rank, 2 if torchrun else 4
         self.processes = []
         self.ranks.streams["stdout"] = self.signalled_after_a_step(self.ranks.streams["stdout"])
 
@@ -59,7 +64,7 @@ class Job:
             return [psutil.Process(process.pid) for process in self.ranks.ranks]
         children = psutil.Process(self.ranks.process.pid).children(recursive=True)
         by_rank = {int(child.environ()["RANK"]): child for child in children}
-        return [by_rank[rank] for rank in range(4)]
+        return [by_rank[rank] for rank in range(self.count)]
 
     def end(self):
         """What the job said at its end; seconds from the signal to it. All ranks have ended."""
@@ -70,7 +75,7 @@ class Job:
         finally:
             self.ranks.end()
         _, alive = psutil.wait_procs(self.processes, timeout=5)
-        assert len(self.processes) == 4 and not alive
+        assert len(self.processes) == self.count and not alive
         return str(failed.value), took
 
 
@@ -82,8 +87,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(rank):
 
 
 def test_a_killed_rank_ends_the_job_under_torchrun_and_is_named():
-    message, took = Job(signal.SIGKILL, 2, torchrun=True).end()
-    assert message.endswith("(rank 2 was ended by SIGKILL)")
+    message, took = Job(signal.SIGKILL, 1, torchrun=True).end()
+    assert message.endswith("(rank 1 was ended by SIGKILL)")
     assert "Traceback" not in message
     assert took < WITHIN
 
@@ -97,8 +102,8 @@ def test_a_stopped_rank_ends_the_job_after_the_timeout_and_is_named(rank):
 
 def test_a_stopped_rank_ends_the_job_under_torchrun_and_is_named():
     # A stopped process does not heed torchrun's request to end, for which it waits 30 s.
-    message, took = Job(signal.SIGSTOP, 2, torchrun=True).end()
-    check_silence(message, 2)
+    message, took = Job(signal.SIGSTOP, 1, torchrun=True).end()
+    check_silence(message, 1)
     assert TIMEOUT - 1 < took < TIMEOUT + WITHIN
 
 
@@ -143,50 +148,41 @@ def test_ranks_that_wait_for_one_that_never_starts_say_so():
 
 
 class BareJob:
-    """Four ranks of gpipe.py without the lab: its three statements and its folder are left out."""
+    """Four ranks of gpipe.py without the lab: its three statements are left out.
+
+    What a rank says of a failure goes to a file of its own.
+    """
 
     def __init__(self, folder):
         lines = (SCRIPTS / "gpipe.py").read_text().splitlines(keepends=True)
         script = [line for line in lines if "attach" not in line]
         assert len(lines) - len(script) == 3 and "lab" not in "".join(script).split()
-        (folder / "gpipe.py").write_text("".join(script))
-        shutil.copytree(SCRIPTS / "pipeline", folder / "pipeline")
-        words = [sys.executable, folder / "gpipe.py", "--steps", "1000000"]
-        port = str(free_port())
-        self.processes = []
-        for rank in range(4):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
-            common = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
-            process = subprocess.Popen(
-                [*words, "--timeout", str(TIMEOUT)],
-                cwd=folder,
-                env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | own | common,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            self.processes.append(process)
-        self.reaper = threading.Timer(120, self.end)  # of what hangs
+        own = f"import os\nos.dup2(os.open('{folder}/' + os.environ['RANK'], os.O_CREAT | os.O_WRONLY), 2)\n"
+        (folder / "gpipe.py").write_text(own + "".join(script))
+        self.folder = folder
+        _wait_for_fork_server()
+        flags = ["--steps", "1000000", "--timeout", str(TIMEOUT)]
+        self.ranks = WarmRanks(folder / "gpipe.py", flags, 4)
+        self.reaper = threading.Timer(120, self.ranks.end)  # of what hangs
         self.reaper.start()
 
     def send(self, number, rank):
         """Send a signal to a rank within a step; what all others say, and after how long."""
-        assert self.processes[3].stdout.readline().startswith("step 0")
-        reading = threading.Thread(target=self.processes[3].stdout.read, daemon=True)
-        reading.start()  # a full pipe would hold the rank up
-        os.kill(self.processes[rank].pid, number)
+        output = self.ranks.streams["stdout"]
+        assert output.readline().startswith("step 0")
+        threading.Thread(target=output.read, daemon=True).start()  # a full pipe would hold them up
+        os.kill(self.ranks.process_of(rank), number)
         began, said = time.monotonic(), {}
         for other in [r for r in range(4) if r != rank]:
-            said[other] = self.processes[other].stderr.read()
-            assert self.processes[other].wait(60) == 1
+            process = self.ranks.ranks[other]
+            process.join(60)
+            assert process.exitcode == 1
+            said[other] = (self.folder / str(other)).read_text()
         return said, time.monotonic() - began
 
     def end(self):
         self.reaper.cancel()
-        for process in self.processes:
-            process.kill()
-            process.wait(10)
+        self.ranks.end()
 
 
 @pytest.fixture
