@@ -25,7 +25,6 @@ from course.failed_run import RunFailed
 from course.launch import ROOT, SCRIPTS, WarmRanks, _follow, _wait_for_fork_server
 from lab import agreement, presence
 from lab.agreement import Disagreement, agree, checksum_of, settings_of, version
-from lab.free_port import free_port
 from lab.meeting import find_store, is_loopback
 from lab.presence import guarded
 from pipeline.job import GRACE, SLOW_START, Job, join_job
@@ -54,55 +53,54 @@ SCRIPTS_AND_FLAGS = [
 # What ranks agree on
 
 
-def end_of_ranks(commands, **common):
-    """The exit status, and what it said, of each rank: one command and its environment per rank."""
-    port = str(free_port())
-    ranks = []
-    for rank, (words, own) in enumerate(commands):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(commands)}
-        places |= {"LOCAL_WORLD_SIZE": len(commands), "MASTER_ADDR": "127.0.0.1"}
-        variables = {**places, "MASTER_PORT": port, **common, **own}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, *words],
-                cwd=ROOT,
-                env={**os.environ, **{name: str(value) for name, value in variables.items()}},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+OWN_COMMAND = """
+import os, runpy, sys
+flags, variables = {ends}[int(os.environ["RANK"])]
+os.environ.update(variables)
+sys.argv = ["{script}", *flags.split()]
+sys.path.insert(0, os.path.dirname("{script}"))
+runpy.run_path("{script}", run_name="__main__")
+"""
+
+
+def end_of_ranks(folder, *ends):
+    """Exit statuses, and what was said, of ranks of gpipe.py: each has flags and variables of its own.
+
+    Nobody ends the other ranks when the first has ended.
+    """
+    script = folder / "own_command.py"
+    script.write_text(OWN_COMMAND.format(ends=ends, script=SCRIPTS / "gpipe.py"))
+    _wait_for_fork_server()
+    ranks = WarmRanks(script, [], len(ends))
+    reaper = threading.Timer(90, ranks.end)
+    reaper.start()
     try:
-        said = [rank.communicate(timeout=90) for rank in ranks]
+        said = ranks.streams["stderr"].read()  # until all have ended
+        for process in ranks.ranks:
+            process.join(10)
     finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, errors) for rank, (_, errors) in zip(ranks, said)]
-
-
-def gpipe(flags):
-    return [f"{SCRIPTS}/gpipe.py", *SMALL.split(), *flags.split()]
+        reaper.cancel()
+        ranks.end()
+    return [process.exitcode for process in ranks.ranks], said
 
 
 def assert_rejected(ended, *words):
     """All ranks end with status 2, and one sentence of the node says why."""
-    assert [status for status, _ in ended] == [2] * len(ended), ended
-    text = "".join(errors for _, errors in ended)
+    statuses, text = ended
+    assert set(statuses) == {2}, ended
     assert text.count("\n") == 1 and "Traceback" not in text, text
     for word in words:
         assert word in text
 
 
-def test_a_rank_with_other_flags_is_rejected_by_name_with_both_values():
-    same, other = gpipe("--seed 4"), gpipe("--seed 5 --learning-rate 0.5")
-    ended = end_of_ranks([(same, {}), (same, {}), (other, {})])
+def test_a_rank_with_other_flags_is_rejected_by_name_with_both_values(tmp_path):
+    same, other = f"{SMALL} --seed 4", f"{SMALL} --seed 5 --learning-rate 0.5"
+    ended = end_of_ranks(tmp_path, (same, {}), (same, {}), (other, {}))
     assert_rejected(ended, "rank 2 ", "--seed is 5 there and 4 here", "--learning-rate is 0.5")
 
 
-def test_ranks_that_were_told_another_number_of_ranks_are_rejected():
-    command = gpipe("")
-    ended = end_of_ranks([(command, {}), (command, {"WORLD_SIZE": 3})])
+def test_ranks_that_were_told_another_number_of_ranks_are_rejected(tmp_path):
+    ended = end_of_ranks(tmp_path, (SMALL, {}), (SMALL, {"WORLD_SIZE": "3"}))
     assert_rejected(ended, "rank 1 ", "the number of ranks is 3 there and 2 here")
 
 
@@ -294,15 +292,16 @@ def test_what_is_loopback(address, local):
 
 
 def test_a_launcher_that_dies_at_any_moment_takes_its_ranks_along():
-    generator = random.Random(25)
-    for moment in [0.02, generator.uniform(0.03, 2)]:
-        assert_gone_with_launcher(moment)
+    # So early that no rank has a use for torch yet; and while they import, meet or train.
+    assert_gone_with_launcher(0.02, preload=False)
+    assert_gone_with_launcher(random.Random(25).uniform(0.03, 2), preload=True)
 
 
 PROGRAM = """
 import sys
 sys.path.insert(0, "source_code")
-from course.launch import SCRIPTS, WarmRanks, _wait_for_fork_server
+from course.launch import PRELOAD, SCRIPTS, WarmRanks, _wait_for_fork_server
+PRELOAD[:] = PRELOAD if sys.argv[1] == "True" else []
 _wait_for_fork_server()
 print("ready", flush=True)
 ranks = WarmRanks(SCRIPTS / "gpipe.py", ["--steps", "1000", "--pace", "10"], 3)
@@ -311,10 +310,10 @@ sys.stdin.read()
 """
 
 
-def assert_gone_with_launcher(moment):
+def assert_gone_with_launcher(moment, preload):
     """A process that starts warm ranks is killed `moment` seconds later; then nothing is left."""
     launcher = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, str(preload)],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
