@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from course import launch
 from lab import message_checks
 from pipeline import data
 
@@ -60,18 +61,26 @@ def test_with_python_the_table_has_all_rows_and_nothing_fails():
         assert re.fullmatch(r"1 KiB \d+\.\d\d ms, 16 MiB \d+\.\d\d GB/s", row[1])
 
 
-def test_under_torchrun_one_table_is_printed_with_all_neighbours():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    run = run_preflight(*launcher, 3, SCRIPT, *PATIENT)
-    assert run.returncode == 0, run.stdout + run.stderr
-    names = [row[0] for row in rows_of(run.stdout)]
+def test_in_a_job_of_three_ranks_one_table_is_printed_with_all_neighbours():
+    # With the variables that torchrun sets.
+    output = launch.run("preflight.py --timeout 150", ranks=3, warm=True, show=False).output
+    names = [row[0] for row in rows_of(output)]
     assert names == ROWS + ["rank 1 to 2", "rank 2 to 1"]
 
 
-def test_each_line_as_json():
-    run = run_preflight(SCRIPT, "--messages-only", "--json", *PATIENT)
-    checks = [preflight.Check(**json.loads(line)) for line in run.stdout.splitlines()]
-    assert [check.name for check in checks] == ["rank 0 to 1", "rank 1 to 0"]
+def call_preflight(monkeypatch, *words):
+    """The exit status of the program in this process."""
+    monkeypatch.setattr(sys, "argv", ["preflight.py", *words])
+    return preflight.main()
+
+
+def test_each_line_as_json(monkeypatch, capsys):
+    # The ranks of the first test above answer it in the same way.
+    checks = [preflight.Check("rank 0 to 1", "fast"), preflight.Check("rank 1 to 0", "-", "FAIL")]
+    monkeypatch.setattr(preflight, "check_two_ranks", lambda timeout: checks)
+    assert call_preflight(monkeypatch, "--messages-only", "--json") == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert [preflight.Check(**json.loads(line)) for line in printed] == checks
 
 
 def test_a_check_that_hangs_ends_the_program_with_a_line_that_fails():
@@ -101,17 +110,20 @@ def test_a_rank_that_never_comes_is_not_waited_for():
     assert rows_of(run.stdout) == [["(next)", "no answer within 1 s", "FAIL"]]
 
 
-def test_ranks_that_are_not_told_where_they_meet_are_sent_to_torchrun():
-    run = run_preflight(SCRIPT, "--messages-only", RANK="0", WORLD_SIZE="2")
-    assert run.returncode == 1
-    assert rows_of(run.stdout)[0][0] == "messages" and "with torchrun" in run.stdout
+def test_ranks_that_are_not_told_where_they_meet_are_sent_to_torchrun(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert call_preflight(monkeypatch, "--messages-only") == 1
+    output = capsys.readouterr().out
+    assert rows_of(output)[0][0] == "messages" and "with torchrun" in output
 
 
-def test_a_bad_flag_is_refused_in_one_sentence():
-    run = run_preflight(SCRIPT, "--timeout", "-1")
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.count("\n") == 1 and run.stderr.startswith("--timeout")
+def test_a_bad_flag_is_refused_in_one_sentence(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as refused:
+        call_preflight(monkeypatch, "--timeout", "-1")
+    said = capsys.readouterr()
+    assert refused.value.code == 2 and said.out == ""
+    assert said.err.count("\n") == 1 and said.err.startswith("--timeout")
 
 
 def test_the_table_for_a_notebook_has_the_sentence_below_its_line():
