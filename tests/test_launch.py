@@ -16,7 +16,7 @@ from course import launch
 from course.failed_run import RunFailed
 from course.launch import ROOT, launch_words, run
 
-LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it
+LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it; of two ranks here
 EITHER_WAY = pytest.mark.parametrize("warm", [True, False], ids=["warm", "torchrun"])
 
 
@@ -73,10 +73,10 @@ class Notebook:
 
     def start_ranks(self, warm):
         """Start a long run; its processes once the ranks have trained a step."""
-        self.start(f"run({LONG!r}, warm={warm})")
+        self.start(f"run({LONG!r}, ranks=2, warm={warm})")
         self.read_until("step 1 ")
         ranks = self.ranks()
-        assert len(ranks) == (4 if warm else 5)  # torchrun is one of them
+        assert len(ranks) == (2 if warm else 3)  # torchrun is one of them
         return ranks
 
     def end(self):
@@ -141,9 +141,8 @@ def test_an_interrupt_while_the_fork_server_imports_torch_leaves_nothing(noteboo
     assert notebook.read_until("idle") == "[5.92989]\n"
 
 
-@EITHER_WAY
-def test_a_killed_kernel_leaves_no_rank(notebook, warm):
-    ranks = notebook.start_ranks(warm)
+def test_a_killed_kernel_leaves_no_rank(notebook):
+    ranks = notebook.start_ranks(warm=False)  # the kernel of the next test has warm ones
     os.kill(notebook.manager.provisioner.pid, 9)
     assert_gone(ranks, 30)
 
@@ -151,7 +150,7 @@ def test_a_killed_kernel_leaves_no_rank(notebook, warm):
 def test_a_restarted_kernel_leaves_no_rank_and_runs_again(notebook):
     ranks = notebook.start_ranks(warm=True)
     notebook.client.stop_channels()
-    notebook.manager.restart_kernel(now=True)
+    notebook.manager.restart_kernel(now=True)  # which kills it
     assert_gone(ranks, 30)
     notebook.connect()
     notebook.start("print(run('gpipe.py --steps 1', warm=True, show=False).losses)")
@@ -163,7 +162,7 @@ def test_a_restarted_kernel_leaves_no_rank_and_runs_again(notebook):
 
 def test_warm_ranks_and_torchrun_print_the_same():
     command = "gpipe.py --steps 3 --verify"
-    warm, cold = run(command, warm=True), run(command, warm=False)
+    warm, cold = (run(command, ranks=2, warm=warm) for warm in (True, False))
     assert warm.losses == cold.losses == [5.92989, 5.242678, 4.830152]
 
     def without_times(output):
