@@ -22,16 +22,6 @@ PRELOAD.extend(["pytest", "torch._dynamo", "torch.distributed.checkpoint"])
 PRELOAD.extend(["distributed_checkpointing", "finetune", "inference", "pipedream"])
 PRELOAD.extend(["pretrain_llama", "tensor_parallel", "train", "vocabulary_parallel"])
 
-# For PRELOAD: what a rank with a model of transformers imports by itself, which takes two seconds.
-# The first keeps the library offline, which has to be said before it is imported.
-HUGGING_FACE = [
-    "extensions.torch_pipelining.hugging_face.configuration",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
-    "torch.export._trace",
-    "networkx",
-]
-
 
 def run_on_ranks(function, num_ranks, *args, timeout=60):
     """What `function(rank, *args)` returns on each of `num_ranks` processes, as a list.

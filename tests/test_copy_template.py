@@ -15,10 +15,12 @@ from unittest import mock
 
 import copy_template
 import pytest
-from ranks import HUGGING_FACE, PRELOAD, run_on_ranks
+from ranks import PRELOAD, run_on_ranks
 from saved_models import write_model
 
-PRELOAD.extend(["torch.distributed.pipelining", *HUGGING_FACE])
+from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
+
+PRELOAD.extend(["torch.distributed.pipelining", *LATE_IMPORTS])
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
 SCRIPTS = copy_template.training_scripts()

@@ -11,13 +11,14 @@ from pathlib import Path
 import broken_torch_pipelining
 import pytest
 import torch
-from ranks import HUGGING_FACE, PRELOAD
+from ranks import PRELOAD
 
 from course.failed_run import RunFailed
 from course.launch import run
+from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
 
 PRELOAD.extend(["torch.distributed.pipelining", "extensions.torch_pipelining.library"])
-PRELOAD.extend(HUGGING_FACE)
+PRELOAD.extend(LATE_IMPORTS)
 PAGE = Path(__file__).resolve().parents[1] / "docs/torch-distributed-pipelining-errors.md"
 ENTRIES = re.split(r"^### ", PAGE.read_text(), flags=re.M)[1:]
 NOT_REPRODUCED = [entry for entry in ENTRIES if "GPU only, not reproduced." in entry]
