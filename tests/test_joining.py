@@ -304,7 +304,7 @@ from course.launch import PRELOAD, SCRIPTS, WarmRanks, _wait_for_fork_server
 PRELOAD[:] = PRELOAD if sys.argv[1] == "True" else []
 _wait_for_fork_server()
 print("ready", flush=True)
-ranks = WarmRanks(SCRIPTS / "gpipe.py", ["--steps", "1000", "--pace", "10"], 3)
+ranks = WarmRanks(SCRIPTS / "gpipe.py", ["--steps", "1000", "--pace", "2000"], 3)  # whose first word comes late
 print("started", flush=True)
 sys.stdin.read()
 """
