@@ -177,8 +177,15 @@ def calls_of_a_save(folder, how):
     return [of_0, of_1]
 
 
-@pytest.mark.parametrize("how", ["", "--asynchronous"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        (0, ""),
+        (0, "--asynchronous"),
+        (1, ""),
+        pytest.param(1, "--asynchronous", marks=pytest.mark.soak),
+    ],
+)
 def test_killed_before_each_call_of_a_save_it_continues_from_a_whole_checkpoint(
     tmp_path, how, victim
 ):

@@ -131,12 +131,12 @@ def test_all_scripts_pass_with_one_operation_per_rank(calls, tmp_path):
     assert_all_pass("strict", calls, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "warmed", "eager"])
+@pytest.mark.parametrize("mode", ["lazy", "warmed", pytest.param("eager", marks=pytest.mark.soak)])
 def test_all_loops_and_schedules_pass_in_the_other_modes(mode, tmp_path):
     assert_all_pass(mode, BY_HAND + BY_WORKER, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["warmed", "eager"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("warmed", marks=pytest.mark.soak)])
 def test_so_do_replicas_checkpoints_and_the_llama(mode, tmp_path):
     assert_all_pass(mode, EXTENDED, tmp_path)
 

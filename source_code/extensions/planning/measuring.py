@@ -47,7 +47,7 @@ LARGEST = 6e8  # operations of a layer's forward, on a CPU; a GPU gets a thousan
 VOCABULARY = 256
 REPEATS = 5
 HELD = 3  # micro-batches in flight
-ROUNDS = 3
+ROUNDS = 5
 MESSAGES = (2**10, 2**17, 2**21)  # numbers
 
 
