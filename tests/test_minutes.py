@@ -6,9 +6,9 @@ import re
 import minutes
 import pytest
 
-README = minutes.README.read_text()
-ROW = r"^\| (\w+) \| \[.*?\]\(notebooks/([\w.]+)\) \| (\d+) \| (\d+) \| .* \| ([●◐]?) ?\| ([●◐]?) ?\| ([●◐]?) ?\|$"
-ROWS = {file: (number, *rest) for number, file, *rest in re.findall(ROW, README, re.MULTILINE)}
+PAGE = minutes.PAGE.read_text()
+ROW = r"^\| (\w+) \| \[.*?\]\(\.\./notebooks/([\w.]+)\) \| (\d+) \| (\d+) \| .* \| ([●◐]?) ?\| ([●◐]?) ?\| ([●◐]?) ?\|$"
+ROWS = {file: (number, *rest) for number, file, *rest in re.findall(ROW, PAGE, re.MULTILINE)}
 
 every_lesson = pytest.mark.parametrize("path", minutes.LESSONS, ids=lambda path: path.stem)
 
@@ -23,7 +23,7 @@ def test_the_head_of_a_lesson_has_the_minutes_of_the_rule_and_at_most_an_hour(pa
 
 
 @every_lesson
-def test_the_readme_has_the_minutes_of_the_head(path):
+def test_the_list_of_lessons_has_the_minutes_of_the_head(path):
     _, lesson, exercises, *_ = ROWS[path.name]
     assert (int(lesson), int(exercises)) == minutes.stated_in(path)[:2]
 
@@ -33,6 +33,13 @@ def test_an_exercise_takes_5_to_20_minutes(path):
     for cell in json.loads(path.read_text())["cells"]:
         for title, stated, _ in minutes.exercises_in("".join(cell["source"])):
             assert 5 <= stated <= 20, title
+
+
+def test_the_hours_of_the_readme_are_those_of_all_lessons_with_their_exercises():
+    readme = (minutes.ROOT / "README.md").read_text()
+    stated = re.search(r"everything about (\d+) hours", readme)[1]
+    spent = sum(int(lesson) + int(exercises) for _, lesson, exercises, *_ in ROWS.values())
+    assert int(stated) == round(spent / 60)
 
 
 @pytest.mark.parametrize("route", range(3), ids=["90 minutes", "one day", "everything"])

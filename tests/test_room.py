@@ -166,11 +166,10 @@ def test_a_job_on_pretended_nodes_needs_no_name_server(two_users):
         assert "localhost" in reader.run(*words).stdout
 
 
-def test_the_interactive_lines_of_the_readme_work_for_who_has_only_course_python(two_users):
+def test_the_interactive_lines_of_the_slurm_page_work_for_who_has_only_course_python(two_users):
     reader, _ = two_users
-    block = re.search(
-        r"^```\n(\. slurm/site.env\nsrun .*)\n```", (ROOT / "README.md").read_text(), re.M
-    )
+    page = (ROOT / "slurm" / "README.md").read_text()
+    block = re.search(r"^```\n(\. slurm/site.env\nsrun .*)\n```", page, re.M)
     lines = block[1].replace("slurm/site.env", "$COURSE_SITE")
     (line,) = set(re.findall(r"^srun .*$", lines, re.MULTILINE))
     assert line == "srun -p gpu -N 1 --gres=gpu:4 torchrun --nproc-per-node 4 source_code/gpipe.py"

@@ -1,7 +1,7 @@
 """Estimate the minutes of every lesson from its notebook, by one rule.
 
     python tools/minutes.py             # a table of all lessons
-    python tools/minutes.py --write     # the same, and put them into each lesson's head and README
+    python tools/minutes.py --write     # the same, and put them into its head and docs/lessons.md
 
 A lesson without its exercises takes 1 minute per 150 words, 1 minute per 15 lines of code,
 including the script lines that it shows, and 12 seconds per cell that the reader runs, rounded to 5
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "lessons.md"
 WORDS, LINES, CELLS = 150, 15, 5  # per minute
 NOT_READ = r"<!--.*?-->|!\[.*?\]\(.*?\)|\$\$.*?\$\$|(?<=\])\(.*?\)"
 EXERCISE = r"^\*\*\d+\. (.+?)\.?\*\*\s*\((\d+)( more)? minutes\)"
@@ -76,7 +76,7 @@ def stated_in(path):
 
 
 def write(path, minutes):
-    """Put `minutes` into the head of a notebook and into its row of the README."""
+    """Put `minutes` into the head of a notebook and into its row of docs/lessons.md."""
     further = f"Further exercises take {minutes.more} minutes more. " if minutes.more else ""
     head = (
         f"**Time:** {minutes.lesson} minutes to read and run, and {minutes.exercises} minutes to "
@@ -84,21 +84,21 @@ def write(path, minutes):
     )
     text = path.read_text(encoding="utf-8")
     path.write_text(re.sub(ANY_HEAD, head, text, count=1), encoding="utf-8")
-    readme = README.read_text(encoding="utf-8")
-    row = rf"(\]\(notebooks/{re.escape(path.name)}\)) \| \d+ \|(?: \d+ \|)?"
-    readme = re.sub(row, rf"\1 | {minutes.lesson} | {minutes.exercises} |", readme)
-    README.write_text(with_totals(readme), encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    row = rf"(\]\(\.\./notebooks/{re.escape(path.name)}\)) \| \d+ \|(?: \d+ \|)?"
+    page = re.sub(row, rf"\1 | {minutes.lesson} | {minutes.exercises} |", page)
+    PAGE.write_text(with_totals(page), encoding="utf-8")
 
 
-def with_totals(readme):
-    """The README with the minutes of its routes added up; a part (◐) counts its stated minutes."""
-    part = int(re.search(r"◐ is lesson .*?, (\d+) minutes", readme)[1])
-    lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", readme, re.M)
+def with_totals(page):
+    """The page with the minutes of its routes added up; a part (◐) counts its stated minutes."""
+    part = int(re.search(r"◐ is lesson .*?, (\d+) minutes", page)[1])
+    lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", page, re.M)
     for column, route in enumerate(("90 minutes", "one day", "everything"), 1):
         spent = {"": lambda _: 0, "●": int, "◐": lambda _: part}
         total = sum(spent[marks.split("|")[column].strip()](each) for each, marks in lessons)
-        readme = re.sub(rf"(?m)^(\| {route} \|) \d+ \|", rf"\1 {total} |", readme)
-    return readme
+        page = re.sub(rf"(?m)^(\| {route} \|) \d+ \|", rf"\1 {total} |", page)
+    return page
 
 
 def main():

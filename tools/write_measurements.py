@@ -1,8 +1,8 @@
-"""Put what accept.py found on GPUs into docs/measurements.md and into README's table of machines.
+"""Put what accept.py found on GPUs into docs/measurements.md.
 
     make measurements FROM=build/accept.json
 
-In docs/measurements.md it replaces what stands between two marks, and in README.md its own row.
+It replaces what stands between two marks, and its own row in the table of machines.
 """
 
 import json
@@ -18,7 +18,8 @@ from pipeline.files import write_whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- accepted: begin -->", "<!-- accepted: end -->"
-ANCHOR = "docs/measurements.md#on-borrowed-gpus"
+PAGE = "docs/measurements.md"
+ANCHOR = "#on-borrowed-gpus"
 
 
 def main():
@@ -32,10 +33,9 @@ def main():
         reject(f"{file} is not what tools/accept.py writes ({error}); run the acceptance anew")
     if machine["device"] != "cuda" or machine["small"]:
         reject(f"{file} has no measurements: CPUs stood in for GPUs, or its sizes were --small")
-    for name, change in ("docs/measurements.md", with_figures), ("README.md", with_row):
-        page = ROOT / name
-        write_whole(page, change(page.read_text(encoding="utf-8"), machine, parts))
-        print(f"written: {name}")
+    page = with_figures((ROOT / PAGE).read_text(encoding="utf-8"), machine, parts)
+    write_whole(ROOT / PAGE, with_row(page, machine, parts))
+    print(f"written: {PAGE}")
 
 
 def with_figures(page, machine, parts):
@@ -46,14 +46,14 @@ def with_figures(page, machine, parts):
 
 
 def with_row(page, machine, parts):
-    """README with a row for this machine in its table; it replaces an older row."""
+    """The page with a row for this machine in its table; it replaces an older row."""
     passed = sum(part["status"] == "passed" for part in parts)
     row = (
         f"| {hardware(machine)} | [the acceptance]({ANCHOR}): {passed} of {len(parts)} parts "
         "passed |\n"
     )
     page = re.sub(rf"^\|.*\({re.escape(ANCHOR)}\).*\n", "", page, flags=re.MULTILINE)
-    return re.sub(r"^(?=\| \*\*not run yet\*\* \|)", lambda _: row, page, flags=re.MULTILINE)
+    return re.sub(r"^(?=\| NCCL with one GPU per rank)", lambda _: row, page, flags=re.MULTILINE)
 
 
 def hardware(machine):
