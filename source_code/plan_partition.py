@@ -72,7 +72,7 @@ def parse_arguments():
     add("--dim", default=ModelConfig.dim, help="width of the model", **count)
     add("--heads", default=ModelConfig.heads, help="query heads", **count)
     add("--kv-heads", default=ModelConfig.kv_heads, help="key and value heads", **count)
-    add("--seq-len", default=ModelConfig.seq_len, help="bytes per sequence", **count)
+    add("--seq-len", default=ModelConfig.seq_len, help="tokens per sequence", **count)
     add("--batch-size", default=16, help="sequences per mini-batch", **count)
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")

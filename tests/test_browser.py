@@ -180,7 +180,8 @@ explore("gpipe", compare="1f1b")
 """
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+# Each panel in one theme, and in the other with `make soak`.
+@pytest.mark.parametrize("theme", ["Light", pytest.param("Dark", marks=pytest.mark.soak)])
 def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
     chromium, lab, tmp_path, theme
 ):
@@ -263,7 +264,7 @@ time_machine("{broken}", compare="{healthy}")
 """
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
+@pytest.mark.parametrize("theme", ["Dark", pytest.param("Light", marks=pytest.mark.soak)])
 def test_the_time_machine_goes_both_ways_and_finds_the_first_difference_with_the_keyboard_alone(
     chromium, lab, tmp_path, theme
 ):

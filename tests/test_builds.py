@@ -23,7 +23,7 @@ from course.building import my_pipeline, own_file
 from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
-from course.checks.build_text import request_of
+from course.checks.build_text import holes, request_of
 from course.failed_run import RunFailed
 from course.launch import ROOT, run
 
@@ -455,6 +455,19 @@ def test_what_a_step_takes_from_the_notebook_goes_with_it(tmp_path):
     )
     imports = request_of(written(tmp_path, head + text, "gpipe_step"))["imports"]
     assert sorted(imports) == ["from math import ceil as ceil", "rate = 2", "wide = torch.float64"]
+
+
+def test_a_function_of_torch_in_c_goes_with_the_step_too(tmp_path):
+    """Such a function does not say in which module it is."""
+    text = SOLUTIONS["gpipe_step"].replace("torch.empty(", "space(")
+    text = "from torch import empty as space\n\n\n" + text
+    imports = request_of(written(tmp_path, text, "gpipe_step"))["imports"]
+    assert imports == ["from torch import empty as space"]
+
+
+def test_the_dots_of_an_index_are_not_those_of_a_stub():
+    assert holes("def f(x):\n    y = x[..., 0]\n    return y[...]\n") == []
+    assert holes("def f(x: tuple[int, ...]):\n    y = x[f(...)]\n    ...\n") == [2, 3]
 
 
 def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):

@@ -179,6 +179,7 @@ WRONG = {
         ([("batch(step)", "batch(0)")], "every step learns batch(0)"),
         ([("target=targets", "target=targets[:-1]")], "raised"),
         ([("loss {torch", "mean {torch")], "no line `step 0  loss 5.123456` was printed"),
+        ([("n_microbatches=8", "n_microbatches=4")], "with 4 micro-batches; the exercise asks for 8"),
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
@@ -189,6 +190,7 @@ WRONG = {
         ([("run(schedule.eval, 6)", "run(schedule.eval, 5)")], "which batch was it"),
         ([("held_out = run(schedule.eval, 6)\n", ""), ("{held_out:", "{loss:")], "batch 6 is"),
         ([("print(f\"held out", "print(f\"later")], "0 lines begin with `held out`"),
+        ([("run(schedule.eval, 6)", "run(schedule.step, 6)")], "was not evaluated"),
     ],
     "comparison": [
         ([("(ours - theirs).abs()", "(ours - theirs)")], "rank 0 has one number that is too small"),

@@ -182,7 +182,7 @@ def calls_of_a_save(folder, how):
     [
         (0, ""),
         (0, "--asynchronous"),
-        (1, ""),
+        pytest.param(1, "", marks=pytest.mark.soak),
         pytest.param(1, "--asynchronous", marks=pytest.mark.soak),
     ],
 )

@@ -89,7 +89,7 @@ def program(monkeypatch):
 
     def give(change):
         monkeypatch.setattr(
-            reader_on_ranks, "source_of_function", lambda function: change(plain(function))
+            reader_on_ranks, "source_of_function", lambda *given: change(plain(*given))
         )
         return right
 

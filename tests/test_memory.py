@@ -160,6 +160,13 @@ def test_the_weights_are_those_of_the_model_and_add_up_over_any_cut(size):
         assert tuple(map(sum, zip(*parts))) == whole
 
 
+@pytest.mark.parametrize("bias", ["query_bias", "output_bias", "feed_forward_bias"])
+def test_the_biases_of_a_saved_model_are_counted(bias):
+    settings = SavedSettings(8, 16, 4, 2, 8, 256, head_dim=4, hidden_dim=48, **{bias: True})
+    parameters = list(lay_out(settings).parameters())
+    assert count_weights(settings) == (sum(p.numel() for p in parameters), len(parameters))
+
+
 def test_1f1b_holds_p_minus_r_micro_batches_and_gpipe_all_of_them():
     config = dataclasses.replace(SIZES["narrow"], vocabulary=0)
     kept = ActivationSizes(config, 16, 8)

@@ -10,9 +10,11 @@ from unittest import mock
 import plan as plan_script
 import pretrain_llama
 import pytest
+import torch
+from saved_models import write_model
 
 from extensions.planning.candidates import all_plans, forecasts, search_plans
-from extensions.planning.footprint import count_weights
+from extensions.planning.footprint import count_weights, predict_memory
 from extensions.planning.forecast import forecast, stage_costs
 from extensions.planning.known_models import NAMED, find_model
 from extensions.planning.machine import Link, Machine
@@ -21,9 +23,11 @@ from extensions.planning.plan_tables import OF_THE_COURSE, command_of, remark
 from extensions.planning.reasons import changes, limit_of, parts_of
 from extensions.planning.training_plan import Plan, balanced_cut
 from extensions.planning.transformer import Model
+from extensions.real_models.saved_settings import read_settings
 from pipeline.inputs import InputError
-from pipeline.model import ModelConfig
+from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedule import ScheduleError
+from pipeline.schedules import one_f_one_b
 
 SMALL = Model(8, 1024, batch=16, vocabulary=32_000)
 MACHINE = Machine(8)
@@ -87,7 +91,7 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
         "vocab_size": 128256,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    expected = replace(NAMED["llama-3-8b"], length=512, batch=8)
+    expected = replace(NAMED["llama-3-8b"], length=512, batch=8, norms_in_float32=True)
     assert find_model(str(tmp_path), 512, 8) == expected
     assert find_model(str(tmp_path / "config.json"), 512, 8) == expected
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
@@ -293,6 +297,18 @@ def test_plans_that_the_schedule_does_not_allow_are_left_out():
 def profile_of(layers, **further):
     fields = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
     return {"layers": [dict(zip(fields, one)) for one in layers], **further}
+
+
+def test_a_saved_model_of_the_course_s_sizes_keeps_its_norms_in_float32(tmp_path):
+    """As pretrain_llama.py --from-hf FOLDER --plan predicts it, in 16 bits."""
+    folder = write_model(tmp_path / "saved", torch.bfloat16, layers=8, hidden_dim=48)
+    settings, _ = read_settings(folder, 64)
+    predicted = predict_memory(settings, one_f_one_b(4, 8), cut_evenly(8, 4), 2, 2)
+    model = find_model(str(folder), 64, 16)
+    found = memory_per_rank(model, Machine(1), Plan(ranks=4, microbatch=2))
+    assert found == [rank.total for rank in predicted]
+    ours = replace(model, norms_in_float32=False)
+    assert memory_per_rank(ours, Machine(1), Plan(ranks=4, microbatch=2))[0] < found[0]
 
 
 LAYERS = [(10, 20, 4e6, 4e7), (20, 40, 4e6, 8e7), (10, 20, 4e6, 4e7), (10, 30, 0, 8e7)]

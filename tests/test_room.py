@@ -235,6 +235,7 @@ def test_two_users_train_at_once_and_both_have_the_digits(two_users, one_machine
     assert [p.name for p in two_users[0].folder.glob("build/jobs/*")] == jobs[:1]
 
 
+@pytest.mark.soak
 def test_the_signal_and_the_sweep_of_one_user_leave_the_other_s_job_alone(two_users):
     reader, owner = two_users
     flags = ["--save-every", 12, "--pace", 10, 20, *SMALL]
@@ -310,6 +311,7 @@ def test_who_does_not_wait_for_a_full_cluster_gets_the_recorded_output(two_users
     assert ended.stdout.endswith("nothing waits\n")
 
 
+@pytest.mark.soak  # test_slurm.py sends the signal that SLURM sends before the limit
 def test_at_a_real_time_limit_a_job_saves_quietly_and_queues_again(two_users, unfinished):
     _, owner = two_users
     output = owner.wait_for(unfinished[0], "attempt 2", limit=150).split("attempt 2")[0]

@@ -53,8 +53,9 @@ def draw_timelines(
 
 def describe(timeline, unit="ms"):
     """A short description of one timeline."""
+    ranks = "1 rank" if timeline.num_ranks == 1 else f"{timeline.num_ranks} ranks"
     return (
-        f"{timeline.name}, {timeline.num_ranks} ranks, {short(timeline.makespan)} {unit}, "
+        f"{timeline.name}, {ranks}, {short(timeline.makespan)} {unit}, "
         f"{timeline.idle_fraction:.1%} idle"
     )
 

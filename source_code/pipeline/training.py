@@ -51,7 +51,7 @@ def model_parser(description):
     add("--dim", default=32, help="width of the model", **count)
     add("--heads", default=4, help="query heads", **count)
     add("--kv-heads", default=2, help="key and value heads", **count)
-    add("--seq-len", default=32, help="bytes per sequence", **count)
+    add("--seq-len", default=32, help="tokens per sequence", **count)
     add("--seed", type=int, default=0, metavar="N", help="of all that is drawn at random")
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--data", metavar="FILE", help="text to learn instead of the course's own")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from course.checks.answer import NotAttempted, WrongAnswer, checked
 from course.checks.build_text import holes
-from course.checks.library_mistakes import LIMIT, STEPS, losses_of, mistake_in
-from course.checks.reader_on_ranks import requested, run_script
+from course.checks.library_mistakes import LIMIT, MICROBATCHES, STEPS, losses_of, mistake_in
+from course.checks.reader_on_ranks import answers_of, requested, run_script
 
 SCRIPT = "course/building/program_on_ranks.py"
 
@@ -16,8 +16,8 @@ def training_program(path):
     """Check the file `path`: a training with the library that prints the loss of each step."""
     name, text = text_of(path)
     for num_ranks in (4, 2):
-        found, _ = printed_by(name, text, num_ranks)
-        if complaint := mistake_in(found, num_ranks, clipped=False):
+        found, _, used = printed_by(name, text, num_ranks)
+        if complaint := mistake_in(found, num_ranks, clipped=False) or other_use(used):
             return f"on {num_ranks} ranks {complaint}"
 
 
@@ -27,7 +27,7 @@ def clipping_program(path):
     `held out  loss ...`."""
     name, text = text_of(path)
     for num_ranks in (4, 2):
-        found, held_out = printed_by(name, text, num_ranks)
+        found, held_out, used = printed_by(name, text, num_ranks)
         if complaint := mistake_in(found, num_ranks, clipped=True):
             return f"on {num_ranks} ranks {complaint}"
         if len(held_out) != 1:
@@ -39,6 +39,25 @@ def clipping_program(path):
         if abs(held_out[0] - wanted) > LIMIT:
             return (
                 f"on {num_ranks} ranks the losses are right, but {of_held_out(held_out[0], wanted)}"
+            )
+        if complaint := other_use(used):
+            return f"on {num_ranks} ranks {complaint}"
+        if not all(rank["evaluations"] for rank in used):
+            return (
+                f"on {num_ranks} ranks the losses are right, but batch {STEPS} was not evaluated "
+                "with `schedule.eval(...)`; `step` also runs a backward, which nobody needs here"
+            )
+
+
+def other_use(used):
+    """The sentence about a program that has the right losses with something else than asked, or None."""
+    for microbatches in (rank["microbatches"] for rank in used):
+        if not microbatches:
+            return "the losses are right, but no schedule of torch.distributed.pipelining was created"
+        if set(microbatches) != {MICROBATCHES}:
+            return (
+                f"the losses are right, but with {microbatches[0]} micro-batches; the exercise asks "
+                f"for {MICROBATCHES}"
             )
 
 
@@ -70,12 +89,13 @@ def text_of(path):
 
 
 def printed_by(name, text, num_ranks):
-    """([(step, loss)], [held-out losses]) as printed by the program on `num_ranks` ranks."""
+    """([(step, loss)], [held-out losses], [each rank's use of the library]) of the program."""
     with requested({"sources": [(name, text)]}) as file:
         output = run_script(f"{SCRIPT} {file}", num_ranks, {name: text}, limit=40)
     steps = re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)
     held_out = re.findall(r"^held out  loss (\S+)$", output, re.MULTILINE)
     try:
-        return [(int(step), float(loss)) for step, loss in steps], [float(x) for x in held_out]
+        losses = [(int(step), float(loss)) for step, loss in steps]
+        return losses, [float(x) for x in held_out], answers_of(output)
     except ValueError:
         raise WrongAnswer("a line of the form `step 0  loss 5.123456` ends in no number") from None

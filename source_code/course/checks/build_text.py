@@ -56,13 +56,21 @@ def collect(function):
             elif inspect.isroutine(value) or inspect.isclass(value):
                 if value.__module__ == function.__module__:
                     waiting += [value] if value is not function else []
-                elif value.__module__:  # torch's functions in C++ have none
-                    imports.append(f"from {value.__module__} import {value.__name__} as {name}")
+                elif module := value.__module__ or module_of(value, torch):
+                    imports.append(f"from {module} import {value.__name__} as {name}")
             elif isinstance(value, torch.dtype) or (
                 isinstance(value, PLAIN) and can_be_written(value)
             ):
                 imports.append(f"{name} = {value!r}")
     return sources, imports
+
+
+def module_of(function, torch):
+    """The module of one of torch's functions in C++, which do not name it, or None."""
+    for module in (torch, torch.nn.functional):
+        if getattr(module, function.__name__, None) is function:
+            return module.__name__
+    return None
 
 
 def can_be_written(value):
@@ -105,6 +113,8 @@ def zero_as_none(text, names=("previous", "following")):
 
 def holes(text):
     """The numbers of the lines that still have a stub's `...`."""
-    nodes = [node for node in ast.walk(ast.parse(text)) if not isinstance(node, ast.Subscript)]
-    values = [value for node in nodes for value in ast.iter_child_nodes(node)]
-    return sorted(v.lineno for v in values if isinstance(v, ast.Constant) and v.value is ...)
+    nodes = list(ast.walk(ast.parse(text)))
+    indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]  # as in x[..., 0]
+    indices += [value for index in indices for value in getattr(index, "elts", [])]
+    values = [node for node in nodes if isinstance(node, ast.Constant) and node.value is ...]
+    return sorted(value.lineno for value in values if value not in indices)

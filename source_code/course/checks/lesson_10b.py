@@ -23,7 +23,7 @@ PLACES = {  # the code to look at first if that tensor is wrong
 @checked("output and gradients of the whole layer, with one sum forward and one backward.")
 def layer_ends(ends):
     """Check `ends(all_reduce)`: a pair (enter, leave), applied before and after a split layer."""
-    reports = on_ranks(SCRIPT, ends, 2)
+    reports = on_ranks(SCRIPT, ends, 2, places=4)
     for rank, report in enumerate(reports):
         if report is None:
             return "return a pair, such as Enter.apply, Leave.apply"

@@ -30,20 +30,27 @@ def one_thread():
         torch.set_num_threads(usual)
 
 
-def source_of_function(function):
-    """The source of a function. Raises NotAttempted if it still has the `...` of the stub."""
+def source_of_function(function, places=1):
+    """The source of a function.
+
+    Raises NotAttempted for an untouched stub, which has `...` at `places` places, and WrongAnswer
+    if some of them are left.
+    """
     if not inspect.isfunction(function):
         raise WrongAnswer("this exercise asks for a function")
     source = inspect.cleandoc("\n" + inspect.getsource(function))
-    if re.search(r"(?:^|:)\s+\.\.\.\s*$", source, re.MULTILINE):
+    left = holes(source)
+    if len(left) >= places:
         raise NotAttempted
+    if left:
+        raise WrongAnswer(f"line {left[0]} of {function.__name__} still has its ...")
     return source
 
 
-def on_ranks(script, function, num_ranks, **more):
+def on_ranks(script, function, num_ranks, places=1, **more):
     """Run `script` with the reader's function, and with the helpers and imports that it uses; return
-    rank 0's report. Raises WrongAnswer."""
-    source = source_of_function(function)
+    rank 0's report. Its untouched stub has `...` at `places` places. Raises WrongAnswer."""
+    source = source_of_function(function, places)
     (_, *helpers), imports = collect(function)
     request = {"source": source, "helpers": helpers, "imports": imports, **more}
     request["function"] = function.__name__

@@ -43,7 +43,8 @@ def is_of_the_course(model):
     ours = of_the_course(
         model.layers, model.hidden, heads, model.kv_heads or heads, model.vocabulary
     )
-    return replace(ours, length=model.length, batch=model.batch) == model
+    free = {name: getattr(model, name) for name in ("length", "batch", "norms_in_float32")}
+    return replace(ours, **free) == model
 
 
 NAMED = {
@@ -126,7 +127,7 @@ def from_config(config, path):
             sizes[size] = value
     gated = "hidden_act" in config or config.get("model_type") in ("llama", "mistral", "qwen2")
     tied = config.get("tie_word_embeddings", not gated)
-    return checked({**sizes, "gated": gated, "tied": tied}, path)
+    return checked({**sizes, "gated": gated, "tied": tied, "norms_in_float32": gated}, path)
 
 
 def checked(sizes, name):

@@ -19,6 +19,7 @@ from extensions.planning.transformer import (
     kept_by_loss,
     kept_bytes,
 )
+from extensions.real_models.saved_settings import SavedSettings
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import build_schedule
 
@@ -89,14 +90,13 @@ def counted_memory(model, machine, plan):
     m, p = plan.microbatches(model), plan.ranks
     if plan.schedule not in FLUSHED:
         m = min(m, ROUNDS * p)
+    heads, kv_heads = model.head_count, model.kv_heads or model.head_count
     config = ModelConfig(
-        model.layers,
-        model.hidden,
-        model.head_count,
-        model.kv_heads or model.head_count,
-        model.length,
-        model.vocabulary,
+        model.layers, model.hidden, heads, kv_heads, model.length, model.vocabulary
     )
+    if model.norms_in_float32:
+        widths = {"head_dim": config.head_dim, "hidden_dim": config.hidden_dim}
+        config = SavedSettings(**vars(config), **widths)
     mode = "layer" if plan.recompute == "full" else plan.recompute
     shape = plan.schedule, p, m, plan.chunks, tuple(plan.layers_of(model))
     shards = plan.replicas if plan.sharding == "optimizer" else 1

@@ -33,6 +33,7 @@ class Model:
     inner: int = 0
     gated: bool = False
     tied: bool = True  # the head's weights are the embedding's
+    norms_in_float32: bool = False  # for every dtype, as transformers computes saved models
 
     @property
     def head_count(self):
