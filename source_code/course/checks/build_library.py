@@ -53,7 +53,9 @@ def other_use(used):
     """The sentence about a program that has the right losses with something else than asked, or None."""
     for microbatches in (rank["microbatches"] for rank in used):
         if not microbatches:
-            return "the losses are right, but no schedule of torch.distributed.pipelining was created"
+            return (
+                "the losses are right, but no schedule of torch.distributed.pipelining was created"
+            )
         if set(microbatches) != {MICROBATCHES}:
             return (
                 f"the losses are right, but with {microbatches[0]} micro-batches; the exercise asks "

@@ -150,7 +150,9 @@ def perform(stage_times):
     except WrongAnswer as error:
         print(f"Not yet: {error}")
         return
-    print("Four ranks train with each cut; on a busy machine this takes up to a minute.", flush=True)
+    print(
+        "Four ranks train with each cut; on a busy machine this takes up to a minute.", flush=True
+    )
     for name, cut in (("even", EVEN), ("yours", chosen)):
         both = [right_times(MEASURED, first, last) for first, last in cut_as(cut)]
         forward, backward = (list(column) for column in zip(*both))
