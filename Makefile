@@ -61,7 +61,7 @@ run: $(INSTALLED) ## train with GPipe on four processes, and draw the prediction
 # make notebooks ONLY=notebooks/02_gpipe.ipynb
 notebooks: $(INSTALLED) ## run the notebooks and store their outputs (ONLY=FILE for one)
 	PIPELINE_STORED_PICTURES=1 $(BIN)/python -m nbconvert --to notebook --execute --inplace \
-		--ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.timeout=180 \
+		--ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.timeout=560 \
 		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 	$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS)
 

@@ -105,7 +105,7 @@ def test_real_ranks_perform_the_even_cut_and_a_shorter_one(capsys, monkeypatch):
     monkeypatch.setattr(check, "EVEN", [2, 2])
     monkeypatch.setattr(check, "RANKS", 2)
     monkeypatch.setattr(check, "best_cut", lambda times_of: [3, 1])
-    rows = answer_to(check.perform, capsys, right_times).splitlines()
+    _, *rows = answer_to(check.perform, capsys, right_times).splitlines()
     assert [row.split()[:2] for row in rows] == [["even", "2,2"], ["yours", "3,1"]]
     predicted, performed = zip(*((int(row.split()[3]), int(row.split()[6])) for row in rows))
     assert predicted[1] < predicted[0]

@@ -128,5 +128,5 @@ def is_for_writing(arguments):
 
 
 if __name__ == "__main__":
-    with errors_told():
+    with errors_told(seconds=10):  # the first optimizer imports a large part of torch
         main()
