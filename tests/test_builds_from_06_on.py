@@ -324,6 +324,16 @@ def finds_a_share_in_one_process(difference):
         dist.destroy_process_group()
 
 
+def test_right_losses_that_no_schedule_of_the_library_computed_are_not_enough(tmp_path, capsys):
+    lines = [f"step {k}  loss {x:.6f}" for k, x in enumerate(library_mistakes.losses_of()[:-1])]
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"import os\n\nif os.environ['RANK'] == '0':\n    print({chr(10).join(lines)!r})\n"
+    )
+    build_library.training_program(path)
+    assert "no schedule of torch.distributed.pipelining was created" in capsys.readouterr().out
+
+
 def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):
     """It divides by the norm and 1e-6, which a check of the factor once called wrong."""
     edit = "1.3 / square.sqrt().item()", "1.3 / (square.sqrt().item() + 1e-6)"

@@ -50,7 +50,7 @@ def clipping_program(path):
 
 
 def other_use(used):
-    """The sentence about a program that has the right losses with something else than asked, or None."""
+    """The sentence for a program that uses the library in another way than the exercise asks, or None."""
     for microbatches in (rank["microbatches"] for rank in used):
         if not microbatches:
             return (
