@@ -457,8 +457,7 @@ def test_what_a_step_takes_from_the_notebook_goes_with_it(tmp_path):
     assert sorted(imports) == ["from math import ceil as ceil", "rate = 2", "wide = torch.float64"]
 
 
-def test_a_function_of_torch_in_c_goes_with_the_step_too(tmp_path):
-    """Such a function does not say in which module it is."""
+def test_a_function_imported_from_torch_goes_with_the_step_too(tmp_path):
     text = SOLUTIONS["gpipe_step"].replace("torch.empty(", "space(")
     text = "from torch import empty as space\n\n\n" + text
     imports = request_of(written(tmp_path, text, "gpipe_step"))["imports"]

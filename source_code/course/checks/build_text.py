@@ -56,21 +56,13 @@ def collect(function):
             elif inspect.isroutine(value) or inspect.isclass(value):
                 if value.__module__ == function.__module__:
                     waiting += [value] if value is not function else []
-                elif module := value.__module__ or module_of(value, torch):
-                    imports.append(f"from {module} import {value.__name__} as {name}")
+                elif value.__module__:  # a bound method of a built-in type has none
+                    imports.append(f"from {value.__module__} import {value.__name__} as {name}")
             elif isinstance(value, torch.dtype) or (
                 isinstance(value, PLAIN) and can_be_written(value)
             ):
                 imports.append(f"{name} = {value!r}")
     return sources, imports
-
-
-def module_of(function, torch):
-    """The module of one of torch's functions in C++, which do not name it, or None."""
-    for module in (torch, torch.nn.functional):
-        if getattr(module, function.__name__, None) is function:
-            return module.__name__
-    return None
 
 
 def can_be_written(value):
