@@ -107,6 +107,13 @@ def test_prose_stands_before_every_pair_of_code_cells(path):
             assert follows_up, f"two code cells without a word between them:\n{cell.source}"
 
 
+@every_notebook
+def test_a_comment_that_begins_a_line_ends_it_since_markdown_leaves_such_a_line_as_html(path):
+    for cell in cells_of(path):
+        if cell.cell_type == "markdown":
+            assert not re.findall(r"^ {0,3}<!--.*?-->[^\S\n]*\S.*$", cell.source, re.M)
+
+
 @every_lesson
 def test_every_lesson_has_the_shape_of_a_lesson(path):
     cells = cells_of(path)

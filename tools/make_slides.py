@@ -3,12 +3,13 @@
     make slides                                 # all lessons
     python tools/make_slides.py 02 03           # some
 
-A mark in a lesson's prose, <!-- slide: TITLE -->, makes a slide of the sentence after it. The
-figure of the slide is the next stored output of the lesson, else the one above: a drawing, or some
-lines of output or code. The text between the sentence and the next mark becomes the speaker's note.
-A sentence that asks for a prediction has no figure. <!-- slide: TITLE; above --> takes the last
-figure above, "; drawing" the last drawing above, and "; words" none. Exercises and the question at
-the end need no mark. docs/lesson-plans.md gives the minutes.
+A mark in a lesson's prose, <!-- slide: TITLE -->, makes a slide of the sentence after it, and
+stands on the line above where the sentence begins its line. The figure of the slide is the next
+stored output of the lesson, else the one above: a drawing, or some lines of output or code. The
+text between the sentence and the next mark becomes the speaker's note. A sentence that asks for a
+prediction has no figure. <!-- slide: TITLE; above --> takes the last figure above, "; drawing" the
+last drawing above, and "; words" none. Exercises and the question at the end need no mark.
+docs/lesson-plans.md gives the minutes.
 """
 
 import json
