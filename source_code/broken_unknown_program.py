@@ -1,4 +1,4 @@
-"""A training on torch.distributed.pipelining that is not the course's own, with one fault (lesson 12b).
+"""A training run on torch.distributed.pipelining that is not the course's own, with one fault (lesson 12b).
 
     torchrun --standalone --nproc-per-node 2 source_code/broken_unknown_program.py
     python source_code/broken_unknown_program.py

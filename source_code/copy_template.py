@@ -204,7 +204,7 @@ def names_of(node):
 
 
 def looks_on(node):
-    """Return whether an import only watches or forecasts a training, and can be left out."""
+    """Return whether an import only watches or forecasts a training run, and can be left out."""
     return package_of(node) == "lab" or {meaning for _, meaning in names_of(node)} <= FORECASTS
 
 

@@ -59,7 +59,7 @@ def main():
 
 
 def build_whole_schedule(arguments):
-    """Return the whole training as one schedule, for the messages and the lab's prediction."""
+    """Return the whole training run as one schedule, for the messages and the lab's prediction."""
     if arguments.weights == "double-buffered":
         num_microbatches = arguments.steps * arguments.microbatches
         return pipedream(arguments.num_ranks, num_microbatches, arguments.microbatches)
@@ -77,7 +77,7 @@ def build_stashing_stage(arguments, job, schedule, cut):
 
 
 def run_training(arguments, job, stage, schedule):
-    """The whole training of this rank: the pipeline never drains in between.
+    """The whole training run of this rank: the pipeline never drains in between.
 
     Replicas of a stage take the micro-batches in turn. Returns {micro-batch: its share of a loss}
     on the ranks of the last stage. Of `schedule` it takes only which rank has which micro-batch, and

@@ -1,4 +1,4 @@
-"""Plan a training: which use of these GPUs is fastest, what limits it, and how sure that is.
+"""Plan a training run: which use of these GPUs is fastest, what limits it, and how sure that is.
 
     python source_code/plan.py llama-3-8b --machine dgx-a100-80gb --gpus 16 --batch-size 128
 
@@ -112,7 +112,7 @@ def parse_arguments():
     add(
         "--published",
         action="store_true",
-        help="show forecasts beside published trainings, and end",
+        help="show forecasts next to published training runs, and exit",
     )
     arguments = parser.parse_args()
     if arguments.model is None and not arguments.published:
@@ -229,7 +229,7 @@ def print_confirmed(model, machine, plans, count):
 
 def print_performed(model, machine, plans, found, count):
     """Train a few steps of the best plans and of the worst, and print each beside its forecast."""
-    print("\nPerformed here: a training at full speed, no part of which was measured before")
+    print("\nPerformed here: a training run at full speed, no part of which was measured before")
     print("replicas x stages x tensor  schedule            forecast  performed  difference")
     worst = max(plans, key=lambda plan: lower_bound(model, machine, plan))
     for plan in [*(one.plan for one in found.best[:count]), worst]:

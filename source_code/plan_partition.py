@@ -119,7 +119,7 @@ def figures(plan):
 
 
 def in_words(arguments, profile, plan):
-    """Return the text without --json: a row per stage, and the flags of such a training."""
+    """Return the text without --json: a row per stage, and the flags of such a training run."""
     speed_up = plan.data_parallel_seconds / plan.seconds_per_minibatch
     relation = "on top of" if arguments.no_overlap else "during"
     lines = [

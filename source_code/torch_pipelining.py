@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 source_code/torch_pipelining.py --verify
 
 The stages are cut by hand (--split manual) or by torch's tracer (--split spec, --split calls); each
-of the library's seven schedules performs them. The rest is what a training needs around it.
+of the library's seven schedules performs them. The rest is what a training run needs around it.
 """
 
 import sys

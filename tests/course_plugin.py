@@ -25,6 +25,10 @@ STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Po
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PIPELINE_WARM_RUNS"] = "1"
 os.environ["COURSE_PROGRESS"] = "off"
+# torch looks up the name of each address that it connects to, 127.0.0.1 too, and a name server that
+# loses one question in ten costs a test 5 s. So nothing is asked, and torch does not warn of that.
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 nbval.kernel.KernelManager = Kernel
 

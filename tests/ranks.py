@@ -11,7 +11,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from course.launch import PRELOAD, WarmRanks, _follow
+from course.followed_run import follow
+from course.launch import PRELOAD, WarmRanks
 
 # The server starts with the first run, not while files are collected (which warm_up() at the top
 # of a file would do): so it has what each of the files adds to PRELOAD.
@@ -35,7 +36,7 @@ def run_on_ranks(function, num_ranks, *args, timeout=60):
         (folder / "call").write_bytes(pickle.dumps((function, args)))
         ranks = WarmRanks(Path(__file__), [str(folder)], num_ranks)
         try:
-            _follow(ranks, show=False, limit=timeout)
+            follow(ranks, show=False, limit=timeout)
         finally:
             ranks.end()
         return [pickle.loads((folder / f"result {rank}").read_bytes()) for rank in range(num_ranks)]

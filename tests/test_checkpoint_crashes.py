@@ -1,4 +1,4 @@
-"""Killed at any moment of a save, a training continues from a whole checkpoint, digit for digit.
+"""Killed at any moment of a save, a training run continues from a whole checkpoint, digit for digit.
 
 Everything that a save does to the disk goes through a few calls: a rank is killed before each of
 them in turn (after one is before the next). The run that is killed next is the restart of the one
@@ -135,7 +135,7 @@ def losses_in(folder):
 
 @functools.cache
 def undisturbed():
-    """{step: loss} of a training that nothing disturbs and that saves nothing."""
+    """{step: loss} of a training run that nothing disturbs and that saves nothing."""
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder:

@@ -30,7 +30,7 @@ def parse(monkeypatch, *flags):
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
-    """A folder with the checkpoints of steps 5 and 10 of a training with MADE_WITH."""
+    """A folder with the checkpoints of steps 5 and 10 of a training run with MADE_WITH."""
     folder = tmp_path / "saved"
     folder.mkdir()
     configuration = parse(monkeypatch, *MADE_WITH.split()).configuration

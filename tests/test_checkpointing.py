@@ -1,4 +1,4 @@
-"""A training that is saved and continued, also on other ranks, has the losses of one that was not.
+"""A training run that is saved and continued, also on other ranks, has the losses of one that was not.
 
 Bit for bit on the same cut of the model, to 1e-12 on another, for every optimizer.
 """
@@ -20,7 +20,8 @@ import torch
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
-from course.launch import LaunchedRanks, _follow, launch_words, run
+from course.followed_run import follow
+from course.launch import LaunchedRanks, launch_words, run
 from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from extensions.optimization.learning_rate import share_of_peak
@@ -373,7 +374,7 @@ def test_a_file_that_was_not_exported_is_refused(tmp_path):
     for name, words in [
         ("text", "cannot be read"),
         ("none", "cannot be read (No such file or directory)"),
-        ("part.pt", "is not a training that --export has written"),
+        ("part.pt", "is not a training run that --export has written"),
     ]:
         with pytest.raises(RunFailed) as refused:
             train(tmp_path, f"--import {tmp_path / name}", ranks=2)
@@ -419,7 +420,7 @@ def test_under_torchrun_a_stop_that_was_asked_for_is_a_success_of_one_line(tmp_p
     errors = []
     ranks.streams["stderr"] = (errors.append(line) or line for line in ranks.streams["stderr"])
     try:
-        output = _follow(ranks, show=False, limit=60, send=("SIGUSR1", 1, "step 1"))
+        output = follow(ranks, show=False, limit=60, send=("SIGUSR1", 1, "step 1"))
     finally:
         ranks.end()
     assert output.count("stopped by SIGUSR1 after ") == 1

@@ -91,7 +91,7 @@ def replace_back(file, content):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with the checkpoints, the recording and the timeline of a training on two ranks."""
+    """A folder with the checkpoints, the recording and the timeline of a training run on two ranks."""
     folder = tmp_path_factory.mktemp("trained")
     command = (
         f"distributed_checkpointing.py {SIZES} --steps 2 --save-every 1 --optimizer momentum "

@@ -1,4 +1,4 @@
-"""The forecast of large trainings: what it counts, by the papers' formulas."""
+"""The forecast of large training runs: what it counts, by the papers' formulas."""
 
 from dataclasses import replace
 

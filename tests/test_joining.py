@@ -22,7 +22,8 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
-from course.launch import ROOT, SCRIPTS, WarmRanks, _follow, _wait_for_fork_server
+from course.followed_run import follow
+from course.launch import ROOT, SCRIPTS, WarmRanks, _wait_for_fork_server
 from lab import agreement, presence
 from lab.agreement import Disagreement, agree, checksum_of, settings_of, version
 from lab.meeting import find_store, is_loopback
@@ -351,7 +352,7 @@ def attack(command, generator, *numbers):
     timer.start()
     try:
         with pytest.raises(RunFailed) as failed:
-            _follow(ranks, show=False, limit=120)
+            follow(ranks, show=False, limit=120)
     finally:
         timer.cancel()
         ranks.end()

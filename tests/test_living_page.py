@@ -28,7 +28,9 @@ pytestmark = pytest.mark.processes
 def site(tmp_path_factory):
     """The folder of a site whose pages run Python."""
     try:
-        living_site.pyodide()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("RES_OPTIONS", raising=False)  # npm asks a name server
+            living_site.pyodide()
     except living_site.NoRuntime as error:
         pytest.skip(f"{error}; .ci/run installs what is missing on Debian")
     folder = tmp_path_factory.mktemp("living") / "site"

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from course.failed_run import RunFailed
+from course.followed_run import follow
 from course.launch import (
     SCRIPTS,
     LaunchedRanks,
     WarmRanks,
-    _follow,
     _wait_for_fork_server,
     launch_words,
 )
@@ -70,7 +70,7 @@ class Job:
         """What the job said at its end; seconds from the signal to it. All ranks have ended."""
         try:
             with pytest.raises(RunFailed) as failed:
-                _follow(self.ranks, show=False, limit=120)
+                follow(self.ranks, show=False, limit=120)
             took = time.monotonic() - self.signalled
         finally:
             self.ranks.end()

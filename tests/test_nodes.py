@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from course.failed_run import RunFailed
-from course.launch import ROOT, WarmRanks, _follow, launch_words, run
+from course.followed_run import follow
+from course.launch import ROOT, WarmRanks, launch_words, run
 from lab import free_port as free_ports
 from lab import slow_network, variables
 from lab.free_port import free_port
@@ -241,7 +242,7 @@ def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
             os.kill(process.pid, signal.SIGUSR2)
             time.sleep(1)  # both write to one pipe, in many pieces
         with pytest.raises(RunFailed) as failed:
-            _follow(ranks, show=False, limit=60)
+            follow(ranks, show=False, limit=60)
     finally:
         ranks.end()
     text = str(failed.value)

@@ -1,4 +1,4 @@
-"""A training that diverges ends with status 1 and one sentence, and its good checkpoints stay."""
+"""A training run that diverges ends with status 1 and one sentence, and its good checkpoints stay."""
 
 import contextlib
 import importlib

@@ -40,7 +40,7 @@ def test_where_forking_is_not_safe_warm_ranks_come_from_torchrun(monkeypatch):
         monkeypatch.setattr(launch.sys, "platform", system)
         started = []
         monkeypatch.setattr(launch, "LaunchedRanks", started.append)
-        monkeypatch.setattr(launch, "_follow", lambda *_: "")
+        monkeypatch.setattr(launch, "follow", lambda *_: "")
         launch.run("gpipe.py", ranks=2, warm=True, show=False)
         assert started == [
             ["torchrun", "--standalone", "--nproc-per-node", "2", "source_code/gpipe.py"]

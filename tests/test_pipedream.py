@@ -81,7 +81,7 @@ def train(rank, flags, fault=None, by_hand=True):
 
 
 def by_the_worker(arguments, job, stage, schedule):
-    """Perform the whole training as one schedule; {micro-batch: its share of a loss}."""
+    """Perform the whole training run as one schedule; {micro-batch: its share of a loss}."""
     batches = [microbatches_of(arguments, job.device, step) for step in range(arguments.steps)]
     inputs, targets = ([one for batch in half for one in batch] for half in zip(*batches))
     worker = Worker(job, schedule, {stage.index: stage})

@@ -385,7 +385,7 @@ def test_mfu_is_useful_work_over_possible_work():
     assert metrics.utilisation(1e9 / flops_per_token(ModelConfig())) == pytest.approx(1.0)
 
 
-# What ends a training early.
+# What ends a training run early.
 
 
 def test_told_to_stop_it_saves_leaves_with_75_and_continues(tmp_path):

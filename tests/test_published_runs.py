@@ -1,4 +1,4 @@
-"""The forecast against trainings that others have published: fitted on two rows, held against the rest."""
+"""The forecast against training runs that others have published: fitted on two rows, held against the rest."""
 
 import re
 from functools import lru_cache

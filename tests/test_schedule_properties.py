@@ -85,7 +85,7 @@ def spoilt_schedules(draw, faults):
 
 
 def can_be_played(schedule):
-    """Whether the schedule does the whole of a training and comes to its end: worked out alone.
+    """Whether the schedule does the whole of a training run and comes to its end: worked out alone.
 
     What the training is, is taken from the actions that are there, and every rule is asked anew in
     every round, so this shares nothing with the code it judges.
@@ -198,7 +198,7 @@ def test_the_player_of_this_file_plays_every_schedule_and_none_without_an_action
     for rank, order in enumerate(schedule.orders):
         for step, action in enumerate(order):
             if action.kind == "U" and schedule.name == "pipedream":
-                continue  # one update less is another training
+                continue  # one update less is another training run
             shorter = list(schedule.orders)
             shorter[rank] = order[:step] + order[step + 1 :]
             assert not can_be_played(Schedule("shorter", tuple(shorter))), action

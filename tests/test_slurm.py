@@ -254,7 +254,7 @@ def test_bash_parses_a_job_script(script):
 
 @pytest.fixture(scope="module")
 def long_job(cluster):
-    """A training on two nodes that nobody lets end, after three steps."""
+    """A training run on two nodes that nobody lets end, after three steps."""
     flags = ["--steps", 9999, "--pace", 5, 10, *SMALL]
     job = cluster.submit("slurm/train.sbatch", "gpipe.py", *flags)
     cluster.wait_for(job, "step 2  loss")

@@ -70,7 +70,7 @@ AFTERWARDS = "--evaluate 2 --generate 12"
 
 @functools.cache
 def performed_by(name):
-    """A training by a schedule of the library, which is asked for what it has learnt, too."""
+    """A training run by a schedule of the library, which is asked for what it has learnt, too."""
     return performed(f"--schedule {name} --verify --timeline build/torch.json {AFTERWARDS}")
 
 

@@ -16,6 +16,7 @@ import psutil
 
 from course import launch
 from course.failed_run import RunFailed
+from course.followed_run import follow
 
 SUMMARY = re.compile(
     r"^.* ([\d.]+) ms \(predicted ([\d.]+)\)  idle ([\d.]+)% \(predicted ([\d.]+)%\)  "
@@ -99,7 +100,7 @@ class Part:
         try:
             with self.machine.started(script, flags, ranks, warm) as started:
                 started.process_of = self.noting_when(started.process_of)
-                output = launch._follow(started, False, left, send)
+                output = follow(started, False, left, send)
         except RunFailed as failed:
             if fails:
                 return str(failed)

@@ -9,9 +9,9 @@ used instead. The output is the same.
 No rank outlives its cell: an interrupt or a failure ends all ranks.
 """
 
+import gc
 import multiprocessing
 import os
-import queue
 import re
 import runpy
 import shlex
@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from pathlib import Path
 
 import psutil
 
-from course.failed_run import RunFailed, failed_rank, how_it_ended, readable_errors
+from course.failed_run import how_it_ended
+from course.followed_run import follow
 from lab.free_port import hold_free_port
 from lab.siblings import end_with_launcher
 from lab.timeline import Timeline, from_chrome_trace
@@ -36,6 +36,9 @@ from lab.variables import LAUNCHER_VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"
 OURS = "PIPELINE_"  # prefix of the variables that ranks inherit
+# torch asks a name server even for the name of 127.0.0.1, and glibc repeats a lost question only
+# after five seconds: here after one.
+NAMES_VARIABLE, SOON = "RES_OPTIONS", "timeout:1"
 WARM_VARIABLE = "PIPELINE_WARM_RUNS"  # 1: runs are warm unless `warm` is False
 # The imports of the scripts, and those of torch in the first backward of a process.
 PRELOAD = [
@@ -81,12 +84,11 @@ def can_fork():
 def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     """Run a script of the course on several ranks and return a `Run`.
 
-    `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also loads
-    the timeline. With `ranks=None` the script is started with plain python, as one process, which
-    can be warm, too.
-    `limit` is in seconds. `send=("SIGKILL", 2, "step 7")` sends that signal to rank 2 as soon as a
-    printed line starts with "step 7". Raises RunFailed for a failed run, and KeyboardInterrupt for
-    an interrupt, both after all ranks have ended.
+    `command` is the script's name with its flags, as in a terminal; `--timeline FILE` also
+    loads the timeline. With `ranks=None` the script is started with plain python, as one
+    process, which can be warm, too. `limit` is in seconds. `send=("SIGKILL", 2, "step 7")`
+    sends that signal to rank 2 as soon as a printed line starts with "step 7". Raises RunFailed
+    for a failed run, and KeyboardInterrupt for an interrupt, both after all ranks have ended.
     """
     script, *flags = shlex.split(command)
     if warm is None:
@@ -98,7 +100,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     if show:
         print("$ " + shlex.join(words), flush=True)
     with started_ranks(script, flags, ranks, warm) as started:
-        output = _follow(started, show, limit, send)
+        output = follow(started, show, limit, send)
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
     timeline = from_chrome_trace((ROOT / timeline_file).read_text()) if timeline_file else None
     return Run(output, losses, timeline)
@@ -151,63 +153,13 @@ def _value_of(flag, flags):
     return flags[flags.index(flag) + 1] if flag in flags[:-1] else None
 
 
-def _follow(started, show, limit, send=None):
-    """Show what the ranks print until they end; return their standard output."""
-    lines = queue.Queue()
-    for name, stream in started.streams.items():
-        threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
-    output, errors = [], []
-    open_streams = len(started.streams)
-    deadline = time.monotonic() + limit
-    failure = None
-    while open_streams:
-        try:
-            name, line = lines.get(timeout=0.1)
-        except queue.Empty:
-            name = None
-        if name == "end":
-            open_streams -= 1
-        elif name == "stdout":
-            output.append(line)
-            if show:
-                print(line, end="", flush=True)
-            if send and line.startswith(send[2]):
-                os.kill(started.process_of(send[1]), signal.Signals[send[0]])
-                send = None
-        elif name == "stderr":
-            errors.append(line)
-        if failure is None:
-            failure = started.failure()
-            if failure is None and time.monotonic() > deadline:
-                failure = f"the run took longer than {limit} s"
-            if failure is not None:
-                started.end()
-                deadline = time.monotonic() + 5  # for the last output of the ranks
-        elif time.monotonic() > deadline:
-            break
-    failure = failure or started.failure(wait=True)
-    if failure:
-        failed = RunFailed(f"{readable_errors(errors)}({failed_rank(errors) or failure})")
-        failed.output = "".join(output)
-        raise failed
-    return "".join(output)
-
-
-def read_stream(name, stream, lines):
-    """Put (name, line) into a queue for each line, and ("end", "") at the end."""
-    try:
-        for line in stream:
-            lines.put((name, line))
-    finally:
-        lines.put(("end", ""))
-
-
 class LaunchedRanks:
     """Ranks behind a launcher command, torchrun or srun."""
 
     def __init__(self, words):
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault(NAMES_VARIABLE, SOON)
         environment["PYTHONUNBUFFERED"] = "1"
         if words[0] != "srun":  # srun's ranks may run on other machines
             environment[LAUNCHER_VARIABLE] = str(os.getpid())
@@ -265,6 +217,7 @@ class WarmRanks:
             environment = {
                 **{name: value for name, value in os.environ.items() if name.startswith(OURS)},
                 "OMP_NUM_THREADS": "1",
+                NAMES_VARIABLE: os.environ.get(NAMES_VARIABLE, SOON),
                 LAUNCHER_VARIABLE: str(os.getpid()),
             }
             if num_ranks is not None:
@@ -365,6 +318,7 @@ def _without_main():
 
 def _be_a_rank(script, flags, environment, out, errors):
     """In the forked process: become a rank of `script`, as if torchrun had started it."""
+    gc.freeze()  # or a collection would copy the server's memory, page by page
     end_with_launcher()
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)

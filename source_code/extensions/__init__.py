@@ -1,1 +1,1 @@
-"""What a training adds to the core: other stages, other updates, checkpoints, planning."""
+"""What a training run adds to the core: other stages, other updates, checkpoints, planning."""

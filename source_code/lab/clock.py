@@ -13,7 +13,7 @@ import torch
 from lab.timeline import Event
 
 AT_ONCE = 0.0002  # seconds: a shorter wait counts as none
-KEPT_PASSES = 200  # the newest passes, whose events stay in memory: a training may be long
+KEPT_PASSES = 200  # the newest passes, whose events stay in memory: a training run may be long
 
 
 class Clock:

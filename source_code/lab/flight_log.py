@@ -35,7 +35,7 @@ class FlightLog:
     """The flight log that a rank writes into `folder`. Every rank makes one, after all have joined.
 
     `clock` and `memory` are this rank's instruments. `first_version` is the number of updates of
-    the weights so far, above 0 when a training is continued.
+    the weights so far, above 0 when a training run is continued.
     """
 
     def __init__(self, folder, rank, schedule, clock, memory, first_version=0):

@@ -1,6 +1,6 @@
 """Keeps a run alive when standard output cannot be written: its reader has ended or a disk is full.
 
-Without this, Python would end a training of hours with a traceback at the next printed line. An
+Without this, Python would end a training run of hours with a traceback at the next printed line. An
 interrupt ends a run with one word instead of a traceback from every rank.
 """
 

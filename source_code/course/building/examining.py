@@ -13,7 +13,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from course.building import MARK
-from course.launch import read_stream, started_ranks
+from course.followed_run import read_stream
+from course.launch import started_ranks
 
 START, LIMIT = 120, 20  # seconds: until the first event, and from the first event on
 SCRIPT = "course/building/on_ranks.py"

@@ -13,7 +13,7 @@ SCRIPT = "course/building/program_on_ranks.py"
 
 @checked("the losses of one process on four ranks and on two, with nothing between you and torch.")
 def training_program(path):
-    """Check the file `path`: a training with the library that prints the loss of each step."""
+    """Check the file `path`: a training run with the library that prints the loss of each step."""
     name, text = text_of(path)
     for num_ranks in (4, 2):
         found, _, used = printed_by(name, text, num_ranks)

@@ -39,7 +39,9 @@ def moments(seed):
     ]
 
 
-@checked("killed at five moments, and the losses are those of a training that nothing disturbed.")
+@checked(
+    "killed at five moments, and the losses are those of a training run that nothing disturbed."
+)
 def save_and_restore(save, restore):
     """Check `save(folder, step, model, optimizer, rank, wait_for_all)` and
     `restore(folder, model, optimizer, rank)`."""
@@ -47,7 +49,7 @@ def save_and_restore(save, restore):
 
 
 def survives(save, restore, kills):
-    """The error in a training that is killed at each of these moments in turn, or None.
+    """The error in a training run that is killed at each of these moments in turn, or None.
 
     The training then runs to its end and is started once more.
     """
@@ -134,7 +136,7 @@ def wrong_losses(told, wanted, case):
 @cache
 @one_thread()
 def undisturbed():
-    """The losses of a training in one process without interruption."""
+    """The losses of a training run in one process without interruption."""
     from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it
 
     model, losses = build_stage(0, 1), []

@@ -1,1 +1,1 @@
-"""Saving a training that lies on many ranks, and continuing it on as many or on others."""
+"""Saving a training run that lies on many ranks, and continuing it on as many or on others."""

@@ -1,4 +1,4 @@
-"""Saves a training that lies on many ranks, and restores it, also onto another number of ranks.
+"""Saves a training run that lies on many ranks, and restores it, also onto another number of ranks.
 
 No rank has the whole model, so each rank writes its own parameters under their names in the whole
 model. A checkpoint does not record from which rank, stage or schedule a tensor came. On restore a
@@ -166,7 +166,7 @@ def read_state(job, training, checkpoint, group=None):
 
 
 def check_counts(state, where):
-    """Raise CheckpointError unless the plain values of a state are those of a training."""
+    """Raise CheckpointError unless the plain values of a state are those of a training run."""
     counts = [state["progress"].get("step"), state["progress"].get("batches")]
     counts.append(state["rate"].get("updates"))
     if not all(map(is_count, counts)):
@@ -220,7 +220,7 @@ def copy_to_host(state):
 
 
 class Checkpoints:
-    """Saves a training as it goes on. All ranks make the same calls.
+    """Saves a training run as it goes on. All ranks make the same calls.
 
     `folder` and `run` say where (see checkpoint_folder.py), `begin` is the Checkpoint to continue
     from, or None; the `keep` newest checkpoints of the run stay. `timeout` in seconds is the

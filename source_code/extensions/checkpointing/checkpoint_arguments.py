@@ -1,4 +1,4 @@
-"""The flags that save and continue a training, their checks, and the steps that follow from them.
+"""The flags that save and continue a training run, their checks, and the steps that follow from them.
 
 Whatever the names, sizes and flags in a folder reveal is checked before the first message.
 """

@@ -1,4 +1,4 @@
-"""A training as one file for torch.load: written from a checkpoint, and begun from."""
+"""A training run as one file for torch.load: written from a checkpoint, and begun from."""
 
 import torch
 
@@ -26,7 +26,7 @@ def read_exported(file):
     except InputError as error:
         raise CheckpointError(f"--import {error}; name a file of --export") from None
     if not isinstance(state, dict) or not is_training({"optimizer": {}, **state}):
-        raise CheckpointError(f"--import {file} is not a training that --export has written")
+        raise CheckpointError(f"--import {file} is not a training run that --export has written")
     return {"optimizer": {}, **state}  # plain descent has none, and an empty one leaves no trace
 
 

@@ -1,4 +1,4 @@
-"""When a training saves: every --save-every updates, after the last one, and when it has to stop."""
+"""When a training run saves: every --save-every updates, after the last one, and when it has to stop."""
 
 
 def save_when_due(arguments, job, training, checkpoints, stop_request):

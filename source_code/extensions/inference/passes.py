@@ -1,4 +1,4 @@
-"""Which tokens go through the pipeline together: a plan as data, like a schedule of a training.
+"""Which tokens go through the pipeline together: a plan as data, like a schedule of a training run.
 
 A pass takes some tokens of one group of requests through all stages. The tokens that are chosen
 after it go from the last stage back to the first, and only then can the next pass of the group

@@ -1,4 +1,4 @@
-"""A saved model of a training: its sizes, and the weights of the layers of a rank."""
+"""A saved model of a training run: its sizes, and the weights of the layers of a rank."""
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict

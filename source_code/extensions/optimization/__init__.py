@@ -1,1 +1,1 @@
-"""What a long training adds to an update: a changing rate, clipping, weights in 16 bits."""
+"""What a long training run adds to an update: a changing rate, clipping, weights in 16 bits."""

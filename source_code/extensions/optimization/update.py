@@ -1,4 +1,4 @@
-"""The steps between backward and update in a long training: clipping and the learning rate."""
+"""The steps between backward and update in a long training run: clipping and the learning rate."""
 
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from extensions.optimization.learning_rate import share_of_peak

@@ -7,7 +7,7 @@ SECONDS_PER_DAY = 86_400
 
 
 def training_days(parameters, tokens, gpus, flops):
-    """Days of a training: 8 T P / (n X), for large models (Megatron equation 4).
+    """Days of a training run: 8 T P / (n X), for large models (Megatron equation 4).
 
     `parameters` is P, `tokens` T and `gpus` n. `flops` is X, the operations per second that one GPU
     reached from end to end in a run. X already includes the bubble, the messages and the optimizer,

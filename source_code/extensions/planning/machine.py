@@ -27,8 +27,8 @@ class Link:
 class Machine:
     """`gpus` GPUs in nodes of `gpus_per_node`.
 
-    `flops` is the rate of one GPU within the matrix products of a training. It is higher than the
-    end-to-end rate of a training, because bubble, messages and all other operations are counted
+    `flops` is the rate of one GPU within the matrix products of a training run. It is higher than the
+    end-to-end rate of a training run, because bubble, messages and all other operations are counted
     separately. `peak` is the rate of the data sheet, which only MFU needs. `memory_speed` is the
     rate of operations that only read and write. `error` is the relative error of the forecasts for
     this machine on published runs. `measured`, if given, replaces `flops` and `memory_speed`.

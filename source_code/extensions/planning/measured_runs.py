@@ -1,7 +1,7 @@
 """Measures this machine, and runs plans on it at full speed.
 
 No run is both fitted and forecast. A separate program, measuring.py, measures stages, links and
-updates. Three short trainings measure the remaining time of a step and of a message, with sizes
+updates. Three short training runs measure the remaining time of a step and of a message, with sizes
 that no confirmed plan has.
 """
 
@@ -26,11 +26,11 @@ from extensions.planning.plan_tables import flags_of
 from extensions.planning.training_plan import Plan
 from pipeline.inputs import parse_json, read_json, read_text
 
-STEPS = 9  # steps of a training; the first two are not counted
-STEPS_BESIDES = 30  # steps of each short training in `besides`; the first two are not counted
+STEPS = 9  # steps of a training run; the first two are not counted
+STEPS_BESIDES = 30  # steps of each short training run in `besides`; the first two are not counted
 BESIDES = 64  # width of the model that measures the remaining time of a step and a message
 LIMIT = 300.0  # seconds of a run
-LEAST_ERROR = 0.1  # of a step: most trainings of tools/benchmark_plans.py are within it
+LEAST_ERROR = 0.1  # of a step: most runs of tools/benchmark_plans.py are within it
 MANY = "interleaved-1f1b"  # sends many messages
 COUNTED = re.compile(r"^rank \d+ +measured .* ([\d.]+)$", re.MULTILINE)
 

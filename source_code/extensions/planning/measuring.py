@@ -1,4 +1,4 @@
-"""Measures a machine under the load of a training: all ranks run stages at the same time.
+"""Measures a machine under the load of a training run: all ranks run stages at the same time.
 
     cd source_code
     torchrun --standalone --nproc-per-node 2 -m extensions.planning.measuring 128 OUT.json
@@ -111,7 +111,7 @@ def measure_stages(job, length):
 def time_stage(job, config, first, last, rows, dtype):
     """{kind: [seconds, ...]} of the actions of a stage with layers `first` to `last` - 1.
 
-    HELD micro-batches are in flight, as in a training. With one, its activations would always lie
+    HELD micro-batches are in flight, as in a training run. With one, its activations would always lie
     in memory that has just been used.
     """
     times = defaultdict(list)
@@ -142,7 +142,7 @@ def time_stage(job, config, first, last, rows, dtype):
 
 
 def together(job):
-    """Wait for all ranks, so that all of them compute at the same time, as in a training."""
+    """Wait for all ranks, so that all of them compute at the same time, as in a training run."""
     if job.num_ranks > 1:
         with job.waiting_for_all("the start of a measurement"):
             dist.barrier()

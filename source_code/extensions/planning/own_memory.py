@@ -1,4 +1,4 @@
-"""How many bytes each rank of a training holds: the prediction from its flags, and the measurement."""
+"""How many bytes each rank of a training run holds: the prediction from its flags, and the measurement."""
 
 from extensions.planning import own_plan
 from extensions.planning.footprint import (
@@ -13,7 +13,7 @@ from pipeline.training import cut_layers
 
 
 class OwnMemory:
-    """The memory of a training with exactly these flags; `schedule` is that of all replicas."""
+    """The memory of a training run with exactly these flags; `schedule` is that of all replicas."""
 
     def __init__(self, arguments, schedule):
         self.arguments, self.schedule = arguments, schedule

@@ -1,7 +1,7 @@
-"""Forecasts a training with exactly the given flags: `--plan` of pretrain_llama.py.
+"""Forecasts a training run with exactly the given flags: `--plan` of pretrain_llama.py.
 
 plan.py compares many plans. This module makes the same forecast for the one plan that the flags
-describe. The simulator is imported only with --plan, because a training does not need it.
+describe. The simulator is imported only with --plan, because a training run does not need it.
 """
 
 from dataclasses import replace

@@ -61,7 +61,7 @@ def error_line(machine, found):
     """A sentence about the error of the seconds in a table."""
     line = f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
     if any(one.plan.sharding in ("hybrid", "full") for one in found):
-        line += f" Sharded trainings of others took up to {SHARDED_LONGER:.0%} longer."
+        line += f" Others' sharded training runs took up to {SHARDED_LONGER:.0%} longer."
     return line
 
 
@@ -173,7 +173,7 @@ def flags_of(model, machine, plan, sizes=None):
 
 
 def published_lines():
-    """A row per published training: seconds per update, and the relative error of its forecast."""
+    """A row per published training run: seconds per update, and the relative error of its forecast."""
     lines = [f"{'training':62}  seconds  forecast"]
     for run in published_runs():
         lines.append(f"{run.table + ', ' + run.name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}")

@@ -1,4 +1,4 @@
-"""Published trainings, their forecasts, and the one constant that is fitted to some of them.
+"""Published training runs, their forecasts, and the one constant that is fitted to some of them.
 
 published.json has the runs with their sources. A published rate is what a run reached from end to
 end: it includes bubble, messages and optimizer. It is therefore converted to seconds per update,
@@ -19,7 +19,7 @@ from pipeline.inputs import read_json
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published training. `seconds` per update are as published or from a published rate."""
+    """A published training run. `seconds` per update are as published or from a published rate."""
 
     table: str
     name: str

@@ -23,7 +23,7 @@ class Plan:
 
     `cut` has the layers of each stage; without it they are cut evenly. `gradient_bytes` is 2 where
     gradients are summed in 16 bits, as Megatron-LM did in 2021: then a weight costs 16 bytes with
-    AdamW. With sums in 32 bits, as in this course's own trainings, it costs 18.
+    AdamW. With sums in 32 bits, as in this course's own training runs, it costs 18.
     """
 
     schedule: str = "1f1b"

@@ -1,1 +1,1 @@
-"""What a long training adds to the steps: texts, held-out loss, useful work, a log."""
+"""What a long training run adds to the steps: texts, held-out loss, useful work, a log."""

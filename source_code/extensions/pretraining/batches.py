@@ -20,7 +20,7 @@ def needed_on(schedule, rank, packed=False):
 
 
 class Batches:
-    """The batches of a training of `arguments`, on one rank.
+    """The batches of a training run of `arguments`, on one rank.
 
     `cut(batch)` returns the passes of a batch: pairs of dictionaries from a micro-batch to its
     inputs and to its targets. `needed` is the result of `needed_on`.

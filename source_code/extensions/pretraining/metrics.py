@@ -1,4 +1,4 @@
-"""The log of a long training: one JSON object per line, written during the run, and a summary.
+"""The log of a long training run: one JSON object per line, written during the run, and a summary.
 
 A line is a step (loss, learning rate, norm of the gradient, tokens, seconds, tokens per second,
 MFU) or an evaluation (held-out loss, perplexity). The log can be read while the training runs. A
@@ -14,7 +14,7 @@ from pipeline.files import json_line, say_not_written
 
 
 class Metrics:
-    """Logs one training; the rank that has the losses writes the file.
+    """Logs one training run; the rank that has the losses writes the file.
 
     `file` may be None. `peak` is the peak of all devices together in FLOP/s; if it is None, it is
     looked up or measured. All ranks must create this object.

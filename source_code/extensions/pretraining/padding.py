@@ -42,7 +42,7 @@ class ShareOfLoss:
 class SummedLoss(torch.autograd.Function):
     """The sum of the cross-entropies of scores (tokens, vocabulary), computed in pieces.
 
-    At 8,192 tokens and a vocabulary of 32,000 the scores are the largest tensor of a training: a
+    At 8,192 tokens and a vocabulary of 32,000 the scores are the largest tensor of a training run: a
     gigabyte in float32. Sums in bfloat16 are too inexact, so cross_entropy would need a float32
     copy, and would keep a second one, the log-probabilities, until the backward. Here the forward
     keeps only the scores themselves, and float32 copies exist for one piece at a time.

@@ -1,4 +1,4 @@
-"""How fast a training is: tokens per second, and useful work as a share of the machine's peak.
+"""How fast a training run is: tokens per second, and useful work as a share of the machine's peak.
 
 Model FLOPs are those of the model itself, with one forward and one backward per token:
 6 N + 12 L d T, for N weights in matrices, L layers of width d and sequences of T tokens (PaLM:

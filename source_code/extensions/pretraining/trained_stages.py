@@ -1,4 +1,4 @@
-"""The stages of a long training: the parts that are updated, and the parts that compute.
+"""The stages of a long training run: the parts that are updated, and the parts that compute.
 
 Both are the same module, or the second is a copy in 16 bits (see mixed_precision.py).
 """

@@ -47,7 +47,7 @@ def check_new_folder(flag, folder):
 def save_trained(arguments, job, stages, flag, folder, beside, writers=None):
     """Write the model of `stages`, which began as a saved one or as the course's; all ranks call it.
 
-    `arguments` are those of a training, with `saved` and `config`. The others are those of
+    `arguments` are those of a training run, with `saved` and `config`. The others are those of
     `save_model`.
     """
     saved, dtype = arguments.saved, arguments.torch_dtype

@@ -1,4 +1,4 @@
-"""A training with sharded parameters, which a checkpoint stores as DTensors.
+"""A training run with sharded parameters, which a checkpoint stores as DTensors.
 
 A DTensor records which part of a whole tensor a rank has. So torch.distributed.checkpoint writes
 whole tensors, and a run on another mesh reads its own parts from the same files.
