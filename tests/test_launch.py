@@ -14,7 +14,8 @@ from test_bad_input import options_of
 
 from course import launch
 from course.failed_run import RunFailed
-from course.launch import ROOT, launch_words, run
+from course.followed_run import follow
+from course.launch import ROOT, LaunchedRanks, WarmRanks, launch_words, run
 
 LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it; of two ranks here
 EITHER_WAY = pytest.mark.parametrize("warm", [True, False], ids=["warm", "torchrun"])
@@ -227,6 +228,35 @@ def test_output_that_is_no_text_does_not_stop_a_run_of_one_thread(tmp_path, monk
     )
     monkeypatch.setattr(launch, "SCRIPTS", tmp_path)
     assert run("noise.py", ranks=1, warm=True, limit=60).losses == [1.5]
+
+
+def said_by(started):
+    try:
+        return follow(started, show=False, limit=60).split()
+    finally:
+        started.end()
+
+
+@pytest.mark.parametrize(("own", "said"), [(None, "timeout:1"), ("timeout:3", "timeout:3")])
+def test_a_lost_answer_of_a_name_server_costs_a_second_and_not_five(
+    tmp_path, monkeypatch, own, said
+):
+    """torch asks for the name of each address that it connects to, of 127.0.0.1 as well."""
+    script = tmp_path / "options.py"
+    script.write_text("import os\nprint(os.environ['RES_OPTIONS'])\n")
+    monkeypatch.delenv("RES_OPTIONS", raising=False)
+    if own:
+        monkeypatch.setenv("RES_OPTIONS", own)
+    assert said_by(WarmRanks(script, [], 2)) == [said, said]
+    assert said_by(LaunchedRanks(["python", str(script)])) == [said]
+
+
+def test_a_forked_rank_searches_no_object_of_its_server_for_garbage(tmp_path):
+    """Python marks what it searches, and so copies the memory that the two processes share."""
+    script = tmp_path / "objects.py"
+    script.write_text("import gc\nprint(gc.get_freeze_count(), len(gc.get_objects()))\n")
+    left_out, searched = map(int, said_by(WarmRanks(script, [], 1)))
+    assert left_out > 100_000 > 10 * searched
 
 
 def test_inside_a_slurm_allocation_torchrun_is_started_by_srun(monkeypatch):
