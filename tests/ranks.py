@@ -28,7 +28,7 @@ def run_on_ranks(function, num_ranks, *args, timeout=60):
     """What `function(rank, *args)` returns on each of `num_ranks` processes, as a list.
 
     `function` stands at the top level of a module; arguments and results are pickled. Raises
-    RunFailed (course/launch.py) with the traceback of a rank that failed, or when the
+    RunFailed (course/failed_run.py) with the traceback of a rank that failed, or when the
     ranks have not ended after `timeout` seconds. In every case all have ended when it returns.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -154,7 +154,7 @@ def test_of_the_messages_of_gpipe_2_p_minus_1_lie_on_the_longest_path_whatever_m
 
 
 def test_recomputing_takes_4_thirds_of_the_time_and_leaves_3_quarters_of_the_throughput():
-    assert "time is multiplied by 4/3 and the throughput by 3/4" in prose_of("sheets")
+    assert "multiplies the time of a step by 4/3 and the throughput by 3/4" in prose_of("sheets")
     kept, again = (simulate(gpipe(4, 8), Costs(1, 2, recompute=x)).makespan for x in (0, 1))
     assert Fraction(int(again), int(kept)) == Fraction(4, 3)
 

@@ -12,6 +12,7 @@ from course.building import WAITING
 from course.checks.answer import NotAttempted, WrongAnswer, call, checked, close, many
 from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
 from course.debugging.comparing import compare
+from course.failed_run import RunFailed
 from course.source import source_of
 from lab.flight_log_reader import RecordingError, read_recording
 
@@ -180,7 +181,7 @@ def _check_repair(number, function):
             f"--case {number} --repair {file} --verify --timeout {WAITING:g} --record {folder}",
             folder,
         )
-    except launch.RunFailed as failed:
+    except RunFailed as failed:
         return _explain(number, folder, failed)
     return None
 
@@ -265,7 +266,7 @@ def _explain_unknown(file):
             show=False,
             limit=60,
         )
-    except launch.RunFailed as failed:
+    except RunFailed as failed:
         raised = re.findall(r"^(\w*(?:Error|Exception)\b.+)$", str(failed), re.MULTILINE)
         return f"with your piece a rank ended with {raised[-1] if raised else str(failed)}"
     whole = launch.run(f"{UNKNOWN_SCRIPT} --record {healthy}", 1, warm=True, show=False, limit=60)
