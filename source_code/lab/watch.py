@@ -156,7 +156,8 @@ class Watch(threading.Thread):
     def write_flight_recorder(self):
         """If requested, write torch's record of this rank's last messages as rankN.json.
 
-        torch keeps 2,000, or TORCH_FR_BUFFER_SIZE, messages of NCCL and, since 2.13, of gloo.
+        torch keeps 2,000 entries, or TORCH_FR_BUFFER_SIZE: all messages of NCCL and, since torch
+        2.13, the collectives of gloo.
         """
         folder = os.environ.get(FLIGHT_VARIABLE)
         if folder:
