@@ -80,8 +80,8 @@ def measure_machine(ranks, length):
 def besides(machine, length):
     """(seconds of a step, seconds of each end of a message) that no term of the fit has.
 
-    A step also makes batches and writes its log: the first training, of replicas, sends no message.
-    A message keeps threads of both ranks busy while these compute: the second training has few
+    A step also makes batches and writes its log: the first run, of replicas, sends no message.
+    A message keeps threads of both ranks busy while these compute: the second run has few
     messages, and the third has many.
     """
     batch = 16 * machine.gpus  # divisible by everything that the three plans divide it by
