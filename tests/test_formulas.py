@@ -94,7 +94,7 @@ CASES = [
     ("README", r"the same share of a step, (.*?)\. What", bubble_over_total(one_f_one_b)),
     ("README", r"rank r holds ([^|,]{1,12}) micro-batches instead of all", held),
     ("glossary", r"\| 1F1B \|.*rank r holds at most (.{1,12}?) micro-batches", held),
-    ("sheets", r"One rank works, p − 1 wait: idle (.*?)\. What", naive_idle),
+    ("sheets", r"One rank works, p − 1 wait: idle (.*?)\. The", naive_idle),
     ("sheets", r"Bubble over total (.*?), over", bubble_over_total(gpipe)),
     ("sheets", r"over ideal (.*?): name", bubble_over_ideal(gpipe)),
     ("sheets", r"\*\*03 1F1B\.\*\* Warm-up (.*?), then", warm_up),
