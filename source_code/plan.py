@@ -4,12 +4,12 @@
 
 Thousands of plans are compared on paper: replicas x stages x tensor parallelism in a node x
 schedule x micro-batch x cut x recomputation x sharding. MODEL is a name, sizes such as
-layers=32,hidden=4096,vocabulary=32000, a config.json of transformers, or a profile of layers that
-plan_partition.py --save wrote; --machine is a name or a JSON file. --this-machine measures the one
-you sit at, half a minute, and --save keeps the result as such a file. Plans that no script of the
-course starts are ranked apart, as paper only. --confirm performs the best plans: those of a measured
-machine at full speed, those of any other one with real ranks whose actions last as long as forecast.
-Else nothing is started.
+layers=32,hidden=4096,vocabulary=32000, a config.json of transformers, the folder of a saved model,
+or a profile of layers that plan_partition.py --save wrote; --machine is a name or a JSON file.
+--this-machine measures the one you sit at, in a minute or two, and --save keeps the result as such a
+file. Plans that no script of the course starts are ranked apart, as paper only. --confirm performs
+the best plans: those of a measured machine at full speed, those of any other one with real ranks
+whose actions last as long as forecast. Else nothing is started.
 """
 
 import sys
@@ -96,7 +96,12 @@ def main():
 def parse_arguments():
     parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add("model", nargs="?", metavar="MODEL", help=f"{names()}, {SIZES_TEXT}, or a config.json")
+    add(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{names()}, {SIZES_TEXT}, a config.json, or the folder of a saved model",
+    )
     add("--machine", help=f"{', '.join(machine_names())}, or a file; else {MACHINE}")
     add("--this-machine", action="store_true", help="measure this one first, and plan for it")
     add("--save", metavar="FILE", help="keep what --this-machine measures, for --machine")

@@ -1,4 +1,4 @@
-"""Pretrain a small Llama: what the lessons built, in one program (lesson 12).
+"""Pretrain a small Llama: what the lessons built, in one program (lesson 12c).
 
     torchrun --standalone --nproc-per-node 4 source_code/pretrain_llama.py --steps 200 --sample 100
 

@@ -172,7 +172,7 @@ def test_the_interactive_lines_of_the_slurm_page_work_for_who_has_only_course_py
     block = re.search(r"^```\n(\. slurm/site.env\nsrun .*)\n```", page, re.M)
     lines = block[1].replace("slurm/site.env", "$COURSE_SITE")
     (line,) = set(re.findall(r"^srun .*$", lines, re.MULTILINE))
-    assert line == "srun -p gpu -N 1 --gres=gpu:4 torchrun --nproc-per-node 4 source_code/gpipe.py"
+    assert line == "srun -N 1 --gres=gpu:4 torchrun --nproc-per-node 4 source_code/gpipe.py"
     assert f"`{line.replace(' torchrun', ' --time=3 torchrun')}`" in PACK
     path, reader.environment["PATH"] = reader.environment["PATH"], "/usr/sbin:/usr/bin:/sbin:/bin"
     try:

@@ -1,4 +1,4 @@
-"""Run everything that was never run, on 2 to 8 GPUs of one or two nodes: the acceptance.
+"""Run what was never run on several GPUs, on 2 to 8 GPUs of one or two nodes: the acceptance.
 
     python tools/accept.py --out build/accept.json
     sbatch slurm/accept.sbatch

@@ -1,4 +1,4 @@
-"""Reads the request of an exercise on a rank and prints the report (lessons 06, 07, 08, 10)."""
+"""Reads the request of an exercise on a rank and prints the report (lessons 06 to 12c)."""
 
 import json
 import os
