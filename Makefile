@@ -38,7 +38,6 @@ TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_s
 
 soak: $(INSTALLED) ## damage files and spoil schedules in 10,000 ways, and a room on a cluster: half an hour
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest $(DRAWN_AT_RANDOM) $(PYTEST_FLAGS)
-	COURSE_SOAK=1 $(BIN)/python -m pytest -k so_do_many tests/test_joining.py $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest -m soak tests $(PYTEST_FLAGS)
 
 DRAWN_AT_RANDOM = $(addprefix tests/test_,damaged_files.py launchers.py schedule_properties.py)
