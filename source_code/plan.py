@@ -96,12 +96,8 @@ def main():
 def parse_arguments():
     parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=f"{names()}, {SIZES_TEXT}, a config.json, or the folder of a saved model",
-    )
+    models = f"{names()}, {SIZES_TEXT}, a config.json, or the folder of a saved model"
+    add("model", nargs="?", metavar="MODEL", help=models)
     add("--machine", help=f"{', '.join(machine_names())}, or a file; else {MACHINE}")
     add("--this-machine", action="store_true", help="measure this one first, and plan for it")
     add("--save", metavar="FILE", help="keep what --this-machine measures, for --machine")
@@ -121,7 +117,7 @@ def parse_arguments():
     )
     arguments = parser.parse_args()
     if arguments.model is None and not arguments.published:
-        reject(f"a model is missing; give {names()}, {SIZES_TEXT}, or a config.json")
+        reject(f"a model is missing; give {models}")
     if arguments.save and not arguments.this_machine:
         reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
     if arguments.this_machine and arguments.machine:

@@ -206,7 +206,7 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
         slider.focus()
         page.keyboard.press("ArrowRight")
         becomes(picture, r"gpipe, 4 ranks, 360 ms, 25.0% idle")
-        assert panel.locator(".blocks > g").count() == 2 * 2 * 4 * 9
+        expect(panel.locator(".blocks > g")).to_have_count(2 * 2 * 4 * 9)
 
         # Another schedule, one that refuses, and one that does not.
         choose = panel.get_by_label("schedule", exact=True)
@@ -236,7 +236,7 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
         now.get_by_text("at 20 ms").wait_for()
         told = panel.get_by_text("waited 20 ms for the activation of micro-batch 0 from rank 1")
         told.locator("visible=true").first.wait_for()
-        assert panel.locator(".pipeline-explorer-cursor svg rect").count() == 6
+        expect(panel.locator(".pipeline-explorer-cursor svg rect")).to_have_count(6)
         panel.get_by_role("button", name="play").focus()
         page.keyboard.press("Enter")
         now.get_by_text("at 60 ms").wait_for()
@@ -250,8 +250,8 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
         panel.get_by_role("button", name="table").focus()
         page.keyboard.press("Enter")
         panel.get_by_role("region").first.wait_for()
-        assert panel.get_by_role("region").first.locator("tbody tr").count() == 2 * 4 * 7
-        assert not picture.is_visible()
+        expect(panel.get_by_role("region").first.locator("tbody tr")).to_have_count(2 * 4 * 7)
+        expect(picture).to_be_hidden()
     assert problems == []
     assert elsewhere == []
 
@@ -299,7 +299,7 @@ def test_the_time_machine_goes_both_ways_and_finds_the_first_difference_with_the
         expect(now).not_to_have_text("at 0 ms")
         there = now.inner_text()
         marks = panel.locator(".pipeline-explorer-cursor svg text")
-        assert marks.all_text_contents() == ["≠"] * 2  # in both timelines
+        expect(marks).to_have_text(["≠"] * 2)  # in both timelines
         panel.get_by_role("button", name="step back").focus()
         page.keyboard.press("Enter")
         expect(now).not_to_have_text(there)
@@ -313,7 +313,7 @@ def test_the_time_machine_goes_both_ways_and_finds_the_first_difference_with_the
         choose.focus()
         page.keyboard.press("ArrowDown")
         panel.get_by_text("recorded: 1f1b, step 1, at").first.wait_for()
-        assert marks.count() == 0
+        expect(marks).to_have_count(0)
         page.keyboard.press("ArrowUp")
         panel.get_by_text("recorded: 1f1b, step 0, at").first.wait_for()
 
@@ -324,8 +324,8 @@ def test_the_time_machine_goes_both_ways_and_finds_the_first_difference_with_the
         panel.get_by_role("button", name="table").focus()
         page.keyboard.press("Enter")
         panel.get_by_role("region").first.wait_for()
-        assert panel.get_by_role("region").first.locator("tbody tr").count() == 64
-        assert not picture.is_visible()
+        expect(panel.get_by_role("region").first.locator("tbody tr")).to_have_count(64)
+        expect(picture).to_be_hidden()
     assert problems == []
     assert elsewhere == []
 

@@ -62,7 +62,9 @@ def opened(browser, site, address, **kind):
 
 
 def expect(locator):
-    return pytest.importorskip("playwright.sync_api").expect(locator)
+    playwright = pytest.importorskip("playwright.sync_api")
+    playwright.expect.set_options(timeout=30_000)  # instead of 5 s, which a busy machine may take
+    return playwright.expect(locator)
 
 
 def is_content(page):

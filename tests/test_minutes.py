@@ -46,11 +46,8 @@ def test_the_hours_of_further_exercises_are_those_that_the_lessons_state():
     words = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
     page = (minutes.ROOT / "docs" / "lessons.md").read_text()
     stated = re.search(r"further exercises of all lessons take another (\w+) hours", page)[1]
-    texts = [(minutes.ROOT / "notebooks" / file).read_text() for file in ROWS]
-    more = [
-        int(n) for text in texts for n in re.findall(r"exercises take (\d+) minutes more", text)
-    ]
-    assert words.index(stated) == round(sum(more) / 60)
+    more = sum(minutes.stated_in(path).more for path in minutes.LESSONS)
+    assert words.index(stated) == round(more / 60)
 
 
 @pytest.mark.parametrize("route", range(3), ids=["90 minutes", "one day", "everything"])

@@ -1,4 +1,4 @@
-"""Run what was never run on several GPUs, on 2 to 8 GPUs of one or two nodes: the acceptance.
+"""Run on 2 to 8 GPUs what was never run on several, on one or two nodes: the acceptance.
 
     python tools/accept.py --out build/accept.json
     sbatch slurm/accept.sbatch

@@ -69,6 +69,7 @@ function explorer(place) {
     for (const [name, slider] of Object.entries(parts.sliders)) {
       slider.disabled = shown.disabled.includes(name);
     }
+    keepPosition(); // now, so that the link never leads to an older picture than the one beside it
     if (!shown.refusal) {
       parts.drawing.innerHTML = shown.svg;
       parts.figures.innerHTML = shown.figures;
@@ -77,7 +78,6 @@ function explorer(place) {
       parts.cursor.max = shown.times.length - 1;
       await moveTo(state.at);
     }
-    keepPosition();
     if (offer.axes.length) await showMemoryAndTime();
   }
 
