@@ -4,6 +4,7 @@ Every training script is copied in both forms, and run on ranks that cannot find
 """
 
 import ast
+import functools
 import json
 import os
 import re
@@ -99,6 +100,7 @@ class Without(ast.NodeTransformer):
         return None if ast.unparse(node).startswith(("attach.", "own_plan.")) else node
 
 
+@functools.cache
 def statements(path, *packages):
     """A file's statements without those of the lab, and without the imports of `packages`."""
     return [ast.dump(node) for node in Without(*packages).visit(ast.parse(path.read_text())).body]

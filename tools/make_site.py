@@ -95,7 +95,8 @@ def read_course(root, lives):
 
 
 def write_pages(site, course):
-    exporter = HTMLExporter(template_name="basic")
+    # Cleaning is for notebooks of strangers; it changes nothing in the course's own, and takes seconds.
+    exporter = HTMLExporter(template_name="basic", filters={"clean_html": lambda text: text})
     sections = []
 
     def write(path, body):
