@@ -70,17 +70,22 @@ class Cluster:
         files = (self.folder / "cluster" / "run").glob("*.pid")
         return [psutil.Process(int(file.read_text())) for file in files]
 
-    def processes(self):
-        """Everything that was started in this cluster's environment: daemons, jobs, ranks."""
+    def processes(self, word=""):
+        """Everything that was started in this cluster's environment: daemons, jobs, ranks.
+
+        Only those with `word` in their command, the oldest first: what a process starts has its
+        command for a moment.
+        """
         found = []
         for process in psutil.process_iter():
             try:
-                words = [*process.cmdline(), process.environ().get("SLURM_CONF", "")]
+                words, place = process.cmdline(), process.environ().get("SLURM_CONF", "")
             except psutil.Error:
                 continue
-            if any(str(self.folder) in word for word in words) and process.pid != os.getpid():
+            own = any(str(self.folder) in each for each in [*words, place])
+            if own and word in " ".join(words) and process.pid != os.getpid():
                 found.append(process)
-        return found
+        return sorted(found, key=psutil.Process.create_time)
 
     def run(self, *words, limit=60, **options):
         """Run one of SLURM's commands, such as squeue, and return how it ended."""

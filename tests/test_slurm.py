@@ -277,9 +277,8 @@ def test_two_nodes_print_the_same_six_decimals_and_stages_follow_the_nodes(
 def test_a_killed_rank_fails_the_job_within_15_seconds_and_is_named(cluster, long_job):
     (first_of_pp10,) = [
         process
-        for process in cluster.processes()
-        if "gpipe.py" in " ".join(process.cmdline())
-        and "torch.distributed.run" not in " ".join(process.cmdline())
+        for process in cluster.processes("gpipe.py")
+        if "torch.distributed.run" not in " ".join(process.cmdline())
         and process.environ().get("SLURM_JOB_ID") == long_job
         and process.environ().get("SLURMD_NODENAME") == "pp10"
         and process.environ().get("LOCAL_RANK") == "0"
@@ -538,7 +537,7 @@ def test_a_notebook_in_an_allocation_starts_srun_and_an_interrupt_ends_its_ranks
     ), ended.stderr
     assert "step 1  loss" in ended.stdout and ended.stdout.endswith("interrupted\n")
     end = time.monotonic() + 5
-    while left := [p for p in cluster.processes() if "gpipe.py" in " ".join(p.cmdline())]:
+    while left := cluster.processes("gpipe.py"):
         assert time.monotonic() < end, left
         time.sleep(0.05)
 
@@ -561,7 +560,7 @@ def test_jupyter_listens_on_its_node_wants_a_token_and_says_how_to_get_there(clu
         with urllib.request.urlopen(address, timeout=10) as answer:
             names = {entry["name"] for entry in json.load(answer)["content"]}
         assert "notebooks" in names
-        (server,) = [p for p in cluster.processes() if "jupyterlab" in p.cmdline()]
+        server = cluster.processes("jupyterlab")[0]
         assert {c.laddr.ip for c in server.net_connections("inet") if c.status == "LISTEN"} == {
             "127.0.0.1"
         }
