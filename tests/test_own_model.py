@@ -118,15 +118,20 @@ def test_a_larger_vocabulary_and_another_loss_are_one_line_each_of_a_copy(tmp_pa
     model, data = (tmp_path / "mine" / "pipeline" / file for file in ("model.py", "data.py"))
     loss = "return F.cross_entropy(scores.flatten(0, -2), targets.flatten())"
     smooth = loss.replace("targets.flatten())", "targets.flatten(), label_smoothing=0.1)")
-    for file, before, after in [
-        (data, "return rows[:, :-1]", "rows = rows + 200\n        return rows[:, :-1]"),
-        (model, "vocabulary: int = 256", "vocabulary: int = 500"),
-        (model, loss, smooth),
-    ]:
+
+    def trained_with(file, before, after):
         assert file.read_text().count(before) == 1, before
         file.write_text(file.read_text().replace(before, after))
-    losses = train(tmp_path / "mine" / "gpipe.py", "gpipe.py", tmp_path)  # with --verify
-    assert losses[-1] < losses[0]
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        return train(tmp_path / "mine" / "gpipe.py", "gpipe.py", folder)  # with --verify
+
+    larger = "rows = rows + 200\n        return rows[:, :-1]"
+    with pytest.raises(RunFailed, match="index out of range"):
+        trained_with(data, "return rows[:, :-1]", larger)
+    plain = trained_with(model, "vocabulary: int = 256", "vocabulary: int = 500")
+    losses = trained_with(model, loss, smooth)
+    assert losses[-1] < losses[0] and abs(losses[0] - plain[0]) > 1e-3
 
 
 def test_a_bundle_is_the_tensors_and_nothing_else_and_rejects_other_shapes():
