@@ -46,7 +46,8 @@ define LINT
 $(BIN)/python -m ruff format --check .
 $(BIN)/python -m ruff check .
 endef
-RUN_TESTS = -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three at a time also on two cores, because many tests wait: for a rank, a limit, a cluster.
+RUN_TESTS = -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 TESTS = $(BIN)/python $(RUN_TESTS)
 
 run: $(INSTALLED) ## train with GPipe on four processes, and draw the prediction and the run

@@ -177,11 +177,12 @@ def calls_of_a_save(folder, how):
     return [of_0, of_1]
 
 
+# The random moments below are half of them those of asynchronous saves.
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
         (0, ""),
-        (0, "--asynchronous"),
+        pytest.param(0, "--asynchronous", marks=pytest.mark.soak),
         pytest.param(1, "", marks=pytest.mark.soak),
         pytest.param(1, "--asynchronous", marks=pytest.mark.soak),
     ],

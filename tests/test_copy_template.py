@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
 SCRIPTS = copy_template.training_scripts()
 OWN = ("pipeline", "extensions", "lab")
+PARSED_ONCE = functools.cache(copy_template.Module)  # for all copies that these tests make
 SMALL = "--steps 3 --batch-size 4 --microbatches 2 --layers 4 --dim 16 --seq-len 8 --device cpu"
 NO_LOSSES = {"inference.py", "torch_pipelining_mlp.py"}  # scripts without --losses
 FLAGS = {
@@ -76,15 +77,6 @@ def train(script, name, folder):
     return [json.loads(row)["loss"] for row in rows] or shown
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_both_forms_run_by_themselves_with_the_losses_of_the_course_bit_for_bit(script, tmp_path):
-    (tmp_path / "course").mkdir()
-    assert copy(script, tmp_path / "folder") == copy(script, tmp_path / "one" / "mine.py") == 0
-    expected = train(SOURCE / script, script, tmp_path / "course")
-    assert train(tmp_path / "folder" / script, script, tmp_path / "folder") == expected
-    assert train(tmp_path / "one" / "mine.py", script, tmp_path / "one") == expected
-
-
 class Without(ast.NodeTransformer):
     """Leaves out the imports of some packages, and the calls of the lab."""
 
@@ -100,33 +92,65 @@ class Without(ast.NodeTransformer):
         return None if ast.unparse(node).startswith(("attach.", "own_plan.")) else node
 
 
-@functools.cache
 def statements(path, *packages):
     """A file's statements without those of the lab, and without the imports of `packages`."""
-    return [ast.dump(node) for node in Without(*packages).visit(ast.parse(path.read_text())).body]
+    return statements_in(path.read_text(), *packages)
+
+
+@functools.cache  # most files of one copy are also in the next
+def statements_in(text, *packages):
+    return [ast.dump(node) for node in Without(*packages).visit(ast.parse(text)).body]
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A function: the script's copies, as a folder and as one file, made at its first call."""
+
+    @functools.cache
+    def copies_of(script):
+        where = tmp_path_factory.mktemp(Path(script).stem)
+        with mock.patch.object(copy_template, "Module", PARSED_ONCE):
+            assert copy(script, where / "mine") == copy(script, where / "mine.py") == 0
+        return where / "mine", where / "mine.py"
+
+    return copies_of
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, tmp_path):
-    assert copy(script, tmp_path / "mine") == copy(script, tmp_path / "mine.py") == 0
-    files = [path for path in tmp_path.rglob("mine/**/*") if path.is_file()]
+def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, copied):
+    folder, file = copied(script)
+    files = [path for path in folder.rglob("*") if path.is_file()]
     others = {path.name for path in files if path.suffix != ".py"}
     assert others == {"field_guide.txt", "requirements.txt", "job.sbatch"}
-    sources = [path.relative_to(tmp_path / "mine") for path in files if path.suffix == ".py"]
+    sources = [path.relative_to(folder) for path in files if path.suffix == ".py"]
     for path in sources:
         assert path.parts[0] != "lab"
-        mine, theirs = tmp_path / "mine" / path, SOURCE / path
+        mine, theirs = folder / path, SOURCE / path
         lines = iter(theirs.read_text().splitlines())
         assert all(line in lines for line in mine.read_text().splitlines()), path  # in their order
         assert statements(mine) == statements(theirs, "lab"), path
     course = {line for path in sources for line in (SOURCE / path).read_text().splitlines()}
-    assert set((tmp_path / "mine.py").read_text().splitlines()) <= course
-    copied = [s for s in statements(tmp_path / "mine.py") if not re.match("Import|Expr", s)]
-    modules = copy_template.modules_of(Path(script), with_lab=False)
+    assert set(file.read_text().splitlines()) <= course
+    in_one = [s for s in statements(file) if not re.match("Import|Expr", s)]
+    with mock.patch.object(copy_template, "Module", PARSED_ONCE):
+        modules = copy_template.modules_of(Path(script), with_lab=False)
     known = [s for m in modules for s in statements(SOURCE / m.path, *OWN)]
-    assert copied == [s for s in known if not re.match("Import|Expr|.*__all__", s)]
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path]
+    assert in_one == [s for s in known if not re.match("Import|Expr|.*__all__", s)]
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", folder.parent]
     subprocess.run(ruff, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_both_forms_run_by_themselves_with_the_losses_of_the_course_bit_for_bit(
+    script, copied, tmp_path
+):
+    folder, file = copied(script)
+    runs = {"course": SOURCE / script, "folder": folder / script, "file": file}
+    results = []
+    for name, path in runs.items():
+        (tmp_path / name).mkdir()
+        results.append(train(path, script, tmp_path / name))
+    assert results[0] == results[1] == results[2]
 
 
 def test_a_folder_with_the_lab_measures_and_pins_what_it_imports(tmp_path):
