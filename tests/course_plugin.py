@@ -1,6 +1,7 @@
 """What holds for every test and every notebook: pyproject.toml loads it as a plugin of pytest."""
 
 import faulthandler
+import gc
 import multiprocessing.process
 import os
 import shutil
@@ -189,3 +190,8 @@ def pytest_terminal_summary(terminalreporter):
     for name, (tests, failed, seconds) in sorted(suites.items()):
         note = f"  {len(failed)} FAILED" if failed else ""
         terminalreporter.line(f"{len(tests):5} tests {sum(seconds):7.1f} s  {name}{note}")
+
+
+def pytest_collection_finish():
+    """Spare the garbage collector thousands of tests, which all stay until the end."""
+    gc.freeze()

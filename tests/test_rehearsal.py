@@ -131,7 +131,9 @@ def test_all_scripts_pass_with_one_operation_per_rank(calls, tmp_path):
     assert_all_pass("strict", calls, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "warmed", pytest.param("eager", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "mode", ["lazy", *(pytest.param(mode, marks=pytest.mark.soak) for mode in ("warmed", "eager"))]
+)
 def test_all_loops_and_schedules_pass_in_the_other_modes(mode, tmp_path):
     assert_all_pass(mode, BY_HAND + BY_WORKER, tmp_path)
 

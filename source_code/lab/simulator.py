@@ -16,7 +16,9 @@ et al. 1993, the two are the latency L and the gap g; there all messages of a ra
 """
 
 import argparse
+import gc
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lab.timeline import Event, Timeline
@@ -80,6 +82,19 @@ def _of_pair(cost, source, destination):
     return cost.get((source, destination), 0.0) if isinstance(cost, dict) else cost
 
 
+@contextmanager
+def collector_paused():
+    """A context without garbage collections, which would scan again and again what all stays."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@collector_paused()  # half of the time of a large schedule
 def simulate(schedule, costs):
     """Simulate `schedule` with `costs`; returns a Timeline. Raises ScheduleError for a deadlock.
 
