@@ -49,6 +49,7 @@ def copy(*words):
 def perform(rank, script, flags, file):
     """In a rank: run a script as torchrun would; beside a copy nothing of the course is found."""
     os.chdir(script.parent)
+    sys.dont_write_bytecode = True  # Python would miss an edit of equal length in the same second
     for name in [name for name in sys.modules if name.split(".")[0] in (*OWN, "course")]:
         del sys.modules[name]
     sys.path[:] = [path for path in sys.path if not Path(path or ".").is_relative_to(SOURCE)]
