@@ -83,24 +83,28 @@ def of_the_course_at(width, length):
 def measure_stages(job, length):
     """Rows (width, rows, kind, quantities, seconds) of this rank: lower quartiles over all rounds.
 
-    Each round measures every size once. Other load makes a machine slower for a while, and never
-    faster, so the lower quartile is close to the time without other load.
+    Each round measures every size once, and the first one warms up. Other load makes a machine
+    slower for a while, and never faster, so the lower quartile is close to the time without it.
     """
-    times, amounts = defaultdict(list), {}
+    times, amounts, parts = defaultdict(list), {}, {}
     dtype = torch.float32 if job.device.type == "cpu" else torch.bfloat16
-    for _ in range(ROUNDS):
+    for round_number in range(1 + ROUNDS):
         for width, rows in sizes(length, job.device):
             model = of_the_course_at(width, length)
             heads = model.head_count
             config = ModelConfig(8, width, heads, model.kv_heads, length, VOCABULARY)
             for first, last in ((3, 4), (2, 5), (7, 8), (0, 1)):
+                if (first, width) not in parts:
+                    parts[first, width] = build_part(config, first, last, 0, dtype, job.device)
                 quantities = {"action": 1, **layer_quantities(model, rows, last - first)}
                 if last == 8:
                     quantities |= head_quantities(model, rows)
                 if first == 0:
                     quantities |= embedding_quantities(model, rows)
                 amounts[first, width, rows] = quantities
-                for kind, seconds in time_stage(job, config, first, last, rows, dtype).items():
+                index = {0: 0, 7: 2}.get(first, 1)
+                found = time_stage(job, config, parts[first, width], index, rows, dtype)
+                for kind, seconds in found.items() if round_number else ():
                     times[first, width, rows, kind] += seconds
     return [
         (width, rows, kind, amounts[first, width, rows], statistics.quantiles(seconds, n=4)[0])
@@ -108,36 +112,33 @@ def measure_stages(job, length):
     ]
 
 
-def time_stage(job, config, first, last, rows, dtype):
-    """{kind: [seconds, ...]} of the actions of a stage with layers `first` to `last` - 1.
+def time_stage(job, config, part, index, rows, dtype):
+    """{kind: [seconds, ...]} of the actions of stage `index` of three, which is `part`.
 
     HELD micro-batches are in flight, as in a training run. With one, its activations would always lie
     in memory that has just been used.
     """
     times = defaultdict(list)
-    index = 0 if first == 0 else 2 if last == config.layers else 1
     for stage_class, halves in ((Stage, "B"), (SplitStage, "IW")):
-        part = build_part(config, first, last, 0, dtype, job.device)
         stage = stage_class(
             part, index, 3, lambda scores, targets: token_loss(scores.float(), targets)
         )
         tokens = torch.randint(VOCABULARY, (rows, config.seq_len), device=job.device)
         whole = {"size": (rows, config.seq_len, config.dim), "dtype": dtype, "device": job.device}
-        for repeat in range(2):  # the first one warms up
-            inputs = [torch.randn(**whole) if first else tokens for _ in range(HELD)]
-            gradients = [torch.randn(**whole) if index < 2 else None for _ in range(HELD)]
-            calls = [("F", stage.forward, k, inputs[k], tokens) for k in range(HELD)]
-            for k in range(HELD):
-                if halves == "B":
-                    calls.append(("B", stage.backward, k, gradients[k]))
-                else:
-                    calls.append(("I", stage.backward_input, k, gradients[k]))
-                    calls.append(("W", stage.backward_weight, k))
-            together(job)
-            for kind, *call in calls:
-                seconds = time_of(job, *call)
-                if repeat and (halves == "B" or kind != "F"):
-                    times[kind].append(seconds)
+        inputs = [torch.randn(**whole) if index else tokens for _ in range(HELD)]
+        gradients = [torch.randn(**whole) if index < 2 else None for _ in range(HELD)]
+        calls = [("F", stage.forward, k, inputs[k], tokens) for k in range(HELD)]
+        for k in range(HELD):
+            if halves == "B":
+                calls.append(("B", stage.backward, k, gradients[k]))
+            else:
+                calls.append(("I", stage.backward_input, k, gradients[k]))
+                calls.append(("W", stage.backward_weight, k))
+        together(job)
+        for kind, *call in calls:
+            seconds = time_of(job, *call)
+            if halves == "B" or kind != "F":
+                times[kind].append(seconds)
     return times
 
 
