@@ -9,7 +9,6 @@ used instead. The output is the same.
 No rank outlives its cell: an interrupt or a failure ends all ranks.
 """
 
-import gc
 import multiprocessing
 import os
 import re
@@ -70,7 +69,7 @@ def warm_up(*modules):
     PRELOAD.extend(module for module in modules if module not in PRELOAD)
     if can_fork():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, "course.frozen_imports"])
         from multiprocessing import forkserver
 
         with _without_main(), _importable():
@@ -318,7 +317,6 @@ def _without_main():
 
 def _be_a_rank(script, flags, environment, out, errors):
     """In the forked process: become a rank of `script`, as if torchrun had started it."""
-    gc.freeze()  # or a collection would copy the server's memory, page by page
     end_with_launcher()
     os.dup2(out.fileno(), 1)
     os.dup2(errors.fileno(), 2)
