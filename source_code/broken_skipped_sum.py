@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import torch
@@ -53,6 +54,7 @@ def write_flight_recorder(folder, rank):
 
     with open(os.path.join(folder, f"rank{rank}.json"), "wb") as file:
         file.write(_dump_fr_trace_json())
+    time.sleep(1)  # if this rank ended earlier, others might record a lost rank in place of a wait
     os._exit(1)
 
 

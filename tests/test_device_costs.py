@@ -136,7 +136,8 @@ def test_ranks_without_an_end_of_the_pipeline_draw_no_batch_and_the_others_one_p
         drawn = []
 
         def batch(self, step, *sizes, drawn=drawn):
-            drawn.append(step)
+            if self is text:  # a thread of another test may still draw from its own
+                drawn.append(step)
             return plain(self, step, *sizes)
 
         with mock.patch.object(Text, "batch", batch):

@@ -1,7 +1,8 @@
 """A rank that leaves its job takes the threads of all process groups with it.
 
 A thread of gloo that still lets go of a tensor while Python shuts down aborts the process, after
-all of its work was right. The last thing that a rank here does, before that, is to name its threads.
+all of its work was right. The last thing that a rank here does, before that, is to name its threads,
+and to count the objects that Python will not search for garbage when it shuts down.
 """
 
 import os
@@ -17,11 +18,11 @@ from lab.free_port import free_port
 
 TINY = "--dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 1".split()
 NAMES_ITS_THREADS = """
-import atexit, pathlib, runpy, sys
+import atexit, gc, pathlib, runpy, sys
 
 def say(threads):
     text = ", ".join(sorted({file.read_text().strip() for file in threads.glob("*/comm")}))
-    sys.stdout.write(f"at the end: {text}\\n")
+    sys.stdout.write(f"at the end: {text}; {gc.get_freeze_count()} objects\\n")
     sys.stdout.flush()
 
 atexit.register(say, pathlib.Path("/proc/self/task"))  # comes last: all others register later
@@ -83,5 +84,6 @@ def check_end(tmp_path, script, flags):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
     for output, _ in said:
-        (names,) = re.findall(r"at the end: (.*)", output)
+        ((names, left_out),) = re.findall(r"at the end: (.*); (\d+) objects", output)
         assert "gloo" not in names
+        assert int(left_out) > 100_000  # what has been imported
