@@ -100,7 +100,11 @@ def run_step(job, stages, group, schedule, inputs, targets):
         receives.post_before(Action(stage.index, "B", k))
         if not stage.is_last:
             gradient = take("gradient", stage.index + 1, k)
+            job.release_sent(Message("activation", stage.index, k))  # the gradient was made from it
         gradient = stage.backward(k, gradient)
+        if passage >= 2:  # the rank before has taken this one before the last
+            chunk, earlier = chunk_and_microbatch(passage - 2, group, v)
+            job.release_sent(Message("gradient", stages[v - 1 - chunk].index, earlier))
         if not stage.is_first:
             give(gradient, "gradient", stage.index, previous, k)
 

@@ -53,11 +53,13 @@ def run_step(job, stage, inputs, targets):
         gradient = None
         if not stage.is_last:
             gradient = job.receive(following, Message("gradient", following, k)).wait()
+            job.release_sent(Message("activation", job.rank, k))  # the gradient was made from it
         gradient = stage.backward(k, gradient)
         # The rank before sends its next activation before it takes this gradient. A send may wait
         # for its receive, so this rank posts that receive first: else each could wait for the other.
         expect_activation(warm_up + 1 + k)
         if not stage.is_first:
+            job.release_sent(Message("gradient", job.rank, k - 2))  # taken before the last one
             job.send(gradient, previous, Message("gradient", job.rank, k))
 
     # Warm-up: one forward for each stage behind this one.

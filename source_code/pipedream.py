@@ -108,8 +108,10 @@ def run_training(arguments, job, stage, schedule):
         receives.post_before(Action(stage.index, "B", k))
         if not stage.is_last:
             gradient = receives.take(Message("gradient", stage.index + 1, k))
+            job.release_sent(Message("activation", stage.index, k))  # the gradient was made from it
         gradient = stage.backward(k, gradient)
         if not stage.is_first:
+            job.release_sent(Message("gradient", stage.index, k - 2 * count))  # taken by now
             destination = schedule.rank_of(stage.index - 1, k)
             job.send(gradient, destination, Message("gradient", stage.index, k))
         # An update takes the gradients of a whole group: one of each replica, or of all

@@ -63,11 +63,14 @@ def run_step(job, stage, per_rank, inputs, targets):
         gradient = None
         if not stage.is_last:
             gradient = job.receive(following, Message("gradient", following, k)).wait()
+            job.release_sent(Message("activation", job.rank, k))  # the gradient was made from it
         gradient = stage.backward_input(k, gradient)
         # The rank before sends so many activations before it takes this gradient. A send may wait
         # for its receive, so this rank posts those first: else each could wait for the other.
         expect_activation(warm_up + per_rank + k)
         if not stage.is_first:
+            # The rank before takes a gradient after each forward that it sends.
+            job.release_sent(Message("gradient", job.rank, k - per_rank - 1))
             job.send(gradient, previous, Message("gradient", job.rank, k))
         deferred.append(k)
 

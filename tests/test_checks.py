@@ -36,7 +36,6 @@ CHECKS = [
     lesson_01.backward_in_two_pieces,
     lesson_02.own_gpipe,
     lesson_02.enough_microbatches,
-    lesson_03.own_1f1b,
     lesson_03.most_microbatches,
     lesson_04.version_seen,
     lesson_04b.best_cut,
@@ -251,8 +250,8 @@ def one_forgotten(rank, p, m):
     return [f"{rank}{kind}{k}" for kind in "FB" for k in range(m)][:-1]
 
 
-def one_forward_one_backward(rank, p, m, more=0):
-    first = min(m, p - rank + more)
+def one_forward_one_backward(rank, p, m):
+    first = min(m, p - rank)
     cells = [f"{rank}F{k}" for k in range(first)]
     for k in range(m):
         cells.append(f"{rank}B{k}")
@@ -292,29 +291,6 @@ def test_own_gpipe_explains(order, sentence, capsys):
 )
 def test_enough_microbatches_explains(needed, sentence, capsys):
     answer = answer_to(lesson_02.enough_microbatches, capsys, needed)
-    assert answer.startswith("Not yet: ") and sentence in answer
-
-
-def one_more_in_the_warm_up(rank, p, m):
-    return one_forward_one_backward(rank, p, m, more=1)
-
-
-def all_forwards_first(rank, p, m):
-    return [f"{rank}{kind}{k}" for kind in "FB" for k in range(m)]
-
-
-@pytest.mark.parametrize(
-    ("order", "sentence"),
-    [
-        (backward_first, "rank 0 runs the backward of micro-batch 0 on stage 0 at step 0, but"),
-        (one_at_a_time, "leaves the next one waiting"),
-        (all_forwards_first, "rank 0 holds 3 micro-batches at its peak and 2 are enough"),
-        (one_more_in_the_warm_up, "count the forwards of its warm-up"),
-        (one_forgotten, "rank 0 never runs the backward of micro-batch 2"),
-    ],
-)
-def test_own_1f1b_explains(order, sentence, capsys):
-    answer = answer_to(lesson_03.own_1f1b, capsys, rows(order))
     assert answer.startswith("Not yet: ") and sentence in answer
 
 

@@ -1,8 +1,8 @@
 """The checks of lessons 05 and 09 know a stub, the right answer and typical wrong ones."""
 
 import pytest
+from small.split_backward import input_half, weight_half
 
-from course.building.split import input_half, weight_half
 from course.checks import lesson_05, lesson_06, lesson_07, lesson_08, lesson_09
 from course.checks.answer import NOT_ATTEMPTED
 from lab.simulator import Costs, simulate

@@ -44,7 +44,7 @@ class Job:
     dtype: torch.dtype | None = None
     channels: dict = field(default_factory=dict)  # the pairs of `join_job` -> process group
     groups: dict = field(default_factory=dict)  # ranks that sum tensors -> process group
-    sent: list = field(default_factory=list)  # in this step
+    sent: list = field(default_factory=list)  # Transfers that may not have arrived yet
 
     @property
     def wire(self):
@@ -66,6 +66,18 @@ class Job:
         """Expect a tensor; its `wait` returns it. `shape` and `dtype` are the job's unless given."""
         buffer = torch.empty(shape or self.shape, dtype=dtype or self.dtype, device=self.wire)
         return Transfer(self, dist.irecv, buffer, source, message)
+
+    def release_sent(self, message):
+        """Let go of a sent tensor, once the arrival of another message shows that it was taken.
+
+        Until a transfer has been waited for, torch keeps its tensor. Without this, a rank would keep
+        all tensors that it has sent until its step ends. Unknown messages are ignored.
+        """
+        for number, transfer in enumerate(self.sent):
+            if transfer.message == message:
+                transfer.wait()
+                del self.sent[number]
+                return
 
     def complete_sends(self):
         """End a step: block until every message of this rank has been taken."""
@@ -117,7 +129,7 @@ class Transfer:
     """A tensor on its way to or from rank `peer`. It owns its buffer until `wait` has returned."""
 
     def __init__(self, job, operation, buffer, peer, message):
-        self.job, self.buffer, self.peer = job, buffer, peer
+        self.job, self.buffer, self.peer, self.message = job, buffer, peer, message
         self.sends = operation is dist.isend
         self.awaited = f"the receipt of {message}" if self.sends else message
         ends = (job.rank, peer) if self.sends else (peer, job.rank)

@@ -115,3 +115,4 @@ class Worker:
         for pair in used:
             pair[1].wait()
             self.sent[source].remove(pair)
+            self.job.sent.remove(pair[1])

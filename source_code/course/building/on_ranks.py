@@ -8,9 +8,12 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,10 @@ import torch.distributed.distributed_c10d as c10d
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # torchrun knows this folder only
 
-from course.building import MARK, my_pipeline, split  # noqa: E402
+from small import pipeline as my_pipeline  # noqa: E402
+from small import split_backward  # noqa: E402
+
+from course.building import MARK, zb_h1  # noqa: E402
 from course.building.versions import run_versions  # noqa: E402
 
 YOURS = "<your "  # starts the file names of the reader's functions
@@ -30,10 +36,11 @@ class Teller:
     """Sends events to the process that examines, with the reader's line at which they happen."""
 
     def __init__(self, rank):
-        self.rank, self.quiet = rank, False
+        self.rank = rank
 
     def tell(self, event, **more):
-        line = {"rank": self.rank, "event": event, "at": place(sys._getframe(1)), **more}
+        line = {"rank": self.rank, "event": event, **more}
+        line.setdefault("at", place(sys._getframe(1)))
         os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
 
 
@@ -61,9 +68,68 @@ class Watched:
         return self.work.is_completed()
 
 
-def watch_messages(teller):
-    """Replace the functions of torch.distributed by functions that also report each call."""
+class OneQueue:
+    """NCCL's rule in its strictest form: a rank has one operation under way, in order of issue.
+
+    An operation is one message, or the messages of one batch. A thread starts the next operation
+    when the one before has ended.
+    """
+
+    def __init__(self, teller):
+        self.teller, self.waiting, self.issued = teller, SimpleQueue(), []
+        threading.Thread(target=self.work_off, daemon=True).start()
+
+    def put(self, messages):
+        """Issue QueuedMessages as one operation, and return them."""
+        self.issued += messages
+        self.waiting.put(messages)
+        return messages
+
+    def work_off(self):
+        while True:
+            messages = self.waiting.get()
+            works = [message.start() for message in messages]
+            for message, work in zip(messages, works):
+                try:
+                    work.wait()
+                except RuntimeError:
+                    return  # the other rank is lost, which is reported there
+                message.ended.set()
+
+
+class QueuedMessage:
+    """A message in a OneQueue. `begin()` returns torch's work, `about` describes its tensor."""
+
+    def __init__(self, queue, begin, name, about):
+        self.queue, self.begin, self.name, self.about = queue, begin, name, about
+        self.ended = threading.Event()
+
+    def start(self):
+        self.queue.teller.tell("begins", message=self.name, **self.about)
+        return self.begin()
+
+    def wait(self, *_):
+        """Wait for all that was issued up to this message; reports the one that is under way."""
+        issued = self.queue.issued
+        for message in issued[: issued.index(self) + 1]:
+            self.queue.teller.tell("waits", message=message.name)
+            message.ended.wait()
+            self.queue.teller.tell("waits", message=message.name)  # now it has begun for certain
+            self.queue.teller.tell("goes on", message=message.name)
+        del issued[: issued.index(self) + 1]
+        return True
+
+    def is_completed(self):
+        return self.ended.is_set()
+
+
+def watch_messages(teller, queue=None):
+    """Replace the functions of torch.distributed by functions that also report each call.
+
+    With a OneQueue, messages are started by its rule.
+    """
     counts, works, begin = {}, [], {"send": c10d.isend, "receive": c10d.irecv}
+    batch = None  # the messages of the present batch, with a queue
 
     def start(what, tensor, peer, tag, **more):
         if not isinstance(tensor, torch.Tensor):
@@ -75,10 +141,27 @@ def watch_messages(teller):
         key = what, peer, tag
         counts[key] = counts.get(key, 0) + 1
         name = [*key, counts[key]]
-        work = begin[what](tensor.detach(), peer, tag=tag, **more)
+        about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:]}
+        begin_it = partial(begin[what], tensor.detach(), peer, tag=tag, **more)
+        if queue:
+            about["at"] = place(sys._getframe(1))
+            message = QueuedMessage(queue, begin_it, name, about)
+            if batch is None:
+                return queue.put([message])[0]
+            batch.append(message)
+            return message
+        work = begin_it()
         works.append(work)  # a Work that is freed would end while its message travels
-        teller.tell("begins", message=name, shape=[*tensor.shape], dtype=str(tensor.dtype)[6:])
+        teller.tell("begins", message=name, **about)
         return Watched(teller, work, name)
+
+    def batch_isend_irecv(operations):
+        nonlocal batch
+        batch = []
+        for each in operations:
+            each.op(each.tensor, each.peer, tag=each.tag)
+        messages, batch = batch, None
+        return queue.put(messages)
 
     def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
         peer = dst if group_dst is None else group_dst  # what batch_isend_irecv names
@@ -101,6 +184,8 @@ def watch_messages(teller):
         "recv": lambda *arguments, **more: irecv(*arguments, **more).wait(),
         "init_process_group": join,
     }
+    if queue:
+        instead["batch_isend_irecv"] = batch_isend_irecv
     for module in (dist, c10d):
         for name, function in instead.items():
             setattr(module, name, function)
@@ -108,7 +193,7 @@ def watch_messages(teller):
 
 def watch_halves(teller):
     """Also report when the half of a backward for the weights runs."""
-    begin = split.backward_input
+    begin = zb_h1.backward_input
 
     def backward_input(stage, k, held, sends):
         later = begin(stage, k, held, sends)
@@ -119,7 +204,7 @@ def watch_halves(teller):
 
         return run
 
-    split.backward_input = backward_input
+    zb_h1.backward_input = backward_input
 
 
 class Reference:
@@ -162,7 +247,7 @@ def observe(teller, stage, index, reference, halves):
     """Report every forward and backward of `stage` with its micro-batch."""
     stage.half, stage.index = "I" if halves else "B", index
     if halves:
-        split.split(stage)
+        split_backward.split(stage)
 
     def before(_, arguments):
         k, factor = which(arguments[0].detach(), reference.inputs[index])
@@ -212,10 +297,10 @@ def run_steps(request, define, teller):
         reference = Reference(p * chunks, *parts)
         stages = [my_pipeline.build_stage(rank + c * p, p * chunks) for c in range(chunks)]
         for c, stage in enumerate(stages):
-            observe(teller, stage, rank + c * p, reference, request["halves"])
+            observe(teller, stage, rank + c * p, reference, request.get("halves"))
         given = stages if chunks > 1 else stages[0]
         teller.tell("begins step", m=m)
-        returned = function(given, *((tokens, targets) if request["whole_batch"] else parts))
+        returned = function(given, *((tokens, targets) if request.get("whole_batch") else parts))
         teller.tell("ends step", **result_of(returned, stages, rank, p, reference))
         dist.barrier()
 
@@ -253,7 +338,7 @@ def run_words(request, define, teller):
 
 
 def define(request):
-    """The reader's function, defined in a namespace with the names of my_pipeline.py."""
+    """The reader's function, defined in a namespace with the names of small/pipeline.py."""
     names = dict(vars(my_pipeline), __name__="yours")
     exec("\n".join(request["imports"]), names)
     for name, text in request["sources"]:
@@ -274,7 +359,7 @@ def main():
     try:
         if request["run"] != "words":
             dist.init_process_group("gloo")
-        watch_messages(teller)
+        watch_messages(teller, OneQueue(teller) if request.get("strict") else None)
         watch_halves(teller)
         if hasattr(signal, "SIGALRM"):
             signal.setitimer(signal.ITIMER_REAL, BUSY)

@@ -1,4 +1,4 @@
-"""The reader's own file: my_pipeline.py with the functions that the reader has written."""
+"""The reader's own file: small/pipeline.py with the functions that the reader has written."""
 
 import ast
 import inspect
@@ -9,7 +9,9 @@ from pathlib import Path
 
 from course.launch import ROOT
 
-MODEL = Path(__file__).with_name("my_pipeline.py")
+MODEL = ROOT / "source_code" / "small" / "pipeline.py"
+GIVEN = "course.building.single_messages"
+GIVEN_TEXT = Path(__file__).with_name("single_messages.py").read_text()
 FILE = ROOT / "build" / "my_pipeline.py"
 PARTS = FILE.with_suffix("")  # a folder with one JSON file for each exercise
 EXERCISES = ["naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"]
@@ -29,7 +31,7 @@ def keep(function):
     request = _accepted.get(textwrap.dedent(inspect.getsource(function)))
     if request:
         PARTS.mkdir(parents=True, exist_ok=True)
-        _write(PARTS / f"{function.__name__}.json", json.dumps(request))
+        _write(PARTS / f"{_place_of(request)}.json", json.dumps(request))
     parts = {name: PARTS / f"{name}.json" for name in EXERCISES}
     yours = {name: json.loads(path.read_text()) for name, path in parts.items() if path.exists()}
     FILE.parent.mkdir(exist_ok=True)
@@ -40,27 +42,70 @@ def keep(function):
 
 
 def assemble(requests):
-    """The text of my_pipeline.py with the functions of `requests` in place of the course's."""
+    """The text of small/pipeline.py with the functions of `requests` in place of the course's.
+
+    All else that an exercise brings along gets the exercise's name in front of its own: helpers of
+    two lessons may have one name.
+    """
     text = MODEL.read_text()
     for request in requests:
-        for name, function in reversed(request["sources"]):
-            text = _replace(text, name, function, before=request["function"])
-        for line in request["imports"]:
-            if line not in text.splitlines():
-                text = text.replace("\nLAYERS", f"\n{line}\nLAYERS", 1)
+        exercise = _place_of(request)
+        lines = [line for line in request["imports"] if line not in text.splitlines()]
+        given = [_bound_name(line) for line in lines if line.startswith(f"from {GIVEN} ")]
+        sources = request["sources"] + [(name, _text_of_given(name)) for name in given]
+        lines = [line for line in lines if not line.startswith(f"from {GIVEN} ")]
+        brought = [name for name, _ in sources[1:]] + list(map(_bound_name, lines))
+        own = {name: f"{exercise}_{name}" for name in brought}
+        own[request["function"]] = exercise
+        for line in lines:
+            text = text.replace("\nLAYERS", f"\n{_renamed(line, own)}\nLAYERS", 1)
+        functions = [_renamed(function, own).rstrip() for _, function in sources]
+        text = _replace(text, exercise, "\n\n\n".join(reversed(functions)))
     return text
 
 
-def _replace(text, name, function, before):
-    """`text` with `function` as the definition of `name`; a new name is inserted above `before`."""
+def _place_of(request):
+    """The step of the file that a reader's function replaces."""
+    return request.get("replaces", request["function"])
+
+
+def _text_of_given(name):
+    """The text of a function that lessons 03, 05 and 09 give; the reader's file has no course."""
+    [node] = [n for n in ast.parse(GIVEN_TEXT).body if getattr(n, "name", "") == name]
+    return ast.get_source_segment(GIVEN_TEXT, node)
+
+
+def _bound_name(line):
+    """The name that an import line, or a line such as `rate = 2`, defines."""
+    [node] = ast.parse(line).body
+    return node.targets[0].id if isinstance(node, ast.Assign) else node.names[0].asname
+
+
+def _renamed(text, names):
+    """`text` with other names for what `names` has; attributes and strings stay."""
+    places = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name) and node.id in names:
+            places.append((node.lineno, node.col_offset, node.id))
+        elif isinstance(node, ast.arg) and node.arg in names:
+            places.append((node.lineno, node.col_offset, node.arg))
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
+            start = node.col_offset + len("def " if isinstance(node, ast.FunctionDef) else "class ")
+            places.append((node.lineno, start, node.name))
+        elif isinstance(node, ast.alias) and node.asname in names:
+            places.append((node.end_lineno, node.end_col_offset - len(node.asname), node.asname))
+    lines = [line.encode() for line in text.splitlines()]  # offsets count bytes
+    for number, start, name in sorted(places, reverse=True):
+        line = lines[number - 1]
+        lines[number - 1] = line[:start] + names[name].encode() + line[start + len(name.encode()) :]
+    return "\n".join(line.decode() for line in lines)
+
+
+def _replace(text, name, function):
+    """`text` with `function` as the definition of `name`."""
     lines = text.splitlines()
-    places = {
-        n.name: n for n in ast.parse(text).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))
-    }
-    node = places.get(name, places[before])
-    end = node.end_lineno if name in places else node.lineno - 1
-    new = function.rstrip().splitlines() + ([] if name in places else ["", ""])
-    return "\n".join(lines[: node.lineno - 1] + new + lines[end:]) + "\n"
+    [node] = [n for n in ast.parse(text).body if getattr(n, "name", "") == name]
+    return "\n".join(lines[: node.lineno - 1] + [function] + lines[node.end_lineno :]) + "\n"
 
 
 def _write(path, text):

@@ -1,7 +1,7 @@
 """Runs a reader's recomputing backward on two ranks; build_recompute.py reads the report.
 
 One argument: a JSON file with the source of the function. Each rank has half of the model of
-my_pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
+small/pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
 reader's. The same rank also computes the gradients of a stage that keeps everything.
 """
 
@@ -11,8 +11,8 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
+from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
-from course.building.my_pipeline import DIM, LENGTH, batch, build_stage, loss_of
 from course.building.request import errors_told, read_request, report
 
 RANKS, MICROBATCHES, SIZE = 2, 4, 2

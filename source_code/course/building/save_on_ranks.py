@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from small.pipeline import batch, build_stage, naive_step
 
 from course.building import WAITING
-from course.building.my_pipeline import batch, build_stage, naive_step
 from course.building.request import errors_told, read_request, report
 
 LATER = 0.2  # seconds before the SIGKILL, in which the other rank continues as far as it can

@@ -137,7 +137,7 @@ def wrong_losses(told, wanted, case):
 @one_thread()
 def undisturbed():
     """The losses of a training run in one process without interruption."""
-    from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it
+    from small.pipeline import batch, build_stage, loss_of  # torch comes with it
 
     model, losses = build_stage(0, 1), []
     speed = [0] * len(list(model.parameters()))

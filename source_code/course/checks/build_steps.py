@@ -1,7 +1,5 @@
 """Checks of the pipeline steps that a reader builds, on real ranks (lessons 01 to 05)."""
 
-import inspect
-
 from course.building.examining import examine
 from course.building.own_file import accept
 from course.checks.answer import checked
@@ -9,17 +7,15 @@ from course.checks.build_text import request_of
 from course.checks.build_words import Words
 from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 
-# The reader's file has these steps, too, and there they call the reader's `forward` and `backward`.
-LATER = {
-    "one_f_one_b_step": ("03", one_f_one_b, 6, 1),
-    "interleaved_step": ("05", interleaved_1f1b, 8, 2),
-}
+# In the reader's file it takes the place of the step that it mends.
+STRICT = {"strict": True, "replaces": "one_f_one_b_step"}
 
 
-def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=False, later=()):
+def perform(function, places, make, cases, chunks=1, more_ranks=(), **more):
     """The error in the reader's step on four ranks, over all numbers of micro-batches, or None.
 
-    `later` names the steps of LATER in which the reader's `forward` and `backward` must work, too.
+    `more_ranks` has other numbers of ranks on which the step must be right, too; `more` goes into
+    the request, see on_ranks.py.
     """
     request = request_of(
         function,
@@ -27,39 +23,22 @@ def perform(function, places, make, cases, chunks=1, whole_batch=False, halves=F
         run="steps",
         microbatches=cases,
         chunks=chunks,
-        whole_batch=whole_batch,
-        halves=halves,
+        **more,
     )
-    complaint = complaint_of(request, make) or _complaint_of_later(request, later)
-    if not complaint:
-        accept(request)
-    return complaint
+    for ranks in (4, *more_ranks):
+        if complaint := complaint_of(request, make, ranks):
+            return complaint if ranks == 4 else f"on {ranks} ranks: {complaint}"
+    accept(request)
 
 
-def complaint_of(request, make):
+def complaint_of(request, make, ranks=4):
     """The error in the step of a request, compared with the schedules of `make`, or None."""
     cases = request["microbatches"]
-    schedules = [make(4, m) for m in cases]
+    schedules = [make(ranks, m) for m in cases]
     rows = [[[str(action) for action in order] for order in each.orders] for each in schedules]
-    words = Words(examine(request, 4), request, rows)
+    words = Words(examine(request, ranks), request, rows)
     steps = map(words.step, range(len(cases)))
     return words.transport() or next(filter(None, steps), None)
-
-
-def _complaint_of_later(request, later):
-    """The error in a later lesson's step with the reader's `forward` and `backward`, or None."""
-    from course.building import my_pipeline  # torch comes with it
-
-    names = {name for name, _ in request["sources"]}
-    for name in later if {"forward", "backward"} & names else ():
-        lesson, make, m, chunks = LATER[name]
-        sources = [*request["sources"], (name, inspect.getsource(getattr(my_pipeline, name)))]
-        more = {"function": name, "sources": sources, "microbatches": [m], "chunks": chunks}
-        if complaint := complaint_of({**request, **more}, make):
-            return (
-                f"your step is right, but the step of lesson {lesson} calls the same forward and "
-                f"backward in another order, and then: {complaint}"
-            )
 
 
 @checked("two processes have met, and a tensor went there and back.")
@@ -82,27 +61,33 @@ def there_and_back(function):
 
 @checked("four ranks, and loss and gradients are those of one process, to the last digit.")
 def naive_step(function):
-    """Check `naive_step(stage, tokens, targets)` on four ranks."""
-    return perform(function, 3, naive, [1], whole_batch=True)
+    """Check `naive_step(stage, tokens, targets)` on four ranks and on two."""
+    return perform(function, 3, naive, [1], more_ranks=[2], whole_batch=True)
 
 
 @checked("GPipe's order on four ranks, with the loss and the gradients of one process.")
 def gpipe_step(function):
     """Check `gpipe_step(stage, inputs, targets)` on four ranks: five and two micro-batches."""
-    return perform(function, 1, gpipe, [5, 2], later=["one_f_one_b_step", "interleaved_step"])
+    return perform(function, 1, gpipe, [5, 2], more_ranks=[2])
 
 
 @checked("1F1B's three phases on four ranks, with the loss and the gradients of one process.")
 def one_f_one_b_step(function):
     """Check `one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer than four
     micro-batches."""
-    return perform(function, 1, one_f_one_b, [6, 2], later=["interleaved_step"])
+    return perform(function, 1, one_f_one_b, [6, 2], more_ranks=[2])
+
+
+@checked("1F1B by NCCL's rules: one operation at a time is enough, on four ranks and on two.")
+def one_f_one_b_for_nccl(function):
+    """Check a step of 1F1B as above; a rank has one message or one batch of them under way."""
+    return perform(function, 1, one_f_one_b, [6, 2], more_ranks=[2], **STRICT)
 
 
 @checked("eight stages on four ranks, in Megatron's order, with the gradients of one process.")
 def interleaved_step(function):
     """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks per rank."""
-    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=2)
+    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=2, more_ranks=[2])
 
 
 @checked("ZB-H1 on four ranks: the weights' halves wait, and no gradient is lost or late.")

@@ -73,7 +73,7 @@ def losses_of(
     num_ranks=4, zeroed=True, rate=RATE, first=0, always=None, shown="mean", clip=None, steps=STEPS
 ):
     """The losses of `steps` steps in one process, and the loss of the batch that follows."""
-    from course.building.my_pipeline import batch, build_stage, loss_of  # torch comes with it
+    from small.pipeline import batch, build_stage, loss_of  # torch comes with it
 
     model, printed = build_stage(0, 1), []
     stages = stages_of(model, num_ranks)

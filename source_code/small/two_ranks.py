@@ -1,6 +1,6 @@
 """Two ranks and one tensor, in torch's own words (lesson 01).
 
-torchrun --standalone --nproc-per-node 2 source_code/course/building/two_ranks.py
+torchrun --standalone --nproc-per-node 2 source_code/small/two_ranks.py
 """
 
 import torch

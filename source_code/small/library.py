@@ -1,6 +1,6 @@
 """A complete training with torch.distributed.pipelining, and nothing besides (lesson 08).
 
-torchrun --standalone --nproc-per-node 4 source_code/course/building/library_program.py
+torchrun --standalone --nproc-per-node 4 source_code/small/library.py
 """
 
 import torch

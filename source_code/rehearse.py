@@ -1,0 +1,53 @@
+"""Runs a program of your own by NCCL's rules, on CPU ranks (lesson 03).
+
+    torchrun --standalone --nproc-per-node 4 source_code/rehearse.py strict my_pipeline.py 1f1b
+
+The first argument is a mode of lab/rehearsal.py: lazy, warmed, eager or strict. The others are the
+program and its arguments. The program meets the other ranks by `init_process_group` and sends CPU
+tensors. If no operation of a rank ends for 5 seconds, the rank prints what is under way and ends.
+"""
+
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+
+from lab import rehearsal
+
+STUCK = 5.0  # seconds without an ended operation
+GRACE = 2.0  # seconds in which the other ranks print theirs
+
+
+def main():
+    if len(sys.argv) < 3 or sys.argv[1] not in rehearsal.MODES:
+        modes = ", ".join(rehearsal.MODES)
+        sys.exit(f"rehearse.py needs a mode ({modes}) and a program, such as strict my_pipeline.py")
+    mode, program = sys.argv[1:3]
+    if not Path(program).is_file():
+        sys.exit(f"rehearse.py: there is no program {program}; give its path from this folder")
+    rehearsal.begin(mode)
+    threading.Thread(target=end_when_stuck, daemon=True).start()
+    sys.argv = sys.argv[2:]
+    runpy.run_path(program, run_name="__main__")
+
+
+def end_when_stuck():
+    """End this process when the same operations have been pending for STUCK seconds."""
+    seen, since = None, time.monotonic()
+    while True:
+        time.sleep(0.2)
+        now = [id(operation) for operation in rehearsal.pending]
+        if now != seen or not now:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > STUCK:
+            rank = os.environ.get("RANK", "0")
+            sys.stderr.write(f"rank {rank} is stuck; {rehearsal.pending_text()}\n")
+            sys.stderr.flush()
+            time.sleep(GRACE)
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
