@@ -68,15 +68,14 @@ def run_step(job, stages, group, schedule, inputs, targets):
     passages = v * m  # of a micro-batch through a chunk
     warm_up = min(passages, (v - 1) * group + 2 * (p - 1 - job.rank))
     receives = OrderedReceives(job, schedule)
-    results = {}  # what one stage of this rank hands to the next one here, when p is 1
-    losses = []
+    results, losses = {}, []  # with one rank, `results` has what a stage hands to the next
 
-    def take(what, stage, k):
-        message = Message(what, stage, k)
+    def take(*message):
+        message = Message(*message)
         return results.pop(message) if p == 1 else receives.take(message)
 
-    def give(tensor, what, stage, destination, k):
-        message = Message(what, stage, k)
+    def give(tensor, destination, *message):
+        message = Message(*message)
         if p == 1:
             results[message] = tensor
         else:
@@ -92,7 +91,7 @@ def run_step(job, stages, group, schedule, inputs, targets):
         if stage.is_last:
             losses.append(output)
         else:
-            give(output, "activation", stage.index, following, k)
+            give(output, following, "activation", stage.index, k)
 
     def backward(passage):
         chunk, k = chunk_and_microbatch(passage, group, v)
@@ -102,11 +101,11 @@ def run_step(job, stages, group, schedule, inputs, targets):
             gradient = take("gradient", stage.index + 1, k)
             job.release_sent(Message("activation", stage.index, k))  # the gradient was made from it
         gradient = stage.backward(k, gradient)
-        if passage >= 2:  # the rank before has taken this one before the last
-            chunk, earlier = chunk_and_microbatch(passage - 2, group, v)
-            job.release_sent(Message("gradient", stages[v - 1 - chunk].index, earlier))
+        if passage >= 2:  # the gradient before the last one has been taken
+            chunk, sent = chunk_and_microbatch(passage - 2, group, v)
+            job.release_sent(Message("gradient", stages[v - 1 - chunk].index, sent))
         if not stage.is_first:
-            give(gradient, "gradient", stage.index, previous, k)
+            give(gradient, previous, "gradient", stage.index, k)
 
     # Warm-up: all chunks but the last for one group, and two forwards more for each rank behind.
     for passage in range(warm_up):

@@ -29,6 +29,9 @@ class ListedJob:
         if len(ranks) > 1:
             self.issued += [("sum", ranks, what), ("wait", ranks, what)][: 1 + waits]
 
+    def release_sent(self, message):
+        pass
+
     def complete_sends(self):
         pass
 

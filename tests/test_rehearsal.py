@@ -159,7 +159,7 @@ def run_bare_program(rank, mode):
         rehearsal.begin(mode)
     printed = io.StringIO()
     with redirect_stdout(printed):
-        runpy.run_path(str(SCRIPTS / "course" / "building" / "library_program.py"))
+        runpy.run_path(str(SCRIPTS / "small" / "library.py"))
     return printed.getvalue()
 
 

@@ -32,8 +32,9 @@ from this_machine import processor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # ranks.py
 
-from course import launch
 from small import pipeline as my_pipeline
+
+from course import launch
 from course.checks import build_steps
 from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data

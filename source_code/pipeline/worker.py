@@ -115,4 +115,3 @@ class Worker:
         for pair in used:
             pair[1].wait()
             self.sent[source].remove(pair)
-            self.job.sent.remove(pair[1])

@@ -282,6 +282,7 @@ def difference_from_one_process(stages, losses, steps, device):
 
 
 def main(arguments=None):
+    """Train on this rank, and compare with one process if --verify asks for it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", choices=STEPS, default="1f1b")
     parser.add_argument("--steps", type=int, default=4)

@@ -137,6 +137,7 @@ def run_of_one_process(num_stages, inputs, targets, rate):
 
 
 def main():
+    """Train on this rank, and compare with one process if --verify asks for it."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))

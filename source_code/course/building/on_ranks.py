@@ -76,12 +76,24 @@ class OneQueue:
     """
 
     def __init__(self, teller):
-        self.teller, self.waiting, self.issued = teller, SimpleQueue(), []
+        self.teller, self.waiting, self.issued, self.batch = teller, SimpleQueue(), [], None
         threading.Thread(target=self.work_off, daemon=True).start()
 
-    def put(self, messages):
-        """Issue QueuedMessages as one operation, and return them."""
-        self.issued += messages
+    def put(self, message):
+        """Issue a QueuedMessage, alone or with the others of its batch, and return it."""
+        self.issued.append(message)
+        if self.batch is None:
+            self.waiting.put([message])
+        else:
+            self.batch.append(message)
+        return message
+
+    def batch_isend_irecv(self, operations):
+        """In place of torch's: all of `operations` are one operation."""
+        self.batch = []
+        for each in operations:
+            each.op(each.tensor, each.peer, tag=each.tag)
+        messages, self.batch = self.batch, None
         self.waiting.put(messages)
         return messages
 
@@ -129,15 +141,13 @@ def watch_messages(teller, queue=None):
     With a OneQueue, messages are started by its rule.
     """
     counts, works, begin = {}, [], {"send": c10d.isend, "receive": c10d.irecv}
-    batch = None  # the messages of the present batch, with a queue
 
     def start(what, tensor, peer, tag, **more):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
         if not isinstance(peer, int) or not 0 <= peer < dist.get_world_size():
-            raise ValueError(
-                f"there is no rank {peer!r} to {what} {'to' if what == 'send' else 'from'}"
-            )
+            way = "to" if what == "send" else "from"
+            raise ValueError(f"there is no rank {peer!r} to {what} {way}")
         key = what, peer, tag
         counts[key] = counts.get(key, 0) + 1
         name = [*key, counts[key]]
@@ -145,23 +155,11 @@ def watch_messages(teller, queue=None):
         begin_it = partial(begin[what], tensor.detach(), peer, tag=tag, **more)
         if queue:
             about["at"] = place(sys._getframe(1))
-            message = QueuedMessage(queue, begin_it, name, about)
-            if batch is None:
-                return queue.put([message])[0]
-            batch.append(message)
-            return message
+            return queue.put(QueuedMessage(queue, begin_it, name, about))
         work = begin_it()
         works.append(work)  # a Work that is freed would end while its message travels
         teller.tell("begins", message=name, **about)
         return Watched(teller, work, name)
-
-    def batch_isend_irecv(operations):
-        nonlocal batch
-        batch = []
-        for each in operations:
-            each.op(each.tensor, each.peer, tag=each.tag)
-        messages, batch = batch, None
-        return queue.put(messages)
 
     def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
         peer = dst if group_dst is None else group_dst  # what batch_isend_irecv names
@@ -185,7 +183,7 @@ def watch_messages(teller, queue=None):
         "init_process_group": join,
     }
     if queue:
-        instead["batch_isend_irecv"] = batch_isend_irecv
+        instead["batch_isend_irecv"] = queue.batch_isend_irecv
     for module in (dist, c10d):
         for name, function in instead.items():
             setattr(module, name, function)
