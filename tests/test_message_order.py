@@ -179,6 +179,7 @@ def send_before_posting(job, stage, inputs, targets):
         def __init__(self, job):
             self.__dict__.update(vars(job))
             self.send, self.complete_sends = job.send, job.complete_sends
+            self.release_sent = job.release_sent
 
         def receive(self, source, message):
             return SimpleNamespace(wait=lambda: job.receive(source, message).wait())

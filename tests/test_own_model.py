@@ -3,6 +3,8 @@
 import math
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -43,6 +45,21 @@ def change(folder, diffs):
     for file, diff in diffs.items():
         path = folder / file
         path.write_text(patched(path.read_text(), diff))
+
+
+def test_one_file_takes_another_layer_and_other_data_in_20_changed_lines(tmp_path):
+    diffs = diffs_of("One file")
+    assert changed_lines(diffs) <= 20
+    text = (ROOT / "source_code" / "small" / "pipeline.py").read_text()
+    (tmp_path / "pipeline.py").write_text(patched(text, diffs["pipeline.py"]))
+    (tmp_path / "my_text.txt").write_text(OWN_TEXT)
+    for name in "naive", "gpipe", "1f1b", "interleaved":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "4", "pipeline.py", name, "--verify"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        [difference] = re.findall(r"from one process: (\S+)", ended.stdout)
+        assert float(difference) <= 1e-12, name
 
 
 @pytest.mark.parametrize(
