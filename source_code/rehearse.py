@@ -1,6 +1,6 @@
 """Runs a program of your own by NCCL's rules, on CPU ranks (lesson 03).
 
-    torchrun --standalone --nproc-per-node 4 source_code/rehearse.py strict my_pipeline.py 1f1b
+    torchrun --standalone --nproc-per-node 4 source_code/rehearse.py strict source_code/small/pipeline.py 1f1b
 
 The first argument is a mode of lab/rehearsal.py: lazy, warmed, eager or strict. The others are the
 program and its arguments. The program meets the other ranks by `init_process_group` and sends CPU

@@ -37,6 +37,7 @@ KINDS = [
     (r"python source_code/prepare_data\.py ", "test_token_files.py makes tokens of other texts"),
     (r"(torchrun .*|python )source_code/", RUN),
     (r"torchrun .* finetune\.py ", "tests/test_copy_template.py runs a copy on a model of its own"),
+    (r"torchrun .* pipeline\.py 1f1b", "tests/test_own_model.py runs it in an empty folder"),
     (
         r"(torchrun .*|python )gpipe\.py",
         "tests/test_copy_template.py runs a copy on one rank and more",
