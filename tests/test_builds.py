@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 from mutated import mutated
 from ranks import run_on_ranks
-from small import pipeline
 
 from course import launch
 from course.building import own_file
@@ -27,6 +26,7 @@ from course.checks.answer import NOT_ATTEMPTED
 from course.checks.build_text import holes, request_of
 from course.failed_run import RunFailed
 from course.launch import ROOT, run
+from small import pipeline
 
 pytestmark = pytest.mark.processes
 

@@ -1,13 +1,13 @@
 """The checks of lessons 05 and 09 know a stub, the right answer and typical wrong ones."""
 
 import pytest
-from small.split_backward import input_half, weight_half
 
 from course.checks import lesson_05, lesson_06, lesson_07, lesson_08, lesson_09
 from course.checks.answer import NOT_ATTEMPTED
 from lab.simulator import Costs, simulate
 from pipeline.schedule import Schedule, to_csv
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from small.split_backward import input_half, weight_half
 
 
 def answer_to(check, capsys, answer):

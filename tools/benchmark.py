@@ -32,8 +32,6 @@ from this_machine import processor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # ranks.py
 
-from small import pipeline as my_pipeline
-
 from course import launch
 from course.checks import build_steps
 from course.views.explorer import Panel, explore
@@ -44,6 +42,7 @@ from pipeline.command_line import Parser
 from pipeline.files import write_whole
 from pipeline.schedule import to_csv
 from pipeline.schedules import build_schedule, gpipe, naive, one_f_one_b
+from small import pipeline as my_pipeline
 
 OURS, NAIVE, ALTERNATING = "gpipe.py", "naive_model_parallelism.py", "one_f_one_b.py"
 TORCHS = "torch_pipelining.py --schedule GPipe"

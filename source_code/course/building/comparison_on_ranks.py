@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from small.pipeline import batch, build_stage, loss_of
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other
 from course.building import WAITING
 from course.building.request import errors_told, read_request, report
+from small.pipeline import batch, build_stage, loss_of
 
 RANKS, MICROBATCHES = 3, 4
 WRONG = {  # {fault: (rank that has it, function that puts it into the gradients)}

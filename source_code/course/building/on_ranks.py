@@ -21,11 +21,10 @@ import torch.distributed.distributed_c10d as c10d
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # torchrun knows this folder only
 
-from small import pipeline as my_pipeline  # noqa: E402
-from small import split_backward  # noqa: E402
-
 from course.building import MARK, zb_h1  # noqa: E402
 from course.building.versions import run_versions  # noqa: E402
+from small import pipeline as my_pipeline  # noqa: E402
+from small import split_backward  # noqa: E402
 
 YOURS = "<your "  # starts the file names of the reader's functions
 BUSY = 5  # seconds after which a rank that does not wait reports its place in the code

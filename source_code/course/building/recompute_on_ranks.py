@@ -11,9 +11,9 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
-from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
 from course.building.request import errors_told, read_request, report
+from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
 RANKS, MICROBATCHES, SIZE = 2, 4, 2
 TIMEOUT = 25.0  # seconds; longer than request.py lets an endless loop run

@@ -9,9 +9,8 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
-from small import pipeline as my_pipeline
-
 from course.building import ANSWER, RAISED
+from small import pipeline as my_pipeline
 
 COMPUTING = 2  # seconds of processor time after which a loop counts as endless
 YOURS = "<your "  # starts the file names of the reader's functions

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from small.pipeline import batch, build_stage, naive_step
 
 from course.building import WAITING
 from course.building.request import errors_told, read_request, report
+from small.pipeline import batch, build_stage, naive_step
 
 LATER = 0.2  # seconds before the SIGKILL, in which the other rank continues as far as it can
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}

@@ -6,6 +6,7 @@ NCCL needs that, and no handle keeps a sent tensor until the end of the step.
 
 import torch
 import torch.distributed as dist
+
 from small.pipeline import DIM, loss_of
 
 

@@ -8,9 +8,10 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.func import functional_call
+
 from small import pipeline as my_pipeline
 from small import weight_stash as stash
-from torch.func import functional_call
 
 RATE = 0.5
 EXACT = 1e-12

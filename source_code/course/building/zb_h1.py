@@ -6,9 +6,9 @@ Zero Bubble: Qi et al. 2023, arXiv 2401.10241, section 2.
 from collections import deque
 
 import torch.distributed as dist
-from small.split_backward import take_deferred
 
 from course.building.single_messages import backward, forward
+from small.split_backward import take_deferred
 
 
 def backward_input(stage, k, held, sends):

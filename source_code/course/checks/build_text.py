@@ -32,6 +32,7 @@ def collect(function):
     """([(name, text)], [import lines]): first the function, then the definitions of its module
     that it uses."""
     import torch  # not at the top of the file: the import takes long
+
     from small import pipeline as my_pipeline
 
     known = vars(my_pipeline)
