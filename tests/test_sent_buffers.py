@@ -50,32 +50,32 @@ class CountedWork:
         return True
 
 
-def peaks(rank, calls):
-    """The peak of each call of a script of the course, in one job after the other."""
-    found = []
-    for call in calls:
-        script, *flags = call.split()
-        program = importlib.import_module(script)
-        sends = CountedSends()
-        with (
-            mock.patch.object(dist, "isend", sends),
-            mock.patch.object(c10d, "isend", sends),
-            mock.patch.object(attach, "observe", lambda *_, **__: None),
-            mock.patch.object(sys, "argv", [script, *flags]),
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            assert program.main() == 0
-        assert sends.live == 0, "at the end of a run nothing is on its way"
-        found.append(sends.peak)
-    return found
+def peak_of(rank, call):
+    """The peak of one call of a script of the course."""
+    script, *flags = call.split()
+    program = importlib.import_module(script)
+    sends = CountedSends()
+    with (
+        mock.patch.object(dist, "isend", sends),
+        mock.patch.object(c10d, "isend", sends),
+        mock.patch.object(attach, "observe", lambda *_, **__: None),
+        mock.patch.object(sys, "argv", [script, *flags]),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        assert program.main() == 0
+    assert sends.live == 0, "at the end of a run nothing is on its way"
+    return sends.peak
 
 
 def measured(flags, counts):
-    """For each of `counts` = (micro-batches, steps), the peak of each rank."""
+    """For each of `counts` = (micro-batches, steps), the peak of each rank.
+
+    Each in processes of its own: a rank could join the store of the job before, which is closing.
+    """
     calls = [
         f"{flags} {TINY} --microbatches {m} --batch-size {m} --steps {steps}" for m, steps in counts
     ]
-    return list(zip(*run_on_ranks(peaks, RANKS, calls, timeout=150)))
+    return [run_on_ranks(peak_of, RANKS, call, timeout=150) for call in calls]
 
 
 COUNTS = [(8, 2), (64, 1), (256, 1)]

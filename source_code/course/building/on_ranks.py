@@ -100,6 +100,8 @@ class OneQueue:
         while True:
             messages = self.waiting.get()
             works = [message.start() for message in messages]
+            for message in messages:
+                message.begun.set()
             for message, work in zip(messages, works):
                 try:
                     work.wait()
@@ -113,7 +115,7 @@ class QueuedMessage:
 
     def __init__(self, queue, begin, name, about):
         self.queue, self.begin, self.name, self.about = queue, begin, name, about
-        self.ended = threading.Event()
+        self.begun, self.ended = threading.Event(), threading.Event()
 
     def start(self):
         self.queue.teller.tell("begins", message=self.name, **self.about)
@@ -123,9 +125,9 @@ class QueuedMessage:
         """Wait for all that was issued up to this message; reports the one that is under way."""
         issued = self.queue.issued
         for message in issued[: issued.index(self) + 1]:
+            message.begun.wait()  # it is the next one, so it begins; only then can it be stuck
             self.queue.teller.tell("waits", message=message.name)
             message.ended.wait()
-            self.queue.teller.tell("waits", message=message.name)  # now it has begun for certain
             self.queue.teller.tell("goes on", message=message.name)
         del issued[: issued.index(self) + 1]
         return True
