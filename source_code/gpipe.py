@@ -53,7 +53,6 @@ def run_step(job, stage, inputs, targets):
             job.release_sent(Message("activation", job.rank, k))  # the gradient was made from it
         gradient = stage.backward(k, gradient)
         if not stage.is_first:
-            job.release_sent(Message("gradient", job.rank, k - 2))  # taken before the last one
             job.send(gradient, previous, Message("gradient", job.rank, k))
 
     job.complete_sends()
