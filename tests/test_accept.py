@@ -16,8 +16,8 @@ import accept_parts  # noqa: E402
 import write_measurements  # noqa: E402
 from accept_runs import Machine, OutOfTime  # noqa: E402
 
-NO_TRAINING = {"plan", "plan_partition", "predict", "preflight", "prepare_data", "rehearse", "copy_template",
-               "search_schedule", "torch_pipelining_mlp"}  # fmt: skip
+NO_TRAINING = {"plan", "plan_partition", "predict", "preflight", "prepare_data", "copy_template",
+               "rehearse", "search_schedule", "torch_pipelining_mlp"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

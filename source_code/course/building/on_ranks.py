@@ -310,7 +310,8 @@ def result_of(returned, stages, rank, p, reference):
     for c, stage in enumerate(stages):
         wanted = reference.weights[rank + c * p]
         found = flat_gradient(stage)
-        parts = torch.linalg.lstsq(wanted, found[:, None]).solution
+        known = found.nan_to_num(1e30, 1e30, -1e30)  # memory that nothing was received into
+        parts = torch.linalg.lstsq(wanted, known[:, None]).solution
         rest = (wanted @ parts - found[:, None]).abs().max() / wanted.abs().max()
         gradients.append(
             {
