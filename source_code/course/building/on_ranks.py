@@ -97,6 +97,7 @@ class OneQueue:
         return messages
 
     def work_off(self):
+        """The thread: start what was issued, one operation at a time, until the process ends."""
         while True:
             messages = self.waiting.get()
             works = [message.start() for message in messages]
