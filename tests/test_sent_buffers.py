@@ -67,13 +67,15 @@ def peak_of(rank, call):
     return sends.peak
 
 
-def measured(flags, counts):
+def measured(flags, counts, per_microbatch=1):
     """For each of `counts` = (micro-batches, steps), the peak of each rank.
 
     Each in processes of its own: a rank could join the store of the job before, which is closing.
     """
+    script, _, more = flags.partition(" ")
     calls = [
-        f"{flags} {TINY} --microbatches {m} --batch-size {m} --steps {steps}" for m, steps in counts
+        f"{script} {TINY} --microbatches {m} --batch-size {m * per_microbatch} --steps {steps} {more}"
+        for m, steps in counts
     ]
     return [run_on_ranks(peak_of, RANKS, call, timeout=150) for call in calls]
 
@@ -103,6 +105,23 @@ def test_zero_bubble_and_interleaved_have_no_more_for_256_micro_batches_than_for
     assert more == many
     # ZB-H2 holds 2p - 1 micro-batches on rank 0, interleaved 1F1B (v - 1)p + 2(p - 1) + 1 = 11.
     assert max(many) <= 11 + 2, many
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "activation_checkpointing --schedule 1f1b",
+        "vocabulary_parallel --spread --tied",
+        "tensor_parallel --replicas 1 --tensor 2 --schedule 1f1b",
+        "pipeline_with_data_parallel --replicas 2 --schedule 1f1b",
+    ],
+)
+def test_with_recomputation_a_spread_vocabulary_and_replicas_more_micro_batches_send_no_more(flags):
+    more = "--dim 8 --heads 2 --kv-heads 2"
+    few, many = measured(f"{flags} {more}", [(8, 1), (64, 1)], per_microbatch=2)
+    # A spread vocabulary sends each activation of the ends to all other ranks.
+    most = 6 * RANKS if "spread" in flags else RANKS + 2
+    assert max(few) <= max(many) <= most, (few, many)
 
 
 def test_1f1b_has_no_more_after_200_steps_than_after_10():

@@ -198,6 +198,20 @@ class Schedule:
         return places
 
     @cached_property
+    def actions_before(self):
+        """{message: how many actions each rank has taken when it is made, as far as it can know}.
+
+        A rank knows its own actions, and with each message that it takes those that came before it.
+        """
+        known = [(0,) * self.num_ranks] * self.num_ranks
+        before = {}
+        for rank, action, needs in self.playable_order:
+            counts = [max(found) for found in zip(known[rank], *(before[need] for need in needs))]
+            counts[rank] += 1
+            known[rank] = before[message_of(action)] = tuple(counts)
+        return before
+
+    @cached_property
     def placed_messages(self):
         """(place, Route) of every message, sorted by the places of the actions that make them."""
         places = self.places.items()

@@ -1,8 +1,8 @@
 """Performs a rank's list of actions, with real tensors and real messages.
 
 Receives are posted in the one order of messages that follows from the schedule: see receives.py.
-The buffer of a sent message is kept until a message arrives that the receiver has made after it
-used the sent one.
+The buffer of a sent message is kept until a message arrives that was made after the receiver has
+used the sent one: by the receiver, or by a rank that has heard from it since.
 """
 
 from pipeline.message import Message
@@ -36,11 +36,10 @@ class Worker:
         the caller zeroes them before and updates after. Returns the loss of the batch on the rank
         of the last stage, None elsewhere.
         """
-        ranks = range(self.job.num_ranks)
         self.inputs, self.targets = inputs, targets
         self.losses = {}  # micro-batch -> its share of the loss, on the rank of the last stage
         self.results = {}  # Message -> tensor, until this rank's next actions take it
-        self.sent = {rank: [] for rank in ranks}  # (step of the action that uses it, Transfer)
+        self.sent = []  # (rank, the step at which it uses the message, Transfer)
         self.receives = self.ordered_receives()
         for action in self.schedule.orders[self.job.rank]:
             self.receives.post_before(action)
@@ -97,7 +96,7 @@ class Worker:
     def send(self, action, tensor, route):
         sending = self.job.send(tensor, route.destination, route.message)
         user = message_of(action._replace(stage=route.consumer_stage))
-        self.sent[route.destination].append((self.step_of[user], sending))
+        self.sent.append((route.destination, self.step_of[user], sending))
 
     def take(self, what, stage, microbatch):
         """Return the result of a neighbouring stage; wait for it if it has not arrived."""
@@ -105,13 +104,12 @@ class Worker:
         if message in self.results:
             return self.results.pop(message)
         tensor = self.receives.take(message)
-        self.release_sent(self.schedule.rank_of(stage, microbatch), message)
+        self.release_sent(self.schedule.actions_before[message])
         return tensor
 
-    def release_sent(self, source, message):
-        """Release the sent tensors that `source` must have used before it made `message`."""
-        made = self.step_of[message]
-        used = [pair for pair in self.sent[source] if pair[0] <= made]
-        for pair in used:
-            pair[1].wait()
-            self.sent[source].remove(pair)
+    def release_sent(self, taken):
+        """Release what was sent for the first `taken[rank]` actions of each rank."""
+        used = [sent for sent in self.sent if sent[1] < taken[sent[0]]]
+        for sent in used:
+            sent[2].wait()
+            self.sent.remove(sent)

@@ -113,8 +113,8 @@ class Playing:
         p = self.num_ranks
         loss = [(2 * p, "F", 0), (2 * p, "B", 0)] if rank == p - 1 else []
         embedding, scores = 2 * p + 1 + rank, p + rank
-        return [*loss, (embedding, "F", 0), (rank, "B", 4), (rank, "F", 2), (scores, "F", 1),
-                (scores, "B", 1), (embedding, "B", 0)]  # fmt: skip
+        return [*loss, (embedding, "F", 0), (rank, "B", 4), (embedding, "B", 0), (rank, "F", 2),
+                (scores, "F", 1), (scores, "B", 1)]  # fmt: skip
 
     def take_next(self, rank):
         """Perform a rank's first choice that is possible now; return whether there was one."""
