@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test test-torch soak run notebooks images slides site handout wall submission benchmark measurements wheels
+.PHONY: help lab check test test-all test-torch soak run notebooks images slides site handout wall submission benchmark measurements wheels
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -18,9 +18,12 @@ check: $(INSTALLED) ## the linter, and every test that starts no process and no 
 	$(LINT)
 	$(TESTS) -m "not processes" tests $(PYTEST_FLAGS)
 
-test: $(INSTALLED) ## set up .venv and run every test, the notebooks included
+test: $(INSTALLED) ## set up .venv and test every lesson, script, schedule and check: ten minutes
 	$(LINT)
-	$(TESTS) $(PYTEST_FLAGS)
+	$(TESTS) -m "not (further and processes)" $(PYTEST_FLAGS)
+
+test-all: test ## then the solutions, more of everything, a cluster, a room, the browser and the website
+	$(TESTS) -m "further and processes" $(PYTEST_FLAGS)
 
 # make test-torch TORCH=2.15.0
 TORCH ?= 2.15.0

@@ -18,6 +18,8 @@ import pytest
 from course import launch
 from lab.free_port import free_port
 
+pytestmark = pytest.mark.further  # a browser
+
 ROOT = Path(__file__).resolve().parents[1]
 LAB = [
     "--allow-root",

@@ -11,6 +11,8 @@ import pytest
 
 from course.launch import ROOT
 
+pytestmark = pytest.mark.further  # a whole copy
+
 
 @pytest.fixture(scope="module")
 def handout(tmp_path_factory):

@@ -21,7 +21,7 @@ from course.launch import ROOT
 from pipeline.schedule import to_csv
 from pipeline.schedules import one_f_one_b
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.further]  # a browser
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from course import cluster as cluster_of_lesson
 from course.cluster import without_job
 from course.launch import run
 
+pytestmark = pytest.mark.further  # a cluster
+
 LESSON = "notebooks/11_from_laptop_to_cluster.ipynb"
 PACK = (ROOT / "docs" / "instructors.md").read_text()
 

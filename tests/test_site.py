@@ -14,6 +14,8 @@ import search_index
 
 from course.launch import ROOT
 
+pytestmark = pytest.mark.further  # the whole website
+
 SITE = ROOT / "build" / "tests" / "site"
 COURSE = make_site.Course(ROOT, [], set(), {}, False)  # without a page
 PANELS = ("explore(", "time_machine(")  # what a cell calls that shows one

@@ -32,6 +32,8 @@ from kernels import Kernel
 from course.launch import run
 from lab.timeline import from_chrome_trace
 
+pytestmark = pytest.mark.further  # a cluster
+
 JOB_SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 needs_slurm = pytest.mark.skipif(
     bool(MISSING),
