@@ -12,11 +12,12 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from course.building import MARK
+from course.building import ANY_RANK, MARK
 from course.followed_run import read_stream
 from course.launch import started_ranks
 
-START, LIMIT = 120, 20  # seconds: until the first event, and from the first event on
+START, LIMIT = 120, 30  # seconds: until the first event, and without any event after it
+LONGEST = 120  # seconds from the first event on
 SCRIPT = "course/building/on_ranks.py"
 
 
@@ -32,6 +33,8 @@ class Rank:
     raised: dict | None = None
     lost: dict | None = None  # the event of an error caused by the loss of another rank
     busy: dict | None = None
+    joined: list = field(default_factory=list)  # the names of its collectives
+    last: dict | None = None  # its last event
     ended: bool = False  # whether the present step has ended
     done: bool = False  # whether all steps have ended
 
@@ -44,16 +47,37 @@ class Observed:
     ranks: list
     begun: dict = field(default_factory=lambda: defaultdict(list))
     stuck: bool = False
+    silent: bool = False  # whether nothing happened any more
     crash: str | None = None
+    printed: str = "\n"  # the last text that the reader's code has printed
 
     def waits_in_vain(self, rank):
-        """Whether the other side of the transfer that `rank` waits for has not been started."""
+        """Whether what `rank` waits for has not been started by the other side."""
         what, peer, tag, number = rank.waits["message"]
         if what == "join":
             return any(other.ended for other in self.ranks)
-        pair = (rank.number, peer) if what == "send" else (peer, rank.number)
-        other = "receive" if what == "send" else "send"
-        return len(self.begun[(*pair, tag, other)]) < number
+        if what == "send":
+            receives = self.count(rank.number, peer, tag, "receive")
+            return receives + self.count(ANY_RANK, peer, tag, "receive") < number
+        if what == "receive" and peer == ANY_RANK:
+            others = [other.number for other in self.ranks]
+            untaken = [self.sends_left(other, rank.number, tag) for other in others]
+            return sum(untaken) < number
+        if what == "receive":
+            return self.count(peer, rank.number, tag, "send") < number
+        return bool(self.missing_in(what, number))
+
+    def count(self, source, destination, tag, what):
+        return len(self.begun[source, destination, tag, what])
+
+    def sends_left(self, source, destination, tag):
+        """How many sends have begun for which no receive names their source."""
+        ends = (self.count(source, destination, tag, what) for what in ("send", "receive"))
+        return max(0, next(ends) - next(ends))
+
+    def missing_in(self, name, number):
+        """The ranks whose collective of this number is another one, or has not begun."""
+        return [rank for rank in self.ranks if rank.joined[number - 1 : number] != [name]]
 
     def nobody_can_go_on(self):
         left = [rank for rank in self.ranks if not rank.ended]
@@ -62,12 +86,15 @@ class Observed:
     def note(self, event):
         """Add one event, a dictionary that a rank has sent."""
         rank = self.ranks[event["rank"]]
+        rank.last = event
         kind, name = event["event"], tuple(event.get("message", ()))
         if kind == "begins":
             what, peer, tag, _ = name
             pair = (rank.number, peer) if what == "send" else (peer, rank.number)
             self.begun[(*pair, tag, what)].append(event)
             rank.unwaited[name] = event
+        elif kind == "joins in":
+            rank.joined.append(event["name"])
         elif kind == "waits":
             rank.waits = event
             rank.unwaited.pop(name, None)
@@ -96,20 +123,24 @@ class Observed:
 def examine(request, num_ranks, limit=LIMIT):
     """Run `request` (see on_ranks.py) on `num_ranks` ranks and return an Observed.
 
-    `limit` is in seconds, counted from the first event.
+    It ends when nothing has happened for `limit` seconds.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(request, file)
         file.flush()
         with started_ranks(SCRIPT, [file.name], num_ranks) as ranks:
-            return _follow(ranks, Observed([Rank(number) for number in range(num_ranks)]), limit)
+            observed = Observed([Rank(number) for number in range(num_ranks)])
+            _follow(ranks, observed, limit)
+    if not observed.printed.endswith("\n"):
+        print()  # the verdict begins a line of its own
+    return observed
 
 
 def _follow(started, observed, limit):
     lines, errors = queue.Queue(), []
     for name, stream in started.streams.items():
         threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
-    deadline, begun = time.monotonic() + START, False
+    deadline, last = time.monotonic() + START, None
     while time.monotonic() < deadline:
         try:
             name, line = lines.get(timeout=0.1)
@@ -120,22 +151,24 @@ def _follow(started, observed, limit):
             for rank in observed.ranks:
                 rank.raised = rank.raised or (None if observed.crash else rank.lost)
             if observed.crash or any(rank.raised for rank in observed.ranks):
-                return observed
+                return
             continue
-        if name == "stdout" and line.startswith(MARK):
-            observed.note(json.loads(line[1:]))
-            if not begun:
-                deadline, begun = time.monotonic() + limit, True
-        elif name == "stdout":
-            print(line, end="")  # what the reader's code prints
+        if name == "stdout":
+            text, mark, event = line.partition(MARK)  # what the reader prints may end in no newline
+            if text:
+                print(text, end="")
+                observed.printed = text
+            if mark:
+                observed.note(json.loads(event))
+                last = last or time.monotonic() + LONGEST
+                deadline = min(last, time.monotonic() + limit)
         elif name == "stderr":
             errors.append(line)
         if any(rank.raised or rank.busy for rank in observed.ranks):
-            return observed
+            return
         if all(rank.done for rank in observed.ranks):
-            return observed
+            return
         if observed.nobody_can_go_on():
             observed.stuck = True
-            return observed
-    observed.crash = f"nothing more happened, and the limit of {limit} s was reached"
-    return observed
+            return
+    observed.silent = True

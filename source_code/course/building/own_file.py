@@ -1,12 +1,12 @@
 """The reader's own file: small/pipeline.py with the functions that the reader has written."""
 
 import ast
-import inspect
 import json
 import os
-import textwrap
+import re
 from pathlib import Path
 
+from course.building.cells import text_of
 from course.launch import ROOT
 
 MODEL = ROOT / "source_code" / "small" / "pipeline.py"
@@ -15,12 +15,13 @@ GIVEN_TEXT = Path(__file__).with_name("single_messages.py").read_text()
 FILE = ROOT / "build" / "my_pipeline.py"
 PARTS = FILE.with_suffix("")  # a folder with one JSON file for each exercise
 EXERCISES = ["naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"]
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _accepted = {}  # text of a function -> the request whose check accepted it
 
 
 def accept(request):
     """Remember a right answer, so that `keep` can put it into the reader's file."""
-    _accepted[request["sources"][0][1]] = request
+    _accepted[request["sources"][-1][1]] = request
 
 
 def keep(function):
@@ -28,7 +29,7 @@ def keep(function):
 
     For exercises that are not solved yet, the file has the course's solution.
     """
-    request = _accepted.get(textwrap.dedent(inspect.getsource(function)))
+    request = _accepted.get(text_of(function.__name__, function, function.__module__))
     if request:
         PARTS.mkdir(parents=True, exist_ok=True)
         _write(PARTS / f"{_place_of(request)}.json", json.dumps(request))
@@ -52,15 +53,15 @@ def assemble(requests):
         exercise = _place_of(request)
         lines = [line for line in request["imports"] if line not in text.splitlines()]
         given = [_bound_name(line) for line in lines if line.startswith(f"from {GIVEN} ")]
-        sources = request["sources"] + [(name, _text_of_given(name)) for name in given]
+        sources = [(name, _text_of_given(name)) for name in given] + request["sources"]
         lines = [line for line in lines if not line.startswith(f"from {GIVEN} ")]
-        brought = [name for name, _ in sources[1:]] + list(map(_bound_name, lines))
+        brought = [name for name, _ in sources] + list(map(_bound_name, lines))
         own = {name: f"{exercise}_{name}" for name in brought}
         own[request["function"]] = exercise
         for line in lines:
             text = text.replace("\nLAYERS", f"\n{_renamed(line, own)}\nLAYERS", 1)
         functions = [_renamed(function, own).rstrip() for _, function in sources]
-        text = _replace(text, exercise, "\n\n\n".join(reversed(functions)))
+        text = _replace(text, exercise, "\n\n\n".join(functions))
     return text
 
 
@@ -82,23 +83,57 @@ def _bound_name(line):
 
 
 def _renamed(text, names):
-    """`text` with other names for what `names` has; attributes and strings stay."""
-    places = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Name) and node.id in names:
-            places.append((node.lineno, node.col_offset, node.id))
-        elif isinstance(node, ast.arg) and node.arg in names:
-            places.append((node.lineno, node.col_offset, node.arg))
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names:
-            start = node.col_offset + len("def " if isinstance(node, ast.FunctionDef) else "class ")
-            places.append((node.lineno, start, node.name))
-        elif isinstance(node, ast.alias) and node.asname in names:
-            places.append((node.end_lineno, node.end_col_offset - len(node.asname), node.asname))
+    """`text` with other names for what `names` has; attributes, strings and local names stay."""
     lines = [line.encode() for line in text.splitlines()]  # offsets count bytes
-    for number, start, name in sorted(places, reverse=True):
+    for number, start, name in sorted(_places_of(ast.parse(text), set(names), lines), reverse=True):
         line = lines[number - 1]
         lines[number - 1] = line[:start] + names[name].encode() + line[start + len(name.encode()) :]
     return "\n".join(line.decode() for line in lines)
+
+
+def _places_of(node, names, lines):
+    """(line, offset, name) of each of `names` below `node`, where it is a name of the module."""
+    inner = node.body if isinstance(node, SCOPES) else []
+    inner = inner if isinstance(inner, list) else [inner]  # that of a lambda
+    if isinstance(node, ast.Name) and node.id in names:
+        yield node.lineno, node.col_offset, node.id
+    elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Global)):
+        line = lines[node.lineno - 1]
+        for name in names & {getattr(node, "name", None), *getattr(node, "names", ())}:
+            at = re.search(rb"(?<![\w])" + name.encode() + rb"(?![\w])", line[node.col_offset :])
+            yield node.lineno, node.col_offset + at.start(), name
+    elif isinstance(node, ast.alias) and node.asname in names:
+        yield node.end_lineno, node.end_col_offset - len(node.asname.encode()), node.asname
+    for child in ast.iter_child_nodes(node):
+        if child not in inner:
+            yield from _places_of(child, names, lines)
+    local = _local_names(node, inner) if inner else set()
+    for child in inner:
+        is_method = isinstance(node, ast.ClassDef) and isinstance(child, SCOPES)
+        yield from _places_of(child, names if is_method else names - local, lines)
+
+
+def _local_names(scope, body):
+    """The names that belong to a function or a class itself."""
+    arguments = ast.walk(scope.args) if hasattr(scope, "args") else ()
+    local = {each.arg for each in arguments if isinstance(each, ast.arg)}
+    nodes = list(_within(body))
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            local.add(node.id)
+        elif isinstance(node, SCOPES):
+            local.add(getattr(node, "name", None))
+    for node in nodes:
+        local -= set(node.names) if isinstance(node, ast.Global) else set()
+    return local
+
+
+def _within(nodes):
+    """All nodes below `nodes`, but none inside of inner functions and classes."""
+    for node in nodes:
+        yield node
+        if not isinstance(node, SCOPES):
+            yield from _within(ast.iter_child_nodes(node))
 
 
 def _replace(text, name, function):

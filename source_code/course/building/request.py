@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import traceback
+import types
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,11 +23,19 @@ def read_request(path):
     The functions can use the names of small/pipeline.py and those that the reader defined or imported.
     """
     request = json.loads(Path(path).read_text())
-    names = dict(vars(my_pipeline), __name__="yours")
-    exec("\n".join(request["imports"]), names)
-    for name, text in request["sources"]:
-        exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
+    names = names_of(request["imports"], request["sources"])
     return request, [names[name] for name in request["functions"]]
+
+
+def names_of(imports, sources):
+    """A module's names: those of small/pipeline.py, and what the reader's imports and texts define."""
+    module = sys.modules["yours"] = types.ModuleType("yours")  # where a dataclass looks for itself
+    names = vars(module)
+    names.update(vars(my_pipeline), __name__="yours")
+    exec("\n".join(imports), names)
+    for name, text in sources:
+        exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
+    return names
 
 
 def define(request):
@@ -34,17 +43,14 @@ def define(request):
 
     The file "your cell" has the function alone, so that its lines count from its def.
     """
-    names = dict(vars(my_pipeline), __name__="yours")
-    exec("\n".join(request["imports"]), names)
-    for name, text in request["helpers"]:
-        exec(compile(text, f"your helper {name}", "exec"), names)
+    names = names_of(request["imports"], request["helpers"])
     exec(compile(request["source"], "your cell", "exec"), names)  # the reader's own program
     return names[request["function"]]
 
 
 def report(value):
-    """Print `value` as JSON, in the line that the check reads."""
-    print(ANSWER + json.dumps(value), flush=True)
+    """Print `value` as JSON, in the line that the check reads, whatever was printed before it."""
+    print(f"\n{ANSWER}{json.dumps(value)}\n", end="", flush=True)
 
 
 @contextmanager

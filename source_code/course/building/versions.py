@@ -49,6 +49,7 @@ class Versions:
     def __init__(self, teller, known):
         self.teller, self.known = teller, known  # the versions of the rule
         self.used = {}  # mini-batch -> the weights of its forward, and a copy
+        self.places = {}  # mini-batch -> the version of its forward, and where it is in memory
         self.seen = []  # weak references to one tensor of each version
         self.last = 0
 
@@ -69,12 +70,21 @@ class Versions:
     def forward_with(self, weights, stage, k, *more):
         """Replaces stash.forward_with."""
         version, factor = self.number_of(weights)
+        # Mini-batches under way whose forward had the same version, in other memory.
+        copies = [
+            j
+            for j, (number, place) in self.places.items()
+            if j in self.used and number == version is not None and place != places_of(weights)
+        ]
+        self.places[k] = version, places_of(weights)
         self.used[k] = weights, {name: weight.detach().clone() for name, weight in weights.items()}
         tensor = next(iter(weights.values()))
         if not any(reference() is tensor for reference in self.seen):
             self.seen.append(weakref.ref(tensor))
         place = {"stage": dist.get_rank(), "k": k}
-        self.teller.tell("forward", kind="F", version=version, factor=factor, **place)
+        self.teller.tell(
+            "forward", kind="F", version=version, factor=factor, copies=copies, **place
+        )
         return self.forward(weights, stage, k, *more)
 
     def backward_with(self, weights, stage, k, *more):
@@ -93,6 +103,10 @@ class Versions:
     def watch(self):
         self.forward, self.backward = stash.forward_with, stash.backward_with
         stash.forward_with, stash.backward_with = self.forward_with, self.backward_with
+
+
+def places_of(weights):
+    return [weight.data_ptr() for weight in weights.values()]
 
 
 def run_versions(request, define, teller):

@@ -6,16 +6,24 @@ from course.checks.build_text import request_of
 from course.checks.build_words import EXACT, Words
 from pipeline.schedules import pipedream
 
-RANKS, MINIBATCHES = 4, 8
+MINIBATCHES = 8
 
 
 @checked("each backward has the weights of its forward, and rank r keeps p - r versions, no more.")
 def pipedream_run(function):
-    """Check `pipedream_run(stage, inputs, targets, rate)` on four ranks with eight mini-batches."""
+    """Check `pipedream_run(stage, inputs, targets, rate)` on four ranks and on two, with eight
+    mini-batches."""
     request = request_of(function, 1, run="versions", microbatches=[MINIBATCHES])
-    orders = pipedream(RANKS, MINIBATCHES).orders
+    return complaint_of(request, 4) or (
+        (complaint := complaint_of(request, 2)) and f"on 2 ranks: {complaint}"
+    )
+
+
+def complaint_of(request, num_ranks):
+    """The error in the loop of a request on that many ranks, or None."""
+    orders = pipedream(num_ranks, MINIBATCHES).orders
     rows = [[str(action) for action in order if action.kind != "U"] for order in orders]
-    observed = examine(request, RANKS)
+    observed = examine(request, num_ranks)
     words = Words(observed, request, [rows])
     complaint = complaint_of_versions(observed.ranks, words)
     if complaint and any(rank.raised for rank in observed.ranks):
@@ -28,9 +36,9 @@ def complaint_of_versions(ranks, words):
     mini-batch, on the last rank that has one. Later errors of other ranks can follow from it."""
     events = [(event, rank) for rank in reversed(ranks) for event in sum(rank.steps[:1], [])]
     events.sort(key=lambda pair: pair[0]["k"])
-    for wrong, kind in ((_backward, "B"), (_forward, "F"), (_memory, "B")):
+    for wrong, kind in ((_backward, "B"), (_forward, "F"), (_copies, "F"), (_memory, "B")):
         for event, rank in events:
-            said = wrong(rank, event, words) if event["kind"] == kind else None
+            said = wrong(rank, event, words, len(ranks)) if event["kind"] == kind else None
             if said:
                 return said
     for rank in ranks if all(rank.results for rank in ranks) else []:
@@ -46,9 +54,9 @@ def complaint_of_versions(ranks, words):
         return _losses(ranks[-1].results[0], len(ranks) - 1)
 
 
-def _forward(rank, event, _):
+def _forward(rank, event, words, num_ranks):
     k, version = event["k"], event["version"]
-    wanted = max(0, k - (RANKS - 1 - rank.number))
+    wanted = max(0, k - (num_ranks - 1 - rank.number))
     if version == wanted:
         return None
     case = f"rank {rank.number} runs the forward of mini-batch {k}"
@@ -62,7 +70,7 @@ def _forward(rank, event, _):
     )
 
 
-def _backward(rank, event, words):
+def _backward(rank, event, words, num_ranks):
     case = f"rank {rank.number} runs the backward of mini-batch {event['k']}"
     if not event["kept"]:
         return (
@@ -76,10 +84,19 @@ def _backward(rank, event, words):
         )
 
 
-def _memory(rank, event, _):
+def _copies(rank, event, words, num_ranks):
+    if event["copies"]:
+        return (
+            f"rank {rank.number} runs the forward of mini-batch {event['k']} with a copy of version "
+            f"{event['version']}, which mini-batch {event['copies'][0]} uses, too: keep the version "
+            "itself under both numbers, and make new tensors in the update only"
+        )
+
+
+def _memory(rank, event, words, num_ranks):
     case = f"rank {rank.number} runs the backward of mini-batch {event['k']}"
-    in_use = "1 is" if rank.number == RANKS - 1 else f"{RANKS - rank.number} are"
-    if event["alive"] > RANKS - rank.number + 1:
+    in_use = "1 is" if rank.number == num_ranks - 1 else f"{num_ranks - rank.number} are"
+    if event["alive"] > num_ranks - rank.number + 1:
         return (
             f"{case} with {event['alive']} versions in memory, and {in_use} in use there: forget a "
             "version when its mini-batch has come back"

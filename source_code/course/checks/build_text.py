@@ -3,9 +3,10 @@
 import ast
 import inspect
 import symtable
-import textwrap
+import sys
 import types
 
+from course.building.cells import text_of
 from course.checks.answer import NotAttempted, WrongAnswer
 
 PLAIN = (int, float, str, bytes, tuple, list, dict, type(None))
@@ -20,7 +21,7 @@ def request_of(function, places=1, **more):
     if not inspect.isfunction(function) or function.__name__ == "<lambda>":
         raise WrongAnswer("this exercise asks for a function, written with def in a cell")
     sources, imports = collect(function)
-    if len(holes(sources[0][1])) >= places:
+    if len(holes(sources[-1][1])) >= places:
         raise NotAttempted
     for name, text in sources:
         if holes(text):
@@ -29,46 +30,61 @@ def request_of(function, places=1, **more):
 
 
 def collect(function):
-    """([(name, text)], [import lines]): first the function, then the definitions of its module
-    that it uses."""
+    """([(name, text)], [import lines]): the definitions of its module that `function` uses, each
+    after those that it uses itself; the last one is `function`."""
+    sources, imports, seen = [], [], {function.__name__}
+
+    def add(name, value):
+        text = text_of(name, value, function.__module__)
+        if text is None and (inspect.isroutine(value) or inspect.isclass(value)):
+            raise WrongAnswer(f"the text of {name} cannot be found; run its cell")
+        if text is None or text in [known for _, known in sources]:
+            return
+        if text.startswith(("import ", "from ")):
+            imports.append(text)
+            return
+        for other in sorted(names_in(text) - seen):
+            seen.add(other)
+            if other not in function.__globals__:
+                continue  # it is built in, or not yet defined
+            used = function.__globals__[other]
+            line = line_of(other, used, function.__module__)
+            if line is None:
+                add(other, used)
+            elif line:
+                imports.append(line)
+        sources.append((name, text))
+
+    add(function.__name__, function)
+    return sources, imports
+
+
+def line_of(name, value, module):
+    """The line with which a rank gets a value that is plain or comes from another module.
+
+    It is empty for a name that every rank has, and None for what `module` itself defines.
+    """
     import torch  # not at the top of the file: the import takes long
 
     from small import pipeline as my_pipeline
 
     known = vars(my_pipeline)
-    sources, imports, waiting, seen = [], [], [function], set()
-    while waiting:
-        thing = waiting.pop(0)
-        try:
-            text = textwrap.dedent(inspect.getsource(thing))
-        except (OSError, TypeError):
-            raise WrongAnswer(
-                f"the text of {thing.__name__} cannot be found; run its cell"
-            ) from None
-        sources.append((thing.__name__, text))
-        for name in sorted(names_in(text) - seen):
-            seen.add(name)
-            value = function.__globals__.get(name, seen)
-            if name in known and (known[name] is value or known[name] == value):
-                continue
-            if isinstance(value, types.ModuleType):
-                imports.append(f"import {value.__name__} as {name}")
-            elif inspect.isroutine(value) or inspect.isclass(value):
-                if value.__module__ == function.__module__:
-                    waiting += [value] if value is not function else []
-                elif value.__module__:  # a bound method of a built-in type has none
-                    imports.append(f"from {value.__module__} import {value.__name__} as {name}")
-            elif isinstance(value, torch.dtype) or (
-                isinstance(value, PLAIN) and can_be_written(value)
-            ):
-                imports.append(f"{name} = {value!r}")
-    return sources, imports
+    if name in known and (known[name] is value or (is_plain(value) and known[name] == value)):
+        return ""
+    if isinstance(value, types.ModuleType):
+        return f"import {value.__name__} as {name}"
+    if isinstance(value, torch.dtype) or is_plain(value):
+        return f"{name} = {value!r}"
+    home, own_name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if home != module and getattr(sys.modules.get(home), str(own_name), None) is value:
+        return f"from {home} import {own_name} as {name}"
+    return None
 
 
-def can_be_written(value):
+def is_plain(value):
     """Whether `repr(value)` gives the value back; a list of objects does not."""
     try:
-        return ast.literal_eval(repr(value)) == value
+        return isinstance(value, PLAIN) and ast.literal_eval(repr(value)) == value
     except (ValueError, SyntaxError):
         return False
 
@@ -104,9 +120,31 @@ def zero_as_none(text, names=("previous", "following")):
 
 
 def holes(text):
-    """The numbers of the lines that still have a stub's `...`."""
+    """The numbers of the lines that still have a stub's `...`.
+
+    A `...` that was left above code does nothing, and is none.
+    """
     nodes = list(ast.walk(ast.parse(text)))
     indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]  # as in x[..., 0]
     indices += [value for index in indices for value in getattr(index, "elts", [])]
+    blocks = [getattr(node, field, None) for node in nodes for field in ("body", "orelse")]
+    left = [each.value for block in blocks if isinstance(block, list) for each in _left(block)]
     values = [node for node in nodes if isinstance(node, ast.Constant) and node.value is ...]
-    return sorted(value.lineno for value in values if value not in indices)
+    return sorted(value.lineno for value in values if value not in indices + left)
+
+
+def _left(block):
+    """The statements `...` of a block that stand above code of the reader's.
+
+    In a stub, one can also stand below given code: last, or before the `return`.
+    """
+    code = [node for node in block if not _is_only(str, node)]
+    dots = [node for node in code[:-1] if _is_only(type(...), node)]
+    given = [node for node, below in zip(code[1:], code[2:]) if isinstance(below, ast.Return)]
+    return [node for node in dots if node not in given]
+
+
+def _is_only(kind, node):
+    """Whether a statement is a constant of that kind, such as a docstring, and nothing else."""
+    constant = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(constant, ast.Constant) and isinstance(constant.value, kind)

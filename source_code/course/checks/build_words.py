@@ -2,8 +2,10 @@
 
 from collections import Counter
 
+from course.building import ANY_RANK, EVERY_RANK
 from course.checks.build_text import zero_as_none
 
+LOCALS = 2  # outputs that variables of the reader's may keep a little longer than needed
 EXACT = 1e-12  # largest difference of losses and gradients in float64
 
 # The end of an error message of Python or torch as it is shown, and what it means in a step.
@@ -16,6 +18,10 @@ HINTS = {
     ),
     "'int' and 'NoneType'": (
         "forward returns a share of the loss on the last stage, and None elsewhere"
+    ),
+    "is not defined": (
+        "each rank gets the functions, classes, imports and assignments of your cells that the "
+        "function uses, and nothing else"
     ),
 }
 
@@ -30,6 +36,9 @@ class Words:
         self.observed, self.ranks, self.rows = observed, observed.ranks, rows
         self.sources = {name: text.splitlines() for name, text in request["sources"]}
         self.counts = request.get("microbatches", [])
+        self.frees = request.get(
+            "frees", False
+        )  # whether a rank holds fewer than all micro-batches
 
     def at(self, place):
         """A place in words, such as "line 7 of gpipe_step (`output.backward(gradient)`)"."""
@@ -47,6 +56,7 @@ class Words:
             or (self._stuck() if self.observed.stuck else None)
             or self._busy()
             or (f"the ranks came to no end: {self.observed.crash}" if self.observed.crash else None)
+            or (self._silent() if self.observed.silent else None)
             or self._unwaited()
         )
         return complaint and complaint.rstrip(".") + self._zero_as_none()
@@ -129,9 +139,7 @@ class Words:
         chain = []
         while rank not in chain:
             chain.append(rank)
-            what, peer, *_ = rank.waits["message"]
-            if what == "join":
-                peer = next(other.number for other in self.ranks if other.ended)
+            what, peer = rank.waits["message"][0], self._missing(rank)
             if self.ranks[peer].ended:
                 return self._left_alone(rank, self.ranks[peer], what)
             rank = self.ranks[peer]
@@ -140,11 +148,25 @@ class Words:
         others = next(filter(None, map(self._otherwise, cycle)), "")
         return f"deadlock: {waits}; each of these ranks waits for another of them{others}"
 
+    def _missing(self, rank):
+        """The number of the rank for which `rank` waits; one that has returned, if there are more."""
+        what, peer, _, number = rank.waits["message"]
+        if peer >= 0:
+            return peer
+        others = [other for other in self.ranks if other is not rank]
+        if peer == EVERY_RANK and what != "join":
+            others = self.observed.missing_in(what, number)
+        return next((other for other in others if other.ended), others[0]).number
+
     def _wait(self, rank):
         what, peer, *_ = rank.waits["message"]
         until = f"for a message from rank {peer}"
         if what == "send":
             until = f"until rank {peer} receives"
+        if peer == ANY_RANK:
+            until = "for a message from any rank"
+        if peer == EVERY_RANK:
+            until = f"until every rank calls {what}"
         return f"at {self.at(rank.waits['at'])} {until}"
 
     def _left_alone(self, rank, other, what):
@@ -152,6 +174,11 @@ class Words:
             return (
                 f"rank {rank.number} waits at {self.at(rank.waits['at'])} for all ranks to join, "
                 f"and rank {other.number} has returned without joining: every rank runs that line"
+            )
+        if rank.waits["message"][1] == EVERY_RANK:
+            return (
+                f"rank {rank.number} waits {self._wait(rank)}, and rank {other.number} has returned "
+                "without it: a collective is for every rank, so none may go around that line"
             )
         missing = "a receive" if what == "send" else "a send"
         said = (
@@ -177,7 +204,20 @@ class Words:
         for rank in self.ranks:
             if rank.busy:
                 where = self.at(rank.busy["where"])
-                return f"rank {rank.number} was still at {where} after 5 s: does that loop end?"
+                return f"rank {rank.number} was still at {where}, computing: does that loop end?"
+
+    def _silent(self):
+        """The sentence about ranks that did nothing any more, without a deadlock that is certain."""
+        left = [rank for rank in self.ranks if not rank.ended]
+        rank = next((rank for rank in left if not rank.waits), left[0])
+        if rank.waits:
+            return f"rank {rank.number} waits in vain {self._wait(rank)}"
+        if rank.last is None:
+            return f"rank {rank.number} did not start"
+        return (
+            f"rank {rank.number} did nothing for a long time after {self.at(rank.last['at'])}: what "
+            "does it wait for there, and does its loop end?"
+        )
 
     def _unwaited(self):
         for rank in self.ranks:
@@ -202,6 +242,7 @@ class Words:
             self._pairing(events)
             or self._gradients(events, results, rows)
             or self.order(events, rows)
+            or self._memory(events)
             or self._loss(results[-1])
         )
 
@@ -222,11 +263,43 @@ class Words:
                         f"{self.at(event['at'])} with the gradient of micro-batch {event['of']}"
                     )
 
+    def _overwritten(self, events):
+        """The sentence about a receive into memory that a later backward still needs, or None."""
+        for rank, done in enumerate(events):
+            for event in done:
+                if event.get("over"):
+                    return (
+                        f"rank {rank} receives the activation of micro-batch {event['k']} into the "
+                        f"memory of that of micro-batch {event['over'][0]}, whose backward still "
+                        "needs it: make room for each of them, or copy it"
+                    )
+
+    def _memory(self, events):
+        """The sentence about what a rank keeps longer than its schedule needs it, or None."""
+        for rank, done in enumerate(events):
+            for event in done:
+                case = f"the gradients are right, but when rank {rank} takes {name_of(event)}, "
+                if event.get("graphs"):
+                    return (
+                        f"{case}the whole graph of micro-batch {event['graphs'][0]} is still in "
+                        "memory, although its backward is over: without retain_graph=True, "
+                        "backward() frees it"
+                    )
+                kept = event.get("outputs", [])
+                if self.frees and len(kept) > LOCALS:
+                    return (
+                        f"{case}it still holds the outputs of micro-batches {kept[0]} to {kept[-1]}, "
+                        "whose backwards are over, so its memory grows with the number of "
+                        "micro-batches: take each out with pop() in its backward"
+                    )
+
     def _gradients(self, events, results, rows):
         for rank in reversed(range(len(results))):
             for found in results[rank]["gradients"]:
                 if found["difference"] <= EXACT:
                     continue
+                if complaint := self._overwritten(events):
+                    return complaint
                 on = f"on rank {rank}"
                 if len(results[rank]["gradients"]) > 1:
                     on = f"on rank {rank}, stage {found['stage']},"

@@ -27,7 +27,7 @@ def split_backward(input_half, weight_half):
         x = torch.randn(2, 5, 3, dtype=torch.float64)
         g = torch.randn(2, 5, 4, dtype=torch.float64)
         wanted.append(torch.einsum("blo,bli->oi", g, x))
-        made = call(input_half, g, x, weight, deferred[k])
+        made, computed = watched_half(input_half, g, x, weight, deferred[k])
         if not isinstance(made, torch.Tensor) or made.shape != x.shape:
             shape = tuple(getattr(made, "shape", ()))
             return f"the gradient of x has the shape of x, {tuple(x.shape)}; you return {shape}"
@@ -37,10 +37,45 @@ def split_backward(input_half, weight_half):
             return "the first half has computed the gradient of the weight, too: defer it"
         if not deferred[k]:
             return "nothing is deferred: the second half will need the weight, x and g"
+        if any(is_summand(tensor, wanted[k]) for tensor in computed):
+            return (
+                "the first half computes the product gᵀ x, too, and only its addition is deferred: "
+                "the whole backward runs in I; store the weight, x and g, and multiply in the second "
+                "half"
+            )
     for k in (1, 0):
         said = _half_of_weights(weight_half, weight, deferred[k], wanted, k)
         if said:
             return said
+
+
+def watched_half(input_half, gradient, inputs, weight, deferred):
+    """(what `input_half` returns, all tensors that were computed meanwhile)."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    computed = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            made = function(*arguments, **(options or {}))
+            computed.extend([made] if isinstance(made, torch.Tensor) else [])
+            return made
+
+    with Watch():
+        made = call(input_half, gradient, inputs, weight, deferred)
+    return made, computed
+
+
+def is_summand(tensor, gradient):
+    """Whether a tensor is the gradient of the weight, transposed or not, or its summands."""
+    if tensor.dim() < 2 or not tensor.is_floating_point():
+        return False
+    whole = tensor.detach().reshape(-1, *tensor.shape[-2:]).sum(0)
+    return any(
+        whole.shape == wanted.shape and (whole - wanted).abs().max() <= 1e-9
+        for wanted in (gradient, gradient.T)
+    )
 
 
 def _half_of_weights(weight_half, weight, deferred, wanted, k):

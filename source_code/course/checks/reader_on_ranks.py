@@ -38,7 +38,7 @@ def source_of_function(function, places=1):
     """
     if not inspect.isfunction(function):
         raise WrongAnswer("this exercise asks for a function")
-    source = inspect.cleandoc("\n" + inspect.getsource(function))
+    source = collect(function)[0][-1][1]
     left = holes(source)
     if len(left) >= places:
         raise NotAttempted
@@ -51,7 +51,7 @@ def on_ranks(script, function, num_ranks, places=1, **more):
     """Run `script` with the reader's function, and with the helpers and imports that it uses; return
     rank 0's report. Its untouched stub has `...` at `places` places. Raises WrongAnswer."""
     source = source_of_function(function, places)
-    (_, *helpers), imports = collect(function)
+    (*helpers, _), imports = collect(function)
     request = {"source": source, "helpers": helpers, "imports": imports, **more}
     request["function"] = function.__name__
     with requested(request) as file:

@@ -1,0 +1,215 @@
+"""Reports what a rank of an examination does: its messages, its waits, and its collectives.
+
+Every event is one line of JSON after MARK on standard output, with the reader's line at which it
+happened.
+"""
+
+import json
+import os
+import sys
+import threading
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from course.building import ANY_RANK, EVERY_RANK, MARK
+from course.building.request import YOURS
+
+# The functions of torch.distributed that return only after every rank has called them.
+COLLECTIVES = ["barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"]
+COLLECTIVES += ["all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"]
+
+
+class Teller:
+    """Sends events to the process that examines."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def tell(self, event, **more):
+        line = {"rank": self.rank, "event": event, **more}
+        line.setdefault("at", place(sys._getframe(1)))
+        os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
+
+
+def place(frame):
+    """[function, line] of the innermost line of the reader's own code, or None."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(YOURS):
+            return frame.f_code.co_filename[len(YOURS) : -1], frame.f_lineno
+        frame = frame.f_back
+
+
+class Watched:
+    """torch's Work of one message; reports when its rank starts and stops waiting for it."""
+
+    def __init__(self, teller, work, name):
+        self.teller, self.work, self.name = teller, work, name
+
+    def wait(self, *arguments):
+        self.teller.tell("waits", message=self.name)
+        self.work.wait(*arguments)
+        self.teller.tell("goes on", message=self.name)
+        return True
+
+    def is_completed(self):
+        return self.work.is_completed()
+
+
+class OneQueue:
+    """NCCL's rule in its strictest form: a rank has one operation under way, in order of issue.
+
+    An operation is one message, or the messages of one batch. A thread starts the next operation
+    when the one before has ended.
+    """
+
+    def __init__(self, teller):
+        self.teller, self.waiting, self.issued, self.batch = teller, SimpleQueue(), [], None
+        threading.Thread(target=self.work_off, daemon=True).start()
+
+    def put(self, message):
+        """Issue a QueuedMessage, alone or with the others of its batch, and return it."""
+        self.issued.append(message)
+        if self.batch is None:
+            self.waiting.put([message])
+        else:
+            self.batch.append(message)
+        return message
+
+    def batch_isend_irecv(self, operations):
+        """In place of torch's: all of `operations` are one operation."""
+        self.batch = []
+        for each in operations:
+            each.op(each.tensor, each.peer, tag=each.tag)
+        messages, self.batch = self.batch, None
+        self.waiting.put(messages)
+        return messages
+
+    def work_off(self):
+        """The thread: start what was issued, one operation at a time, until the process ends."""
+        while True:
+            messages = self.waiting.get()
+            works = [message.start() for message in messages]
+            for message in messages:
+                message.begun.set()
+            for message, work in zip(messages, works):
+                try:
+                    work.wait()
+                except RuntimeError:
+                    return  # the other rank is lost, which is reported there
+                message.ended.set()
+
+
+class QueuedMessage:
+    """A message in a OneQueue. `begin()` returns torch's work, `about` describes its tensor."""
+
+    def __init__(self, queue, begin, name, about):
+        self.queue, self.begin, self.name, self.about = queue, begin, name, about
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def start(self):
+        self.queue.teller.tell("begins", message=self.name, **self.about)
+        return self.begin()
+
+    def wait(self, *_):
+        """Wait for all that was issued up to this message; reports the one that is under way."""
+        issued = self.queue.issued
+        for message in issued[: issued.index(self) + 1]:
+            message.begun.wait()  # it is the next one, so it begins; only then can it be stuck
+            self.queue.teller.tell("waits", message=message.name)
+            message.ended.wait()
+            self.queue.teller.tell("goes on", message=message.name)
+        del issued[: issued.index(self) + 1]
+        return True
+
+    def is_completed(self):
+        return self.ended.is_set()
+
+
+def watch_messages(teller, queue=None):
+    """Replace the functions of torch.distributed by functions that also report each call.
+
+    With a OneQueue, messages are started by its rule.
+    """
+    counts, works, begin = {}, [], {"send": c10d.isend, "receive": c10d.irecv}
+
+    def start(what, tensor, peer, tag, **more):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
+        if what == "receive" and peer is None and not queue:  # gloo takes what comes; NCCL cannot
+            name_of_peer = ANY_RANK
+        elif isinstance(peer, int) and 0 <= peer < dist.get_world_size():
+            name_of_peer = peer
+        else:
+            way = "to" if what == "send" else "from"
+            raise ValueError(f"there is no rank {peer!r} to {what} {way}")
+        key = what, name_of_peer, tag
+        counts[key] = counts.get(key, 0) + 1
+        name = [*key, counts[key]]
+        about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:]}
+        begin_it = partial(begin[what], tensor.detach(), peer, tag=tag, **more)
+        if queue:
+            about["at"] = place(sys._getframe(1))
+            return queue.put(QueuedMessage(queue, begin_it, name, about))
+        work = begin_it()
+        works.append(work)  # a Work that is freed would end while its message travels
+        teller.tell("begins", message=name, **about)
+        return Watched(teller, work, name)
+
+    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+        peer = dst if group_dst is None else group_dst  # what batch_isend_irecv names
+        return start("send", tensor, peer, tag, group=group)
+
+    def irecv(tensor, src=None, group=None, tag=0, group_src=None):
+        peer = src if group_src is None else group_src
+        return start("receive", tensor, peer, tag, group=group)
+
+    def recv(tensor, src=None, **more):
+        message = irecv(tensor, src, **more)
+        message.wait()
+        return message.work._source_rank() if src is None and not queue else src
+
+    def join(*arguments, **more):
+        teller.tell("waits", message=["join", EVERY_RANK, 0, 0])
+        torch_join(*arguments, **more)
+        teller.tell("goes on", message=["join", EVERY_RANK, 0, 0])
+
+    torch_join = c10d.init_process_group
+    instead = {
+        "isend": isend,
+        "irecv": irecv,
+        "send": lambda *arguments, **more: isend(*arguments, **more).wait(),
+        "recv": recv,
+        "init_process_group": join,
+    }
+    if queue:
+        instead["batch_isend_irecv"] = queue.batch_isend_irecv
+    counted = []
+    for name in COLLECTIVES:
+        instead[name] = watched_collective(teller, name, counted)
+    for module in (dist, c10d):
+        for name, function in instead.items():
+            setattr(module, name, function)
+
+
+def watched_collective(teller, name, counted):
+    """The collective of that name, which also reports its call. `counted` has the earlier ones.
+
+    Those of a group that the reader has made are not followed: not every rank belongs to it.
+    """
+    begin = getattr(c10d, name)
+
+    def collective(*arguments, async_op=False, **more):
+        groups = [each for each in arguments if isinstance(each, dist.ProcessGroup)]
+        if any(each not in (None, dist.group.WORLD) for each in [*groups, more.get("group")]):
+            return begin(*arguments, async_op=async_op, **more)
+        counted.append(name)
+        teller.tell("joins in", name=name)
+        work = begin(*arguments, async_op=True, **more)
+        watched = Watched(teller, work, [name, EVERY_RANK, 0, len(counted)])
+        return watched if async_op else watched.wait() and None
+
+    return collective
