@@ -91,7 +91,7 @@ FAULTS = [
         "place.x(wait.source.start)",
         "The line of a message begins where its action starts.",
         "test_timeline.py",
-        ("test_every_message_is_a_line",),
+        ("test_a_message_goes_from_the_end_of_one_block_to_the_start_of_the_other",),
     ),
     Fault(
         "longest-path-of-rank-0",
