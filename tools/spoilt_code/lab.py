@@ -157,7 +157,10 @@ FAULTS = [
         "[*stage.part.buffers(), *stashed]",
         "The weights that a forward saves are counted among the activations.",
         "test_memory.py",
-        ("test_1f1b_holds_p_minus_r_micro_batches_and_gpipe_all_of_them",),
+        (
+            "test_activations_are_within_1_percent_for_9_schedules_and_5_ways_to_recompute"
+            "[narrow-float64-1]",
+        ),
     ),
     Fault(
         "any-order-is-gpipe",
