@@ -201,7 +201,9 @@ def test_what_cannot_be_answered_is_rejected_in_one_sentence(flags, words):
 
 def test_a_token_depends_on_its_scores_and_its_place_alone():
     scores = torch.randn(256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    drawn = {choose_token(scores, 0, request, 5, 0.8) for request in range(20)}
-    assert len(drawn) > 5
+    for places in ([(0, k, 5) for k in range(20)], [(0, 3, k) for k in range(20)]):
+        assert len({choose_token(scores, *place, 0.8) for place in places}) > 5
+    assert len({choose_token(scores, seed, 3, 5, 0.8) for seed in range(20)}) > 5
+    assert {choose_token(scores, 0, k, 5, 1e-3) for k in range(20)} == {int(scores.argmax())}
     assert choose_token(scores, 0, 3, 5, 0.8) == choose_token(scores, 0, 3, 5, 0.8)
     assert choose_token(scores, 0, 3, 5, 0) == scores.argmax()

@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pretrain_llama
 import pytest
@@ -15,6 +16,7 @@ from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
 from extensions.optimization.mixed_precision import computing_copy, refresh
 from extensions.planning.footprint import count_weights
+from extensions.pretraining.forward_only import ForwardOnly
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.throughput import PEAKS, flops_per_token, known_peak
@@ -27,6 +29,7 @@ from extensions.pretraining.tokens import (
 )
 from pipeline.data import DataError, load_text
 from pipeline.model import ModelConfig, build_part, token_loss
+from pipeline.schedules import gpipe
 
 PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint", "tokenizers"])
 
@@ -145,6 +148,20 @@ def test_the_sample_is_the_same_from_any_number_of_ranks_and_replicas():
     ]
     assert len(samples[0]) == 2
     assert samples[0] == samples[1] == samples[2]
+
+
+def test_the_seed_of_a_sample_decides_its_tokens():
+    job = mock.MagicMock(rank=0, device="cpu", shape=(1, 8, 4))
+    training = mock.Mock(job=job, schedule=gpipe(1, 1), stages={})
+    indifferent = mock.Mock(losses={0: torch.zeros(1, 8, 256)})
+    with (
+        mock.patch.object(ForwardOnly, "worker", lambda *_: indifferent),
+        mock.patch("torch.distributed.broadcast"),
+    ):
+        one, again, other = (
+            ForwardOnly(training, None, None).generate([1, 2], 6, 256, seed) for seed in (0, 0, 1)
+        )
+    assert one == again != other and len(one) == 8
 
 
 # Continue.

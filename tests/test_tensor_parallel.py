@@ -158,6 +158,14 @@ def test_a_layer_sends_4_bsh_x_2_t_minus_1_over_t_bytes_whether_the_sequence_is_
     assert split == {"all-gather": two_layers // 2, "reduce-scatter": two_layers // 2}
 
 
+def test_a_score_whose_exponential_is_no_number_has_its_loss():
+    loss = ShareOfSplitLoss(TensorGroup(mock.Mock(rank=0, wire="cpu"), (0,), None, False))
+    loss.real_tokens = 1
+    scores = torch.tensor([[1000.0, 998.0, -1000.0]], dtype=torch.float64)
+    expected = torch.nn.functional.cross_entropy(scores, torch.tensor([1]))
+    assert abs(loss(scores, torch.tensor([1])) - expected) < 1e-12
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_a_collective_starts_by_the_job_whose_network_may_be_slow(name):
     job = mock.MagicMock(rank=1, wire=torch.device("cpu"))

@@ -242,8 +242,11 @@ def test_a_picture_is_saved_as_it_is(tmp_path):
 def test_blocks_carry_the_number_of_their_microbatch():
     timeline = simulate(gpipe(2, 3), Costs(1, 2))
     root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
-    numbers = [text.text for text in numbers_of(root)]
-    assert numbers == [str(event.action.microbatch) for event in timeline.events]
+    numbers = numbers_of(root)
+    assert [text.text for text in numbers] == [str(e.action.microbatch) for e in timeline.events]
+    for number, (_, left, top, width, _) in zip(numbers, blocks_of(root)):
+        assert float(number.get("x")) == pytest.approx(left + width / 2, abs=0.11)
+        assert top < float(number.get("y")) < top + ROW
 
 
 def test_a_drawing_of_more_than_400_blocks_drops_the_numbers():
@@ -338,6 +341,17 @@ def test_every_message_is_a_line(p, m):
     timeline = simulate(gpipe(p, m), Costs(1, 2))
     root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
     assert len(corners_of(group_of(root, "messages"))) == 2 * m * (p - 1)
+
+
+def test_a_message_goes_from_the_end_of_one_block_to_the_start_of_the_other():
+    timeline = timeline_of("0F0 0-2, 0B0 9-11", "1F0 4-6, 1B0 6-8")
+    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+    first, last, lower_first, lower_last = blocks_of(root)
+    lines = re.findall(r"M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)", group_of(root, "messages").get("d"))
+    ends = sorted([float(number) for number in line] for line in lines)
+    down = [first[1] + first[3], first[2] + ROW, lower_first[1], lower_first[2]]
+    up = [lower_last[1] + lower_last[3], lower_last[2], last[1], last[2] + ROW]
+    assert sum(ends, []) == pytest.approx(down + up, abs=0.11)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def status_without(rank, forgotten):
         return script.main()
 
 
-@pytest.mark.parametrize(("size", "scale"), [(512, 1), (4096, 1), (4096, 50)])
+@pytest.mark.parametrize(("size", "scale"), [(512, 1), (4096, 1), (4096, 50), (512, 1000)])
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_the_joined_loss_and_its_gradient_are_those_of_cross_entropy(p, size, scale):
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,78 @@
+"""Faults in what is said of a training before it runs: its memory, its work, its messages."""
+
+from spoilt_code.fault import Fault
+
+FAULTS = [
+    Fault(
+        "scores-kept-four-times",
+        "extensions/planning/transformer.py::kept_bytes",
+        "else 5 * model.length",
+        "else 4 * model.length",
+        "A plan counts too little memory for the scores of attention.",
+        "test_forecast.py",
+        ("test_a_layer_keeps_s_b_h_times_34_and_5_a_s_over_h_korthikanti_equations_1_to_4",),
+    ),
+    Fault(
+        "backward-is-one-forward",
+        "extensions/planning/transformer.py::Model.model_flops",
+        "return 3 * (",
+        "return 2 * (",
+        "A plan counts a backward as one forward.",
+        "test_forecast.py",
+        ("test_operations_of_an_update_are_those_of_megatron_equation_3",),
+    ),
+    Fault(
+        "bubble-of-p-ranks",
+        "extensions/planning/closed_forms.py::bubble_over_ideal",
+        "(ranks - 1) / (chunks * microbatches)",
+        "ranks / (chunks * microbatches)",
+        "The closed form of the bubble counts one rank too many.",
+        "test_planning.py",
+        ("test_the_bubble_is_p_minus_1_over_v_m_megatron_sections_2_2_1_and_2_2_2",),
+    ),
+    Fault(
+        "1f1b-holds-one-less",
+        "extensions/planning/held.py::held_by",
+        '"1f1b": lambda rank: min(m, p - rank),',
+        '"1f1b": lambda rank: min(m, p - 1 - rank),',
+        "A plan leaves out the micro-batch at work.",
+        "test_forecast.py",
+        ("test_what_a_schedule_holds_is_what_the_simulator_counts",),
+    ),
+    Fault(
+        "means-not-counted",
+        "extensions/planning/footprint.py::predict_memory",
+        "numbers * STATES[optimizer] * master // shards",
+        "numbers * STATES[optimizer] * width // shards",
+        "With 16-bit weights AdamW's means are counted in 16 bits.",
+        "test_memory.py",
+        ("test_16_bits_a_weight_cost_18_bytes_a_weight_with_adamw_and_32_bits_16",),
+    ),
+    Fault(
+        "ring-of-n-steps",
+        "extensions/planning/traffic.py::gather_time",
+        "moved = (members - 1) / members * size",
+        "moved = size",
+        "A member of a ring receives its own part, too.",
+        "test_forecast.py",
+        ("test_an_all_reduce_moves_2_n_minus_1_over_n_of_its_bytes_nccl_tests",),
+    ),
+    Fault(
+        "memory-of-plan-unchecked",
+        "extensions/planning/partition.py::plan_stages",
+        "copies = -(-(workers - used) // replicas)  # rounded up",
+        "copies = (workers - used) // replicas",
+        "A stage may need one copy more than its memory has room for.",
+        "test_partition.py",
+        ("test_with_a_memory_limit_the_plan_is_the_best_of_those_within_it",),
+    ),
+    Fault(
+        "head-without-work",
+        "extensions/planning/cut_by_work.py::slowest",
+        "work[-1] += head",
+        "work[-1] += 0 * head",
+        "A cut by work does not count the head.",
+        "test_cut_by_work.py",
+        ("test_no_cut_of_all_has_a_slowest_stage_with_less_work",),
+    ),
+]
