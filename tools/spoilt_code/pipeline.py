@@ -51,8 +51,8 @@ FAULTS = [
     Fault(
         "sent-tensors-never-released",
         "pipeline/worker.py::Worker.release_sent",
-        "if pair[0] <= made",
-        "if pair[0] < 0",
+        "if sent[1] < taken[sent[0]]",
+        "if sent[1] < 0",
         "A rank keeps every tensor that it has sent until its step ends.",
         "test_planted_faults.py",
         ("test_in_gpipe_a_middle_rank_owns_m_sent_buffers_instead_of_2m",),
