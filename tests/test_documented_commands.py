@@ -62,7 +62,7 @@ KINDS = [
         "test_submissions.py runs both",
     ),
     (r"\.venv/bin/jupytext ", ON_A_COPY),
-    (r"make (lab|check|test|test-torch|soak|notebooks|images|benchmark|wheels|\.venv)\b", ASKED),
+    (r"make (lab|check|test|test-all|test-torch|soak|notebooks|images|benchmark|wheels|\.venv)\b", ASKED),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
     (r"(\. slurm/site\.env && )?([A-Z_]+=\S+ )?sbatch\b", ON_SLURM),
