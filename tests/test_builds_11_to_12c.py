@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from further import seeds_up_to
 from mutated import mutated, slipped
 
 from broken.pipelines.faults import Cured
@@ -66,9 +67,7 @@ def answer_to(capsys, ask, *answers):
 
 
 def seeds(few, many):
-    return pytest.mark.parametrize(
-        "seeds", [range(few), pytest.param(range(few, many), marks=pytest.mark.soak)]
-    )
+    return pytest.mark.parametrize("seeds", seeds_up_to(few, many))
 
 
 # Lesson 11: a job script

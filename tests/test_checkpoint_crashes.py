@@ -20,6 +20,7 @@ from unittest import mock
 import distributed_checkpointing
 import pytest
 import torch.distributed.checkpoint.filesystem as dcp_files
+from further import further
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
@@ -181,7 +182,7 @@ def calls_of_a_save(folder, how):
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
-        (0, ""),
+        pytest.param(0, "", marks=further),
         pytest.param(0, "--asynchronous", marks=pytest.mark.soak),
         pytest.param(1, "", marks=pytest.mark.soak),
         pytest.param(1, "--asynchronous", marks=pytest.mark.soak),
@@ -228,6 +229,7 @@ def test_the_calls_of_a_save_are_the_writes_syncs_and_renames_in_this_order(tmp_
     assert [*map(without_numbers, of_1)] == expected
 
 
+@further
 def test_killed_at_ten_random_moments_it_ends_with_the_losses_of_an_undisturbed_training(tmp_path):
     seed = int(os.environ.get("CRASH_SEED", random.randrange(10**6)))
     print(f"CRASH_SEED={seed}")

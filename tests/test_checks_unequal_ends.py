@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from further import SEEDS
 
 from course.checks import lesson_10c as check
 
@@ -132,7 +133,7 @@ SWAPS = [("+", "-"), ("-", "+"), ('"sum"', '"max"'), ('"max"', '"sum"'), ("/", "
          (">=", ">"), ("< ", "<= "), (".log()", ".exp()"), ("first", "0"), ("* here", "")]  # fmt: skip
 
 
-@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 45), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seeds", SEEDS)
 def test_a_mutation_of_the_solution_is_never_called_right(seeds, program, capsys):
     text = re.sub(r"  #.*", "", inspect.getsource(right))
     body = text.index("rows =")

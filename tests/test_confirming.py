@@ -16,6 +16,8 @@ from extensions.planning.machine import Link, Machine
 from extensions.planning.training_plan import Plan
 from extensions.planning.transformer import Model
 
+pytestmark = pytest.mark.further  # it measures this machine
+
 MODEL = Model(8, 1024, batch=8, vocabulary=32_000)
 FAR = Machine(2, gpus_per_node=1, between=Link(0.3e9, 10e-3, 1))
 

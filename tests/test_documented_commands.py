@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from further import further
 
 from course import launch
 from course.launch import ROOT
@@ -62,7 +63,10 @@ KINDS = [
         "test_submissions.py runs both",
     ),
     (r"\.venv/bin/jupytext ", ON_A_COPY),
-    (r"make (lab|check|test|test-all|test-torch|soak|notebooks|images|benchmark|wheels|\.venv)\b", ASKED),
+    (
+        r"make (lab|check|test|test-all|test-torch|soak|notebooks|images|benchmark|wheels|\.venv)\b",
+        ASKED,
+    ),
     (r"PIPELINE_RECORD=1 make notebooks\b", ASKED),
     (r"make$", ASKED),
     (r"(\. slurm/site\.env && )?([A-Z_]+=\S+ )?sbatch\b", ON_SLURM),
@@ -143,6 +147,7 @@ def test_every_line_of_a_block_of_commands_is_known_as_one(page):
     assert [line for line in lines if not is_command(line)] == []
 
 
+@further
 @pytest.mark.parametrize("command", [c for c in COMMANDS if kind_of(c) == RUN])
 def test_it_runs(command, tmp_path):
     if "copy_template.py" in command:

@@ -17,6 +17,7 @@ import naive_model_parallelism
 import one_f_one_b
 import pytest
 import torch
+from further import further
 from observed import ListedActions, attach_instruments
 from ranks import run_on_ranks
 
@@ -236,6 +237,7 @@ def test_with_adamw_2_ranks_equal_one_process_to_1e_12(script, by_hand, cut, num
     assert differences(ranks, one_process(ADAMW)) == set()
 
 
+@further
 def test_200_steps_equal_one_process_to_1e_9_of_the_loss():
     flags = (
         "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --device cpu "

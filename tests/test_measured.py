@@ -30,6 +30,8 @@ from extensions.planning.plan_tables import flags_of
 from extensions.planning.training_plan import Plan
 from pipeline.inputs import InputError
 
+pytestmark = pytest.mark.further  # it measures this machine
+
 MODEL = replace(of_the_course(8, 96, 4, 2, 256), length=64, batch=16)
 # Seconds of each term; a backward twice a forward, its halves half of that.
 FORWARD = (1e-4, 2e-4, 3e-11, 1e-10, 5e-5, 2e-10, 3e-4, 4e-11, 2e-10)

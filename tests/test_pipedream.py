@@ -14,6 +14,7 @@ from unittest import mock
 import pipedream
 import pytest
 import torch
+from further import further
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
@@ -204,6 +205,7 @@ def last_five(num_ranks, mode, seed):
     return sum(deep_losses(num_ranks, mode, seed)[-5:]) / 5
 
 
+@further
 def test_without_a_stash_eight_ranks_end_far_above_those_with_one_and_four_ranks_do_not():
     # Of seed 1; lesson 04 trains from three seeds, on real ranks.
     assert last_five(8, "latest", 1) - last_five(8, "stashed", 1) > 0.3

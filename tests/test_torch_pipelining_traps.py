@@ -17,6 +17,8 @@ from course.failed_run import RunFailed
 from course.launch import run
 from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
 
+pytestmark = pytest.mark.further  # many runs of one library
+
 PRELOAD.extend(["torch.distributed.pipelining", "extensions.torch_pipelining.library"])
 PRELOAD.extend(LATE_IMPORTS)
 PAGE = Path(__file__).resolve().parents[1] / "docs/torch-distributed-pipelining-errors.md"

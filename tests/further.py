@@ -1,0 +1,25 @@
+"""Which of many like cases `make test` tries; `make test-all` tries the others, too."""
+
+import pytest
+
+further = pytest.mark.further
+
+
+def first_of(cases, number):
+    """`cases` for pytest.mark.parametrize, of which `make test` takes the first `number` only."""
+    params = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*values, marks=() if place < number else further)
+        for place, values in enumerate(params)
+    ]
+
+
+def seeds_up_to(few, many):
+    """Ranges of seeds for random changes: `few` for `make test-all`, the others for `make soak`."""
+    return [
+        pytest.param(range(few), marks=further),
+        pytest.param(range(few, many), marks=pytest.mark.soak),
+    ]
+
+
+SEEDS = seeds_up_to(5, 45)
