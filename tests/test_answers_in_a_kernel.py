@@ -130,9 +130,9 @@ def test_helpers_of_one_name_in_two_lessons_are_both_kept(kernel, tmp_path):
     assert "def gpipe_step_finish(sends):" in own
     assert "def one_f_one_b_step_finish(sends, shares):" in own
     path.write_text(own)
-    train = f"*(run('build/{path.name} ' + name, show=False, limit=60).losses for name in names)"
+    train = f"run('build/{path.name} ' + name + ' --steps 1', show=False, limit=60).losses"
     try:
-        losses = kernel(f"names = 'naive', 'gpipe', '1f1b'\nprint({train}, sep='\\n')").splitlines()
+        losses = kernel(f"print([{train} for name in ('gpipe', '1f1b')])")
     finally:
         path.unlink()
-    assert len(losses) == 3 and len(set(losses)) == 1 and losses[0].count(",") == 3
+    assert losses == "[[5.183731], [5.183731]]\n"
