@@ -139,7 +139,9 @@ def _left(block):
     In a stub, one can also stand below given code: last, or before the `return`.
     """
     code = [node for node in block if not _is_only(str, node)]
-    dots = [node for node in code[:-1] if _is_only(type(...), node)]
+    while code and _is_only(type(...), code[-1]):
+        code.pop()
+    dots = [node for node in code if _is_only(type(...), node)]
     given = [node for node, below in zip(code[1:], code[2:]) if isinstance(below, ast.Return)]
     return [node for node in dots if node not in given]
 
