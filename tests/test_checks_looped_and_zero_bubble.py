@@ -172,6 +172,12 @@ def half_as_much(deferred):
         weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2) / 2
 
 
+def twice_as_much(deferred):
+    while deferred:
+        weight, inputs, gradient = deferred.pop()
+        weight.grad += 2 * gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
+
+
 def never_forgetting(deferred):
     for weight, inputs, gradient in deferred:
         weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
@@ -199,6 +205,7 @@ def of_one_sequence(deferred):
         ),
         ((input_half, replacing), "the gradient of the other micro-batch is gone"),
         ((input_half, half_as_much), "the gradient of micro-batch 1 counts 0.5 times"),
+        ((input_half, twice_as_much), "the gradient of micro-batch 1 counts 2 times"),
         ((input_half, never_forgetting), "a second call would count it twice"),
         ((input_half, of_one_sequence), "sum gᵀ x over all positions"),
         ((input_half, lambda deferred: None), "still has no gradient"),

@@ -249,9 +249,10 @@ def test_the_update_of_a_step_that_is_not_finite_can_be_left_out(tmp_path, scrip
 
 
 @pytest.mark.processes
-def test_ranks_that_share_every_layer_leave_it_out_too(tmp_path):
-    flags = f"{FLAGS} {SAVING['tensor_parallel']} --checkpoints {tmp_path} --on-nan skip --steps 3"
-    ends = run_on_ranks(train_with_a_norm_of_nan, 2, "tensor_parallel", flags, 2)
+@pytest.mark.parametrize("script", ["tensor_parallel", "pipeline_with_data_parallel"])
+def test_ranks_that_share_every_layer_and_replicas_leave_it_out_too(tmp_path, script):
+    flags = f"{FLAGS} {SAVING[script]} --checkpoints {tmp_path} --on-nan skip --steps 3"
+    ends = run_on_ranks(train_with_a_norm_of_nan, 2, script, flags, 2)
     said = "the gradient norm of step 2 is nan: its update is left out\n"
     assert ends == [(0, said), (0, "")]
     before, after = (

@@ -38,9 +38,12 @@ seconds = itertools.count(1)
 def main():
     """Plant the faults that are named, or all; print what caught each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="faults to plant, else all")
-    parser.add_argument("--list", action="store_true", help="only print the faults")
-    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="copies to work in")
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="faults to plant, else all")
+    add("--list", action="store_true", help="only print the faults")
+    add(
+        "--at-once", type=int, default=2, choices=range(1, 9), metavar="N", help="copies to work in"
+    )
     arguments = parser.parse_args()
     unknown = set(arguments.names) - {fault.name for fault in FAULTS}
     if unknown:
@@ -74,7 +77,7 @@ def copy_repository(copy):
 
 
 def check_that_tests_pass(copy, faults, at_once):
-    """End with status 2 if a test fails, or is not there, without any fault."""
+    """End with status 1 if a test fails, or is not there, without any fault."""
     tests = sorted({test for fault in faults for test in fault.node_ids})
     apart = ["--numprocesses", str(at_once), "--dist", "loadfile"]
     status, output = run_tests(copy, [*apart, *tests], limit=3600)

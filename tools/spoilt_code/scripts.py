@@ -57,8 +57,8 @@ FAULTS = [
     Fault(
         "pipedream-updates-early",
         "pipedream.py::run_training.backward",
-        "last = k - k % count + count if count > 1 else k + 1",
-        "last = k - k % count + count",
+        "group = max(count, arguments.microbatches)",
+        "group = count",
         "Double buffering updates after each micro-batch, not after a group.",
         "test_loops_by_hand.py",
         ("test_so_does_pipedream_with_one_update_for_several_microbatches",),
@@ -88,6 +88,9 @@ FAULTS = [
         "if update_check.allows(step, loss, norm) or update_check.skip:",
         "--on-nan skip makes the update that it says it leaves out.",
         "test_not_finite.py",
-        ("test_the_update_of_a_step_that_is_not_finite_can_be_left_out",),
+        (
+            "test_ranks_that_share_every_layer_and_replicas_leave_it_out_too"
+            "[pipeline_with_data_parallel]",
+        ),
     ),
 ]
