@@ -248,14 +248,9 @@ FAULTS = [
     ),
     Fault(
         "file-written-in-place",
-        "pipeline/files.py::write_whole",
-        """\
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(partial, path)
-""",
-        """\
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-""",
+        "pipeline/files.py::replace_file",
+        "        write(partial)\n",
+        "        write(path)\n        write(partial)\n",
         "A crash or a full disk leaves half of a file in place of the old one.",
         "test_inputs_and_outputs.py",
         ("test_a_full_disk_leaves_the_old_file_and_nothing_else",),
