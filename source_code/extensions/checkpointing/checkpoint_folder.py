@@ -30,7 +30,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.files import to_json, write_whole
+from pipeline.files import replace_file, to_json
 from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
 
 DESCRIPTION = "checkpoint.json"
@@ -286,7 +286,7 @@ def move_latest(folder, name):
 
 def write_line(folder, name, line):
     """Write a file of one line; once this returns, it is on disk under its name."""
-    write_whole(Path(folder) / name, line + "\n")
+    replace_file(Path(folder) / name, lambda partial: write_synced(partial, line + "\n"))
     sync_folder(folder)
 
 
