@@ -214,7 +214,7 @@ class CountedSending(Transfer):
 
 
 class NothingReleasedBeforeTheEnd(Worker):
-    def release_sent(self, source, message):
+    def release_sent(self, taken):
         pass
 
 
