@@ -18,7 +18,7 @@ check: $(INSTALLED) ## the linter, and every test that starts no process and no 
 	$(LINT)
 	$(TESTS) -m "not processes" tests $(PYTEST_FLAGS)
 
-test: $(INSTALLED) ## set up .venv and test every lesson, script, schedule and check: ten minutes
+test: $(INSTALLED) ## set up .venv and test every lesson, script, schedule and check
 	$(LINT)
 	$(TESTS) -m "not (further and processes)" $(PYTEST_FLAGS)
 

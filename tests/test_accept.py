@@ -16,6 +16,8 @@ import accept_parts  # noqa: E402
 import write_measurements  # noqa: E402
 from accept_runs import Machine, OutOfTime  # noqa: E402
 
+pytestmark = pytest.mark.further  # the acceptance of a machine, tool by tool
+
 NO_TRAINING = {"plan", "plan_partition", "predict", "preflight", "prepare_data", "copy_template",
                "rehearse", "search_schedule", "torch_pipelining_mlp"}  # fmt: skip
 

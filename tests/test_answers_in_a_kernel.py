@@ -11,7 +11,7 @@ from readers_answers import GPIPE, ONE_F_ONE_B, PIECES, RIGHT, THERE, WRONG, edi
 
 from course.launch import ROOT
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.further]  # test_builds.py asks the same checks
 
 LIMIT = 240  # seconds for a cell, also on a busy machine
 

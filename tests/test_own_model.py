@@ -14,6 +14,8 @@ from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.bundle import Bundle
 
+pytestmark = pytest.mark.further  # whole programs of a page
+
 PAGE = ROOT / "docs" / "your-own-model.md"
 OWN_TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind.\n" * 50
 

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from further import further
 from ranks import run_on_ranks
 
 from course.launch import ROOT
@@ -96,6 +97,7 @@ def test_in_gpipe_a_rank_has_at_most_the_m_activations_that_the_schedule_holds()
         assert max(found) <= m, found
 
 
+@further
 @pytest.mark.parametrize(
     "flags",
     ["zero_bubble --schedule zb-h1", "zero_bubble --schedule zb-h2", "interleaved_1f1b --chunks 2"],
@@ -107,6 +109,7 @@ def test_zero_bubble_and_interleaved_have_no_more_for_256_micro_batches_than_for
     assert max(many) <= 11 + 2, many
 
 
+@further
 @pytest.mark.parametrize(
     "flags",
     [
@@ -124,6 +127,7 @@ def test_with_recomputation_a_spread_vocabulary_and_replicas_more_micro_batches_
     assert max(few) <= max(many) <= most, (few, many)
 
 
+@further
 def test_1f1b_has_no_more_after_200_steps_than_after_10():
     few, many = measured("one_f_one_b", [(2, 10), (2, 200)])
     assert few == many
@@ -135,6 +139,7 @@ def test_in_pipedream_rank_r_has_at_most_p_minus_r_plus_2_after_200_mini_batches
     assert all(peak <= RANKS - rank + 2 for rank, peak in enumerate(many)), many
 
 
+@further
 def test_pipedream_with_replicas_and_double_buffers_has_no_more_after_200_than_after_40():
     for flags, m in (("pipedream --replicas 2-1-1", 1), ("pipedream --weights double-buffered", 4)):
         few, many = measured(flags, [(m, 40), (m, 200)])

@@ -40,6 +40,8 @@ from pipeline.one_process import train_one_process
 from pipeline.schedules.legal import check_legal
 from pipeline.training import parse_arguments, training_parser
 
+pytestmark = pytest.mark.further  # lesson 08 compares the same script with one process
+
 PRELOAD.extend(["torch.distributed.pipelining", "extensions.torch_pipelining.library"])
 PRELOAD.extend(LATE_IMPORTS)
 SCRIPT = "torch_pipelining.py"
