@@ -131,7 +131,7 @@ FAULTS = [
         "course/progress.py::read_line",
         'or record.keys() != {"exercise", "outcome", "time"}',
         'or "exercise" not in record',
-        "A line that is no record of progress ends the page of the whole class.",
+        "One malformed line of progress makes the page fail for the whole class.",
         "test_progress.py",
         ("test_damaged_and_foreign_files_are_named_and_skipped",),
     ),
