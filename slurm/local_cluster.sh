@@ -8,7 +8,8 @@
 #
 # One controller, one daemon for each pretend node, and the munge daemon with which they recognise
 # each other. All of them belong to you, root or not, listen on 127.0.0.1 only and keep everything
-# in one folder. Started by root it takes the jobs of all users of the machine, each as its owner.
+# in one folder, which must be yours alone: who writes there decides what the daemons do.
+# Started by root it takes the jobs of all users of the machine, each as its owner.
 # The GPUs are pretended: SLURM hands them out like real ones, and there is nothing behind them.
 # Cores are declared, not separated. Needs Linux and Debian's or Ubuntu's packages.
 set -euo pipefail
@@ -47,16 +48,56 @@ read_arguments() {
         esac
         shift 2
     done
+    [ -n "$folder" ] ||
+        reject "there is no home of yours for the cluster's folder; name one, yours or somebody else's, with --folder"
+    [ ! -L "${folder%/}" ] || reject "$folder is a link; name the folder itself with --folder"
     folder=$(realpath -m "$folder")
     export SLURM_CONF=$folder/slurm.conf
+    [ ! -e "$folder" ] || check_owner
 }
 
-# One for each user and each copy of the course. Short, because the name of a socket has at most
-# 107 characters.
+# One for each user, machine and copy of the course, where nobody else can make it first: not in
+# /tmp. Short, because the name of a socket has at most 107 characters.
 usual_folder() {
-    local copy
-    copy=$(dirname "$(realpath "$0")" | cksum)
-    realpath -m "${COURSE_CLUSTER_FOLDER:-${TMPDIR:-/tmp}/course-cluster-$(id -u)-${copy%% *}}"
+    local name place
+    name=$({ uname -n && dirname "$(realpath "$0")"; } | cksum)
+    name=course-cluster-${name%% *}
+    if [ -n "${COURSE_CLUSTER_FOLDER:-}" ]; then
+        echo "$COURSE_CLUSTER_FOLDER"
+    elif [ "$(id -u)" = 0 ] && [ -w /run ]; then
+        echo "/run/$name"  # other users can reach it there, unlike in root's home
+    else
+        for place in "${HOME:-}" "${XDG_RUNTIME_DIR:-}"; do
+            if [ -O "$place" ] && [ -w "$place" ]; then
+                echo "${place%/}/.$name"
+                return
+            fi
+        done
+    fi
+}
+
+# A cluster's configuration names programs that SLURM's commands load: a foreign one is not read,
+# let alone written to. Only root's is used by others, and they change nothing in it.
+check_owner() {
+    local above=$folder
+    owned_by "$(id -u)" "$folder" ||
+        { [[ $command =~ ^(env|status)$ ]] && owned_by 0 "$folder"; } ||
+        reject "$folder is not a folder that only you can write to; name a new one with --folder"
+    until [ "$above" = / ]; do
+        above=$(dirname "$above")
+        owned_by "$(id -u)" "$above" || owned_by 0 "$above" || is_sticky "$above" ||
+            reject "$above, which $folder lies in, can be changed by others; name another --folder"
+    done
+}
+
+# Whether a folder, and no link to one, belongs to this user and only its owner may write to it.
+owned_by() {
+    [[ $(stat -c %u:%A "$2") =~ ^$1:d....[^w]..[^w]. ]]
+}
+
+# Root's, and nobody there can rename or remove what is somebody else's, as in /tmp.
+is_sticky() {
+    [[ $(stat -c %u:%A "$1") =~ ^0:d........[tT] ]]
 }
 
 whole_number() {
@@ -72,8 +113,7 @@ reject() {
 
 start() {
     check_machine
-    mkdir -p "$folder"/{log,run,state,gpu,munge}
-    chmod 755 "$folder" "$folder/munge"
+    make_folder
     if any_running && [ -e "$SLURM_CONF" ]; then
         echo "a cluster is running already; what it lacks is started again"
     else
@@ -94,6 +134,17 @@ start() {
 Other users of this machine reach it from a copy of their own with:
   eval "\$(slurm/local_cluster.sh env --folder $folder)"
 TEXT
+}
+
+# New, or one of a cluster of one's own. Others enter only root's, and find no log or state there.
+make_folder() {
+    umask 022
+    [ -e "$folder" ] || mkdir -m 700 "$folder" 2>/dev/null || [ -e "$folder" ] ||
+        reject "--folder $folder cannot be made; name one in a folder of yours that exists"
+    check_owner
+    mkdir -p -m 700 "$folder"/{log,state}
+    mkdir -p "$folder"/{run,gpu,munge}
+    [ "$(id -u)" != 0 ] || chmod 755 "$folder"
 }
 
 check_machine() {
@@ -204,7 +255,8 @@ start_munge() {
     is_running munged && return
     [ -s "$folder/munge/key" ] ||
         (umask 077 && head -c 1024 /dev/urandom >"$folder/munge/key")
-    # --force: it would reject a folder that others cannot enter, and only you are to use it.
+    # --force: it would reject a folder that others cannot enter, and only you are to use it. What
+    # munged would check besides, check_owner has.
     within 5 munged --force --key-file "$folder/munge/key" --socket "$folder/munge/socket" \
         --log-file "$folder/munge/log" --pid-file "$folder/run/munged.pid" \
         --seed-file "$folder/munge/seed" || fail "munged did not start" "$folder/munge/log"
@@ -323,12 +375,14 @@ status() {
 
 print_environment() {
     any_running || reject "no cluster is running in $folder; first: slurm/local_cluster.sh start$(folder_flag), or name the folder of somebody else's with --folder"
-    echo "export SLURM_CONF=$SLURM_CONF"
+    printf 'export SLURM_CONF=%q\n' "$SLURM_CONF"
     [ ! -e "$folder/plain" ] || echo "export MASTER_ADDR=127.0.0.1  # the nodes' names do not resolve here"
 }
 
 folder_flag() {
-    [ "$folder" = "$(usual_folder)" ] ||
+    local usual
+    usual=$(usual_folder)
+    [ "$folder" = "$(realpath -m "${usual:-/}")" ] ||
         echo " --folder $folder"
 }
 

@@ -185,7 +185,7 @@ def test_the_cluster_refuses_in_one_sentence(arguments, sentence):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="says first that SLURM needs Linux")
 def test_without_slurm_it_says_what_to_install(tmp_path):
-    for name in ("bash", "realpath", "id", "uname", "dirname", "cksum"):
+    for name in ("bash", "realpath", "id", "uname", "dirname", "cksum", "stat"):
         (tmp_path / name).symlink_to(shutil.which(name))
     text = LOCAL_CLUSTER.read_text().replace("PATH=$PATH:/usr/sbin:/sbin", "")
     ended = subprocess.run(

@@ -22,6 +22,7 @@ REACHED, TRIED, RIGHT = "not attempted", "not yet", "right"
 OUTCOMES = (REACHED, TRIED, RIGHT)
 MOST_BYTES = 5_000_000  # of a file; one person's week is far smaller
 ROOT = Path(__file__).resolve().parents[2]
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor wait at a pipe
 told = set()  # the sentences that have been printed
 
 
@@ -34,8 +35,9 @@ def note(exercise, outcome):
     file = folder / f"{name_of_person()}.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A line is appended in one write, so lines of several kernels do not mix.
-        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        # A line is appended in one write, so lines of several kernels do not mix. In a folder that
+        # all may write to, a link may be anybody's: it is not followed.
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_LINK, 0o644)
         try:
             os.write(descriptor, f"{json.dumps(record)}\n".encode())
         finally:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -11,17 +12,39 @@ not_written = []  # flags of outputs that could not be written; if any, the run 
 
 
 def write_whole(path, text):
-    """Write a file so that it is either the old one or the new one, never half of it."""
+    """Write a text file so that it is either the old one or the new one, never half of it."""
+    # The text may contain a file name, which need not be valid UTF-8.
+    content = text.encode("utf-8", errors="backslashreplace")
+    replace_file(path, lambda partial: partial.write_bytes(content))
+
+
+def replace_file(path, write):
+    """Write a file by `write(partial)`, sync it, and rename it atomically to its name.
+
+    A crash leaves the old file or the new one, never a part of either.
+    """
     path = Path(os.path.realpath(path))  # keep a symbolic link
     if os.path.lexists(path) and not path.is_file():  # /dev/null must not become a file
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = new_file_beside(path)
     try:
-        # The text may contain a file name, which need not be valid UTF-8.
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        write(partial)
+        with open(partial, "rb+") as file:
+            os.fsync(file.fileno())
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def new_file_beside(path):
+    """Make an empty file in the folder of `path`, and return its path.
+
+    Its name cannot be guessed, and the file is new: in a folder that all users may write to,
+    somebody else could have put a link at a known name, and the link would be followed.
+    """
+    beside = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}")
+    os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    return beside
 
 
 def write_output(flag, path, text):

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from pipeline.command_line import reject
+from pipeline.files import new_file_beside
 
 # Every path that a run reads or writes, and its attribute; each script has some of them.
 # --checkpoints is read and written, and is listed first, because its content must be kept.
@@ -60,16 +61,13 @@ def same_file(path, other):
 def can_be_written(path):
     """Return whether a file can be created or replaced at `path`, links resolved."""
     real = os.path.realpath(path)
-    folder, name = os.path.split(real)
     if not os.path.basename(path) or os.path.islink(real):  # links that lead back to themselves
         return False
     if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
         return False
     # Permissions are not enough to decide (root, read-only mounts, /proc), so try it.
-    attempt = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
-        os.close(os.open(attempt, os.O_CREAT | os.O_WRONLY))
-        os.remove(attempt)
+        os.remove(new_file_beside(real))
     except OSError:
         return False
     return True

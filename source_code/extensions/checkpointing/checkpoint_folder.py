@@ -30,7 +30,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.files import to_json
+from pipeline.files import replace_file, to_json
 from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
 
 DESCRIPTION = "checkpoint.json"
@@ -281,22 +281,13 @@ def write_description(folder, description):
 
 def move_latest(folder, name):
     """Replace `latest` by a file that names this checkpoint."""
-    replace_file(Path(folder) / "latest", lambda partial: write_synced(partial, name + "\n"))
+    write_line(folder, "latest", name)
 
 
-def replace_file(path, write):
-    """Write a file by `write(partial)`, sync it, and rename it atomically to its name.
-    A crash leaves the old file or the new one, never a part of either."""
-    path = Path(os.path.realpath(path))
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        write(partial)
-        with open(partial, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+def write_line(folder, name, line):
+    """Write a file of one line; once this returns, it is on disk under its name."""
+    replace_file(Path(folder) / name, lambda partial: write_synced(partial, line + "\n"))
+    sync_folder(folder)
 
 
 def remove_checkpoint(run_folder, name):
@@ -317,6 +308,9 @@ def remove_checkpoint(run_folder, name):
 
 def remove_leftovers(folder):
     """Remove half-written and half-deleted checkpoints that crashes left, and nothing else."""
+    for name in entries_of(folder):
+        if re.fullmatch(r"\.(latest|stopped)\.[0-9a-f]{8}", name):  # see `replace_file`
+            (Path(folder) / name).unlink(missing_ok=True)
     for run in runs_of(folder):
         for name in entries_of(Path(folder) / run):
             if name.startswith((WRITING, DELETING)):
@@ -325,7 +319,7 @@ def remove_leftovers(folder):
 
 def mark_stopped(folder, why):
     """Write the file `stopped`, which marks that the training there can be continued."""
-    replace_file(Path(folder) / "stopped", lambda partial: write_synced(partial, why + "\n"))
+    write_line(folder, "stopped", why)
 
 
 def unmark_stopped(folder):

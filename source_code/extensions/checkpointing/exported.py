@@ -1,9 +1,12 @@
 """A training run as one file for torch.load: written from a checkpoint, and begun from."""
 
+import os
+
 import torch
 
-from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, replace_file
+from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, sync_folder
 from extensions.checkpointing.checkpoint_reader import load_archive, read_whole
+from pipeline.files import replace_file
 from pipeline.inputs import InputError, is_count
 from pipeline.job import end_process
 
@@ -17,6 +20,7 @@ def export(checkpoint, file):
     check_files(checkpoint, checkpoint.description["files"])
     state = read_whole(checkpoint)
     replace_file(file, lambda partial: torch.save(state, partial))
+    sync_folder(os.path.dirname(os.path.realpath(file)))
 
 
 def read_exported(file):

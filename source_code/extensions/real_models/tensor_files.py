@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline.files import replace_file
 from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, parse_json
 
 LARGEST_HEADER = 100 * MEBIBYTE  # the limit of the format
@@ -96,7 +97,7 @@ def write_tensors(path, tensors):
 
     Copies one tensor at a time to the CPU. Returns the number of bytes of all tensors.
     """
-    path, header, total = Path(path), {"__metadata__": {"format": "pt"}}, 0
+    header, total = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
         length = tensor.numel() * tensor.element_size()
         header[name] = {
@@ -107,16 +108,13 @@ def write_tensors(path, tensors):
         total += length
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+
+    def write(partial):
         with open(partial, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
                 plain = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
                 file.write(memoryview(plain.numpy()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+
+    replace_file(path, write)
     return total

@@ -1,0 +1,162 @@
+"""Nothing that another user of the machine puts in the way is adopted, followed or overwritten."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from cluster import LOCAL_CLUSTER, ROOT
+
+from course import progress
+from pipeline.files import write_whole
+from pipeline.paths import can_be_written
+
+OTHER = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+
+
+@pytest.fixture
+def everybodys():
+    """A folder in which everybody may make files, and remove only their own, such as /tmp."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def local_cluster(command, folder=None, **variables):
+    """How slurm/local_cluster.sh ends."""
+    environment = {name: value for name, value in os.environ.items() if name[:6] != "COURSE"}
+    return subprocess.run(
+        [LOCAL_CLUSTER, command, *(["--folder", folder] if folder else [])],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def refusal(ended):
+    """The one sentence of a program that has done nothing."""
+    assert ended.returncode == 2 and not ended.stdout
+    (line,) = ended.stderr.splitlines()
+    return line
+
+
+# The local cluster.
+
+
+@needs_root
+@pytest.mark.parametrize("command", ["start", "status", "env", "stop"])
+def test_a_cluster_folder_that_another_user_has_made_first_is_never_used(everybodys, command):
+    folder, precious = everybodys / "cluster", everybodys / "precious"
+    precious.write_text("root's\n")
+    precious.chmod(0o600)
+    subprocess.run(
+        f"umask 022; mkdir {folder} {folder}/munge; echo known >{folder}/munge/key;"
+        f" ln -s {precious} {folder}/slurm.conf; ln -s {precious} {folder}/gres.conf",
+        shell=True,
+        check=True,
+        timeout=10,
+        user=OTHER,
+    )
+    said = refusal(local_cluster(command, folder))
+    assert said.startswith(f"{folder} is not a folder that only you can write to")
+    assert precious.read_text() == "root's\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["gres.conf", "munge", "slurm.conf"]
+
+
+@needs_root
+def test_a_cluster_folder_below_a_folder_of_another_user_is_never_used(everybodys):
+    """They could exchange it."""
+    above = everybodys / "above"
+    above.mkdir()
+    (above / "cluster").mkdir()
+    os.chown(above, OTHER, OTHER)
+    said = refusal(local_cluster("start", above / "cluster"))
+    assert said.startswith(f"{above}, which {above}/cluster lies in, can be changed by others")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_a_cluster_folder_that_others_may_write_to_is_never_used(everybodys, mode):
+    folder = everybodys / "cluster"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert "is not a folder that only you can write to" in refusal(local_cluster("start", folder))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_link_or_a_file_in_place_of_the_cluster_folder_is_refused(everybodys):
+    own, link, file = (everybodys / name for name in ("own", "link", "file"))
+    own.mkdir(0o700)
+    link.symlink_to(own)
+    file.touch(0o600)
+    assert refusal(local_cluster("start", link)).startswith(f"{link} is a link")
+    assert "is not a folder that only you can write to" in refusal(local_cluster("start", file))
+    link.unlink()
+    link.symlink_to("nowhere")
+    assert refusal(local_cluster("start", f"{link}/")).startswith(f"{link}/ is a link")
+    assert list(own.iterdir()) == [] and not (everybodys / "nowhere").exists()
+
+
+def test_the_usual_cluster_folder_lies_where_nobody_else_can_make_it(everybodys):
+    home = everybodys / "home"
+    home.mkdir(0o700)
+    ended = local_cluster("env", TMPDIR=str(everybodys), HOME=str(home))
+    folder = Path(re.match(r"no cluster is running in (\S+);", refusal(ended))[1])
+    assert folder.parent in (Path("/run"), home) and not folder.exists()
+    assert not stat.S_IMODE(folder.parent.stat().st_mode) & 0o022
+
+
+@needs_root
+def test_without_a_home_of_ones_own_the_cluster_wants_a_folder(everybodys):
+    script = shutil.copy(LOCAL_CLUSTER, everybodys)
+    ended = subprocess.run(
+        [script, "start"],
+        env={"PATH": os.environ["PATH"], "HOME": str(everybodys)},
+        capture_output=True,
+        text=True,
+        timeout=10,
+        user=OTHER,
+        group=OTHER,
+    )
+    assert refusal(ended).endswith("name one, yours or somebody else's, with --folder")
+
+
+# Files in a folder that everybody may write to.
+
+
+def test_a_link_at_the_name_that_a_file_has_while_it_is_written_is_not_followed(everybodys):
+    precious, out = everybodys / "precious", everybodys / "out.json"
+    precious.write_text("kept")
+    (everybodys / f".out.json.{os.getpid()}").symlink_to(precious)
+    (everybodys / ".out.json.partial").symlink_to(precious)
+    write_whole(out, "new")
+    assert can_be_written(out)
+    assert (precious.read_text(), out.read_text()) == ("kept", "new")
+    assert not can_be_written(everybodys / "missing" / "out.json")
+
+
+def test_no_progress_is_noted_in_a_file_that_a_link_names(everybodys, monkeypatch, capsys):
+    precious = everybodys / "precious"
+    precious.write_text("kept")
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(everybodys))
+    monkeypatch.setenv(progress.NAME_VARIABLE, "ada")
+    monkeypatch.delenv("PIPELINE_STORED_PICTURES", raising=False)
+    (everybodys / "ada.jsonl").symlink_to(precious)
+    progress.note("count_layers", progress.RIGHT)
+    assert precious.read_text() == "kept"
+    assert "Your progress is not noted" in capsys.readouterr().err
+
+
+def test_no_program_names_a_file_of_a_folder_that_everybody_may_write_to():
+    """They use tempfile, whose names nobody can make first."""
+    for folder in ("source_code", "slurm", "tools"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".sh", ".sbatch"):
+                text = re.sub(r"\s*#.*", "", path.read_text())
+                assert not re.search(r"(?<![\w.])/(var/)?tmp\b|/dev/shm|gettempdir|mktemp\(", text)
