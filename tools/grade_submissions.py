@@ -8,6 +8,7 @@ each person's own checks said on that person's machine. The page has every answe
 
 import argparse
 import csv
+import io
 import json
 import sys
 from html import escape
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from exercises import all_exercises
 from make_submission import FORM, MOST_LETTERS
+
+from pipeline.files import write_whole
 
 MOST_BYTES = 5_000_000
 KEYS = {"lesson", "exercise", "said", "answer"}
@@ -28,13 +31,16 @@ def main():
             f"grade_submissions.py: {arguments.folder} is not a folder; name the one with the files"
         )
     into = arguments.into or arguments.folder
-    into.mkdir(parents=True, exist_ok=True)
-    submissions, skipped = read_all(
-        arguments.folder, ours={into / "grades.csv", into / "grades.html"}
-    )
-    exercises = all_exercises()
-    write_csv(into / "grades.csv", submissions, exercises)
-    (into / "grades.html").write_text(page_of(submissions, skipped, exercises))
+    written = into / "grades.csv", into / "grades.html"
+    try:
+        submissions, skipped = read_all(arguments.folder, ours=written)
+        exercises = all_exercises()
+        texts = csv_of(submissions, exercises), page_of(submissions, skipped, exercises)
+        into.mkdir(parents=True, exist_ok=True)
+        for file, text in zip(written, texts):
+            write_whole(file, text)
+    except OSError as error:
+        sys.exit(f"grade_submissions.py: {error.filename}: {error.strerror}; nothing else is lost")
     for sentence in skipped:
         print(f"skipped: {sentence}")
     print(f"{len(submissions)} submissions in {into / 'grades.csv'} and {into / 'grades.html'}")
@@ -103,17 +109,18 @@ def marks_of(submission):
     return {answer["exercise"]: mark_of(answer["said"]) for answer in submission["answers"]}
 
 
-def write_csv(path, submissions, exercises):
+def csv_of(submissions, exercises):
     """A row per submission: name, file, time, number of right answers, a mark per exercise."""
-    with open(path, "w", newline="") as file:
-        table = csv.writer(file)
-        titles = [f"{exercise.lesson} {exercise.name}" for exercise in exercises]
-        table.writerow(["name", "file", "made", "right", *titles])
-        for name, submission in submissions.items():
-            marks = marks_of(submission)
-            cells = [marks.get(exercise.name, "") for exercise in exercises]
-            head = [submission["name"], name, submission["made"]]
-            table.writerow([*map(harmless, head), cells.count("right"), *cells])
+    text = io.StringIO()
+    table = csv.writer(text)
+    titles = [f"{exercise.lesson} {exercise.name}" for exercise in exercises]
+    table.writerow(["name", "file", "made", "right", *titles])
+    for name, submission in submissions.items():
+        marks = marks_of(submission)
+        cells = [marks.get(exercise.name, "") for exercise in exercises]
+        head = [submission["name"], name, submission["made"]]
+        table.writerow([*map(harmless, head), cells.count("right"), *cells])
+    return text.getvalue()
 
 
 def harmless(text):

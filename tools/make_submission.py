@@ -27,6 +27,7 @@ import nbformat  # noqa: E402
 from exercises import NOTEBOOKS, exercises_of, lesson_of  # noqa: E402
 
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
+from pipeline.files import write_whole  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook
@@ -48,10 +49,13 @@ def main():
             print(f"lesson {lesson_of(path)}: {right} of {len(found)} right", flush=True)
             answers += found
     file = ROOT / "build" / f"submission_{name_of_person()}.json"
-    file.parent.mkdir(exist_ok=True)
     made = time.strftime("%Y-%m-%d %H:%M")
     content = {"form": FORM, "name": name_of_person(), "made": made, "answers": answers}
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    try:
+        file.parent.mkdir(exist_ok=True)
+        write_whole(file, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        sys.exit(f"make_submission.py: {file} cannot be written ({error.strerror})")
     right = sum(answer["said"].startswith("Right: ") for answer in answers)
     print(f"{file.relative_to(ROOT)}: {right} of {len(answers)} exercises are right")
     return 0
@@ -61,7 +65,11 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("lessons", nargs="*", help="such as 02 12b; all unless given")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # the process of one notebook
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    known = [lesson_of(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    if unknown := set(arguments.lessons) - set(known):
+        parser.error(f"{min(unknown)} is no lesson; the lessons are {' '.join(known)}")
+    return arguments
 
 
 def run_apart(path):
