@@ -14,9 +14,10 @@ import sys
 from html import escape
 from pathlib import Path
 
-from exercises import all_exercises
+from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
+from lab.printing import keep_running_unheard
 from pipeline.files import write_whole
 
 MOST_BYTES = 5_000_000
@@ -25,6 +26,7 @@ MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
 
 
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     if not arguments.folder.is_dir():
         sys.exit(
@@ -34,7 +36,9 @@ def main():
     written = into / "grades.csv", into / "grades.html"
     try:
         submissions, skipped = read_all(arguments.folder, ours=written)
-        exercises = all_exercises()
+        notebooks, no_notebooks = read_notebooks()
+        exercises = [exercise for each in notebooks.values() for exercise in each]
+        skipped += no_notebooks
         texts = csv_of(submissions, exercises), page_of(submissions, skipped, exercises)
         into.mkdir(parents=True, exist_ok=True)
         for file, text in zip(written, texts):
@@ -69,14 +73,16 @@ def read_all(folder, ours=()):
 
 def read(file):
     """The content of a submission, with every field checked. Raises ValueError with the reason."""
-    if file.suffix != ".json" or not file.is_file():
-        raise ValueError("is no submission")
-    if file.stat().st_size > MOST_BYTES:
-        raise ValueError("is too large for a submission")
     try:
-        content = json.loads(file.read_bytes())
+        is_one = file.suffix == ".json" and file.is_file()
+        is_small = is_one and file.stat().st_size <= MOST_BYTES
+        text = file.read_bytes() if is_small else ""
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
+    if not is_small:
+        raise ValueError("is too large for a submission" if is_one else "is no submission")
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("is damaged: it is not JSON") from None
     if not isinstance(content, dict) or content.get("form") != FORM:
