@@ -32,11 +32,12 @@ from extensions.pretraining.training_flags import (
 )
 from extensions.real_models.library_model import check_library, library_model
 from extensions.real_models.saved_folder import take_model, tokenizer_of
-from extensions.real_models.saved_output import check_new_folder, save_trained
+from extensions.real_models.saved_output import claim_output, save_trained
 from extensions.real_models.tied_ends import tie_ends_of
 from lab import attach
 from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer, train_one_process
+from pipeline.paths import check_new_folder
 from pipeline.schedules.from_flags import choose_schedule
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
 from pipeline.worker import Worker
@@ -45,6 +46,7 @@ from pipeline.worker import Worker
 def main():
     arguments, schedule = read_flags()
     job = start_job(arguments, schedule.pairs)
+    claim_output(arguments, job, "--save", arguments.save)
     use_threads(arguments)
     share_of_loss = ShareOfLoss()
     masters, stages = build_stages(arguments, job, schedule, build_model_part, share_of_loss)

@@ -12,6 +12,7 @@ the best plans: those of a measured machine at full speed, those of any other on
 whose actions last as long as forecast. Else nothing is started.
 """
 
+import os
 import sys
 from dataclasses import asdict, replace
 from subprocess import SubprocessError
@@ -44,6 +45,7 @@ from lab.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.files import not_written, to_json, write_output
 from pipeline.inputs import InputError
+from pipeline.paths import check_apart, check_file
 
 UNSURE = 0.3  # relative error of a fit above which the measurement was disturbed
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
@@ -122,6 +124,10 @@ def parse_arguments():
         reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
     if arguments.this_machine and arguments.machine:
         reject("--this-machine and --machine name two machines; use one of them")
+    if arguments.save:
+        if arguments.model and os.path.lexists(arguments.model):
+            check_apart("--save", arguments.save, "MODEL", arguments.model)
+        check_file("--save", arguments.save)
     for flag in ("why", "bytes", "confirm"):
         if arguments.json and getattr(arguments, flag):
             reject(f"--{flag} prints a table, and --json only JSON; leave one of them out")

@@ -24,6 +24,7 @@ from pipeline.command_line import Parser, positive_integer, positive_number, rej
 from pipeline.files import not_written, to_json, write_output
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
+from pipeline.paths import check_file
 from pipeline.training import DTYPES, complete_arguments
 
 STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
@@ -83,6 +84,8 @@ def parse_arguments():
         reject(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte per second")
     if arguments.save and arguments.profile:
         reject("--save keeps what is measured, and --profile measures nothing; use one of them")
+    if arguments.save:
+        check_file("--save", arguments.save)
     if arguments.profile is None:
         parser.checks += [check_plan_size, check_memory_of_a_layer]
         complete_arguments(parser, arguments, read_data=lambda _: None)

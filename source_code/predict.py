@@ -14,7 +14,7 @@ from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, reject
 from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError
-from pipeline.paths import can_be_written, check_paths_apart
+from pipeline.paths import check_file, check_paths_apart
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option
@@ -93,8 +93,8 @@ def check_files(arguments):
     check_paths_apart(arguments, outputs, inputs)
     for flag, name in outputs.items():
         path = getattr(arguments, name)
-        if path is not None and not can_be_written(path):
-            reject(f"{flag} {path} cannot be written; name a file in a folder of yours")
+        if path is not None:
+            check_file(flag, path)
 
 
 def schedule_of(arguments):

@@ -16,14 +16,19 @@ from pathlib import Path
 from extensions.pretraining.token_files import (
     TOKEN_PARTS,
     TOKENIZER,
+    TOKENS_FILE,
     TokenWriter,
     check_folder,
     write_tokens_file,
 )
 from extensions.pretraining.tokens import BYTES, encode, read_tokenizer, train_tokenizer
+from lab.printing import keep_running_unheard
+from pipeline.claims import ClaimError, NewFolder
 from pipeline.command_line import Parser, positive_integer, reject
 from pipeline.data import DataError
+from pipeline.files import not_written
 from pipeline.inputs import MEBIBYTE, InputError, open_input, parse_json
+from pipeline.paths import check_new_folder
 
 PIECE = MEBIBYTE  # bytes of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
@@ -31,40 +36,42 @@ SEPARATOR = "\n\n"
 
 
 def main():
+    keep_running_unheard()
     arguments = read_flags()
     try:
         if arguments.check:
             return check(arguments.check)
         prepare(arguments)
-    except DataError as error:
+    except (DataError, ClaimError) as error:
         reject(str(error))
     except InputError as error:
         reject(f"--data: {error}")
     except OSError as error:
         reject(f"--out {arguments.out} cannot be written ({error.strerror})")
-    return 0
+    return int(bool(not_written))
 
 
 def prepare(arguments):
-    """Write the folder, or leave nothing behind."""
+    """Write the folder, or leave nothing of it behind, and say what is in it."""
     paths, out = files_of(arguments.data), Path(arguments.out)
-    is_new = make_empty(out)
+    check_new_folder("--out", out)
+    claimed, writers = NewFolder("--out", out), {}
     try:
-        encode_all(arguments, paths, out)
+        said = encode_all(arguments, paths, out, writers)
     except BaseException:  # an interrupt, too
-        for file in out.iterdir():
-            file.unlink()
-        if is_new:
-            out.rmdir()
+        made = [name for writer in writers.values() for name in writer.made]
+        claimed.give_up([*made, TOKENIZER, TOKENS_FILE] if writers else [])
         raise
+    claimed.release()
+    print(said)
 
 
-def encode_all(arguments, paths, out):
-    """Encode every document of every file, and print what has been written."""
+def encode_all(arguments, paths, out, writers):
+    """Encode every document of every file, with a writer for each part. Returns what to print."""
     tokenizer = choose_tokenizer(arguments, paths)
     num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
     width = 2 if num_tokens <= 2**16 else 4
-    writers = {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in TOKEN_PARTS}
+    writers |= {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in TOKEN_PARTS}
     held_out_bytes = documents = 0
     for documents, document in enumerate(documents_in(paths, arguments.field), 1):
         part = "held_out" if documents % arguments.hold_out == 0 else "training"
@@ -86,8 +93,10 @@ def encode_all(arguments, paths, out):
     per_token = held_out_bytes / writers["held_out"].total
     write_tokens_file(out, writers, width, num_tokens, per_token, tokenizer is not None)
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())
-    print(f"{documents:,} documents: {counts} tokens of {width} bytes, {num_tokens} different")
-    print(f"train with --data {out} --vocabulary {num_tokens}")
+    return (
+        f"{documents:,} documents: {counts} tokens of {width} bytes, {num_tokens} different\n"
+        f"train with --data {out} --vocabulary {num_tokens}"
+    )
 
 
 def files_of(names):
@@ -101,17 +110,6 @@ def files_of(names):
                 raise DataError(f"--data: {name} has no .txt and no .jsonl files")
         paths += found
     return paths
-
-
-def make_empty(out):
-    """Create the folder, which must be empty if it exists. Returns whether it was created."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        reject(f"--out {out}: there is something already; name a new folder")
-    if not out.parent.is_dir():
-        reject(f"--out {out}: the folder {out.parent} does not exist; make it first")
-    is_new = not out.is_dir()
-    out.mkdir(exist_ok=True)
-    return is_new
 
 
 def choose_tokenizer(arguments, paths):

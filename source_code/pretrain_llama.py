@@ -75,7 +75,7 @@ from extensions.pretraining.training_flags import (
 )
 from extensions.real_models.library_model import check_library, library_model
 from extensions.real_models.saved_folder import take_model, tokenizer_of
-from extensions.real_models.saved_output import check_new_folder, save_trained
+from extensions.real_models.saved_output import claim_output, save_trained
 from extensions.real_models.tied_ends import tie_ends_of
 from lab import attach
 from pipeline.command_line import (
@@ -86,6 +86,7 @@ from pipeline.command_line import (
 )
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
+from pipeline.paths import check_new_folder
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
 
 MODELS = {  # layers, dim, heads, kv_heads, vocabulary
@@ -104,6 +105,7 @@ def main():
     if arguments.plan or arguments.export:
         return without_ranks(arguments, schedule)
     job = start_job(arguments, schedule.pairs)
+    claim_output(arguments, job, "--to-hf", arguments.to_hf)
     use_threads(arguments)
     replicas, share_of_loss = form_replicas(job, arguments.replicas), ShareOfLoss()
     stop_request = StopRequest() if arguments.checkpoints else None
@@ -125,7 +127,6 @@ def main():
         training.step,
         lambda peak: OwnMemory(arguments, schedule).compare(job, stages, masters, training, peak),
     )
-
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
     stopped = diverged = None

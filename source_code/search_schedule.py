@@ -21,6 +21,7 @@ from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.files import not_written, to_json, write_output
+from pipeline.paths import check_file, check_paths_apart
 from pipeline.schedule import to_csv
 
 PLACEMENTS = {
@@ -62,7 +63,11 @@ def parse_arguments():
     add("--seconds", type=positive_number, default=10.0, metavar="S", help="to search")
     add("--csv", metavar="FILE", help="write the schedule, for train.py")
     add("--json", action="store_true", help="print the figures as JSON")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    check_paths_apart(arguments, {"--csv": "csv"}, {"--timeline": "timeline"})
+    if arguments.csv:
+        check_file("--csv", arguments.csv)
+    return arguments
 
 
 def costs(text):

@@ -332,7 +332,7 @@ def test_flags_that_do_not_fit_together_or_do_not_exist(capsys, words, sentence)
 def test_a_file_that_cannot_be_written_ends_in_a_sentence_and_leaves_nothing(tmp_path, capsys):
     path = tmp_path / "missing" / "drawing.svg"
     status, _, err = call_in_this_process(capsys, "gpipe", "--svg", path)
-    sentence = f"--svg {path} cannot be written; name a file in a folder of yours\n"
+    sentence = f"--svg {path}: the folder {path.parent} does not exist; make it first\n"
     assert (status, err) == (2, sentence)
     assert list(tmp_path.iterdir()) == []
 

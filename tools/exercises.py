@@ -8,6 +8,7 @@ import nbformat
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 CALL = r"^(?:check|build)\.(\w+)\((?:(\d+), )?[\w, ]*\)$"  # a.b is not the reader's: it is shown
+OTHER_CONTENT = (ValueError, AttributeError, KeyError, TypeError, RecursionError)  # of a notebook
 NOT_EXERCISES = ("perform", "broken_piece")  # calls that show something once the answer is right
 
 
@@ -34,10 +35,21 @@ def lesson_of(path):
     return path.stem.partition("_")[0]
 
 
-def all_exercises(folder=NOTEBOOKS):
-    """Every Exercise, lesson by lesson."""
-    found = []
+def read_notebooks(folder=NOTEBOOKS):
+    """({path: its Exercises}, [a sentence for each file that is no notebook])."""
+    found, skipped = {}, []
     for path in sorted(folder.glob("*.ipynb")):
-        cells = nbformat.read(path, as_version=4).cells
-        found += [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
-    return found
+        try:
+            cells = nbformat.read(path, as_version=4).cells
+            found[path] = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
+        except OSError as error:
+            skipped.append(f"{path.name} cannot be read: {error.strerror}")
+        # Not JSON, as an empty file or one with a conflict; or JSON of something else.
+        except (nbformat.ValidationError, *OTHER_CONTENT):
+            skipped.append(f"{path.name} is no notebook")
+    return found, skipped
+
+
+def all_exercises(folder=NOTEBOOKS):
+    """Every Exercise, lesson by lesson, of the notebooks that can be read."""
+    return [exercise for exercises in read_notebooks(folder)[0].values() for exercise in exercises]

@@ -8,13 +8,17 @@ each person's own checks said on that person's machine. The page has every answe
 
 import argparse
 import csv
+import io
 import json
 import sys
 from html import escape
 from pathlib import Path
 
-from exercises import all_exercises
+from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
+
+from lab.printing import keep_running_unheard
+from pipeline.files import write_whole
 
 MOST_BYTES = 5_000_000
 KEYS = {"lesson", "exercise", "said", "answer"}
@@ -22,19 +26,25 @@ MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
 
 
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     if not arguments.folder.is_dir():
         sys.exit(
             f"grade_submissions.py: {arguments.folder} is not a folder; name the one with the files"
         )
     into = arguments.into or arguments.folder
-    into.mkdir(parents=True, exist_ok=True)
-    submissions, skipped = read_all(
-        arguments.folder, ours={into / "grades.csv", into / "grades.html"}
-    )
-    exercises = all_exercises()
-    write_csv(into / "grades.csv", submissions, exercises)
-    (into / "grades.html").write_text(page_of(submissions, skipped, exercises))
+    written = into / "grades.csv", into / "grades.html"
+    try:
+        submissions, skipped = read_all(arguments.folder, ours=written)
+        notebooks, no_notebooks = read_notebooks()
+        exercises = [exercise for each in notebooks.values() for exercise in each]
+        skipped += no_notebooks
+        texts = csv_of(submissions, exercises), page_of(submissions, skipped, exercises)
+        into.mkdir(parents=True, exist_ok=True)
+        for file, text in zip(written, texts):
+            write_whole(file, text)
+    except OSError as error:
+        sys.exit(f"grade_submissions.py: {error.filename}: {error.strerror}; nothing else is lost")
     for sentence in skipped:
         print(f"skipped: {sentence}")
     print(f"{len(submissions)} submissions in {into / 'grades.csv'} and {into / 'grades.html'}")
@@ -63,14 +73,16 @@ def read_all(folder, ours=()):
 
 def read(file):
     """The content of a submission, with every field checked. Raises ValueError with the reason."""
-    if file.suffix != ".json" or not file.is_file():
-        raise ValueError("is no submission")
-    if file.stat().st_size > MOST_BYTES:
-        raise ValueError("is too large for a submission")
     try:
-        content = json.loads(file.read_bytes())
+        is_one = file.suffix == ".json" and file.is_file()
+        is_small = is_one and file.stat().st_size <= MOST_BYTES
+        text = file.read_bytes() if is_small else ""
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
+    if not is_small:
+        raise ValueError("is too large for a submission" if is_one else "is no submission")
+    try:
+        content = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("is damaged: it is not JSON") from None
     if not isinstance(content, dict) or content.get("form") != FORM:
@@ -103,17 +115,18 @@ def marks_of(submission):
     return {answer["exercise"]: mark_of(answer["said"]) for answer in submission["answers"]}
 
 
-def write_csv(path, submissions, exercises):
+def csv_of(submissions, exercises):
     """A row per submission: name, file, time, number of right answers, a mark per exercise."""
-    with open(path, "w", newline="") as file:
-        table = csv.writer(file)
-        titles = [f"{exercise.lesson} {exercise.name}" for exercise in exercises]
-        table.writerow(["name", "file", "made", "right", *titles])
-        for name, submission in submissions.items():
-            marks = marks_of(submission)
-            cells = [marks.get(exercise.name, "") for exercise in exercises]
-            head = [submission["name"], name, submission["made"]]
-            table.writerow([*map(harmless, head), cells.count("right"), *cells])
+    text = io.StringIO()
+    table = csv.writer(text)
+    titles = [f"{exercise.lesson} {exercise.name}" for exercise in exercises]
+    table.writerow(["name", "file", "made", "right", *titles])
+    for name, submission in submissions.items():
+        marks = marks_of(submission)
+        cells = [marks.get(exercise.name, "") for exercise in exercises]
+        head = [submission["name"], name, submission["made"]]
+        table.writerow([*map(harmless, head), cells.count("right"), *cells])
+    return text.getvalue()
 
 
 def harmless(text):

@@ -25,7 +25,10 @@ ASKS = (
 
 
 def main():
-    copied, hidden = write_course(HANDOUT / "course")
+    try:
+        copied, hidden = write_course(HANDOUT / "course")
+    except OSError as error:
+        sys.exit(f"make_handout.py: {error.filename}: {error.strerror}")
     command = [sys.executable, ROOT / "tools" / "make_site.py", *sys.argv[1:]]
     command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
     status = subprocess.run(command).returncode
@@ -38,10 +41,13 @@ def main():
 
 def write_course(folder):
     """Write the copy into `folder`. Returns the numbers of files and of cells without outputs."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        sys.exit("make_handout.py: git does not list the course's files; use a clone of the course")
     shutil.rmtree(folder, ignore_errors=True)
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
     files = [Path(line) for line in listed if (ROOT / line).is_file()]
     files = [file for file in files if not is_left_out(file)]
     hidden = 0

@@ -50,7 +50,10 @@ def main():
     arguments = parse_arguments()
     site = arguments.into.resolve()
     shutil.rmtree(site, ignore_errors=True)
-    (site / SCRIPTS).mkdir(parents=True)
+    try:
+        (site / SCRIPTS).mkdir(parents=True)
+    except OSError as error:
+        sys.exit(f"make_site.py: {site} cannot be written ({error.strerror}); name another --into")
     missing = "" if arguments.static else try_to_live(site / SCRIPTS)
     if missing and arguments.live:
         print(f"make_site.py --live: {missing}", file=sys.stderr)

@@ -24,9 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 import nbformat  # noqa: E402
-from exercises import NOTEBOOKS, exercises_of, lesson_of  # noqa: E402
+from exercises import NOTEBOOKS, exercises_of, lesson_of, read_notebooks  # noqa: E402
 
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
+from lab.printing import keep_running_unheard  # noqa: E402
+from pipeline.files import write_whole  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook
@@ -35,23 +37,30 @@ DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     if arguments.one:
         os.environ[FOLDER_VARIABLE] = OFF  # these runs do not count as attempts
         print(json.dumps(answers_of(arguments.one)))
         return 0
     answers = []
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+    notebooks, skipped = read_notebooks()
+    for sentence in skipped:
+        print(f"skipped: {sentence}", flush=True)
+    for path in notebooks:
         if not arguments.lessons or lesson_of(path) in arguments.lessons:
             found = run_apart(path)
             right = sum(answer["said"].startswith("Right: ") for answer in found)
             print(f"lesson {lesson_of(path)}: {right} of {len(found)} right", flush=True)
             answers += found
     file = ROOT / "build" / f"submission_{name_of_person()}.json"
-    file.parent.mkdir(exist_ok=True)
     made = time.strftime("%Y-%m-%d %H:%M")
     content = {"form": FORM, "name": name_of_person(), "made": made, "answers": answers}
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    try:
+        file.parent.mkdir(exist_ok=True)
+        write_whole(file, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        sys.exit(f"make_submission.py: {file} cannot be written ({error.strerror})")
     right = sum(answer["said"].startswith("Right: ") for answer in answers)
     print(f"{file.relative_to(ROOT)}: {right} of {len(answers)} exercises are right")
     return 0
@@ -61,7 +70,11 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("lessons", nargs="*", help="such as 02 12b; all unless given")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # the process of one notebook
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    known = [lesson_of(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    if unknown := set(arguments.lessons) - set(known):
+        parser.error(f"{min(unknown)} is no lesson; the lessons are {' '.join(known)}")
+    return arguments
 
 
 def run_apart(path):
@@ -69,7 +82,9 @@ def run_apart(path):
     command = [sys.executable, __file__, "--one", path]
     problem = f"Not yet: the checks of this notebook did not end within {LIMIT} s"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=LIMIT
+        )
         return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         reason = (done.stderr.strip() or "it said nothing").splitlines()[-1]
@@ -115,7 +130,7 @@ def prepare(source, name, namespace, whole):
     linecache.cache[name] = (len(source), None, lines, name)  # checks read the text of functions
     try:
         statements = ast.parse(source).body
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError):
         statements = []  # a shell command, or an answer that the check will find missing
     for statement in statements:
         if whole or isinstance(statement, DEFINITIONS):

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from exercises import all_exercises  # noqa: E402
 
 from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
+from pipeline.files import write_whole  # noqa: E402
 
 WALL = ROOT / "build" / "wall"
 EVERY = 0.5  # seconds
@@ -64,17 +65,19 @@ def main():
             f"wall.py: {arguments.folder} is not a folder; name the one with everybody's progress"
         )
     wall = arguments.into
-    wall.mkdir(parents=True, exist_ok=True)
-    (wall / "wall.html").write_text(PAGE)
-    (wall / "wall.js").write_text(SCRIPT)
     lessons = {exercise.name: exercise.lesson for exercise in all_exercises()}
-    print(f"Open {os.path.relpath(wall)}/wall.html; Ctrl+C ends this.", flush=True)
     try:
+        wall.mkdir(parents=True, exist_ok=True)
+        write_whole(wall / "wall.html", PAGE)
+        write_whole(wall / "wall.js", SCRIPT)
+        print(f"Open {os.path.relpath(wall)}/wall.html; Ctrl+C ends this.", flush=True)
         while True:
             follow(arguments.folder, wall, lessons, arguments.names)
             time.sleep(EVERY)
     except KeyboardInterrupt:
         return 0
+    except OSError as error:
+        sys.exit(f"wall.py: {error.filename}: {error.strerror}")
 
 
 def parse_arguments():
@@ -90,9 +93,8 @@ def follow(folder, wall, lessons, names):
     people, skipped = read_progress(folder)
     now = time.time()
     shown = wall_of(people, skipped, lessons, names, now)
-    fresh = wall / "wall_data.js.new"
-    fresh.write_text(f"show({json.dumps(shown)});\n")
-    os.replace(fresh, wall / "wall_data.js")  # the page never reads half a file
+    # Whole at once: the page never reads half a file.
+    write_whole(wall / "wall_data.js", f"show({json.dumps(shown)});\n")
 
 
 def place_of(person, records, now):

@@ -8,7 +8,6 @@ answer. `make wall` shows such a folder.
 
 import getpass
 import json
-import math
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ OFF = "off"
 REACHED, TRIED, RIGHT = "not attempted", "not yet", "right"
 OUTCOMES = (REACHED, TRIED, RIGHT)
 MOST_BYTES = 5_000_000  # of a file; one person's week is far smaller
+LATEST = 1e11  # seconds: in three thousand years
 ROOT = Path(__file__).resolve().parents[2]
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor wait at a pipe
 told = set()  # the sentences that have been printed
@@ -81,10 +81,10 @@ def read_progress(folder):
     """
     people, skipped = {}, []
     for file in sorted(Path(folder).iterdir()):
-        if file.suffix != ".jsonl" or not file.is_file():
-            skipped.append(f"{file.name} is not a file of progress")
-            continue
         try:
+            if file.suffix != ".jsonl" or not file.is_file():
+                skipped.append(f"{file.name} is not a file of progress")
+                continue
             if file.stat().st_size > MOST_BYTES:
                 skipped.append(f"{file.name} is too large for a file of progress")
                 continue
@@ -111,5 +111,5 @@ def read_line(line):
         return None
     exercise, moment = record["exercise"], record["time"]
     known = isinstance(exercise, str) and len(exercise) <= 80 and record["outcome"] in OUTCOMES
-    timed = isinstance(moment, (int, float)) and math.isfinite(moment)
+    timed = isinstance(moment, (int, float)) and 0 <= moment <= LATEST
     return record if known and timed else None

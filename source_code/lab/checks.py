@@ -7,7 +7,7 @@ import torch
 
 from lab.simulator import Costs
 from pipeline.command_line import reject
-from pipeline.paths import WRITTEN, can_be_written, check_paths_apart
+from pipeline.paths import WRITTEN, can_be_written, check_file, check_paths_apart
 
 OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
 LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward of the narrowest layer
@@ -30,13 +30,8 @@ def check_outputs(arguments):
     check_paths_apart(arguments, {**OUTPUTS, **WRITTEN})
     for flag in ("--timeline", "--profile", "--losses", "--metrics"):
         path = getattr(arguments, flag.removeprefix("--"), None)
-        if path is None:
-            continue
-        folder = os.path.dirname(os.path.abspath(path))
-        if not os.path.isdir(folder):
-            reject(f"{flag} {path}: the folder {folder} does not exist; make it first")
-        if not can_be_written(path):
-            reject(f"{flag} {path} cannot be written; name a file in a folder of yours")
+        if path is not None:
+            check_file(flag, path)
     check_recording(arguments.record)
 
 

@@ -19,6 +19,16 @@ def gather(job, value):
     return values
 
 
+def share(job, value):
+    """Return rank 0's Python object on every rank."""
+    if job.num_ranks == 1:
+        return value
+    values = [value]
+    with job.waiting_for_all("what rank 0 has found"):
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def open_groups(job, groups):
     """Open a process group for each tuple of ranks. Every rank calls it with the same `groups`."""
     limit = timedelta(seconds=job.timeout + GRACE)

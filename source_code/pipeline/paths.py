@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from pipeline.claims import content_of
 from pipeline.command_line import reject
 from pipeline.files import new_file_beside
 
@@ -56,6 +57,27 @@ def same_file(path, other):
         return os.path.samefile(path, other)
     except OSError:
         return False
+
+
+def check_new_folder(flag, folder):
+    """Reject a folder that is not empty, or that cannot be created."""
+    whole = os.path.abspath(folder)
+    parent = os.path.dirname(whole)
+    if not os.path.isdir(parent):
+        reject(f"{flag} {folder}: the folder {parent} does not exist; make it first")
+    if os.path.lexists(whole) and (not os.path.isdir(whole) or content_of(whole)):
+        reject(f"{flag} {folder}: there is something already; name a new folder")
+    if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, "model")):
+        reject(f"{flag} {folder} cannot be written; name a folder of yours")
+
+
+def check_file(flag, path):
+    """Reject a file that cannot be created or replaced."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        reject(f"{flag} {path}: the folder {folder} does not exist; make it first")
+    if not can_be_written(path):
+        reject(f"{flag} {path} cannot be written; name a file in a folder of yours")
 
 
 def can_be_written(path):

@@ -30,6 +30,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.claims import ClaimError, lock_folder
 from pipeline.files import replace_file, to_json
 from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
 
@@ -365,24 +366,7 @@ def claim(folder):
 
     Raises CheckpointError when another running job has claimed the folder.
     """
-    Path(folder).mkdir(exist_ok=True)
     try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    lock = Path(folder) / "lock"
-    file = open(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError(f"{lock} is not a regular file; remove it")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise CheckpointError(
-            f"--checkpoints {folder}: another job is saving there; wait for its end, or use "
-            "another folder"
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    return file
+        return lock_folder("--checkpoints", folder)[0]
+    except ClaimError as error:
+        raise CheckpointError(str(error)) from None

@@ -209,6 +209,7 @@ class TokenWriter:
 
     def __init__(self, folder, part, width, most):
         self.folder, self.part, self.width, self.most = Path(folder), part, width, most
+        self.made = []  # names of files
         self.shards, self.file, self.ends = [], None, array("q")
 
     def write(self, tokens):
@@ -233,6 +234,7 @@ class TokenWriter:
         """Write the ends of the documents. Returns the entry for tokens.json."""
         name, content = f"{self.part}-ends.bin", self.ends.tobytes()
         with open(self.folder / name, "xb") as file:
+            self.made.append(name)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -242,6 +244,7 @@ class TokenWriter:
     def open(self):
         name = f"{self.part}-{len(self.shards):05}.bin"
         self.file, self.name = open(self.folder / name, "xb"), name
+        self.made.append(name)
         self.digest, self.count = hashlib.sha256(), 0
 
     def close(self):

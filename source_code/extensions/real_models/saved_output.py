@@ -4,6 +4,7 @@ No rank has the whole model, so each rank writes its own layers, and rank 0 the 
 config.json is written last: without it no reader takes the folder for a model.
 """
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -18,11 +19,11 @@ from extensions.real_models.saved_folder import (
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
-from pipeline.collectives import gather
+from pipeline.claims import ClaimError, NewFolder
+from pipeline.collectives import gather, share
 from pipeline.command_line import reject
 from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError, read_bytes
-from pipeline.paths import can_be_written
 
 # Files beside the weights, copied unchanged from the folder of the starting weights.
 BESIDE = (
@@ -32,16 +33,26 @@ BESIDE = (
 )  # fmt: skip
 
 
-def check_new_folder(flag, folder):
-    """Reject a folder that is not empty, or that cannot be created."""
-    whole = os.path.abspath(folder)
-    parent = os.path.dirname(whole)
-    if not os.path.isdir(parent):
-        reject(f"{flag} {folder}: the folder {parent} does not exist; make it first")
-    if os.path.lexists(whole) and (not os.path.isdir(whole) or os.listdir(whole)):
-        reject(f"{flag} {folder}: there is something already; name a new folder")
-    if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, "model")):
-        reject(f"{flag} {folder} cannot be written; name a folder of yours")
+def claim_output(arguments, job, flag, folder):
+    """Claim the new folder of a model before the training that it is for; all ranks call it.
+
+    Else two runs could both find it empty, and mix their files hours later.
+    """
+    arguments.claimed = problem = None
+    if folder is None:
+        return
+    try:
+        if job.rank == 0:
+            arguments.claimed = NewFolder(flag, folder)
+            atexit.register(arguments.claimed.give_up)  # if nothing is saved
+    except ClaimError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{flag} {folder} cannot be written ({error.strerror}); name a folder of yours"
+    problem = share(job, problem)
+    if problem:
+        job.leave()
+        reject(problem)
 
 
 def save_trained(arguments, job, stages, flag, folder, beside, writers=None):
@@ -55,6 +66,8 @@ def save_trained(arguments, job, stages, flag, folder, beside, writers=None):
     config = config_in(saved.config, dtype) if saved else config_of(settings, dtype)
     parts = [stage.part for stage in stages.values()]
     save_model(job, flag, folder, config, parts, settings, beside, writers)
+    if arguments.claimed:
+        arguments.claimed.release()
 
 
 def save_model(job, flag, folder, config, parts, settings, beside=None, writers=None):

@@ -1,0 +1,96 @@
+"""Claims a folder for one job, so that two jobs never mix what they write into it."""
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+LOCK = "lock"  # the empty file whose lock is the claim; it ends with the process, however that ends
+
+
+class ClaimError(Exception):
+    """The folder is not this job's. The text is a sentence for the user."""
+
+
+class NewFolder:
+    """A folder that this job alone fills: claimed before the work, and released after it.
+
+    Raises ClaimError if there is something in the folder, or if another running job has claimed it.
+    """
+
+    def __init__(self, flag, folder):
+        self.folder, self.is_new = Path(folder), False
+        with suppress(FileExistsError):
+            self.folder.mkdir()
+            self.is_new = True
+        self.lock, is_held = lock_folder(flag, folder)
+        if not is_held:  # without locks, a file that somebody else has made is as good as one
+            self.lock.close()
+            sentence = f"has no locks; if no other job saves there, remove {self.folder / LOCK}"
+            raise ClaimError(f"{flag} {folder}: the file system {sentence}")
+        if content_of(folder):
+            self.lock.close()
+            raise ClaimError(f"{flag} {folder}: there is something already; name a new folder")
+
+    def release(self):
+        """End the claim; the folder is whole."""
+        if self.lock is None:
+            return
+        if os.name == "nt":  # where an open file cannot be removed
+            self.lock.close()
+        (self.folder / LOCK).unlink(missing_ok=True)
+        self.lock.close()
+        self.lock = None
+
+    def give_up(self, names=()):
+        """Remove the files `names` that this job has made, and its folder if nothing else is in it."""
+        if self.lock is None:
+            return
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+        self.release()
+        with suppress(OSError):
+            if self.is_new:
+                self.folder.rmdir()
+
+
+def content_of(folder):
+    """Return the names in a folder, but for the lock that a job which was killed has left."""
+    left = Path(folder) / LOCK
+    known = {LOCK} if left.is_file() and not left.stat().st_size else set()
+    return set(os.listdir(folder)) - known
+
+
+def lock_folder(flag, folder):
+    """Make a folder if needed, and lock it until the process ends or the lock's file is closed.
+
+    Returns the open file, and whether the claim is certain; without locks, as on Windows, it is
+    only if the file is new. Raises ClaimError when another running job has locked the folder.
+    """
+    Path(folder).mkdir(exist_ok=True)
+    lock, is_new = Path(folder) / LOCK, True
+    how = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        handle = os.open(lock, how | os.O_EXCL, 0o666)
+    except FileExistsError:
+        handle, is_new = os.open(lock, how, 0o666), False
+    file = open(handle, "rb")
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        file.close()
+        raise ClaimError(f"{lock} is not a regular file; remove it")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Who held it until now may have removed it, and a third job made another.
+        taken = not os.path.samestat(os.fstat(handle), os.stat(lock))
+    except (BlockingIOError, FileNotFoundError):
+        taken = True
+    except (ImportError, OSError):
+        return file, is_new
+    if taken:
+        file.close()
+        raise ClaimError(
+            f"{flag} {folder}: another job is saving there; wait for its end, or use another folder"
+        )
+    return file, True

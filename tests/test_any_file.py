@@ -1,0 +1,148 @@
+"""One bad file, or a folder that cannot be written, does not end the work of a room."""
+
+import json
+import os
+import subprocess
+import sys
+
+import exercises
+import grade_submissions
+import make_handout
+import make_site
+import make_submission
+import nbformat
+import pytest
+import wall
+
+from course import progress
+
+GOOD = '{"exercise": "puzzle 1", "outcome": "right", "time": 1.0}\n'
+LINE = '{"exercise": "puzzle 1", "outcome": "right", "time": %s}\n'
+NO_NOTEBOOKS = {
+    "Untitled.ipynb": "",
+    "conflict.ipynb": '<<<<<<< HEAD\n{"cells": []}\n=======\n{}\n>>>>>>> theirs\n',
+    "list.ipynb": "[1, 2]",
+    "number.ipynb": "7",
+    "cells.ipynb": '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [3]}',
+    "deep.ipynb": "[" * 100_000,
+    "digits.ipynb": '{"nbformat": ' + "9" * 400 + "}",
+    "kind.ipynb": '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"source": 1}]}',
+}
+
+
+def sentence_of(main, monkeypatch, *words):
+    """The sentence with which a tool ends."""
+    monkeypatch.setattr(sys, "argv", [f"{main.__module__}.py", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, str) and "\n" not in ended.value.code
+    return ended.value.code
+
+
+@pytest.fixture
+def notebooks(tmp_path):
+    """A folder with one notebook that has an exercise, and everything that is none."""
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    check = "from course.checks import lesson_12 as check\n\ncheck.puzzle(1, rows_1)"
+    cells = [nbformat.v4.new_code_cell(source) for source in ("rows_1 = ...", check)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "12_small.ipynb")
+    for name, text in NO_NOTEBOOKS.items():
+        (folder / name).write_text(text)
+    (folder / "folder.ipynb").mkdir()
+    (folder / "link.ipynb").symlink_to("x" * 300)  # nobody can look there
+    (folder / "nowhere.ipynb").symlink_to("nowhere")
+    return folder
+
+
+def test_what_is_no_notebook_is_named_and_the_others_are_read(notebooks):
+    found, skipped = exercises.read_notebooks(notebooks)
+    assert [path.name for path in found] == ["12_small.ipynb"]
+    (exercise,) = exercises.all_exercises(notebooks)
+    assert exercise.name == "puzzle 1"
+    named = {sentence.split(" ")[0] for sentence in skipped}
+    assert named == {*NO_NOTEBOOKS, "folder.ipynb", "link.ipynb", "nowhere.ipynb"}
+
+
+@pytest.mark.processes
+def test_a_submission_is_made_of_the_notebooks_that_can_be_read(
+    notebooks, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(make_submission, "read_notebooks", lambda: found)
+    found = exercises.read_notebooks(notebooks)
+    monkeypatch.setattr(make_submission, "NOTEBOOKS", notebooks)
+    monkeypatch.setattr(make_submission, "ROOT", tmp_path)
+    monkeypatch.setenv("COURSE_NAME", "ada")
+    monkeypatch.setattr(sys, "argv", ["make_submission.py"])
+    assert make_submission.main() == 0
+    assert "skipped: Untitled.ipynb is no notebook" in capsys.readouterr().out
+    written = grade_submissions.read(tmp_path / "build" / "submission_ada.json")
+    assert [answer["exercise"] for answer in written["answers"]] == ["puzzle 1"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("answer", ["rows_1 = '\\x00'", "import os\nos.write(1, b'\\xff\\n')"])
+def test_an_answer_of_any_bytes_is_an_answer(tmp_path, answer):
+    check = "from course.checks import lesson_12 as check\n\ncheck.puzzle(1, rows_1)"
+    cells = [nbformat.v4.new_code_cell(source) for source in (answer, check)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "12_small.ipynb")
+    (answer,) = make_submission.run_apart(tmp_path / "12_small.ipynb")
+    assert answer["said"].startswith("Not yet: ")
+
+
+def test_a_wall_shows_the_others_beside_numbers_and_texts_of_any_kind(tmp_path):
+    room, shown = tmp_path / "room", tmp_path / "wall"
+    room.mkdir(), shown.mkdir()
+    (room / "ada.jsonl").write_text(GOOD)
+    for number, moment in enumerate(["9" * 400, "-1", "1e400", "NaN", "9" * 5000, "true false"]):
+        (room / f"bob{number}.jsonl").write_text(LINE % moment)
+    (room / "surrogate.jsonl").write_text(GOOD.replace("puzzle 1", "\\ud800"))
+    (room / "link.jsonl").symlink_to("x" * 300)
+    (room / os.fsdecode(b"\xff.txt")).touch()
+    wall.follow(room, shown, {}, names=True)
+    people, skipped = progress.read_progress(room)
+    assert sorted(people) == ["ada", "surrogate"] and len(skipped) == 8
+    assert "1 of 1 lines are damaged" in (shown / "wall_data.js").read_text()
+
+
+@pytest.mark.processes
+def test_a_table_names_what_it_skips_and_has_the_others(tmp_path):
+    answers = [
+        {"lesson": "12", "exercise": "puzzle 1", "said": "Right: \ud800", "answer": "\ud800"}
+    ]
+    one = {"form": make_submission.FORM, "made": "now", "answers": answers}
+    (tmp_path / "ada.json").write_text(json.dumps({**one, "name": "Ada \ud800"}))
+    (tmp_path / "digits.json").write_text('{"form": ' + "9" * 5000 + "}")
+    (tmp_path / "link.json").symlink_to("x" * 300)
+    (tmp_path / os.fsdecode(b"\xff.json")).touch()
+    words = [sys.executable, grade_submissions.__file__, tmp_path]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stdout
+    assert said.count("skipped: ") == 3 and "link.json cannot be read: File name too long" in said
+    assert "Ada" in (tmp_path / "grades.csv").read_text()
+
+
+@pytest.mark.parametrize("tool", [grade_submissions, wall, make_site])
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, tool):
+    (tmp_path / "file").touch()  # no folder can be made below it, not even by root
+    words = [] if tool is make_site else [tmp_path]
+    words += ["--static"] if tool is make_site else []
+    said = sentence_of(tool.main, monkeypatch, *words, "--into", tmp_path / "file" / "below")
+    assert said.startswith(f"{tool.__name__}.py: ") and "Not a directory" in said
+
+
+@pytest.mark.processes
+def test_a_read_only_course_and_one_without_git_are_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_submission, "ROOT", tmp_path / "file")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(make_submission, "read_notebooks", lambda: ({}, []))
+    assert "cannot be written" in sentence_of(make_submission.main, monkeypatch)
+    monkeypatch.setattr(make_handout, "ROOT", tmp_path)
+    monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
+    (tmp_path / "handout" / "course").mkdir(parents=True)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "git does not list" in sentence_of(make_handout.main, monkeypatch)
+    monkeypatch.setenv("PATH", "")
+    assert "git does not list" in sentence_of(make_handout.main, monkeypatch)
+    assert (tmp_path / "handout" / "course").is_dir(), "the older handout stays"

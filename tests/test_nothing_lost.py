@@ -1,0 +1,182 @@
+"""Nothing that is saved is lost, or mixed with what another run saves."""
+
+import json
+import os
+import subprocess
+import sys
+
+import grade_submissions
+import make_submission
+import plan
+import prepare_data
+import pytest
+import search_schedule
+from ranks import run_on_ranks
+from saved_models import save_library_model
+
+from course.failed_run import RunFailed
+from course.launch import ROOT
+from extensions.pretraining.token_files import check_folder
+from pipeline import files
+from pipeline.claims import LOCK, ClaimError, NewFolder, lock_folder
+from pipeline.data import DEFAULT_TEXT
+
+PREPARE = [sys.executable, ROOT / "source_code" / "prepare_data.py", "--data", DEFAULT_TEXT]
+
+
+def rejected(main, capsys, monkeypatch, *words):
+    """The one sentence of a script that ends with status 2."""
+    monkeypatch.setattr(sys, "argv", [f"{main.__module__}.py", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+# A folder is claimed once.
+
+
+def test_a_new_folder_is_one_job_s_until_it_is_released(tmp_path):
+    folder = tmp_path / "new"
+    first = NewFolder("--save", folder)
+    with pytest.raises(ClaimError, match="another job is saving there"):
+        NewFolder("--save", folder)
+    (folder / "model").touch()
+    first.release()
+    with pytest.raises(ClaimError, match="there is something already"):
+        NewFolder("--save", folder)
+    first.give_up(["model"])  # at the end of the process, too late
+    assert [path.name for path in folder.iterdir() if path.name != LOCK] == ["model"]
+
+
+def test_who_gives_up_removes_what_is_theirs_and_nothing_else(tmp_path):
+    made, found = tmp_path / "made", tmp_path / "found"
+    found.mkdir()
+    for folder in (made, found):
+        claimed = NewFolder("--save", folder)
+        (folder / "model").touch()
+        claimed.give_up(["model", "never made"])
+    assert not made.exists() and list(found.iterdir()) == []
+    claimed = NewFolder("--save", made)
+    (made / "somebody's").touch()
+    claimed.give_up()
+    assert [path.name for path in made.iterdir()] == ["somebody's"]
+
+
+def test_the_lock_of_a_job_that_was_killed_is_in_nobody_s_way(tmp_path):
+    (tmp_path / LOCK).touch()
+    NewFolder("--save", tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_locks_the_folder_is_whose_lock_file_is_new(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    first = NewFolder("--save", tmp_path)
+    with pytest.raises(ClaimError, match="if no other job saves there, remove"):
+        NewFolder("--save", tmp_path)
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_of_two_that_prepare_data_for_one_folder_one_does_and_one_says_why_not(tmp_path):
+    both = [
+        subprocess.Popen([*PREPARE, "--out", tmp_path / "tokens"], stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1].decode() for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    (sentence,) = filter(None, said)
+    assert "another job is saving there" in sentence or "something already" in sentence
+    check_folder(tmp_path / "tokens")
+
+
+def test_prepare_data_that_fails_leaves_what_is_not_its_own(tmp_path, monkeypatch, capsys):
+    out, words = tmp_path / "tokens", ["--data", DEFAULT_TEXT, "--out"]
+    held = NewFolder("--out", out)
+    (sentence,) = [rejected(prepare_data.main, capsys, monkeypatch, *words, out)]
+    assert "another job is saving there" in sentence
+    held.give_up()
+
+    def fail(folder, *rest):
+        (folder / "notes").write_text("somebody's")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare_data, "write_tokens_file", fail)
+    assert "No space left" in rejected(prepare_data.main, capsys, monkeypatch, *words, out)
+    assert [path.name for path in out.iterdir()] == ["notes"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", [">&-", ">/dev/full"])
+def test_tokens_stay_when_the_last_line_cannot_be_printed(tmp_path, where):
+    words = ["sh", "-c", f'exec "$@" {where}', "sh", *PREPARE, "--out", tmp_path / "tokens"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    check_folder(tmp_path / "tokens")
+    assert "Traceback" not in ended.stderr
+
+
+def fine_tune(rank, model, out):
+    """On a rank: the status of a run that saves into `out`."""
+    import finetune
+
+    sizes = "--steps 1 --seq-len 16 --batch-size 4 --microbatches 2 --device cpu"
+    sys.argv = ["finetune.py", "--model", model, "--save", out, *sizes.split()]
+    return finetune.main()
+
+
+def test_a_second_fine_tuning_into_one_folder_ends_before_it_trains(tmp_path):
+    model, out = save_library_model(tmp_path / "model", "llama"), tmp_path / "out"
+    lock, _ = lock_folder("--save", out)
+    with pytest.raises(RunFailed, match="--save .* another job is saving there"):
+        run_on_ranks(fine_tune, 2, str(model), str(out))
+    assert [path.name for path in out.iterdir()] == [LOCK]
+    lock.close()  # as if the first had been killed
+    assert run_on_ranks(fine_tune, 2, str(model), str(out)) == [0, 0]
+    assert LOCK not in os.listdir(out) and "config.json" in os.listdir(out)
+    with pytest.raises(RunFailed, match="there is something already"):
+        run_on_ranks(fine_tune, 2, str(model), str(out))
+
+
+# No output replaces an input, or a better output.
+
+
+def test_plan_does_not_save_a_machine_over_the_model(tmp_path, monkeypatch, capsys):
+    model = tmp_path / "config.json"
+    model.write_text("{}")
+    words = ["--this-machine", "--save"]
+    for name in (model, tmp_path):
+        said = rejected(plan.main, capsys, monkeypatch, name, *words, model)
+        assert said.startswith("--save") and model.read_text() == "{}"
+    said = rejected(plan.main, capsys, monkeypatch, "llama-3-8b", *words, tmp_path / "no" / "m")
+    assert "does not exist; make it first" in said
+
+
+def test_search_schedule_does_not_write_over_the_timeline_that_it_reads(
+    tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "t.json"
+    file.write_text("{}")
+    words = ["--timeline", file, "--csv", file]
+    said = rejected(search_schedule.main, capsys, monkeypatch, *words)
+    assert "name the same file" in said and file.read_text() == "{}"
+
+
+def test_a_submission_of_no_lesson_replaces_none(monkeypatch, capsys):
+    said = rejected(make_submission.main, capsys, monkeypatch, "99")
+    assert "99 is no lesson; the lessons are 00 01" in said
+
+
+def test_the_old_table_stays_when_the_new_one_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "grades.csv").write_text("old")
+    (tmp_path / "a.json").write_text(json.dumps({"form": make_submission.FORM}))
+
+    def full(handle):
+        raise OSError(28, "No space left on device", str(tmp_path))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(sys, "argv", ["grade_submissions.py", str(tmp_path)])
+    with pytest.raises(SystemExit, match="No space left on device"):
+        grade_submissions.main()
+    assert (tmp_path / "grades.csv").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "grades.csv"]
