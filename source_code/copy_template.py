@@ -4,9 +4,8 @@
     python source_code/copy_template.py gpipe.py my_program.py     one file, and the text beside it
 
 A copy has the script and the files of the course that it imports; no line is rewritten. A copy
-leaves out the script's calls of the lab (--with-lab keeps them, in a folder) and the seconds of
---plan, which the lab's simulator forecasts. A copy in one file also leaves out the imports of the
-course's modules, because their code is then in the same file.
+leaves out the script's calls of the lab (--with-lab keeps them, in a folder). A copy in one file
+also leaves out the imports of the course's modules, because their code is then in the same file.
 """
 
 import argparse
@@ -22,7 +21,6 @@ SOURCE_CODE = Path(__file__).resolve().parent
 ROOT = SOURCE_CODE.parent
 FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
 PACKAGES = ("pipeline", "extensions", "lab")  # in this order in one file
-FORECASTS = {"extensions.planning.own_plan"}  # plays schedules with the lab's simulator
 TEXT = Path("pipeline", "field_guide.txt")
 # Packages that torch and transformers import if present: a file of that name would be imported.
 TRIED_BY_TORCH = set(
@@ -97,7 +95,7 @@ class Module:
         self.body = ast.parse(self.text).body
         nodes = [node for statement in self.body for node in ast.walk(statement)]
         imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-        lab = [node for node in imports if looks_on(node) and not with_lab]
+        lab = [node for node in imports if package_of(node) == "lab" and not with_lab]
         names = {name for node in lab for name, _ in names_of(node)}
         calls = [node for node in nodes if isinstance(node, ast.Expr)]
         self.left_out = lab + [n for n in calls if re.match(r"\w*", ast.unparse(n))[0] in names]
@@ -201,11 +199,6 @@ def names_of(node):
     """(name, what it means) for each name that an import binds."""
     source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
     return [(alias.asname or alias.name, source + alias.name) for alias in node.names]
-
-
-def looks_on(node):
-    """Return whether an import only watches or forecasts a training run, and can be left out."""
-    return package_of(node) == "lab" or {meaning for _, meaning in names_of(node)} <= FORECASTS
 
 
 def package_of(node):

@@ -24,8 +24,7 @@ out, and the training continues.
 
     python source_code/distributed_checkpointing.py --checkpoints build/run --export build/model.pt
 
-writes the newest checkpoint as one file for torch.load, and --import FILE begins from it where the
-folder has no checkpoint yet.
+writes the newest checkpoint as one file for torch.load.
 """
 
 import sys

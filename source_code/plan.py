@@ -10,24 +10,35 @@ or a profile of layers that plan_partition.py --save wrote; --machine is a name 
 file. Plans that no script of the course starts are ranked apart, as paper only. --confirm performs
 the best plans: those of a measured machine at full speed, those of any other one with real ranks
 whose actions last as long as forecast. Else nothing is started.
+
+    python source_code/plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
+
+forecasts the one run that these flags of pretrain_llama.py describe: what each rank holds, and how
+long an update takes.
 """
 
 import os
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from subprocess import SubprocessError
 
-from extensions.planning.bound import lower_bound, memory_bound
-from extensions.planning.candidates import all_plans, search_plans
-from extensions.planning.confirming import bad_plan, can_be_performed, confirm
-from extensions.planning.known_models import SIZES_TEXT, find_model, names
-from extensions.planning.machine import machine_from, machine_names, read_machine
-from extensions.planning.measured_runs import (
+from lab.printing import keep_running_unheard
+from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.files import not_written, to_json, write_output
+from pipeline.inputs import InputError
+from pipeline.paths import check_apart, check_file
+from planning.bound import lower_bound, memory_bound
+from planning.candidates import all_plans, search_plans
+from planning.confirming import bad_plan, can_be_performed, confirm
+from planning.known_models import SIZES_TEXT, find_model, names
+from planning.machine import machine_from, machine_names, read_machine
+from planning.measured_runs import (
     measure_machine,
     perform_here,
     ranks_of_this_machine,
 )
-from extensions.planning.plan_tables import (
+from planning.plan_tables import (
     command_of,
     confirmed_line,
     course_flags,
@@ -39,23 +50,21 @@ from extensions.planning.plan_tables import (
     reason_lines,
     table_lines,
 )
-from extensions.planning.profiled import ProfiledModel
-from extensions.planning.reasons import limit_of
-from lab.printing import keep_running_unheard
-from pipeline.command_line import Parser, positive_integer, positive_number, reject
-from pipeline.files import not_written, to_json, write_output
-from pipeline.inputs import InputError
-from pipeline.paths import check_apart, check_file
+from planning.profiled import ProfiledModel
+from planning.reasons import limit_of
 
 UNSURE = 0.3  # relative error of a fit above which the measurement was disturbed
 USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
 MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
 MOST_MEMORY = 1_000_000  # GB of one of them
+PROGRAM = "pretrain_llama.py"
 
 
 def main():
     keep_running_unheard()
+    if Path(*sys.argv[1:2]).name == PROGRAM:
+        return plan_program(sys.argv[2:])
     arguments = parse_arguments()
     if arguments.published:
         print("\n".join(published_lines()))
@@ -135,6 +144,26 @@ def parse_arguments():
         if (getattr(arguments, flag) or 0) > most:
             reject(f"--{flag} {getattr(arguments, flag):g}: {most:,} are the most")
     return arguments
+
+
+def plan_program(words):
+    """Print the plan of the run that these flags of pretrain_llama.py describe. Returns 0."""
+    import pretrain_llama  # only here: it imports all that trains
+
+    from planning.program_plan import print_program_plan
+
+    parser = pretrain_llama.program_parser()
+    parser.prog = f"plan.py {PROGRAM}"
+    add = parser.add_argument
+    add("--gpus", type=positive_integer, default=8, metavar="N", help="ranks of the run")
+    add("--machine", help=f"{', '.join(machine_names())}, or a file; else a DGX A100")
+    arguments = parser.parse_args(words)
+    if arguments.gpus > MOST_GPUS:
+        reject(f"--gpus {arguments.gpus:g}: {MOST_GPUS:,} are the most")
+    arguments.num_ranks = arguments.gpus
+    schedule = pretrain_llama.complete_flags(parser, arguments, read_data=lambda _: None)
+    print_program_plan(arguments, schedule, arguments.machine)
+    return 0
 
 
 def machine_of(arguments):

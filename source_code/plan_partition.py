@@ -10,14 +10,6 @@ what was measured, for --profile or as the MODEL of plan.py.
 
 import sys
 
-from extensions.planning.partition import (
-    PartitionError,
-    check_size,
-    plan_stages,
-    profile_as_json,
-    profile_model,
-    read_profile,
-)
 from lab.checks import check_memory
 from lab.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
@@ -26,6 +18,14 @@ from pipeline.job import choose_device
 from pipeline.model import ModelConfig
 from pipeline.paths import check_file
 from pipeline.training import DTYPES, complete_arguments
+from planning.partition import (
+    PartitionError,
+    check_size,
+    plan_stages,
+    profile_as_json,
+    profile_model,
+    read_profile,
+)
 
 STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 

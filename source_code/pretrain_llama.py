@@ -6,7 +6,7 @@ By name from one million parameters to one billion; any synchronous schedule, re
 recomputation, bfloat16 with float32 master weights (the default on a GPU), accumulation over
 several passes, held-out perplexity, checkpoints that continue on any number of ranks.
 
-    python source_code/pretrain_llama.py --model 1b --plan 8 --recompute layer --dtype bfloat16
+    python source_code/plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
 
 says what each of eight ranks would have to hold and how long an update would take, and starts none.
 
@@ -51,10 +51,9 @@ from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.threads import use_threads
 from extensions.optimization.update import check_rate, clip_and_set_rate
-from extensions.planning import own_plan
-from extensions.planning.own_memory import OwnMemory
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import ForwardOnly, activations_of
+from extensions.pretraining.held_bytes import print_held_bytes
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.packing import masked_loss, packed
 from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
@@ -78,12 +77,7 @@ from extensions.real_models.saved_folder import take_model, tokenizer_of
 from extensions.real_models.saved_output import claim_output, save_trained
 from extensions.real_models.tied_ends import tie_ends_of
 from lab import attach
-from pipeline.command_line import (
-    positive_integer,
-    positive_number,
-    ranks_from_environment,
-    reject,
-)
+from pipeline.command_line import positive_integer, positive_number, reject
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.paths import check_new_folder
@@ -102,8 +96,8 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), sec
 
 def main():
     arguments, schedule = read_flags()
-    if arguments.plan or arguments.export:
-        return without_ranks(arguments, schedule)
+    if arguments.export:
+        return export_newest(arguments)
     job = start_job(arguments, schedule.pairs)
     claim_output(arguments, job, "--to-hf", arguments.to_hf)
     use_threads(arguments)
@@ -125,7 +119,7 @@ def main():
         schedule,
         "step" if arguments.accumulate == 1 else "pass",
         training.step,
-        lambda peak: OwnMemory(arguments, schedule).compare(job, stages, masters, training, peak),
+        lambda peak: print_held_bytes(job, stages, masters, training.optimizer, peak),
     )
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
@@ -164,6 +158,21 @@ def main():
 
 def read_flags():
     """The flags, and the schedule of all replicas."""
+    parser = program_parser()
+    attach.add_flags(parser)
+    arguments = parser.parse_args()
+    schedule = complete_flags(parser, arguments, read_corpus)
+    further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
+    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}
+    check_checkpoint_arguments(arguments, further)
+    check_rate(arguments)
+    if arguments.from_hf and not arguments.saved:
+        reject(f"--from-hf {arguments.from_hf} began what is continued; give it again")
+    return arguments, schedule
+
+
+def program_parser():
+    """The parser with the flags of this program, but for the lab's."""
     parser = training_parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--model", choices=list(MODELS), default="1m", help="sizes by name; flags override them")
@@ -183,29 +192,26 @@ def read_flags():
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
     add("--from-hf", metavar="DIR", help="begin with a saved Llama or Qwen2 of transformers")
     add("--to-hf", metavar="DIR", help="write the model for transformers, in --dtype; a new folder")
-    add("--plan", type=positive_integer, metavar="RANKS", help="say what each would need, and end")
-    own_plan.add_flag(parser)
     add_checkpoint_arguments(parser)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, **sizes)
-    attach.add_flags(parser)
-    arguments = parser.parse_args()
+    return parser
+
+
+def complete_flags(parser, arguments, read_data):
+    """Check the flags, and add what follows from them. Returns the schedule of all replicas.
+
+    plan.py calls it, too, with a `read_data` that reads nothing.
+    """
     complete_sizes(arguments)
-    complete_arguments(parser, arguments, read_corpus)
+    complete_arguments(parser, arguments, read_data)
     if arguments.saved:
         arguments.config = arguments.saved.settings
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
     schedule = choose_replicated_schedule(arguments)
     check_sharding(arguments)
     check_training_flags(arguments, schedule)
-    if not arguments.plan:
-        further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
-        further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}
-        check_checkpoint_arguments(arguments, further)
-        check_rate(arguments)
-        if arguments.from_hf and not arguments.saved:
-            reject(f"--from-hf {arguments.from_hf} began what is continued; give it again")
-    return arguments, schedule
+    return schedule
 
 
 def complete_sizes(arguments):
@@ -221,8 +227,6 @@ def complete_sizes(arguments):
         if getattr(arguments, name) is None:
             setattr(arguments, name, size)
     choose_dtype(arguments)
-    if arguments.plan and ranks_from_environment()[1] > 1:
-        reject("--plan is the work of one process; start it with python instead of torchrun")
     if arguments.batch_size % pieces_of_batch(arguments):
         reject(
             f"--batch-size {arguments.batch_size} cannot be cut into --replicas "
@@ -254,8 +258,6 @@ def read_corpus(arguments):
     when a checkpoint is continued; `encode`, `decode` and `num_tokens` are for the sample, and
     `bytes_per_token` for the bits per byte.
     """
-    if arguments.plan:
-        return None
     if is_token_folder(arguments.data):
         sizes = arguments.vocabulary, arguments.seq_len
         return load_tokens(arguments.data, *sizes, arguments.packed)
@@ -274,13 +276,6 @@ def read_corpus(arguments):
         arguments.seq_len,
     )
     return packed(corpus, arguments.seq_len) if arguments.packed else corpus
-
-
-def without_ranks(arguments, schedule):
-    """Do what one process does alone: --plan and --export."""
-    if arguments.plan:
-        return OwnMemory(arguments, schedule).print_plan()
-    return export_newest(arguments)
 
 
 def build_model_part(arguments, first, last, device="cpu"):

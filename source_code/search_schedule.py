@@ -13,7 +13,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from extensions.planning.bounded_search import Question, search
 from lab.known_schedules import TITLES
 from lab.printing import keep_running_unheard
 from lab.report import measured_costs
@@ -23,6 +22,7 @@ from pipeline.command_line import Parser, positive_integer, positive_number, rej
 from pipeline.files import not_written, to_json, write_output
 from pipeline.paths import check_file, check_paths_apart
 from pipeline.schedule import to_csv
+from planning.bounded_search import Question, search
 
 PLACEMENTS = {
     "loop": lambda stage, ranks: stage % ranks,

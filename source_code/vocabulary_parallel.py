@@ -14,7 +14,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from extensions.planning.known_models import of_the_course
 from extensions.vocabulary_parallel.fan import vocabulary_parallel
 from extensions.vocabulary_parallel.fan_worker import FanWorker
 from extensions.vocabulary_parallel.tied_weights import (
@@ -98,8 +97,9 @@ def pace_by_work(arguments, cut):
 def work_of_stages(arguments, cut):
     """Return each stage's work in layers, by its weights in matrix products, so no embedding."""
     a = arguments
-    model = of_the_course(a.layers, a.dim, a.heads, a.kv_heads, a.vocabulary)
-    head = model.head_weights / model.layer_matrices
+    kv_width = a.kv_heads * a.config.head_dim
+    layer = 2 * a.dim * (a.dim + kv_width) + 3 * a.dim * a.config.hidden_dim
+    head = a.vocabulary * a.dim / layer
     layers = [last - first for first, last in cut]
     if not a.spread:
         return [*layers[:-1], layers[-1] + head]

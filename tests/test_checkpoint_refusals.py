@@ -117,10 +117,6 @@ def test_what_was_not_given_is_taken_from_the_checkpoint_and_what_may_differ_may
         ("--export FILE", "--export"),
         ("--checkpoints FOLDER --export /proc/file", "--export"),
         ("--checkpoints FOLDER --export ''", "--export"),
-        ("--import ''", "--import"),
-        ("--import FOLDER", "--import"),
-        ("--import FILE", "--import"),
-        ("--import FILE --checkpoints FOLDER --from-step 5", "--import"),
         ("--schedule 1f1b --chunks 2", "--schedule"),
         ("--schedule interleaved-1f1b --chunks 9", "--layers"),
         ("--schedule zigzag", "--schedule"),
@@ -189,7 +185,7 @@ def test_outputs_lie_apart_before_there_is_a_folder(refusal, tmp_path):
     assert list(tmp_path.iterdir()) == [record] and list(record.iterdir()) == []
 
 
-@pytest.mark.parametrize("read", ["--data", "--import", "--tokenizer"])
+@pytest.mark.parametrize("read", ["--data", "--tokenizer"])
 @pytest.mark.parametrize("flag", [*OUTPUTS, "--metrics"])
 def test_no_output_overwrites_a_file_that_is_read(refusal, tmp_path, read, flag):
     (tmp_path / "file").write_bytes(bytes(1000))

@@ -28,7 +28,7 @@ def test_plans_that_fit_and_are_fast(capsys):
 @pytest.mark.parametrize(
     ("machine", "flags", "sentence"),
     [
-        ("A", "--schedule 1f1b --microbatches 8", "--plan says 22.4 GiB on rank 2, which has 16"),
+        ("A", "--schedule 1f1b --microbatches 8", "plan.py says 22.4 GiB on rank 2, which has 16"),
         (
             "D",
             "--schedule 1f1b --microbatches 8 --recompute layer",

@@ -7,7 +7,7 @@ import pytest
 from course.checks import lesson_11c as check
 from course.checks.answer import NOT_ATTEMPTED
 from course.checks.lesson_11c import right_times
-from extensions.planning import confirming
+from planning import confirming
 
 SLOW = "four nodes, one slow card each"
 RIGHT = {

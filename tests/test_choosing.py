@@ -5,10 +5,10 @@ from functools import lru_cache
 
 import pytest
 
-from extensions.planning.bytes_sent import bytes_per_gpu
-from extensions.planning.choosing import ways
-from extensions.planning.machine import Link, Machine
-from extensions.planning.transformer import Model
+from planning.bytes_sent import bytes_per_gpu
+from planning.choosing import ways
+from planning.machine import Link, Machine
+from planning.transformer import Model
 
 MODEL = Model(layers=32, hidden=4096, length=2048, vocabulary=32_000, batch=256)
 SMALL = replace(MODEL, layers=24, hidden=2048)

@@ -9,12 +9,12 @@ import plan as plan_script
 import pytest
 
 from course.launch import SCRIPTS
-from extensions.planning import confirming
-from extensions.planning.confirming import bad_plan, can_be_performed, confirm, far_hops_only
-from extensions.planning.forecast import forecast, stage_costs
-from extensions.planning.machine import Link, Machine
-from extensions.planning.training_plan import Plan
-from extensions.planning.transformer import Model
+from planning import confirming
+from planning.confirming import bad_plan, can_be_performed, confirm, far_hops_only
+from planning.forecast import forecast, stage_costs
+from planning.machine import Link, Machine
+from planning.training_plan import Plan
+from planning.transformer import Model
 
 pytestmark = pytest.mark.further  # it measures this machine
 

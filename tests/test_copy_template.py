@@ -86,12 +86,10 @@ class Without(ast.NodeTransformer):
         self.packages = packages
 
     def visit_ImportFrom(self, node):
-        modules = {f"{node.module}.{alias.name}" for alias in node.names}
-        forecasts = "lab" in self.packages and modules <= copy_template.FORECASTS
-        return None if forecasts or node.module.split(".")[0] in self.packages else node
+        return None if node.module.split(".")[0] in self.packages else node
 
     def visit_Expr(self, node):
-        return None if ast.unparse(node).startswith(("attach.", "own_plan.")) else node
+        return None if ast.unparse(node).startswith("attach.") else node
 
 
 def statements(path, *packages):

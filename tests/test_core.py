@@ -132,7 +132,7 @@ def is_asynchronous(call):
 
 
 def constructors():
-    folders = [SOURCE / name for name in ("pipeline", "lab", "extensions")]
+    folders = [SOURCE / name for name in ("pipeline", "lab", "extensions", "planning")]
     for file in itertools.chain.from_iterable(folder.rglob("*.py") for folder in folders):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):

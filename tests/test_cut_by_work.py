@@ -1,13 +1,11 @@
 """A cut that counts the head: no other has a slowest stage with less work, and even stays even."""
 
-import sys
 from itertools import combinations
-from unittest import mock
 
 import pretrain_llama
 import pytest
 
-from extensions.planning.cut_by_work import cut_by_work, head_in_layers
+from extensions.pretraining.cut_by_work import cut_by_work, head_in_layers
 from pipeline.model import ModelConfig
 
 
@@ -44,15 +42,17 @@ def test_the_head_of_a_1b_model_at_2048_tokens_is_worth_1_4_layers():
 
 
 @pytest.mark.parametrize(
-    ("flags", "cut"),
+    ("flags", "ranks", "cut"),
     [
-        ("--model 10m --plan 4", [2, 2, 3, 1]),
-        ("--model 10m --plan 4 --cut 3,2,2,1", [3, 2, 2, 1]),
-        ("--model 1m --plan 4", [2, 2, 2, 2]),
-        ("--model 10m --plan 4 --replicas 2", [5, 3]),
+        ("--model 10m", 4, [2, 2, 3, 1]),
+        ("--model 10m --cut 3,2,2,1", 4, [3, 2, 2, 1]),
+        ("--model 1m", 4, [2, 2, 2, 2]),
+        ("--model 10m --replicas 2", 4, [5, 3]),
     ],
 )
-def test_pretrain_llama_counts_the_head_unless_it_is_given_a_cut(flags, cut):
-    with mock.patch.object(sys, "argv", ["pretrain_llama.py", *flags.split()]):
-        arguments, schedule = pretrain_llama.read_flags()
+def test_pretrain_llama_counts_the_head_unless_it_is_given_a_cut(flags, ranks, cut):
+    parser = pretrain_llama.program_parser()
+    parser.set_defaults(num_ranks=ranks)
+    arguments = parser.parse_args(flags.split())
+    schedule = pretrain_llama.complete_flags(parser, arguments, lambda _: None)
     assert list(arguments.cut) == cut and schedule.num_stages == len(cut)

@@ -8,9 +8,7 @@ import itertools
 import json
 import resource
 import shutil
-import struct
 import time
-import zipfile
 
 import pytest
 import torch
@@ -22,12 +20,6 @@ from course.debugging.comparing import compare
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
 from extensions.checkpointing.checkpoint_reader import read_whole
-from extensions.checkpointing.exported import export, read_exported
-from extensions.planning.forecast import forecast
-from extensions.planning.known_models import find_model
-from extensions.planning.machine import Machine, read_machine
-from extensions.planning.partition import PartitionError, plan_stages, read_profile
-from extensions.planning.training_plan import Plan
 from extensions.pretraining.token_files import check_folder, load_tokens
 from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
 from lab.figures import draw_timelines
@@ -39,6 +31,11 @@ from pipeline.inputs import InputError
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import zb_h1
 from pipeline.schedules.legal import check_legal
+from planning.forecast import forecast
+from planning.known_models import find_model
+from planning.machine import Machine, read_machine
+from planning.partition import PartitionError, plan_stages, read_profile
+from planning.training_plan import Plan
 
 SLOWEST = 10.0  # seconds for one input, on a machine that does much else
 MOST_MEMORY = 2**30  # bytes more after all inputs than before
@@ -98,7 +95,6 @@ def trained(tmp_path_factory):
         f"--checkpoints {folder}/saved --record {folder}/run --timeline {folder}/timeline.json"
     )
     launch.run(command, 2, warm=True, show=False, limit=60)
-    export(checkpoint_folder.find_checkpoint(folder / "saved"), folder / "model.pt")
     return folder
 
 
@@ -295,36 +291,6 @@ def test_checkpoints_whose_checksums_were_made_to_fit(trained, tmp_path):
     read(folder / ".metadata")
     errors = (CheckpointError, InputError, FileNotFoundError)  # the latter two are the forger's
     assert attack("forged checkpoints", folder / ".metadata", read, errors)[1]
-
-
-def test_exports(trained):
-    path = trained / "model.pt"
-    expected = read_exported(path)
-    expected = {**expected, "model": {name: t.clone() for name, t in expected["model"].items()}}
-    expected["optimizer"] = {
-        name: {kind: tensor.clone() for kind, tensor in kinds.items()}
-        for name, kinds in expected["optimizer"].items()
-    }
-
-    def read(path):
-        return same(read_exported(path), expected)
-
-    assert attack("exports", path, read, CheckpointError)[1] > INPUTS / 2
-
-
-def test_a_flipped_bit_in_any_entry_of_an_export_is_detected(trained, tmp_path):
-    content, copy = (trained / "model.pt").read_bytes(), tmp_path / "model.pt"
-    with zipfile.ZipFile(trained / "model.pt") as archive:
-        entries = archive.infolist()
-    assert len([entry for entry in entries if "/data/" in entry.filename]) > 20
-    for entry in entries:
-        start = entry.header_offset + 30  # of the name, after a header whose last fields say how
-        start += sum(struct.unpack("<HH", content[start - 4 : start]))  # long name and padding are
-        changed = bytearray(content)
-        changed[start + entry.file_size // 2] ^= 1
-        copy.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=f"written.*{entry.filename} differs"):
-            read_exported(copy)
 
 
 def test_token_files(tmp_path, monkeypatch):

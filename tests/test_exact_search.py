@@ -7,15 +7,6 @@ from pathlib import Path
 import pytest
 
 from course.checks.puzzles import PUZZLES
-from extensions.planning.exact_search import (
-    Moment,
-    Problem,
-    best_schedule,
-    bound_of,
-    first_moment,
-    sweep,
-    what_matters,
-)
 from lab.simulator import Costs, simulate
 from pipeline.schedule import Action, Schedule, ScheduleError, message_of, needs_of, read_csv
 from pipeline.schedules import (
@@ -26,6 +17,15 @@ from pipeline.schedules import (
     zb_h1,
     zb_h2,
     zb_v,
+)
+from planning.exact_search import (
+    Moment,
+    Problem,
+    best_schedule,
+    bound_of,
+    first_moment,
+    sweep,
+    what_matters,
 )
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"

@@ -4,28 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from extensions.planning import forecast as forecasting
-from extensions.planning.bound import lower_bound, memory_bound
-from extensions.planning.bytes_sent import bytes_per_gpu, bytes_per_node
-from extensions.planning.candidates import PLANNED
-from extensions.planning.closed_forms import bubble_over_ideal
-from extensions.planning.footprint import predict_memory
-from extensions.planning.forecast import (
-    forecast,
-    layer_times,
-    stage_costs,
-)
-from extensions.planning.held import held_by
-from extensions.planning.known_models import find_model
-from extensions.planning.machine import Link, Machine, machine_names, read_machine
-from extensions.planning.plan_memory import memory_per_rank, weights_of
-from extensions.planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
-from extensions.planning.training_plan import Plan, balanced_cut
-from extensions.planning.transformer import Model, kept_bytes
 from lab.simulator import simulate
 from pipeline.inputs import InputError
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
+from planning import forecast as forecasting
+from planning.bound import lower_bound, memory_bound
+from planning.bytes_sent import bytes_per_gpu, bytes_per_node
+from planning.candidates import PLANNED
+from planning.closed_forms import bubble_over_ideal
+from planning.footprint import predict_memory
+from planning.forecast import (
+    forecast,
+    layer_times,
+    stage_costs,
+)
+from planning.held import held_by
+from planning.known_models import find_model
+from planning.machine import Link, Machine, machine_names, read_machine
+from planning.plan_memory import memory_per_rank, weights_of
+from planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
+from planning.training_plan import Plan, balanced_cut
+from planning.transformer import Model, kept_bytes
 
 GPT3 = Model(layers=96, hidden=12288, batch=1536)
 LLAMA_3_8B = Model(
@@ -286,7 +286,7 @@ def test_a_machine_file_says_where_its_numbers_come_from(name):
     assert machine.gpus == 16 and machine.flops < machine.peak
     import json
 
-    from extensions.planning.machine import MACHINES
+    from planning.machine import MACHINES
 
     sources = json.loads((MACHINES / f"{name}.json").read_text())["sources"]
     assert {"teraflops", "between", "error"} <= set(sources)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from extensions.planning.footprint import count_weights, predict_memory
 from extensions.pretraining.throughput import flops_per_token
+from extensions.pretraining.weight_count import count_weights
 from lab.longest_path import longest_path
 from lab.simulator import Costs, simulate
 from pipeline.model import ModelConfig, cut_evenly
@@ -28,6 +28,7 @@ from pipeline.schedules import (
     pipedream_round_robin,
     zb_h1,
 )
+from planning.footprint import predict_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [(p, m) for p, m in product((2, 3, 4, 7), (8, 12, 32)) if m >= p]

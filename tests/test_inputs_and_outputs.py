@@ -118,7 +118,7 @@ def calls_in(file):
 
 
 def test_packages_open_inputs_in_one_place():
-    for package in ("pipeline", "lab", "extensions"):
+    for package in ("pipeline", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for name, call in calls_in(file):
                 reads = name in ("read_text", "read_bytes") and isinstance(call.func, ast.Attribute)
@@ -126,7 +126,7 @@ def test_packages_open_inputs_in_one_place():
 
 
 def test_every_text_is_written_and_read_in_a_named_encoding():
-    for package in ("pipeline", "lab", "extensions"):
+    for package in ("pipeline", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for name, call in calls_in(file):
                 if name == "write_text" or name == "open" and isinstance(call.func, ast.Name):
@@ -137,7 +137,7 @@ def test_every_text_is_written_and_read_in_a_named_encoding():
 
 def test_no_reader_catches_whatever_comes():
     """A handler for all exceptions raises again what is not the library's own bare Exception."""
-    for package in ("pipeline", "lab", "extensions"):
+    for package in ("pipeline", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ExceptHandler):

@@ -11,11 +11,12 @@ from unittest import mock
 import pytest
 from ranks import run_on_ranks
 
-from extensions.planning import measured_runs, measuring
-from extensions.planning.forecast import forecast, stage_costs
-from extensions.planning.known_models import of_the_course
-from extensions.planning.machine import Machine, machine_from
-from extensions.planning.measured import (
+from pipeline.inputs import InputError
+from planning import measured_runs, measuring
+from planning.forecast import forecast, stage_costs
+from planning.known_models import of_the_course
+from planning.machine import Machine, machine_from
+from planning.measured import (
     KINDS,
     REST,
     TERMS,
@@ -25,10 +26,9 @@ from extensions.planning.measured import (
     head_quantities,
     layer_quantities,
 )
-from extensions.planning.measured_runs import measure_machine, perform_here
-from extensions.planning.plan_tables import flags_of
-from extensions.planning.training_plan import Plan
-from pipeline.inputs import InputError
+from planning.measured_runs import measure_machine, perform_here
+from planning.plan_tables import flags_of
+from planning.training_plan import Plan
 
 pytestmark = pytest.mark.further  # it measures this machine
 
@@ -189,7 +189,7 @@ def measure_less(rank, words):
 
 
 def launch_less(words, ranks, launch=measured_runs.launch):
-    if words[1] != "extensions.planning.measuring":
+    if words[1] != "planning.measuring":
         return launch(words, ranks)
     run_on_ranks(measure_less, ranks, words[2:])
 
@@ -220,7 +220,7 @@ def test_this_machine_is_measured_by_two_ranks_at_once_and_a_plan_is_performed(m
 
 @pytest.mark.processes
 def test_a_measurement_without_a_length_is_rejected_in_one_sentence():
-    from extensions.planning.measured_runs import launch
+    from planning.measured_runs import launch
 
     with pytest.raises(subprocess.SubprocessError, match="give the length of the sequences"):
-        launch(["-m", "extensions.planning.measuring", "x", "y"], 1)
+        launch(["-m", "planning.measuring", "x", "y"], 1)

@@ -15,8 +15,8 @@ from ranks import run_on_ranks
 
 from course.launch import run
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred
-from extensions.planning.footprint import ActivationSizes, count_weights, most_held, predict_memory
 from extensions.pretraining.padding import ShareOfLoss
+from extensions.pretraining.weight_count import count_weights
 from extensions.real_models.saved_part import fill_part, lay_out
 from extensions.real_models.saved_settings import SavedSettings
 from extensions.recompute import recomputing
@@ -24,6 +24,7 @@ from lab.activation_memory import ActivationMemory
 from pipeline.model import ModelConfig, build_part, cut_evenly
 from pipeline.schedules import build_schedule, chunked_schedules
 from pipeline.split_stage import stage_class_for
+from planning.footprint import ActivationSizes, most_held, predict_memory
 
 SIZES = {
     "narrow": ModelConfig(8, 16, 4, 2, 8, 256),

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pickle
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
 from extensions.checkpointing.checkpoint_reader import read_whole
-from extensions.checkpointing.exported import read_exported
 from pipeline.job import join_job
 from pipeline.unpickling import UNPICKLING_ERRORS, unpickle
 
@@ -81,12 +79,6 @@ def test_a_value_that_is_a_command_is_not_run(tmp_path, trace):
     checkpoint = save(tmp_path / "saved", {**STATE, "rate": {"updates": Evil(trace)}})
     with pytest.raises(CheckpointError, match="rank 0: "):
         read_whole(checkpoint)
-
-
-def test_an_export_that_is_a_command_is_not_run(tmp_path, trace):
-    torch.save({"model": {"weight": Evil(trace)}}, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match="holds more than tensors and numbers"):
-        read_exported(tmp_path / "model.pt")
 
 
 def exchange(rank, file):
@@ -185,18 +177,6 @@ def test_a_description_that_does_not_fit_the_files_is_rejected(tmp_path, changes
     checkpoint = forge(save(tmp_path / "saved", STATE), changed_metadata(**changes))
     with pytest.raises(CheckpointError, match=sentence):
         read_whole(checkpoint)
-
-
-def test_an_export_that_grows_when_it_is_unpacked_is_rejected(tmp_path):
-    torch.save({"model": {"weight": torch.zeros(10_000)}}, tmp_path / "model.pt")
-    packed = tmp_path / "packed.pt"
-    with zipfile.ZipFile(tmp_path / "model.pt") as whole:
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-            for entry in whole.infolist():
-                archive.writestr(entry.filename, whole.read(entry), zipfile.ZIP_DEFLATED)
-    assert torch.load(packed, weights_only=True)["model"]["weight"].shape == (10_000,)
-    with pytest.raises(CheckpointError, match="compressed parts"):
-        read_exported(packed)
 
 
 def test_only_one_module_unpickles():

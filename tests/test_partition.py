@@ -14,7 +14,9 @@ import plan_partition
 import pytest
 import torch
 
-from extensions.planning.partition import (
+from pipeline.model import ModelConfig, build_part, cut_as
+from pipeline.training import cut_layers, parse_arguments, training_parser
+from planning.partition import (
     LayerProfile,
     PartitionError,
     Profile,
@@ -23,8 +25,6 @@ from extensions.planning.partition import (
     read_profile,
     stage_seconds,
 )
-from pipeline.model import ModelConfig, build_part, cut_as
-from pipeline.training import cut_layers, parse_arguments, training_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "source_code" / "plan_partition.py"

@@ -13,21 +13,22 @@ import pytest
 import torch
 from saved_models import write_model
 
-from extensions.planning.candidates import all_plans, forecasts, search_plans
-from extensions.planning.footprint import count_weights, predict_memory
-from extensions.planning.forecast import forecast, stage_costs
-from extensions.planning.known_models import NAMED, find_model
-from extensions.planning.machine import Link, Machine
-from extensions.planning.plan_memory import memory_per_rank
-from extensions.planning.plan_tables import OF_THE_COURSE, command_of, remark
-from extensions.planning.reasons import changes, limit_of, parts_of
-from extensions.planning.training_plan import Plan, balanced_cut
-from extensions.planning.transformer import Model
+from extensions.pretraining.weight_count import count_weights
 from extensions.real_models.saved_settings import read_settings
 from pipeline.inputs import InputError
 from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import one_f_one_b
+from planning.candidates import all_plans, forecasts, search_plans
+from planning.footprint import predict_memory
+from planning.forecast import forecast, stage_costs
+from planning.known_models import NAMED, find_model
+from planning.machine import Link, Machine
+from planning.plan_memory import memory_per_rank
+from planning.plan_tables import OF_THE_COURSE, command_of, remark
+from planning.reasons import changes, limit_of, parts_of
+from planning.training_plan import Plan, balanced_cut
+from planning.transformer import Model
 
 SMALL = Model(8, 1024, batch=16, vocabulary=32_000)
 MACHINE = Machine(8)
@@ -230,7 +231,7 @@ def test_plan_says_in_json_what_it_says_in_words(capsys):
     assert updates == sorted(updates)
 
 
-def test_the_command_of_a_plan_needs_and_takes_with_plan_what_its_forecast_says(capsys):
+def test_the_command_of_a_plan_needs_and_takes_what_its_forecast_says(capsys):
     model = find_model("1m", 128, 32)
     for plan in (
         Plan("interleaved-1f1b", 2, 2, 2, microbatch=2),
@@ -240,10 +241,9 @@ def test_the_command_of_a_plan_needs_and_takes_with_plan_what_its_forecast_says(
     ):
         words = shlex.split(command_of("1m", model, MACHINE, plan))
         at = words.index("source_code/pretrain_llama.py")
-        flags = [*words[at + 1 :], "--plan", str(plan.gpus)]
-        with mock.patch.object(sys, "argv", ["pretrain_llama.py", *flags]):
-            assert pretrain_llama.main() == 0
-        printed = capsys.readouterr().out
+        flags = [*words[at:], "--gpus", str(plan.gpus)]
+        status, printed = run(shlex.join(flags), capsys)
+        assert status == 0
         found = forecast(model, Machine(plan.gpus), plan)
         assert f"{found.update:.3g} s per update +-5%" in printed
         table = [float(row) for row in re.findall(r"^rank .* ([\d.]+)$", printed, re.M)]
@@ -300,7 +300,7 @@ def profile_of(layers, **further):
 
 
 def test_a_saved_model_of_the_course_s_sizes_keeps_its_norms_in_float32(tmp_path):
-    """As pretrain_llama.py --from-hf FOLDER --plan predicts it, in 16 bits."""
+    """As plan.py pretrain_llama.py --from-hf FOLDER predicts it, in 16 bits."""
     folder = write_model(tmp_path / "saved", torch.bfloat16, layers=8, hidden_dim=48)
     settings, _ = read_settings(folder, 64)
     predicted = predict_memory(settings, one_f_one_b(4, 8), cut_evenly(8, 4), 2, 2)

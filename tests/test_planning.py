@@ -6,18 +6,18 @@ import pytest
 
 from course.cluster import TRANSCRIPTS, Cluster, stacks_of
 from course.launch import ROOT, run
-from extensions.planning.candidates import forecasts, pipelines_over_nodes
-from extensions.planning.closed_forms import (
+from lab.simulator import Costs, simulate
+from pipeline.schedules import interleaved_1f1b, one_f_one_b
+from planning.candidates import forecasts, pipelines_over_nodes
+from planning.closed_forms import (
     batch_time,
     bubble_of_replicas,
     bubble_over_ideal,
     training_days,
 )
-from extensions.planning.machine import Machine
-from extensions.planning.training_plan import Plan
-from extensions.planning.transformer import Model
-from lab.simulator import Costs, simulate
-from pipeline.schedules import interleaved_1f1b, one_f_one_b
+from planning.machine import Machine
+from planning.training_plan import Plan
+from planning.transformer import Model
 
 GPT3 = Model(layers=96, hidden=12288, batch=1536)
 MEGATRON_2021 = Plan(

@@ -15,7 +15,6 @@ import torch
 from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
 from extensions.optimization.mixed_precision import computing_copy, refresh
-from extensions.planning.footprint import count_weights
 from extensions.pretraining.forward_only import ForwardOnly
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.padding import PADDING
@@ -27,6 +26,7 @@ from extensions.pretraining.tokens import (
     read_content,
     stream_content,
 )
+from extensions.pretraining.weight_count import count_weights
 from pipeline.data import DataError, load_text
 from pipeline.model import ModelConfig, build_part, token_loss
 from pipeline.schedules import gpipe
@@ -209,9 +209,6 @@ def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path):
     [
         (2, "--accumulate 3", "--accumulate 3"),
         (4, "--replicas 3", "--replicas 3"),
-        (2, "--plan 4", "--plan is the work of one process"),
-        (1, "--plan 4 --machine nowhere", "--machine: nowhere is neither a file nor one of"),
-        (1, "--machine dgx-h100", "--machine dgx-h100 is for --plan"),
         (1, "--vocabulary 100", "--vocabulary 100"),
         (1, "--dataset a/b", "pip install datasets"),
         (1, "--dataset a/b --data x", "use one of them"),
@@ -230,12 +227,17 @@ def test_what_does_not_fit_is_refused_in_one_sentence(ranks, flags, sentence):
     assert "exit status 2" in said
 
 
-def test_a_plan_starts_no_rank_and_is_that_of_the_run():
-    plan = run(f"pretrain_llama.py {EXACT} --plan 4", ranks=1, warm=True, show=False).output
+def test_each_rank_holds_what_the_plan_of_the_same_flags_predicts():
+    plan = run(f"plan.py pretrain_llama.py --gpus 4 {EXACT}", None, warm=True, show=False).output
     _, output = train(f"{EXACT} --steps 1")
-    rows = re.findall(r"^rank \d +predicted.*$", plan, re.M)
-    assert len(rows) == 4
-    assert rows == re.findall(r"^rank \d +predicted.*$", output, re.M)
+    rows = r"^rank \d +%s(.*)$"
+    predicted, measured = (
+        [[float(mib) for mib in row.split()] for row in re.findall(rows % title, text, re.M)]
+        for title, text in (("predicted", plan), ("measured", output))
+    )
+    assert len(predicted) == len(measured) == 4
+    for predicted_row, measured_row in zip(predicted, measured):
+        assert measured_row == pytest.approx(predicted_row, rel=0.01)
 
 
 # Texts.

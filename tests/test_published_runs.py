@@ -6,7 +6,7 @@ from functools import lru_cache
 import pytest
 
 from course.launch import ROOT
-from extensions.planning.published import (
+from planning.published import (
     constant_error_of,
     error_of,
     fit,

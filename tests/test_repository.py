@@ -52,17 +52,11 @@ ALLOWED = {
     "small": set(),
     "pipeline": set(),
     "lab": {"pipeline"},
+    "planning": {"pipeline", "lab", "extensions"},
     "extensions": {"pipeline"},
     "broken": {"pipeline", "lab", "extensions"},
-    "course": {"small", "pipeline", "lab", "extensions"},
-    architecture.SCRIPTS: {"pipeline", "lab", "extensions", "broken"},
-}
-# A forecast asks the simulator, which predicts and attaches to nothing.
-ALSO_ALLOWED = {
-    "extensions.planning.forecast": {"lab", "lab.simulator"},
-    "extensions.planning.reasons": {"lab", "lab.simulator"},
-    "extensions.planning.confirming": {"lab", "lab.simulator", "lab.variables"},
-    "extensions.planning.bounded_search": {"lab", "lab.simulator"},
+    "course": {"small", "pipeline", "lab", "extensions", "planning"},
+    architecture.SCRIPTS: {"pipeline", "lab", "extensions", "broken", "planning"},
 }
 
 
@@ -89,8 +83,7 @@ def test_a_package_imports_only_what_lies_below_it(package):
 def imports_not_allowed(module, imports):
     package = architecture.package_of(module)
     allowed = ALLOWED[package] | {package}
-    others = imports[module] - ALSO_ALLOWED.get(module, set())
-    return {other for other in others if architecture.package_of(other) not in allowed}
+    return {other for other in imports[module] if architecture.package_of(other) not in allowed}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,7 @@ def imports_not_allowed(module, imports):
         ("pipeline.job", "lab.clock"),
         ("lab.attach", "course.launch"),
         ("extensions.recompute", "lab.clock"),
-        ("extensions.planning.forecast", "lab.clock"),
+        ("extensions.pretraining.throughput", "planning.footprint"),
         ("broken.pipelines.faults", "gpipe"),
         ("course.launch", "gpipe"),
         ("gpipe", "course.launch"),

@@ -12,9 +12,9 @@ import search_schedule
 from test_exact_search import all_orders, fits, played
 
 from course.launch import ROOT, run
-from extensions.planning.bounded_search import Question, on_grid, search, unit_of
 from lab.simulator import Costs, simulate
 from pipeline.schedule import from_csv
+from planning.bounded_search import Question, on_grid, search, unit_of
 
 PAGE = (ROOT / "docs" / "certificates.md").read_text()
 

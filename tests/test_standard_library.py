@@ -20,7 +20,7 @@ MODULES = [
     "lab.known_schedules",
     "lab.longest_path",
     "lab.figures",
-    "extensions.planning.exact_search",
+    "planning.exact_search",
     "course.browser.page",
     "course.checks.puzzle_answers",
     "course.checks.puzzles",
@@ -35,7 +35,7 @@ sys.path.insert(0, sys.argv[1])
 for name in sys.argv[2:]:
     importlib.import_module(name)
 own = {name.partition(".")[0] for name in sys.modules}
-ours = {"__main__", "course", "extensions", "lab", "pipeline"}
+ours = {"__main__", "course", "extensions", "lab", "pipeline", "planning"}
 print(sorted(own - sys.stdlib_module_names - ours))
 """
 

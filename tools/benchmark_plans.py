@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
-from extensions.planning.candidates import all_plans, search_plans  # noqa: E402
-from extensions.planning.confirming import confirm  # noqa: E402
-from extensions.planning.known_models import find_model, of_the_course  # noqa: E402
-from extensions.planning.machine import Link, Machine, machine_from, read_machine  # noqa: E402
-from extensions.planning.measured_runs import measure_machine, perform_here  # noqa: E402
-from extensions.planning.training_plan import Plan  # noqa: E402
-from extensions.planning.transformer import Model  # noqa: E402
+from planning.candidates import all_plans, search_plans  # noqa: E402
+from planning.confirming import confirm  # noqa: E402
+from planning.known_models import find_model, of_the_course  # noqa: E402
+from planning.machine import Link, Machine, machine_from, read_machine  # noqa: E402
+from planning.measured_runs import measure_machine, perform_here  # noqa: E402
+from planning.training_plan import Plan  # noqa: E402
+from planning.transformer import Model  # noqa: E402
 
 LENGTH = 128
 # (layers, width, heads, batch): none of the widths was measured.

@@ -12,11 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from extensions.planning.bounded_search import Question, search  # noqa: E402
 from lab.known_schedules import TITLES  # noqa: E402
 from lab.simulator import Costs  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 from pipeline.files import write_whole  # noqa: E402
+from planning.bounded_search import Question, search  # noqa: E402
 
 PAGE = ROOT / "docs" / "certificates.md"
 MOST_RANKS, MOST_MICROBATCHES = 4, 8
@@ -24,7 +24,7 @@ TOP = """# Certificates: how good the named schedules are
 
 Which schedule is best for a given number of ranks, number of micro-batches and amount of memory?
 *Room k* means that a rank can hold at most k micro-batches at a time. The
-[exact search](../source_code/extensions/planning/exact_search.py) examines every order of actions.
+[exact search](../source_code/planning/exact_search.py) examines every order of actions.
 Its answer is therefore a certificate: with these stages on these ranks, no schedule in this room is
 shorter.
 

@@ -60,8 +60,6 @@ def check_memory(arguments):
     The estimate has the weights of the largest stage, the tokens of a batch and the activations of
     one layer, 8 bytes each, and the Python objects of layers and rows. Training takes far more.
     """
-    if getattr(arguments, "plan", None):
-        return
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not available on some systems
@@ -88,8 +86,6 @@ def check_duration(arguments):
     Every layer takes at least LEAST_PER_LAYER for each micro-batch, and 6 operations per weight and
     token, for this rank's share of the layers.
     """
-    if getattr(arguments, "plan", None):
-        return
     config, batch = arguments.config, arguments.batch_size
     layers = -(-config.layers // arguments.num_ranks)
     operations = 6 * layers * 12 * config.dim**2 * batch * config.seq_len

@@ -15,7 +15,6 @@ READ = {
     "--pretrained": "pretrained",
     "--model": "model_folder",
     "--from-hf": "from_hf",
-    "--import": "import_file",
     "--repair": "repair",
     "FILE.csv": "file",
     "--checkpoints": "checkpoints",

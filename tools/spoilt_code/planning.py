@@ -5,7 +5,7 @@ from spoilt_code.fault import Fault
 FAULTS = [
     Fault(
         "scores-kept-four-times",
-        "extensions/planning/transformer.py::kept_bytes",
+        "planning/transformer.py::kept_bytes",
         "else 5 * model.length",
         "else 4 * model.length",
         "A plan counts too little memory for the scores of attention.",
@@ -14,7 +14,7 @@ FAULTS = [
     ),
     Fault(
         "backward-is-one-forward",
-        "extensions/planning/transformer.py::Model.model_flops",
+        "planning/transformer.py::Model.model_flops",
         "return 3 * (",
         "return 2 * (",
         "A plan counts a backward as one forward.",
@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "bubble-of-p-ranks",
-        "extensions/planning/closed_forms.py::bubble_over_ideal",
+        "planning/closed_forms.py::bubble_over_ideal",
         "(ranks - 1) / (chunks * microbatches)",
         "ranks / (chunks * microbatches)",
         "The closed form of the bubble counts one rank too many.",
@@ -32,7 +32,7 @@ FAULTS = [
     ),
     Fault(
         "1f1b-holds-one-less",
-        "extensions/planning/held.py::held_by",
+        "planning/held.py::held_by",
         '"1f1b": lambda rank: min(m, p - rank),',
         '"1f1b": lambda rank: min(m, p - 1 - rank),',
         "A plan leaves out the micro-batch at work.",
@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "means-not-counted",
-        "extensions/planning/footprint.py::predict_memory",
+        "planning/footprint.py::predict_memory",
         "numbers * STATES[optimizer] * master // shards",
         "numbers * STATES[optimizer] * width // shards",
         "With 16-bit weights AdamW's means are counted in 16 bits.",
@@ -50,7 +50,7 @@ FAULTS = [
     ),
     Fault(
         "ring-of-n-steps",
-        "extensions/planning/traffic.py::gather_time",
+        "planning/traffic.py::gather_time",
         "moved = (members - 1) / members * size",
         "moved = size",
         "A member of a ring receives its own part, too.",
@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         "memory-of-plan-unchecked",
-        "extensions/planning/partition.py::plan_stages",
+        "planning/partition.py::plan_stages",
         "copies = -(-(workers - used) // replicas)  # rounded up",
         "copies = (workers - used) // replicas",
         "A stage may need one copy more than its memory has room for.",
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "head-without-work",
-        "extensions/planning/cut_by_work.py::slowest",
+        "extensions/pretraining/cut_by_work.py::slowest",
         "work[-1] += head",
         "work[-1] += 0 * head",
         "A cut by work does not count the head.",

@@ -8,12 +8,12 @@ from course import launch
 from course.checks.answer import WrongAnswer, checked
 from course.checks.reader_on_ranks import request_of, requested, what_failed
 from course.failed_run import RunFailed
-from extensions.planning.cut_by_work import cut_by_work
-from extensions.planning.footprint import predict_memory
+from extensions.pretraining.cut_by_work import cut_by_work
 from lab.simulator import Costs, simulate
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import build_schedule
+from planning.footprint import predict_memory
 
 MACHINES = {"A": (8, 16), "B": (8, 8), "C": (4, 14), "D": (2, 12)}  # devices, GiB of each
 ROWS, LEAST_ROWS = 64, 2  # rows of the batch; rows of a micro-batch that keep a device busy
@@ -49,7 +49,7 @@ def _complaint_on_plan(machine, flags, devices, room):
     needed = _planned(machine, flags, devices)
     most = max(range(devices), key=needed.__getitem__)
     if needed[most] > room:
-        return f"{machine}: --plan says {needed[most]:.1f} GiB on rank {most}, which has {room}"
+        return f"{machine}: plan.py says {needed[most]:.1f} GiB on rank {most}, which has {room}"
     best = min(step for memory, step, _ in _all_plans(devices) if memory <= room)
     if step <= TOLERANCE * best:
         return None
@@ -94,8 +94,8 @@ def _step_of(devices, schedule, chunks, microbatches, recompute):
 
 
 def _planned(machine, flags, devices):
-    """The GiB that each rank needs, as printed by the program's own --plan."""
-    command = f"pretrain_llama.py {MODEL} --plan {devices} {flags}"
+    """The GiB that each rank needs, as plan.py prints them for the program's flags."""
+    command = f"plan.py pretrain_llama.py --gpus {devices} {MODEL} {flags}"
     try:
         output = launch.run(command, None, warm=True, show=False, limit=60).output
     except RunFailed as failed:

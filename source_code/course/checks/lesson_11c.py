@@ -14,14 +14,14 @@ from course.checks.answer import (
     checked,
     close,
 )
-from extensions.planning.choosing import ways
-from extensions.planning.closed_forms import SECONDS_PER_DAY, training_days
-from extensions.planning.confirming import perform_schedule
-from extensions.planning.machine import Link, Machine
-from extensions.planning.transformer import Model
 from lab.simulator import Costs, simulate
 from pipeline.model import cut_as, cut_evenly
 from pipeline.schedules import one_f_one_b
+from planning.choosing import ways
+from planning.closed_forms import SECONDS_PER_DAY, training_days
+from planning.confirming import perform_schedule
+from planning.machine import Link, Machine
+from planning.transformer import Model
 
 GPUS_PER_NODE = 8
 

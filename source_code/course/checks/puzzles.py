@@ -5,8 +5,8 @@ The best results come from exact_search.py; the tests compute them again.
 
 from dataclasses import dataclass
 
-from extensions.planning.exact_search import Problem
 from lab.simulator import Costs
+from planning.exact_search import Problem
 
 
 @dataclass(frozen=True)

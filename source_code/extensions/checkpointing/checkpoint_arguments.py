@@ -7,17 +7,22 @@ import hashlib
 import os
 import sys
 
+import torch
+
 from extensions.checkpointing.checkpoint import Checkpoints
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
+    check_files,
     find_checkpoint,
     first_difference,
     mark_stopped,
     run_to_write,
+    sync_folder,
 )
-from extensions.checkpointing.exported import export, read_exported, take_exported
+from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.checkpointing.stop_request import status_when_stopped
 from pipeline.command_line import positive_integer, reject
+from pipeline.files import replace_file
 from pipeline.paths import can_be_written, check_paths_apart
 
 # What a continued run must share with the run that it continues. The number of ranks and stages,
@@ -35,7 +40,6 @@ def add_checkpoint_arguments(parser):
     add("--fresh", action="store_true", help="begin anew beside what is there, which stays")
     add("--from-step", type=positive_integer, metavar="N", help="continue from an older checkpoint")
     add("--export", metavar="FILE", help="write the checkpoint as one torch.save file, and end")
-    add("--import", metavar="FILE", dest="import_file", help="begin from a file of --export")
 
 
 def check_checkpoint_arguments(arguments, further):
@@ -43,26 +47,21 @@ def check_checkpoint_arguments(arguments, further):
 
     `further` are the script's own flags that a continued run must share, as {name: default}. A flag
     that is not given has the checkpoint's value, or the default if there is no checkpoint. Adds
-    `configuration` (the values that must be shared, by flag), `begin` (a Checkpoint or None),
-    `imported` (the state in the file of --import if training begins from it, or None) and `run`
-    (the folder of the next checkpoint).
+    `configuration` (the values that must be shared, by flag), `begin` (a Checkpoint or None) and
+    `run` (the folder of the next checkpoint).
     """
     check_combinations(arguments)
     check_paths_apart(arguments)
     arguments.save_every, arguments.keep = arguments.save_every or 5, arguments.keep or 2
-    arguments.begin = arguments.imported = arguments.run = None
+    arguments.begin = arguments.run = None
     try:
         if arguments.checkpoints:
             look_into_folder(arguments)
-        if arguments.import_file and arguments.begin is None:
-            arguments.imported = read_exported(arguments.import_file)
     except CheckpointError as error:
         reject(str(error))
     saved, where = {}, None
     if arguments.begin:
         saved, where = arguments.begin.description["configuration"], arguments.begin.path
-    elif arguments.imported:
-        saved, where = arguments.imported["configuration"], arguments.import_file
     arguments.configuration = configuration_of(arguments, further, saved)
     if where and (sentence := first_difference(saved, where, arguments.configuration)):
         reject(sentence)
@@ -76,8 +75,6 @@ def check_combinations(arguments):
     beginnings = {"--fresh": arguments.fresh, "--from-step": arguments.from_step}
     if all(beginnings.values()):
         reject("--fresh begins anew and --from-step from a checkpoint; use one of them")
-    if arguments.import_file and arguments.from_step:
-        reject("--import and --from-step both say where to begin; use one of them")
     if arguments.export:
         if not can_be_written(arguments.export):
             reject(
@@ -142,8 +139,6 @@ def fingerprint_of(text):
 
 def continue_training(arguments, job, training):
     """Restore `training`. Returns the Checkpoints, or None without --checkpoints."""
-    if arguments.imported:
-        take_exported(job, training, arguments.imported)
     checkpoints = None
     if arguments.checkpoints:
         checkpoints = Checkpoints(
@@ -162,8 +157,7 @@ def continue_training(arguments, job, training):
             job.leave()
             reject(problem)
     if training.step and job.rank == 0:
-        where = arguments.begin.path if arguments.begin else arguments.import_file
-        print(f"continues after {training.step} steps, from {where}", flush=True)
+        print(f"continues after {training.step} steps, from {arguments.begin.path}", flush=True)
     return checkpoints
 
 
@@ -182,6 +176,17 @@ def end_diverged(job, what, checkpoints):
             flush=True,
         )
     return 1
+
+
+def export(checkpoint, file):
+    """Write a checkpoint as one torch.save file, in one process with enough memory for all of it.
+
+    torch.load(file)["model"] is a state dictionary of the whole model.
+    """
+    check_files(checkpoint, checkpoint.description["files"])
+    state = read_whole(checkpoint)
+    replace_file(file, lambda partial: torch.save(state, partial))
+    sync_folder(os.path.dirname(os.path.realpath(file)))
 
 
 def export_newest(arguments):

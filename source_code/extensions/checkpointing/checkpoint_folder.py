@@ -12,7 +12,7 @@ written and synced its files, one atomic rename gives the folder its final name;
 does the checkpoint exist. Then another rename replaces `latest`, and only after that are older
 checkpoints removed. A crash at any moment leaves at least the previous checkpoint.
 
-A training run that does not continue the newest checkpoint (--fresh, --from-step, --import) gets a new
+A training run that does not continue the newest checkpoint (--fresh, --from-step) gets a new
 run folder, and `latest` names it from its first checkpoint on. So no saved file is ever
 overwritten, and no checkpoint of an older run is removed. To return to an older run, write its name
 into `latest`.

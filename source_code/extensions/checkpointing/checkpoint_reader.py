@@ -27,13 +27,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _get_layout
 
 from extensions.checkpointing.checkpoint_folder import CheckpointError
-from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_bytes
+from pipeline.inputs import MEBIBYTE, InputError, is_count, read_bytes
 from pipeline.unpickling import UNPICKLING_ERRORS, allow, unpickle
 
 METADATA = ".metadata"
 LARGEST_METADATA = 256 * MEBIBYTE
 NUMBER_TYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8".split()
-ARCHIVE_ERRORS = (OSError, zipfile.BadZipFile, *UNPICKLING_ERRORS)
 
 # What is in a description, and what ranks tell each other when they save and load.
 allow(
@@ -171,17 +170,3 @@ def check_archive(file, name):
             raise
         raise InputError(f"{name} cannot be read as what torch.save writes ({error})") from None
     file.seek(0)
-
-
-def load_archive(path):
-    """Return the plain values and tensors of a file from torch.save, tensors left on disk.
-
-    Raises InputError for a damaged file, or for one that contains other objects.
-    """
-    with open_input(path) as file:
-        check_archive(file, path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except ARCHIVE_ERRORS as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise InputError(f"{path} holds more than tensors and numbers ({reason})") from None

@@ -9,13 +9,10 @@ from pipeline.command_line import reject
 
 
 def add_reduction_flags(parser):
-    """Add --reduce, --gathered and --library."""
+    """Add --reduce and --library."""
     add = parser.add_argument
     add("--reduce", choices=["all-reduce", "ddp", "fsdp2"], default="all-reduce",
         help="who sums the gradients of the replicas")  # fmt: skip
-    add("--gathered", choices=["step", "turn", "action"], default="step",
-        help="how long fsdp2 keeps the weights of a stage whole: a step, until another stage of the "
-        "rank has its turn, or an action")  # fmt: skip
     add("--library", action="store_true", help="let torch.distributed.pipelining do the work")
 
 
@@ -26,11 +23,6 @@ def check_reduction(arguments, schedule):
         reject(
             f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves passes "
             "by the hooks of DDP, which would sum nothing and say nothing; use all-reduce or fsdp2"
-        )
-    if arguments.gathered != "step" and (arguments.reduce != "fsdp2" or arguments.library):
-        reject(
-            f"--gathered {arguments.gathered} is for --reduce fsdp2 without --library; the others "
-            "gather no weights, or as the library likes"
         )
     if arguments.reduce == "fsdp2" and getattr(arguments, "record", None):
         reject(
@@ -70,7 +62,7 @@ def build_reduction(arguments, replicas, schedule):
 
     if arguments.reduce == "ddp":
         return WithDDP(replicas, schedule)
-    return WithFSDP2(replicas, schedule, arguments.gathered)
+    return WithFSDP2(replicas, schedule)
 
 
 def describe_sums(arguments, job, schedule, reduction):

@@ -74,31 +74,16 @@ class WithDDP:
 NEEDS_WEIGHTS = "FBI"  # W needs no weights, only what I has kept
 
 
-def freed_after(order, gathered):
-    """Return the actions of a rank after which it frees the whole weights of the action's stage.
-
-    After a stage's last backward FSDP2 frees them in any case, whether or not it is in the set.
-    """
-    using = [action for action in order if action.kind in NEEDS_WEIGHTS]
-    if gathered == "action":
-        return set(using)
-    turns = zip(using, using[1:]) if gathered == "turn" else ()
-    return {action for action, following in turns if action.stage != following.stage}
-
-
 class WithFSDP2:
     """Shards weights, gradients and the optimizer's state over the replicas, by `fully_shard`.
 
-    Each rank keeps 1 / replicas of its stages between steps. `gathered` says how long a stage's
-    weights stay whole after they are gathered: for the "step", until its last backward; for its
-    "turn", until this rank works on another stage; or for one "action". A shorter time needs less
-    memory and more all-gathers; weight_gathers in planning/bytes_sent.py counts them.
+    Each rank keeps 1 / replicas of its stages between steps. Within a step, a stage's weights are
+    gathered once and stay whole until its last backward.
     """
 
-    def __init__(self, replicas, schedule, gathered="step"):
+    def __init__(self, replicas, schedule):
         self.replicas = replicas
         self.last = last_backwards(schedule, replicas.job.rank)
-        self.freed = freed_after(schedule.orders[replicas.job.rank], gathered)
         self.parts = {}
 
     def wrap(self, part, index):
@@ -124,8 +109,6 @@ class WithFSDP2:
             part.set_requires_gradient_sync(is_last)
         if not is_last:
             yield
-            if action in self.freed:
-                self.free(part)
             return
         with awaiting_peers(self.replicas, f"its gradients of stage {action.stage}"):
             yield
@@ -138,12 +121,6 @@ class WithFSDP2:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
-
-    def free(self, part):
-        """Free the whole weights and keep this rank's shards."""
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def finish(self):
         """Nothing to wait for: the last backward has waited for the sums."""

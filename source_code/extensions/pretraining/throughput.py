@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from extensions.planning.footprint import count_weights
+from extensions.pretraining.weight_count import count_weights
 
 # Dense bfloat16 FLOP/s from NVIDIA's data sheets, by whole words of torch's name for the GPU. The
 # more specific name is first, because cards with the same chip differ in power and clock.

@@ -7,7 +7,7 @@ from functools import partial
 
 from extensions.optimization.compiling import compile_layers
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred, refresh
-from extensions.planning.measured_cut import cut_model
+from extensions.pretraining.measured_cut import cut_model
 from extensions.pretraining.packing import keep_documents_apart
 from extensions.recompute import recomputing
 from pipeline.split_stage import stage_class_for

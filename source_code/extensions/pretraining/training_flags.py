@@ -5,7 +5,7 @@ import torch
 from extensions.optimization.compiling import add_compile_flag, check_compile
 from extensions.optimization.threads import add_thread_flag, check_threads
 from extensions.optimization.update import add_update_flags
-from extensions.planning.measured_cut import add_measured_cut, complete_cut
+from extensions.pretraining.measured_cut import add_measured_cut, complete_cut
 from extensions.recompute import MODES
 from pipeline.schedules.from_flags import add_schedule_flags
 

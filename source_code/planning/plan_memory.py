@@ -8,20 +8,20 @@ the gaps of an allocator.
 
 from functools import lru_cache
 
-from extensions.planning.footprint import predict_memory
-from extensions.planning.held import held_by
-from extensions.planning.known_models import is_of_the_course
-from extensions.planning.profiled import ProfiledModel, kept_per_stage, layers_of_stages
-from extensions.planning.transformer import (
+from extensions.real_models.saved_settings import SavedSettings
+from pipeline.model import ModelConfig, cut_as
+from pipeline.schedules import build_schedule
+from planning.footprint import predict_memory
+from planning.held import held_by
+from planning.known_models import is_of_the_course
+from planning.profiled import ProfiledModel, kept_per_stage, layers_of_stages
+from planning.transformer import (
     BYTES_PER_VALUE,
     deferred_by_loss,
     deferred_bytes,
     kept_by_loss,
     kept_bytes,
 )
-from extensions.real_models.saved_settings import SavedSettings
-from pipeline.model import ModelConfig, cut_as
-from pipeline.schedules import build_schedule
 
 STATE_BYTES = 12  # per 16-bit weight: 32-bit copy, mean, mean of squares; else the means
 # Schedules whose backwards have two halves.

@@ -13,8 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from extensions.planning.cut_by_work import best_cut, cut_by_work
-from pipeline.command_line import reject
+from extensions.pretraining.cut_by_work import best_cut, cut_by_work
 from pipeline.stage import Stage
 from pipeline.training import cut_layers, layer_counts
 
@@ -36,8 +35,6 @@ def add_measured_cut(parser):
 def complete_cut(arguments, num_stages):
     """Reject an impossible --cut; without --cut, cut by counted work. `auto` stays as it is."""
     a = arguments
-    if a.cut == "auto" and getattr(a, "plan", None):
-        reject("--cut auto is measured by the ranks, and --plan starts none; leave one of them out")
     a.cut = a.cut or cut_by_work(a.config, num_stages)
     counts = None if a.cut == "auto" else a.cut
     cut_layers(argparse.Namespace(layers=a.layers, cut=counts), num_stages)

@@ -14,9 +14,9 @@ of its time.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from extensions.planning.partition import PartitionError, Profile, plan_stages, profile_from
-from extensions.planning.transformer import Model
 from pipeline.inputs import InputError, is_count
+from planning.partition import PartitionError, Profile, plan_stages, profile_from
+from planning.transformer import Model
 
 MOST = 10_000_000
 FREE = 1e18  # bytes per second of links that a cut ignores

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from extensions.planning.profiled import ProfiledModel, fastest_cut
 from pipeline.model import cut_evenly
+from planning.profiled import ProfiledModel, fastest_cut
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 SHARDINGS = ("none", "optimizer", "hybrid", "full")

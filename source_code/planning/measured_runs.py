@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 import psutil
 
-from extensions.planning.confirming import SOURCE, first_sentence
-from extensions.planning.forecast import forecast
-from extensions.planning.known_models import of_the_course
-from extensions.planning.machine import machine_from
-from extensions.planning.plan_memory import memory_per_rank
-from extensions.planning.plan_tables import flags_of
-from extensions.planning.training_plan import Plan
 from pipeline.inputs import parse_json, read_json, read_text
+from planning.confirming import SOURCE, first_sentence
+from planning.forecast import forecast
+from planning.known_models import of_the_course
+from planning.machine import machine_from
+from planning.plan_memory import memory_per_rank
+from planning.plan_tables import flags_of
+from planning.training_plan import Plan
 
 STEPS = 9  # steps of a training run; the first two are not counted
 STEPS_BESIDES = 30  # steps of each short training run in `besides`; the first two are not counted
@@ -61,7 +61,7 @@ def measure_machine(ranks, length):
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
-        launch(["-m", "extensions.planning.measuring", str(length), str(file)], ranks)
+        launch(["-m", "planning.measuring", str(length), str(file)], ranks)
         text = read_json(file)
     gigabytes = psutil.virtual_memory().total / 1e9
     text = {"memory_gigabytes": gigabytes / ranks, **text}

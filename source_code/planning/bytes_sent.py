@@ -6,8 +6,8 @@ decide, because the links inside a node are ten times as fast. The formulas are 
 1910.02054) section 7 for sharding, and of traffic.py for rings over several nodes.
 """
 
-from extensions.planning.plan_memory import shard_group, weights_of
-from extensions.planning.transformer import BYTES_PER_VALUE
+from planning.plan_memory import shard_group, weights_of
+from planning.transformer import BYTES_PER_VALUE
 
 
 def bytes_per_gpu(model, machine, plan):
@@ -46,27 +46,6 @@ def bytes_per_node(model, machine, plan):
         if members > inside:
             sent += size * machine.gpus_per_node / inside
     return sent
-
-
-def weight_gathers(order, gathered="step"):
-    """{stage: how often FSDP2 gathers its weights per step} for the stages of one rank.
-
-    `order` has the rank's actions in order. `gathered` tells when weights are gathered:
-    - "step": once per step; the rank keeps them until the stage's last backward.
-    - "turn": each time the rank changes to the stage from another stage. GPipe and 1F1B with one
-      stage per rank gather once. Looped BFS gathers twice, except for the stage at which it turns
-      round. Interleaved 1F1B gathers at each change of chunks (Lamy-Poirier 2022, arXiv 2211.05953,
-      section 3).
-    - "action": for each forward and each backward.
-
-    The half of a split backward for the weights needs no weights, so it gathers none.
-    """
-    using = [action.stage for action in order if action.kind in "FBI"]
-    if gathered == "step":
-        return dict.fromkeys(using, 1)
-    if gathered == "turn":
-        using = [stage for stage, before in zip(using, [None, *using]) if stage != before]
-    return {stage: using.count(stage) for stage in using}
 
 
 def activation(model, plan):

@@ -8,16 +8,16 @@ each rank of a schedule holds (held.py).
 
 from functools import lru_cache
 
-from extensions.planning.forecast import (
+from planning.forecast import (
     exposed_reduction,
     head_times,
     layer_times,
     optimizer_time,
     stage_costs,
 )
-from extensions.planning.held import held_by
-from extensions.planning.plan_memory import SPLIT, memory_per_rank
-from extensions.planning.profiled import ProfiledModel, seconds_of_all_layers
+from planning.held import held_by
+from planning.plan_memory import SPLIT, memory_per_rank
+from planning.profiled import ProfiledModel, seconds_of_all_layers
 
 
 def work_bound(model, machine, plan):

@@ -9,12 +9,12 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from extensions.planning.bound import lower_bound, memory_bound, work_bound
-from extensions.planning.forecast import forecast
-from extensions.planning.profiled import ProfiledModel
-from extensions.planning.training_plan import Plan, balanced_cut
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
+from planning.bound import lower_bound, memory_bound, work_bound
+from planning.forecast import forecast
+from planning.profiled import ProfiledModel
+from planning.training_plan import Plan, balanced_cut
 
 SIZES = (1, 2, 4, 8, 16, 32)  # sequences per micro-batch
 CHUNKS = (2, 3, 4, 5, 6, 8)

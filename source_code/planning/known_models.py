@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from extensions.planning.partition import LARGEST_FILE
-from extensions.planning.profiled import profiled_model
-from extensions.planning.transformer import Model
 from pipeline.inputs import InputError, is_count, read_json
+from planning.partition import LARGEST_FILE
+from planning.profiled import profiled_model
+from planning.transformer import Model
 
 
 def llama(layers, hidden, heads, kv_heads, inner, vocabulary, tied=False):

@@ -10,56 +10,12 @@ an operation, and Python and torch themselves.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from extensions.pretraining.held_bytes import RankMemory
+from extensions.pretraining.weight_count import count_weights
 from pipeline.model import cut_evenly
 
 STATES = {"sgd": 0, "momentum": 1, "adamw": 2}  # numbers that an optimizer keeps for each weight
 STEP_BYTES = 4  # AdamW also has a step counter for each tensor
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes of one rank, at the peak of its activations.
-
-    `optimizer` has the optimizer's states and any float32 copies of the weights.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self):
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-
-def count_weights(config, first=0, last=None):
-    """(number of weights, number of tensors) of layers `first` to `last` - 1, by default of all.
-
-    The first layer includes the embedding, the last one the last norm and the head.
-    """
-    last = config.layers if last is None else last
-    kv_dim = config.kv_heads * config.head_dim
-    attention = 2 * config.dim * (config.heads * config.head_dim + kv_dim)
-    layer = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
-    biases = biases_of_layer(config)
-    numbers, tensors = (last - first) * (layer + sum(biases)), (last - first) * (9 + len(biases))
-    if first == 0:
-        numbers, tensors = numbers + config.vocabulary * config.dim, tensors + 1
-    if last == config.layers:
-        numbers, tensors = numbers + (config.vocabulary + 1) * config.dim, tensors + 2
-    return numbers, tensors
-
-
-def biases_of_layer(config):
-    """The lengths of the biases in a layer; only saved models have some (saved_settings.py)."""
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    lengths = {
-        "query_bias": [width, kv_width, kv_width],
-        "output_bias": [config.dim],
-        "feed_forward_bias": [config.hidden_dim, config.hidden_dim, config.dim],
-    }
-    return [n for name, each in lengths.items() if getattr(config, name, False) for n in each]
 
 
 @dataclass(frozen=True)
@@ -209,35 +165,3 @@ def predict_memory(
         activations = most_held(order, stage_layers, kept, recompute, pieces)
         ranks.append(RankMemory(numbers * width, numbers * master, states, activations))
     return ranks
-
-
-def measure_memory(stages, masters, optimizer, activations):
-    """The RankMemory of this rank, counted from its tensors; call it before gradients are freed.
-
-    `stages` maps indices to the stages that compute, and `masters` to the parts that are updated,
-    which may be the same. `activations` is the peak of an ActivationMemory, in bytes.
-    """
-
-    def bytes_of(tensors):
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    computing = [weight for stage in stages.values() for weight in stage.part.parameters()]
-    updated = [weight for part in masters.values() for weight in part.parameters()]
-    both = {id(weight): weight for weight in computing + updated}.values()
-    apart = list(both)[len(computing) :]
-    gradients = [weight.grad for weight in both if weight.grad is not None]
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return RankMemory(
-        bytes_of(computing), bytes_of(gradients), bytes_of(states) + bytes_of(apart), activations
-    )
-
-
-def memory_table(memories):
-    """A table in MiB, as text. `memories` maps titles to lists with a RankMemory per rank."""
-    columns = ["weights", "gradients", "optimizer", "activations", "total"]
-    lines = ["MiB" + " " * 16 + "".join(f"{name:>12}" for name in columns)]
-    for rank, of_rank in enumerate(zip(*memories.values())):
-        for title, memory in zip(memories, of_rank):
-            numbers = "".join(f"{getattr(memory, name) / 2**20:12.3f}" for name in columns)
-            lines.append(f"rank {rank:<3} {title:10}" + numbers)
-    return "\n".join(lines)

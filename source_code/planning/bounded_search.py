@@ -14,10 +14,10 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from extensions.planning.exact_search import Problem, best_schedule, bound_of, first_moment
 from lab.simulator import simulate
 from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
+from planning.exact_search import Problem, best_schedule, bound_of, first_moment
 
 STEPS = 60  # grid steps in the longest action, if costs are rounded
 

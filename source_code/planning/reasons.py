@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from extensions.planning.bound import memory_bound
-from extensions.planning.forecast import forecast, known_schedule, stage_costs
-from extensions.planning.machine import Link
-from extensions.planning.profiled import ProfiledModel
-from extensions.planning.training_plan import balanced_cut
 from lab.simulator import simulate
 from pipeline.schedule import ScheduleError
+from planning.bound import memory_bound
+from planning.forecast import forecast, known_schedule, stage_costs
+from planning.machine import Link
+from planning.profiled import ProfiledModel
+from planning.training_plan import balanced_cut
 
 NO_LINK = Link(1e30, 0.0)
 

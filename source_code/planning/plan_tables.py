@@ -3,14 +3,14 @@
 from functools import lru_cache
 from pathlib import Path
 
-from extensions.planning.forecast import stage_costs
-from extensions.planning.held import held_by
-from extensions.planning.known_models import is_of_the_course
-from extensions.planning.plan_memory import memory_per_rank
-from extensions.planning.published import error_of, published_runs
-from extensions.planning.reasons import changes, limit_of, parts_of, rank_work
 from pipeline.inputs import read_json
 from pipeline.schedules import SCHEDULES
+from planning.forecast import stage_costs
+from planning.held import held_by
+from planning.known_models import is_of_the_course
+from planning.plan_memory import memory_per_rank
+from planning.published import error_of, published_runs
+from planning.reasons import changes, limit_of, parts_of, rank_work
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 SHARDED_LONGER = 0.5  # fraction beyond the forecast: torchtitan and MPT, published.json

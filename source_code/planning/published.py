@@ -10,11 +10,11 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from extensions.planning.forecast import forecast
-from extensions.planning.machine import Machine, read_machine
-from extensions.planning.training_plan import Plan
-from extensions.planning.transformer import Model
 from pipeline.inputs import read_json
+from planning.forecast import forecast
+from planning.machine import Machine, read_machine
+from planning.training_plan import Plan
+from planning.transformer import Model
 
 
 @dataclass(frozen=True)

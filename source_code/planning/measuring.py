@@ -1,7 +1,7 @@
 """Measures a machine under the load of a training run: all ranks run stages at the same time.
 
     cd source_code
-    torchrun --standalone --nproc-per-node 2 -m extensions.planning.measuring 128 OUT.json
+    torchrun --standalone --nproc-per-node 2 -m planning.measuring 128 OUT.json
 
 128 is the length of the sequences. Stages of several widths, depths and micro-batches run forward
 and backward, whole and in halves. Two ranks exchange messages. All ranks sum their gradients and
@@ -21,16 +21,6 @@ import torch
 import torch.distributed as dist
 
 from extensions.optimization.clipping import clip_gradients
-from extensions.planning.known_models import of_the_course
-from extensions.planning.measured import (
-    KINDS,
-    TERMS,
-    Measured,
-    as_text,
-    embedding_quantities,
-    head_quantities,
-    layer_quantities,
-)
 from pipeline.collectives import Summing, gather, open_groups
 from pipeline.command_line import reject
 from pipeline.files import write_whole
@@ -40,6 +30,16 @@ from pipeline.model import ModelConfig, build_part, token_loss
 from pipeline.one_process import build_optimizer
 from pipeline.split_stage import SplitStage
 from pipeline.stage import Stage
+from planning.known_models import of_the_course
+from planning.measured import (
+    KINDS,
+    TERMS,
+    Measured,
+    as_text,
+    embedding_quantities,
+    head_quantities,
+    layer_quantities,
+)
 
 WIDTHS = (64, 128, 256, 384)
 ROWS = (1, 4, 16)

@@ -11,24 +11,24 @@ Times are in seconds, sizes in bytes. transformer.py and traffic.py name the sou
 from dataclasses import dataclass
 from functools import lru_cache
 
-from extensions.planning.closed_forms import SECONDS_PER_DAY
-from extensions.planning.measured import (
+from lab.simulator import Costs, simulate
+from pipeline.schedules import build_schedule
+from planning.closed_forms import SECONDS_PER_DAY
+from planning.measured import (
     embedding_quantities,
     head_quantities,
     layer_quantities,
 )
-from extensions.planning.plan_memory import SPLIT, memory_per_rank, shard_group, weights_of
-from extensions.planning.profiled import ProfiledModel, activation_bytes, stage_times
-from extensions.planning.traffic import all_reduce_time, gather_time, message_costs
-from extensions.planning.training_plan import Plan
-from extensions.planning.transformer import (
+from planning.plan_memory import SPLIT, memory_per_rank, shard_group, weights_of
+from planning.profiled import ProfiledModel, activation_bytes, stage_times
+from planning.traffic import all_reduce_time, gather_time, message_costs
+from planning.training_plan import Plan
+from planning.transformer import (
     BYTES_PER_VALUE,
     logit_bytes,
     passing_bytes,
     score_bytes,
 )
-from lab.simulator import Costs, simulate
-from pipeline.schedules import build_schedule
 
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")

@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from extensions.planning.bound import lower_bound, memory_bound
-from extensions.planning.bytes_sent import bytes_per_gpu, bytes_per_node
-from extensions.planning.forecast import forecast
-from extensions.planning.training_plan import Plan, balanced_cut
+from planning.bound import lower_bound, memory_bound
+from planning.bytes_sent import bytes_per_gpu, bytes_per_node
+from planning.forecast import forecast
+from planning.training_plan import Plan, balanced_cut
 
 
 class Way(NamedTuple):

@@ -16,11 +16,11 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from extensions.planning.forecast import known_schedule, stage_costs
-from extensions.planning.training_plan import Plan
 from lab.simulator import Costs, simulate
 from lab.variables import DELAY_VARIABLE, OCCUPANCY_VARIABLE, PRETENDED_VARIABLE
 from pipeline.schedule import to_csv
+from planning.forecast import known_schedule, stage_costs
+from planning.training_plan import Plan
 
 SOURCE = Path(__file__).resolve().parents[2]
 STEP = 3000.0  # milliseconds that a performed step should take

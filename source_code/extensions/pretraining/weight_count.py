@@ -1,0 +1,30 @@
+"""How many weights some layers of a model have, by its sizes; no layer is built."""
+
+
+def count_weights(config, first=0, last=None):
+    """(number of weights, number of tensors) of layers `first` to `last` - 1, by default of all.
+
+    The first layer includes the embedding, the last one the last norm and the head.
+    """
+    last = config.layers if last is None else last
+    kv_dim = config.kv_heads * config.head_dim
+    attention = 2 * config.dim * (config.heads * config.head_dim + kv_dim)
+    layer = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
+    biases = biases_of_layer(config)
+    numbers, tensors = (last - first) * (layer + sum(biases)), (last - first) * (9 + len(biases))
+    if first == 0:
+        numbers, tensors = numbers + config.vocabulary * config.dim, tensors + 1
+    if last == config.layers:
+        numbers, tensors = numbers + (config.vocabulary + 1) * config.dim, tensors + 2
+    return numbers, tensors
+
+
+def biases_of_layer(config):
+    """The lengths of the biases in a layer; only saved models have some (saved_settings.py)."""
+    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    lengths = {
+        "query_bias": [width, kv_width, kv_width],
+        "output_bias": [config.dim],
+        "feed_forward_bias": [config.hidden_dim, config.hidden_dim, config.dim],
+    }
+    return [n for name, each in lengths.items() if getattr(config, name, False) for n in each]

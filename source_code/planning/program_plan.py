@@ -1,0 +1,129 @@
+"""Forecasts the training run that one command of pretrain_llama.py describes.
+
+plan.py compares many plans. This module forecasts exactly one, and starts no rank.
+"""
+
+from dataclasses import replace
+
+from extensions.pretraining.held_bytes import memory_table
+from extensions.pretraining.weight_count import count_weights
+from pipeline.command_line import reject
+from pipeline.inputs import InputError
+from pipeline.training import cut_layers
+from planning.footprint import predict_memory
+from planning.forecast import forecast
+from planning.machine import Machine, read_machine
+from planning.reasons import limit_of
+from planning.training_plan import Plan
+from planning.transformer import Model
+
+AGAIN = {"none": "none", "selective": "selective", "layer": "full", "stage": "full"}
+
+
+def print_program_plan(arguments, schedule, machine=None):
+    """Print what each rank would hold and how long an update would take.
+
+    `arguments` are the completed flags, with `num_ranks`; `schedule` is that of all replicas, and
+    `machine` a name or a JSON file of a machine, by default a DGX A100.
+    """
+    if arguments.cut == "auto":
+        reject("--cut auto is measured by the ranks, and a plan starts none; leave it out")
+    read = machine_of(arguments.num_ranks, machine)
+    memory = predicted_memory(arguments, schedule)
+    print(f"{arguments.model}: {count_weights(arguments.config)[0]:,} weights, {schedule.name}")
+    print(memory_table({"predicted": memory}))
+    most = max(range(len(memory)), key=lambda rank: memory[rank].total)
+    print(f"the most on rank {most}: {memory[most].total / 2**30:.2f} GiB, and what torch needs")
+    print_seconds(arguments, schedule, read, machine or "a DGX A100")
+
+
+def predicted_memory(arguments, schedule):
+    """The predicted RankMemory of each rank."""
+    a = arguments
+    return predict_memory(
+        a.config,
+        schedule,
+        cut_layers(a, schedule.num_stages),
+        a.microbatch_size,
+        a.torch_dtype.itemsize,
+        a.optimizer,
+        a.recompute,
+        shards=a.replicas if a.sharding == "optimizer" else 1,
+    )
+
+
+def print_seconds(arguments, schedule, machine, name):
+    """Print how long an update takes, how idle its ranks are, and what limits it."""
+    model, plan = model_of(arguments), plan_of(arguments, schedule)
+    found = forecast(model, machine, plan)
+    work = found.update - found.reduction - found.optimizer
+    seconds = arguments.accumulate * work + found.reduction + found.optimizer
+    whole = replace(model, batch=arguments.batch_size)
+    rate = whole.model_flops / plan.gpus / seconds
+    print(
+        f"{arguments.batch_size} sequences of {model.length} tokens per update, "
+        f"{arguments.microbatches} micro-batches of {plan.microbatch}, {arguments.dtype}, "
+        f"cut {','.join(map(str, plan.cut))}"
+    )
+    print(
+        f"on {plan.gpus} GPUs of {name}: {seconds:.3g} s per update "
+        f"+-{machine.error:.0%}, {whole.batch * whole.length / seconds:,.0f} tokens per second, "
+        f"MFU {rate / machine.peak:.1%}, idle {idle(found):.1%}, "
+        f"limited by {limit_of(model, machine, found)}"
+    )
+    if machine.bytes_per_value != arguments.torch_dtype.itemsize:
+        print(f"the seconds are those of {8 * machine.bytes_per_value} bits per number")
+    if arguments.option:
+        print("the seconds are those of the schedule without --option")
+
+
+def idle(found):
+    return max(0.0, found.bubble_over_ideal / (1 + found.bubble_over_ideal))
+
+
+def machine_of(gpus, name):
+    """The Machine of that name or file, else a DGX A100."""
+    if name is None:
+        return Machine(gpus)
+    try:
+        machine = read_machine(name, gpus)
+    except InputError as error:
+        reject(f"--machine: {error}")
+    if machine.measured and gpus != machine.gpus_per_node:
+        reject(
+            f"--gpus {gpus}: {name} was measured with {machine.gpus_per_node} at once; "
+            f"use {machine.gpus_per_node}"
+        )
+    return machine
+
+
+def model_of(arguments):
+    """The planner's Model of one pass, from the flags or from a saved model's settings."""
+    config = arguments.config
+    return Model(
+        config.layers,
+        config.dim,
+        length=arguments.seq_len,
+        vocabulary=config.vocabulary,
+        batch=arguments.batch_size // arguments.accumulate,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        inner=config.hidden_dim,
+        gated=True,
+        tied=getattr(config, "tied", False),
+    )
+
+
+def plan_of(arguments, schedule):
+    """The Plan of the flags. `schedule` is that of all replicas."""
+    ranks = arguments.num_ranks // arguments.replicas
+    return Plan(
+        arguments.schedule,
+        ranks,
+        schedule.num_stages // ranks,
+        arguments.replicas,
+        microbatch=arguments.microbatch_size,
+        recompute=AGAIN[arguments.recompute],
+        sharding=arguments.sharding,
+        cut=tuple(arguments.cut),
+    )
