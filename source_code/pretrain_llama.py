@@ -53,7 +53,6 @@ from extensions.optimization.threads import use_threads
 from extensions.optimization.update import check_rate, clip_and_set_rate
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import ForwardOnly, activations_of
-from extensions.pretraining.held_bytes import print_held_bytes
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.packing import masked_loss, packed
 from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
@@ -119,7 +118,7 @@ def main():
         schedule,
         "step" if arguments.accumulate == 1 else "pass",
         training.step,
-        lambda peak: print_held_bytes(job, stages, masters, training.optimizer, peak),
+        (masters.values(), training.optimizer),
     )
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)

@@ -141,7 +141,7 @@ class Cluster:
         return self.output(job)
 
 
-def assert_gone(cluster, limit=5):
+def assert_gone(cluster, limit=20):
     end = time.monotonic() + limit
     while left := [process for process in cluster.processes() if runs(process)]:
         assert time.monotonic() < end, f"still there: {[process.cmdline() for process in left]}"

@@ -7,11 +7,15 @@ further = pytest.mark.further
 
 def first_of(cases, number):
     """`cases` for pytest.mark.parametrize, of which `make test` takes the first `number` only."""
-    params = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [
-        pytest.param(*values, marks=() if place < number else further)
-        for place, values in enumerate(params)
+        with_marks(case, () if place < number else (further,)) for place, case in enumerate(cases)
     ]
+
+
+def with_marks(case, marks):
+    if hasattr(case, "marks"):  # one of pytest.param
+        return pytest.param(*case.values, marks=(*case.marks, *marks))
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
 
 
 def seeds_up_to(few, many):

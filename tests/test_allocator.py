@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from allocator import Allocator
+from further import first_of
 from observed import count_memory
 from ranks import run_on_ranks
 from test_equals_one_process import SMALL
@@ -40,7 +41,7 @@ def num_bytes(tensors):
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", first_of([False, True], 2))
 @pytest.mark.parametrize(("mode", "pieces"), [("none", 1), *WAYS])
 @pytest.mark.parametrize("which", PARTS)
 def test_between_two_actions_the_allocator_has_what_is_counted_to_the_byte(
@@ -99,7 +100,9 @@ def peaks(rank, name):
     return found
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-min"])
+@pytest.mark.parametrize(
+    "name", first_of(["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-min"], 3)
+)
 def test_at_its_peak_the_allocator_has_little_more_than_what_is_counted(name):
     ranks = run_on_ranks(peaks, 4, name, timeout=120)
     for rank, found in enumerate(ranks):
@@ -185,14 +188,17 @@ def bytes_after_each_step(rank, script, flags):
 
 @pytest.mark.parametrize(
     "script",
-    [
-        "one_f_one_b.py",
-        "activation_checkpointing.py --schedule zb-v --recompute stage",
-        "zero_bubble.py --schedule zb-h1",
-        "torch_pipelining.py",
-        "distributed_checkpointing.py",
-        "pretrain_llama.py",
-    ],
+    first_of(
+        [
+            "one_f_one_b.py",
+            "activation_checkpointing.py --schedule zb-v --recompute stage",
+            "zero_bubble.py --schedule zb-h1",
+            "torch_pipelining.py",
+            "distributed_checkpointing.py",
+            "pretrain_llama.py",
+        ],
+        2,
+    ),
 )
 def test_from_step_to_step_the_allocator_has_not_even_one_activation_more(script):
     script, _, flags = script.partition(" ")

@@ -77,7 +77,7 @@ def wait_until_it_answers(address, server):
     while time.monotonic() < deadline:
         assert server.poll() is None, "JupyterLab ended before it answered"
         try:
-            urllib.request.urlopen(address, timeout=5)
+            urllib.request.urlopen(address, timeout=20)
             return
         except OSError:
             time.sleep(0.2)

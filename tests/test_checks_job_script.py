@@ -1,6 +1,7 @@
 """What is said of job scripts for lesson 11, without a cluster."""
 
 import pytest
+from further import first_of
 
 from course.checks import build_job
 from course.cluster import Answer
@@ -22,18 +23,24 @@ def answer_to(capsys, text):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ("", ""),
-        ("--ntasks-per-node=2", "--ntasks=4"),
-        ("--time=10", "--time=00:10:00"),
-        ("--time=10", "-t 5:30"),
-        ("--nodes=2", "-N 2  # two of them"),
-        ("#SBATCH --time=10", "#SBATCH --time=10\n#SBATCH --distribution=block:block\n# a word"),
-        ("srun ", "export OMP_NUM_THREADS=1\nexec srun "),
-        ('"$PYTHON" "$@"', '"$PYTHON" "$@" || exit $?\necho done'),
-        ("--kill-on-bad-exit=1", "--kill-on-bad-exit"),
-        ("--kill-on-bad-exit=1", "-K1"),
-    ],
+    first_of(
+        [
+            ("", ""),
+            ("--ntasks-per-node=2", "--ntasks=4"),
+            ("--time=10", "--time=00:10:00"),
+            ("--time=10", "-t 5:30"),
+            ("--nodes=2", "-N 2  # two of them"),
+            (
+                "#SBATCH --time=10",
+                "#SBATCH --time=10\n#SBATCH --distribution=block:block\n# a word",
+            ),
+            ("srun ", "export OMP_NUM_THREADS=1\nexec srun "),
+            ('"$PYTHON" "$@"', '"$PYTHON" "$@" || exit $?\necho done'),
+            ("--kill-on-bad-exit=1", "--kill-on-bad-exit"),
+            ("--kill-on-bad-exit=1", "-K1"),
+        ],
+        5,
+    ),
 )
 def test_job_scripts_that_do_it(capsys, before, after):
     answer = answer_to(capsys, RIGHT.replace(before, after, 1))
@@ -43,24 +50,35 @@ def test_job_scripts_that_do_it(capsys, before, after):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
-    [
-        ("#!/bin/bash\n", "", "its first line names a shell"),
-        ("#SBATCH --nodes", "# SBATCH --nodes", "line 2, '# SBATCH --nodes=2', is a comment"),
-        ("#SBATCH --time", "cd build\n#SBATCH --time", "line 5 comes after it"),
-        ("#SBATCH --nodes=2\n", "", "asks for no number of nodes; the ranks are to be on 2"),
-        ("--nodes=2", "--nodes=4", "asks for 4 nodes"),
-        ("--ntasks-per-node=2", "--ntasks-per-node=4", "ask for 2 tasks per node"),
-        ("#SBATCH --time=10\n", "", "names no time limit"),
-        ("--time=10", "--time=12:00:00", "may hold its nodes for 720 minutes"),
-        ('srun --distribution=block --kill-on-bad-exit=1 "$PYTHON" "$@"', "true", "calls no srun"),
-        ('"$@"', "source_code/gpipe.py", 'pass them on with "$@"'),
-        ('"$PYTHON" "$@"', '"$@"', 'srun is to start "$PYTHON"'),
-        ("--distribution=block ", "", "every message of the pipeline crosses the network"),
-        ("--distribution=block", "--distribution=cyclic", "crosses the network"),
-        ("--kill-on-bad-exit=1 ", "", "the others wait for it until the limit"),
-        ("--kill-on-bad-exit=1", "--kill-on-bad-exit=0", "the others wait for it until the limit"),
-        ('"$@"\n', '"$@"\necho done\n', "srun ended with status 3, and your script with 0"),
-    ],
+    first_of(
+        [
+            ("#!/bin/bash\n", "", "its first line names a shell"),
+            ("#SBATCH --nodes", "# SBATCH --nodes", "line 2, '# SBATCH --nodes=2', is a comment"),
+            ("#SBATCH --time", "cd build\n#SBATCH --time", "line 5 comes after it"),
+            ("#SBATCH --nodes=2\n", "", "asks for no number of nodes; the ranks are to be on 2"),
+            ("--nodes=2", "--nodes=4", "asks for 4 nodes"),
+            ("--ntasks-per-node=2", "--ntasks-per-node=4", "ask for 2 tasks per node"),
+            ("#SBATCH --time=10\n", "", "names no time limit"),
+            ("--time=10", "--time=12:00:00", "may hold its nodes for 720 minutes"),
+            (
+                'srun --distribution=block --kill-on-bad-exit=1 "$PYTHON" "$@"',
+                "true",
+                "calls no srun",
+            ),
+            ('"$@"', "source_code/gpipe.py", 'pass them on with "$@"'),
+            ('"$PYTHON" "$@"', '"$@"', 'srun is to start "$PYTHON"'),
+            ("--distribution=block ", "", "every message of the pipeline crosses the network"),
+            ("--distribution=block", "--distribution=cyclic", "crosses the network"),
+            ("--kill-on-bad-exit=1 ", "", "the others wait for it until the limit"),
+            (
+                "--kill-on-bad-exit=1",
+                "--kill-on-bad-exit=0",
+                "the others wait for it until the limit",
+            ),
+            ('"$@"\n', '"$@"\necho done\n', "srun ended with status 3, and your script with 0"),
+        ],
+        8,
+    ),
 )
 def test_job_scripts_that_do_not(capsys, before, after, sentence):
     assert before in RIGHT

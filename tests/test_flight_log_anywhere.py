@@ -3,6 +3,7 @@
 import plain_program as program
 import pytest
 import torch
+from further import first_of
 from ranks import run_on_ranks
 from torch import nn
 
@@ -72,35 +73,43 @@ def test_two_ranks_and_one_process_are_laid_side_by_side(recorded, tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("broken", "healthy", "place", "words"),
-    [
-        (
-            ["swapped messages"],
-            [],
-            (0, (1,), "1F0"),
-            "the activation of micro-batch 1 from stage 0",
-        ),
-        (["scale forgotten"], [], (0, (1,), "1B0"), "1B0 on rank 1: used "),
-        (["buffer used twice"], ["one later"], (0, (1,), "1B0"), "1B0 on rank 1: has gathered"),
-        (
-            ["receives in the wrong order"],
-            [],
-            (0, (1,), "None"),
-            "rank 1 never came to the backward of micro-batch 0 on stage 1",
-        ),
-        (
-            ["clipping by stage"],
-            ["clipping of all"],
-            (0, (0, 1), "None"),
-            "every action of step 0 is the same, and the update after it is not",
-        ),
-        (["tied weights drift", True], [None, True], (0, (0, 1), "None"), "the update after it"),
-        (
-            ["micro-batch lost"],
-            [],
-            (0, (0,), "None"),
-            "rank 0 never came to the backward of micro-batch 1 on stage 0",
-        ),
-    ],
+    first_of(
+        [
+            (
+                ["swapped messages"],
+                [],
+                (0, (1,), "1F0"),
+                "the activation of micro-batch 1 from stage 0",
+            ),
+            (["scale forgotten"], [], (0, (1,), "1B0"), "1B0 on rank 1: used "),
+            (["buffer used twice"], ["one later"], (0, (1,), "1B0"), "1B0 on rank 1: has gathered"),
+            (
+                ["receives in the wrong order"],
+                [],
+                (0, (1,), "None"),
+                "rank 1 never came to the backward of micro-batch 0 on stage 1",
+            ),
+            (
+                ["clipping by stage"],
+                ["clipping of all"],
+                (0, (0, 1), "None"),
+                "every action of step 0 is the same, and the update after it is not",
+            ),
+            (
+                ["tied weights drift", True],
+                [None, True],
+                (0, (0, 1), "None"),
+                "the update after it",
+            ),
+            (
+                ["micro-batch lost"],
+                [],
+                (0, (0,), "None"),
+                "rank 0 never came to the backward of micro-batch 1 on stage 0",
+            ),
+        ],
+        3,
+    ),
 )
 def test_a_fault_is_found_by_its_first_difference(recorded, broken, healthy, place, words):
     found_place, found = first_difference(recorded(*broken), recorded(*healthy))

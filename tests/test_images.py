@@ -5,6 +5,7 @@ import re
 import idea_pictures
 import make_images
 import pytest
+from further import first_of
 from idea_pictures import COSTS, IDEAS
 
 from course.launch import ROOT
@@ -83,7 +84,7 @@ def parts_of(svg):
     }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", first_of(SCHEDULES, 3))
 def test_the_figure_is_what_the_command_draws_today_but_for_the_milliseconds_of_the_run(
     name, monkeypatch
 ):

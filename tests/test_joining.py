@@ -183,7 +183,7 @@ def test_a_rank_that_stops_while_it_joins_is_named_soon(victim, step):
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(stop_at, 3, victim, step, timeout=60)
     message = str(failed.value)
-    assert time.monotonic() - began < TIMEOUT + GRACE + 10  # of which the start is a part
+    assert time.monotonic() - began < TIMEOUT + GRACE + 40  # of which the start is a part
     assert re.search(rf"rank \d (waited {TIMEOUT} s for|could not join) rank {victim} ", message)
     assert "Traceback" not in message
 
@@ -200,7 +200,7 @@ def test_a_rank_that_stops_before_it_joins_is_named_soon(victim):
     began = time.monotonic()
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(stop_before_joining, 3, victim, timeout=60)
-    assert time.monotonic() - began < TIMEOUT + GRACE + 10
+    assert time.monotonic() - began < TIMEOUT + GRACE + 40
     named = rf"rank \d waited {TIMEOUT} s for rank {victim} to start: process \d+ is stopped"
     assert re.search(named, str(failed.value))
 
@@ -234,7 +234,7 @@ def test_a_rank_that_stops_after_it_has_joined_and_before_the_first_step_is_name
     began = time.monotonic()
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(stop_before_watch, 3, 1, timeout=60)
-    assert time.monotonic() - began < TIMEOUT + GRACE + 10
+    assert time.monotonic() - began < TIMEOUT + GRACE + 40
     message = str(failed.value)
     assert re.search(rf"rank \d waited {TIMEOUT} s for .*: rank 1 has stopped answering", message)
     assert "Traceback" not in message

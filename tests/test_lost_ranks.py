@@ -74,7 +74,7 @@ class Job:
             took = time.monotonic() - self.signalled
         finally:
             self.ranks.end()
-        _, alive = psutil.wait_procs(self.processes, timeout=5)
+        _, alive = psutil.wait_procs(self.processes, timeout=20)
         assert len(self.processes) == self.count and not alive
         return str(failed.value), took
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from further import first_of
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
@@ -90,7 +91,7 @@ def strict_rows(file):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["", "--asynchronous"])
+@pytest.mark.parametrize("how", first_of(["", "--asynchronous"], 3))
 @pytest.mark.parametrize("script", SAVING)
 def test_a_loss_that_is_not_finite_ends_the_training_and_keeps_the_good_checkpoints(
     tmp_path, script, how
@@ -114,7 +115,7 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_keeps_the_good_checkpoi
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", first_of([0, 1], 3))
 @pytest.mark.parametrize("script", SAVING)
 def test_weights_that_an_update_has_spoilt_are_not_saved_though_the_loss_was_finite(
     tmp_path, script, rank
@@ -263,7 +264,7 @@ def test_ranks_that_share_every_layer_and_replicas_leave_it_out_too(tmp_path, sc
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("script", SAVING)
+@pytest.mark.parametrize("script", first_of(SAVING, 2))
 def test_ten_updates_in_a_row_are_left_out_and_then_the_training_ends(tmp_path, script):
     losses = tmp_path / "losses"
     flags = f"{FLAGS} {SAVING[script].replace('--save-every 1', '')} --on-nan skip --steps 40"

@@ -11,6 +11,7 @@ from unittest import mock
 import pretrain_llama
 import pytest
 import torch
+from further import first_of
 
 from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
@@ -56,26 +57,29 @@ def difference_of(output):
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [
-        (4, "--schedule 1f1b"),
-        (4, "--schedule gpipe --replicas 2 --accumulate 2 --recompute layer --cut auto"),
-        (
-            4,
-            "--schedule interleaved-1f1b --chunks 2 --replicas 2 --documents --microbatches 2 "
-            "--sharding optimizer --clip 0.3",
-        ),
-        (2, "--schedule zb-v --recompute stage --documents --accumulate 4"),
-        (4, "--schedule zb-h1 --replicas 4 --recompute selective --vocabulary 300"),
-        (
-            3,
-            "--schedule dualpipe-v --layers 7 --batch-size 24 --microbatches 6 --accumulate 2 --documents",
-        ),
-        (
-            1,
-            "--schedule looped-bfs --chunks 2 --layers 4 --accumulate 2 --optimizer sgd "
-            "--compile aot_eager",
-        ),
-    ],
+    first_of(
+        [
+            (4, "--schedule 1f1b"),
+            (4, "--schedule gpipe --replicas 2 --accumulate 2 --recompute layer --cut auto"),
+            (
+                4,
+                "--schedule interleaved-1f1b --chunks 2 --replicas 2 --documents --microbatches 2 "
+                "--sharding optimizer --clip 0.3",
+            ),
+            (2, "--schedule zb-v --recompute stage --documents --accumulate 4"),
+            (4, "--schedule zb-h1 --replicas 4 --recompute selective --vocabulary 300"),
+            (
+                3,
+                "--schedule dualpipe-v --layers 7 --batch-size 24 --microbatches 6 --accumulate 2 --documents",
+            ),
+            (
+                1,
+                "--schedule looped-bfs --chunks 2 --layers 4 --accumulate 2 --optimizer sgd "
+                "--compile aot_eager",
+            ),
+        ],
+        4,
+    ),
 )
 def test_losses_are_those_of_one_process_to_1e_12(ranks, flags):
     losses, output = train(f"{EXACT} --steps 4 --verify {flags}", ranks)
@@ -206,18 +210,21 @@ def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "flags", "sentence"),
-    [
-        (2, "--accumulate 3", "--accumulate 3"),
-        (4, "--replicas 3", "--replicas 3"),
-        (1, "--vocabulary 100", "--vocabulary 100"),
-        (1, "--dataset a/b", "pip install datasets"),
-        (1, "--dataset a/b --data x", "use one of them"),
-        (1, "--tokenizer nowhere.json", "--tokenizer: nowhere.json cannot be read"),
-        (1, "--warm-up-steps 8", "--decay-steps 8"),
-        (1, "--metrics nowhere/log", "--metrics"),
-        (1, "--seq-len 30000", "--seq-len 30000"),
-        (1, "--vocabulary 2000 --seq-len 900", "--vocabulary"),
-    ],
+    first_of(
+        [
+            (2, "--accumulate 3", "--accumulate 3"),
+            (4, "--replicas 3", "--replicas 3"),
+            (1, "--vocabulary 100", "--vocabulary 100"),
+            (1, "--dataset a/b", "pip install datasets"),
+            (1, "--dataset a/b --data x", "use one of them"),
+            (1, "--tokenizer nowhere.json", "--tokenizer: nowhere.json cannot be read"),
+            (1, "--warm-up-steps 8", "--decay-steps 8"),
+            (1, "--metrics nowhere/log", "--metrics"),
+            (1, "--seq-len 30000", "--seq-len 30000"),
+            (1, "--vocabulary 2000 --seq-len 900", "--vocabulary"),
+        ],
+        4,
+    ),
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(ranks, flags, sentence):
     with pytest.raises(RunFailed) as refusal:
@@ -225,19 +232,6 @@ def test_what_does_not_fit_is_refused_in_one_sentence(ranks, flags, sentence):
     said = str(refusal.value)
     assert sentence in said and "Traceback" not in said
     assert "exit status 2" in said
-
-
-def test_each_rank_holds_what_the_plan_of_the_same_flags_predicts():
-    plan = run(f"plan.py pretrain_llama.py --gpus 4 {EXACT}", None, warm=True, show=False).output
-    _, output = train(f"{EXACT} --steps 1")
-    rows = r"^rank \d +%s(.*)$"
-    predicted, measured = (
-        [[float(mib) for mib in row.split()] for row in re.findall(rows % title, text, re.M)]
-        for title, text in (("predicted", plan), ("measured", output))
-    )
-    assert len(predicted) == len(measured) == 4
-    for predicted_row, measured_row in zip(predicted, measured):
-        assert measured_row == pytest.approx(predicted_row, rel=0.01)
 
 
 # Texts.

@@ -18,6 +18,7 @@ import inference
 import pytest
 import torch
 import torch.distributed as dist
+from further import first_of, further
 from ranks import run_on_ranks
 from saved_models import write_model
 
@@ -126,7 +127,9 @@ def assert_all_pass(mode, calls, folder):
         assert statuses == dict.fromkeys(calls, 0)
 
 
-@pytest.mark.parametrize("calls", [BY_HAND, BY_WORKER, EXTENDED], ids=["hand", "worker", "more"])
+@pytest.mark.parametrize(
+    "calls", first_of([(BY_HAND,), (BY_WORKER,), (EXTENDED,)], 2), ids=["hand", "worker", "more"]
+)
 def test_all_scripts_pass_with_one_operation_per_rank(calls, tmp_path):
     assert_all_pass("strict", calls, tmp_path)
 
@@ -138,6 +141,7 @@ def test_all_loops_and_schedules_pass_in_the_other_modes(mode, tmp_path):
     assert_all_pass(mode, BY_HAND + BY_WORKER, tmp_path)
 
 
+@further
 @pytest.mark.parametrize("mode", ["eager", pytest.param("warmed", marks=pytest.mark.soak)])
 def test_so_do_replicas_checkpoints_and_the_llama(mode, tmp_path):
     assert_all_pass(mode, EXTENDED, tmp_path)
@@ -148,7 +152,7 @@ def test_torch_s_own_library_passes_with_one_operation_per_rank(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("mode", ["lazy", "warmed", "eager"])
+@pytest.mark.parametrize("mode", first_of(["lazy", "warmed", "eager"], 1))
 def test_so_it_does_in_the_other_modes(mode, tmp_path):
     assert_all_pass(mode, [*LIBRARY, "torch_pipelining_gpt2 --model llama"], tmp_path)
 
@@ -168,7 +172,7 @@ def printed_without_rehearsal():
     return run_on_ranks(run_bare_program, 4, None)
 
 
-@pytest.mark.parametrize("mode", ["warmed", "eager", "strict"])
+@pytest.mark.parametrize("mode", first_of(["warmed", "eager", "strict"], 1))
 def test_a_bare_program_with_the_library_prints_the_same(mode, printed_without_rehearsal):
     assert printed_without_rehearsal[3].count("loss") == 5
     assert run_on_ranks(run_bare_program, 4, mode) == printed_without_rehearsal
@@ -282,7 +286,7 @@ FAULTS = [  # function, ranks, the modes in which it hangs, and what is pending 
 ]
 
 
-@pytest.mark.parametrize("mode", rehearsal.MODES)
+@pytest.mark.parametrize("mode", first_of(rehearsal.MODES, 4))
 @pytest.mark.parametrize("fault, ranks, hanging, pending", FAULTS)
 def test_a_fault_hangs_where_nccl_may_hang_and_ranks_and_operations_are_named(
     fault, ranks, hanging, pending, mode

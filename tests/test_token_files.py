@@ -111,15 +111,13 @@ def test_pretraining_continues_from_the_same_tokens_and_rejects_others(make, tmp
 # A gigabyte
 
 MEASURE = """
-import re, sys, time
+import re, sys
 sys.path.insert(0, sys.argv[2])
 import torch
 from extensions.pretraining.token_files import load_tokens
-start = time.perf_counter()
 batch = load_tokens(sys.argv[1], 256, 128).batch(3, 32, 128)
-seconds = time.perf_counter() - start
 anonymous = re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
-print(int(anonymous) / 1024, seconds, *batch[0].shape)
+print(int(anonymous) / 1024, *batch[0].shape)
 """
 
 
@@ -139,9 +137,8 @@ def test_with_1_gb_of_tokens_a_rank_has_at_most_50_mb_more_memory_of_its_own(tmp
         describe(folder, shards)
         words = [sys.executable, "-c", MEASURE, str(folder), str(ROOT / "source_code")]
         said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
-        anonymous[name], seconds, *shape = map(float, said.split())
+        anonymous[name], *shape = map(float, said.split())
         assert shape == [32, 128]
-        assert seconds < 2
     assert anonymous["large"] < anonymous["small"] + 50
 
 

@@ -11,6 +11,7 @@ from lab import checks, rehearsal
 from lab.activation_memory import ActivationMemory
 from lab.clock import Clock, shared_origin
 from lab.flight_log import FlightLog
+from lab.held_bytes import print_held_bytes
 from lab.observer import Observer
 from lab.presence import guard
 from lab.printing import end_quietly_when_interrupted, keep_running_unheard
@@ -57,12 +58,12 @@ def add_flags(parser):
     ]
 
 
-def observe(arguments, job, stages, schedule, what="step", first_step=0, memory=None):
+def observe(arguments, job, stages, schedule, what="step", first_step=0, held=None):
     """Attach the lab to a job and this rank's `stages`. All ranks call it, before the first step.
 
     `schedule` is a Schedule or a name. `what` is the name of one pass through the schedule, and
-    `first_step` is above 0 in a continued run. The summary is printed when the job is left;
-    `memory(activations)` may print more, given this rank's peak activation memory in bytes.
+    `first_step` is above 0 in a continued run. The summary is printed when the job is left. With
+    `held`, the parts that are updated and their optimizer, it has a table of the bytes of each rank.
     Returns the Laboratory, which has the instruments as attributes.
     """
     if isinstance(schedule, str):
@@ -72,7 +73,8 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, memory=
         pace = checks.pace_by_layers(pace, cut_layers(arguments, schedule.num_stages))
     lab = Laboratory(job, schedule, pace)
     lab.open(arguments, what, first_step)
-    lab.print_memory = memory
+    stages = list(stages)
+    lab.held = held and (stages, *held)
     for stage in stages:
         lab.observer.attach_stage(stage)
     return lab
@@ -132,8 +134,8 @@ class Laboratory:
         if self.log:
             self.log.close()
         self.report.finish(timeline_file)
-        if self.print_memory and self.clock.passes:
-            self.print_memory(self.memory.peak)
+        if self.held and self.clock.passes:
+            print_held_bytes(self.job, *self.held, self.memory.peak)
         trace = self.profile and self.profile.trace(self.network.nodes)
         if trace:
             write_output("--profile", profile_file, trace)

@@ -22,7 +22,7 @@ from pipeline.schedule import to_csv
 from planning.forecast import known_schedule, stage_costs
 from planning.training_plan import Plan
 
-SOURCE = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).resolve().parents[1]
 STEP = 3000.0  # milliseconds that a performed step should take
 LEAST = 4.0  # milliseconds of the shortest action; below it, Python's overhead shows
 MOST_RANKS = 8

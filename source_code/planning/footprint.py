@@ -10,8 +10,8 @@ an operation, and Python and torch themselves.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from extensions.pretraining.held_bytes import RankMemory
 from extensions.pretraining.weight_count import count_weights
+from lab.held_bytes import RankMemory
 from pipeline.model import cut_evenly
 
 STATES = {"sgd": 0, "momentum": 1, "adamw": 2}  # numbers that an optimizer keeps for each weight

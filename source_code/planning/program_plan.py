@@ -5,8 +5,8 @@ plan.py compares many plans. This module forecasts exactly one, and starts no ra
 
 from dataclasses import replace
 
-from extensions.pretraining.held_bytes import memory_table
 from extensions.pretraining.weight_count import count_weights
+from lab.held_bytes import memory_table
 from pipeline.command_line import reject
 from pipeline.inputs import InputError
 from pipeline.training import cut_layers

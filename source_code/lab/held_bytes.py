@@ -33,15 +33,15 @@ class RankMemory:
 def measure_memory(stages, masters, optimizer, activations):
     """The RankMemory of this rank, counted from its tensors; call it before gradients are freed.
 
-    `stages` maps indices to the stages that compute, and `masters` to the parts that are updated,
-    which may be the same. `activations` is the peak of an ActivationMemory, in bytes.
+    `stages` are those that compute, and `masters` the parts that are updated, which may be the same.
+    `activations` is the peak of an ActivationMemory, in bytes.
     """
 
     def bytes_of(tensors):
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    computing = [weight for stage in stages.values() for weight in stage.part.parameters()]
-    updated = [weight for part in masters.values() for weight in part.parameters()]
+    computing = [weight for stage in stages for weight in stage.part.parameters()]
+    updated = [weight for part in masters for weight in part.parameters()]
     both = {id(weight): weight for weight in computing + updated}.values()
     apart = list(both)[len(computing) :]
     gradients = [weight.grad for weight in both if weight.grad is not None]
