@@ -21,7 +21,7 @@ FIRST_WORDS = (
     r"|patch|pip|python|sacctmgr|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source"
     r"|squeue|srun|ssh|sudo|tail|torchrun)"
 )
-NO_SHELL = ("diff", "mermaid", "python")  # what blocks of these languages hold is not a command
+NO_SHELL = ("diff", "python", "text")  # what blocks of these languages hold is not a command
 
 # What becomes of a command, by the first pattern that it matches.
 RUN = "is run below"

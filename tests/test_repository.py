@@ -29,6 +29,7 @@ FILES = files()
 SCRIPTS = sorted(SOURCE.glob("*.py"))
 MODULES = [p for p in FILES if p.suffix == ".py" and SOURCE in p.parents and p not in SCRIPTS]
 IMPORTS = architecture.module_imports(SOURCE)
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 PAGES = [path for path in FILES if path.suffix in (".md", ".ipynb")]
 
 
@@ -108,17 +109,18 @@ def test_a_ring_of_imports_would_be_found():
     assert architecture.cycle_in(ring) == ["b", "c", "b"]
 
 
-def test_the_pictures_in_contributing_are_those_of_the_real_imports():
-    pictures = re.findall(
-        r"^```mermaid\n.*?^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
-    )
-    assert pictures == architecture.pictures(IMPORTS), (
-        "paste what `python tools/architecture.py` prints"
-    )
+def test_the_tree_in_contributing_has_every_folder_of_the_code_at_its_place():
+    [tree] = re.findall(r"^```text\nsource_code/\n(.*?)^```$", CONTRIBUTING, re.M | re.S)
+    found, above = set(), []
+    for indent, name in re.findall(r"^( +)(\w+)/ ", tree, re.M):
+        above = [*above[: len(indent) // 4 - 1], name]
+        found.add("/".join(above))
+    folders = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*") if path.is_dir()}
+    assert found == {folder for folder in folders if "__pycache__" not in folder}
 
 
 def test_every_file_of_a_package_or_its_folder_has_a_row_of_what_one_changes_in_it():
-    rows = re.findall(r"^\|.*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\|.*", CONTRIBUTING, re.MULTILINE)
     named = {
         Path(name).name for row in rows for name in re.findall(r"`([\w./]+)`", row.split("|")[-2])
     }
@@ -126,16 +128,6 @@ def test_every_file_of_a_package_or_its_folder_has_a_row_of_what_one_changes_in_
         lessons = re.fullmatch(r"lesson_\w+\.py", path.name)  # one row stands for them
         known = named & {path.name, path.parent.name} or lessons or path.name == "__init__.py"
         assert known, name_of(path)
-
-
-def test_the_picture_leaves_out_arrows_that_others_imply():
-    picture = architecture.mermaid(
-        {"top": {"middle", "ground"}, "middle": {"ground"}, "ground": set()}
-    )
-    assert [line.strip() for line in picture.splitlines() if "-->" in line] == [
-        "middle --> ground",
-        "top --> middle",
-    ]
 
 
 # The code.

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from urllib.parse import unquote
 
-import flowchart
 import living_site
 import make_site
 import pytest
@@ -82,34 +81,6 @@ def test_below_each_stored_picture_of_a_panel_stands_that_it_is_one(pages):
         assert page.count(make_site.PANEL) == shown, path.name
         panels += shown
     assert panels > 4
-
-
-def test_the_pictures_of_imports_are_drawn_with_every_box_and_arrow_and_said_in_words(pages):
-    texts = re.findall(r"```mermaid\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    drawings = re.findall(
-        r'<svg class="flowchart".*?</svg></div><details>.*?</details>', pages["CONTRIBUTING.html"]
-    )
-    assert len(drawings) == len(texts) > 0
-    for text, drawing in zip(texts, drawings):
-        labels, arrows = flowchart.read(text)
-        assert drawing.count("<rect ") == drawing.count("<li>") == len(labels) > 5
-        assert drawing.count("<path ") == text.count(" --> ") == sum(map(len, arrows.values()))
-
-
-def test_a_flowchart_has_each_box_above_what_it_leads_to_and_none_on_another():
-    text = "\n".join(f'a{i}["{"x" * (3 * i + 1)}.py"]' for i in range(12))
-    text += "\n" + "\n".join(
-        f"a{i} --> a{j}" for i in range(12) for j in range(i) if i % (j + 2) == 0
-    )
-    labels, arrows = flowchart.read(text)
-    places, height = flowchart.places_of(flowchart.rows_of(labels, arrows), labels)
-    for name, others in arrows.items():
-        for other in others:
-            assert places[name][1] + places[name][3] < places[other][1], (name, other)
-    boxes = sorted(places.values(), key=lambda box: (box[1], box[0]))
-    for box, following in zip(boxes, boxes[1:]):
-        assert box[0] >= 0 and box[0] + box[2] <= flowchart.WIDTH and box[1] + box[3] <= height
-        assert box[1] < following[1] or box[0] + box[2] < following[0]
 
 
 def test_every_link_of_the_site_leads_to_a_file_of_the_site_and_to_an_anchor_that_is_there(pages):

@@ -1,7 +1,4 @@
-"""Prints the diagrams of source_code for CONTRIBUTING.md, from its imports.
-
-python tools/architecture.py
-"""
+"""What the files of source_code import, for the tests of the architecture and for the website."""
 
 import ast
 from pathlib import Path
@@ -10,19 +7,6 @@ SOURCE = Path(__file__).resolve().parents[1] / "source_code"
 PACKAGES = ("small", "pipeline", "lab", "extensions", "planning", "course", "broken")
 BY_TOPIC = ("extensions", "course")  # packages of which each folder and file is a topic of its own
 SCRIPTS = "the scripts"
-
-
-def main():
-    print("\n\n".join(pictures(module_imports(SOURCE))))
-
-
-def pictures(imports):
-    """Diagrams: of the packages with all scripts as one box, of the core's files, of the lab's."""
-    return [
-        mermaid(topics_of(imports)),
-        mermaid(files_of(imports, "pipeline"), "pipeline/"),
-        mermaid(files_of(imports, "lab"), "lab/"),
-    ]
 
 
 def module_imports(source):
@@ -59,7 +43,7 @@ def package_of(module):
 
 
 def topic_of(module):
-    """The box of a module in the first diagram: a package, a topic of a package, or SCRIPTS."""
+    """The topic of a module: a package, a folder or file of a package of BY_TOPIC, or SCRIPTS."""
     package = package_of(module)
     parts = module.split(".")[1:2]
     if package == "course" and not (SOURCE / "/".join([package, *parts])).is_dir():
@@ -67,24 +51,11 @@ def topic_of(module):
     return "/".join([package, *parts]) if package in BY_TOPIC else package
 
 
-def packages_of(imports):
-    """The same imports between packages."""
-    return merged(imports, package_of)
-
-
 def topics_of(imports):
-    """The same imports between the boxes of the first picture."""
+    """The same imports between topics."""
     topics = merged(imports, topic_of)
     topics.pop("extensions", None)  # an empty __init__.py
     return topics
-
-
-def files_of(imports, package):
-    """The same imports between the files of one package; a folder counts as one file."""
-    within = {module: others for module, others in imports.items() if package_of(module) == package}
-    within.pop(package, None)
-    inside = {module: others & within.keys() for module, others in within.items()}
-    return merged(inside, lambda module: "/".join(module.split(".")[:2]))
 
 
 def merged(imports, group_of):
@@ -112,57 +83,3 @@ def cycle_in(imports):
         return None
 
     return next(filter(None, (search(module, []) for module in sorted(imports))), None)
-
-
-def reachable(imports, module):
-    """All modules that `module` imports, directly or through others."""
-    found = set()
-    waiting = list(imports[module])
-    while waiting:
-        other = waiting.pop()
-        if other not in found:
-            found.add(other)
-            waiting += imports[other]
-    return found
-
-
-def mermaid(imports, folder=""):
-    """A Mermaid block: floors from the ground up, and only the arrows that no others imply.
-
-    Labels leave out `folder`, which contains all boxes.
-    """
-    direct = {
-        module: others - set().union(*(reachable(imports, other) for other in others))
-        for module, others in imports.items()
-    }
-    floors = {}
-
-    def floor(module):
-        if module not in floors:
-            floors[module] = 1 + max(map(floor, imports[module]), default=-1)
-        return floors[module]
-
-    lines = ["```mermaid", "flowchart LR"]
-    for number in range(1 + max(map(floor, imports))):
-        lines.append(f"    %% floor {number}")
-        for module in sorted(module for module in imports if floors[module] == number):
-            lines.append(f'    {name_of(module)}["{label_of(module).removeprefix(folder)}"]')
-            others = sorted(direct[module])
-            lines += [f"    {name_of(module)} --> {name_of(other)}" for other in others]
-    return "\n".join([*lines, "```"])
-
-
-def name_of(group):
-    """The name of a box in Mermaid."""
-    return group.replace("/", "_").replace(" ", "_")
-
-
-def label_of(group):
-    """The label of the box of a file, of a folder, or of the scripts."""
-    if group == SCRIPTS:
-        return group
-    return f"{group}/" if (SOURCE / group).is_dir() else f"{group}.py"
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,6 @@ import living_pages
 import living_site
 import nbformat
 import search_index
-from flowchart import as_picture
 from formulas import with_formulas
 from nbconvert import HTMLExporter
 from pygments import highlight
@@ -183,7 +182,6 @@ def body_of(file, exporter, course):
     body, _ = exporter.from_notebook_node(notebook)
     for number, place in enumerate(living):
         body = body.replace(f"<p>{living_pages.MARK.format(number)}</p>", place)
-    body = re.sub(MERMAID, lambda m: as_picture(html.unescape(m[1])), body, flags=re.DOTALL)
     body = re.sub(r"<table\b.*?</table>", wide_if_many, body, flags=re.DOTALL)
     return re.sub(r'<(h\d) id="([^"]*)">', lambda m: f'<{m[1]} id="{anchor_of(m[2])}">', body)
 
@@ -345,7 +343,6 @@ def style():
 
 COURSE = "Pipeline parallelism: predict, perform, compare"
 SOLUTIONS = Path("notebooks/solutions")
-MERMAID = r'<div class="jp-Mermaid"><pre class="mermaid">(.*?)</pre></div>'
 PANEL = """<p class="panel">This is the panel's picture. In JupyterLab (<code>make lab</code>) it has
 sliders, a cursor and a table.</p>"""
 
@@ -406,13 +403,6 @@ code { font-size: .9em; } pre code { font-size: inherit; }
 .output_svg, .output_html, p:has(> math) { overflow-x: auto; }
 .prompt { display: none; }
 svg, img { max-width: 100%; height: auto; }
-.flowchart text { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  text-anchor: middle; fill: var(--text); }
-.flowchart rect { fill: var(--quiet); stroke: var(--line); }
-.flowchart path { fill: none; stroke: #8a9299; stroke-width: 1.2; }
-.flowchart g:is(:hover, :focus) path { stroke: #D55E00; stroke-width: 2.5; }
-.flowchart g:is(:hover, :focus) rect { stroke: #D55E00; }
-.flowchart g { outline: none; }
 table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 15px; margin: 14px 0; }
 td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; }
