@@ -2,10 +2,12 @@
 
     python source_code/copy_template.py gpipe.py my-program        a folder, laid out as source_code/
     python source_code/copy_template.py gpipe.py my_program.py     one file, and the text beside it
+    python source_code/copy_template.py train.py my-program --schedules 1f1b,zb-h1
 
 A copy has the script and the files of the course that it imports; no line is rewritten. A copy
-leaves out the script's calls of the lab (--with-lab keeps them, in a folder). A copy in one file
-also leaves out the imports of the course's modules, because their code is then in the same file.
+leaves out the script's calls of the lab (--with-lab keeps them, in a folder), and with --schedules
+the files and rows of all other schedules but the script's default. A copy in one file also leaves
+out the imports of the course's modules, because their code is then in the same file.
 """
 
 import argparse
@@ -16,12 +18,16 @@ import sys
 import sysconfig
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
+
+from pipeline.schedules import SCHEDULES
 
 SOURCE_CODE = Path(__file__).resolve().parent
 ROOT = SOURCE_CODE.parent
 FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
 PACKAGES = ("pipeline", "extensions", "lab")  # in this order in one file
 TEXT = Path("pipeline", "field_guide.txt")
+ROWS = Path("pipeline", "schedules", "__init__.py")
 # Packages that torch and transformers import if present: a file of that name would be imported.
 TRIED_BY_TORCH = set(
     "backports brotli brotlicffi colorama cuda envwrap flint gmpy gmpy2 h2 monkeytype opt_einsum org "
@@ -40,12 +46,15 @@ def main():
     parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
     parser.add_argument("destination", metavar="DIR|FILE.py", help="a new folder or file")
     parser.add_argument("--with-lab", action="store_true", help="keep the lab, in a folder")
+    parser.add_argument("--schedules", metavar="A,B,...", help="keep these and the default only")
     arguments = parser.parse_args()
     destination = Path(arguments.destination)
     try:
         script = Path(Path(arguments.script).with_suffix(".py").name)
         check_arguments(script.name, destination, arguments.with_lab)
         modules = modules_of(script, arguments.with_lab)
+        if arguments.schedules is not None:
+            modules = keep_schedules(modules, arguments.schedules.split(","), arguments.with_lab)
         make = one_file if destination.suffix == ".py" else folder
         files = make(destination, modules)
         for path in (path for path in files if path.exists() and read(path) != files[path]):
@@ -107,6 +116,22 @@ class Module:
         self.meanings = [(name, str(path)) for name in sorted(defined - {"__all__"})]
         self.meanings += [pair for node in self.others for pair in names_of(node)]
 
+    def leave_out(self, imports, names):
+        """Leave out some imports, and the rows of SCHEDULES and __all__ that need their `names`."""
+        self.own = [node for node in self.own if node not in imports]
+        self.imports = [node for node in self.imports if node not in imports]
+        self.left_out = [*self.left_out, *imports]
+        for node in (node for node in self.body if isinstance(node, ast.Assign)):
+            if isinstance(node.value, ast.List):
+                self.left_out += [one for one in node.value.elts if one.value in names]
+            if isinstance(node.value, ast.Dict):
+                pairs = zip(node.value.keys, node.value.values)
+                self.left_out += [
+                    SimpleNamespace(lineno=key.lineno, end_lineno=value.end_lineno)
+                    for key, value in pairs
+                    if names & {each.id for each in ast.walk(value) if isinstance(each, ast.Name)}
+                ]
+
     def text_without(self, nodes):
         """Return the text without some whole statements and the comments above them."""
         lines = self.text.splitlines()
@@ -135,6 +160,49 @@ def modules_of(script, with_lab):
     add(script)
     places = [*PACKAGES, script.name]
     return sorted(modules.values(), key=lambda module: places.index(module.path.parts[0]))
+
+
+def keep_schedules(modules, names, with_lab):
+    """Return the modules without the files, imports and rows of schedules that are not in `names`.
+
+    The default of the script's --schedule stays, and what another module imports by name.
+    """
+    if unknown := [name for name in names if name not in SCHEDULES]:
+        raise CannotCopy(f"--schedules {unknown[0]}: use some of {', '.join(SCHEDULES)}")
+    if with_lab:
+        raise CannotCopy("the lab predicts every schedule; leave out --with-lab or --schedules")
+    rows = next((module for module in modules if module.path == ROWS), None)
+    if rows is None:
+        raise CannotCopy(f"{modules[-1].path} has no other schedule; leave out --schedules")
+    used = {SCHEDULES[name].make.__name__ for name in [*names, *defaults_of(modules)]}
+    for node in (node for module in modules if module is not rows for node in module.own):
+        if getattr(node, "module", None) == "pipeline.schedules":
+            used |= {name for name, _ in names_of(node)}
+    gone = [
+        node
+        for node in rows.own
+        if node.module.startswith("pipeline.schedules.")
+        and used.isdisjoint(name for name, _ in names_of(node))
+    ]
+    names_gone = {name for node in gone for name, _ in names_of(node)}
+    rows.leave_out(gone, names_gone)
+    kept, waiting = set(), [modules[-1]]
+    places = {module.path: module for module in modules}
+    while waiting:
+        module = waiting.pop()
+        if module.path not in kept:
+            kept.add(module.path)
+            waiting += [places[file] for node in module.own for file in files_of(node)]
+    return [module for module in modules if module.path in kept]
+
+
+def defaults_of(modules):
+    """Return the schedules that are defaults of --schedule."""
+    nodes = [node for module in modules for node in ast.walk(ast.parse(module.text))]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    adding = [call for call in calls if ast.unparse(call.func) == "add_schedule_flags"]
+    defaults = [{word.arg: word.value.value for word in call.keywords} for call in adding]
+    return [name for each in defaults if (name := each.get("default", "gpipe"))]
 
 
 def files_of(node):

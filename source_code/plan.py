@@ -7,9 +7,8 @@ schedule x micro-batch x cut x recomputation x sharding. MODEL is a name, sizes 
 layers=32,hidden=4096,vocabulary=32000, a config.json of transformers, the folder of a saved model,
 or a profile of layers that plan_partition.py --save wrote; --machine is a name or a JSON file.
 --this-machine measures the one you sit at, in a minute or two, and --save keeps the result as such a
-file. Plans that no script of the course starts are ranked apart, as paper only. --confirm performs
-the best plans: those of a measured machine at full speed, those of any other one with real ranks
-whose actions last as long as forecast. Else nothing is started.
+file. Plans that no script of the course starts are ranked apart, as paper only. --confirm trains a
+few steps by the best plans of a measured machine. Else nothing is started.
 
     python source_code/plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
 
@@ -30,7 +29,6 @@ from pipeline.inputs import InputError
 from pipeline.paths import check_apart, check_file
 from planning.bound import lower_bound, memory_bound
 from planning.candidates import all_plans, search_plans
-from planning.confirming import bad_plan, can_be_performed, confirm
 from planning.known_models import SIZES_TEXT, find_model, names
 from planning.machine import machine_from, machine_names, read_machine
 from planning.measured_runs import (
@@ -40,7 +38,6 @@ from planning.measured_runs import (
 )
 from planning.plan_tables import (
     command_of,
-    confirmed_line,
     course_flags,
     error_line,
     memory_lines,
@@ -84,6 +81,11 @@ def main():
     plans = list(all_plans(model, machine))
     started = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
     here = machine.measured and not isinstance(model, ProfiledModel)
+    if arguments.confirm and not here:
+        reject(
+            "--confirm trains the best plans on the machine that was measured, with a model of the "
+            "course's kind; add --this-machine, or leave it out"
+        )
     paper = [] if here else set(plans) - set(started)  # of the rest nothing was measured
     paper = [plan for plan in plans if plan in paper]
     ours, others = (
@@ -96,11 +98,8 @@ def main():
         print(to_json(figures(arguments, model, machine, ours, others)))
     else:
         print("\n".join(in_words(arguments, model, machine, ours, others)))
-        if arguments.confirm and here:
+        if arguments.confirm:
             print_performed(model, machine, started, ours, arguments.confirm)
-        elif arguments.confirm:
-            performable = [plan for plan in plans if can_be_performed(plan)]
-            print_confirmed(model, machine, performable, arguments.confirm)
     return int(bool(not_written))
 
 
@@ -119,7 +118,11 @@ def parse_arguments():
     add("--count", default=8, help="plans to show", **count)
     add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
     add("--bytes", type=positive_integer, metavar="PLAN", help="say what each of its ranks holds")
-    add("--confirm", help="perform the best N pipelines of 2 to 8 ranks, and a bad one", **count)
+    add(
+        "--confirm",
+        help="train by the best N plans, and by the worst, on a measured machine",
+        **count,
+    )
     add("--json", action="store_true", help="print the plans as JSON")
     add(
         "--published",
@@ -240,27 +243,6 @@ def in_billions(count):
     """Return a number of weights in words."""
     unit, name = (1e9, "billion") if count >= 1e8 else (1e6, "million")
     return f"{count / unit:.2f} {name}"
-
-
-def print_confirmed(model, machine, plans, count):
-    """Perform the best of `plans` and a bad one, and print each beside its forecast."""
-    # The actions of a pipeline's ranks do not depend on the sharding over the replicas.
-    best = {}
-    for one in search_plans(model, machine, plans, 4 * count).best:
-        best.setdefault(replace(one.plan, sharding="none"), one.plan)
-    best = list(best.values())[:count]
-    if not best:
-        print("\nNo pipeline of 2 to 8 ranks fits, so none was performed.")
-        return
-    print(
-        "\nPerformed here: one replica's pipeline with real ranks, its actions as long as forecast"
-    )
-    print("replicas x stages x tensor  schedule            forecast  performed  difference")
-    for plan in [*best, bad_plan(model, best[0])]:
-        try:
-            print(confirmed_line(confirm(model, machine, plan)), flush=True)
-        except (OSError, SubprocessError) as error:
-            print(f"{plan.schedule} could not be performed: {error}", flush=True)
 
 
 def print_performed(model, machine, plans, found, count):

@@ -3,14 +3,11 @@
 import json
 import subprocess
 import sys
-from unittest import mock
 
-import plan as plan_script
 import pytest
 
 from course.launch import SCRIPTS
-from planning import confirming
-from planning.confirming import bad_plan, can_be_performed, confirm, far_hops_only
+from planning.confirming import confirm, far_hops_only
 from planning.forecast import forecast, stage_costs
 from planning.machine import Link, Machine
 from planning.training_plan import Plan
@@ -38,20 +35,6 @@ def test_only_links_between_nodes_are_played():
     assert set(costs.transfer) == set(costs.occupancy) == {(1, 2), (2, 1)}
 
 
-def test_which_plans_are_performed_and_which_one_is_bad():
-    assert [can_be_performed(Plan(ranks=ranks)) for ranks in (1, 2, 8, 16)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-    good = Plan("interleaved-1f1b", 4, 2)
-    bad = bad_plan(MODEL, good)
-    assert (bad.schedule, bad.chunks, bad.microbatch) == ("gpipe", 1, 4)
-    machine = Machine(4, memory=1e12)
-    assert forecast(MODEL, machine, bad).update > 1.4 * forecast(MODEL, machine, good).update
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("content", "sentence"),
@@ -75,17 +58,3 @@ def test_a_wrong_file_of_times_is_rejected_in_one_sentence(content, sentence, tm
         timeout=60,
     )
     assert done.returncode != 0 and sentence in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.processes
-def test_plan_performs_the_best_pipeline_and_a_bad_one(capsys, monkeypatch):
-    monkeypatch.setattr(confirming, "STEP", 400.0)
-    flags = (
-        "layers=8,hidden=1024,vocabulary=32000 --gpus 2 --batch-size 8 --seq-len 512 --confirm 1"
-    )
-    with mock.patch.object(sys, "argv", ["plan.py", *flags.split()]):
-        with mock.patch.object(plan_script, "keep_running_unheard"):
-            assert plan_script.main() == 0
-    performed = capsys.readouterr().out.split("Performed here")[1].splitlines()[2:]
-    assert len(performed) == 2 and "gpipe" in performed[1]
-    assert all(row.endswith("%") for row in performed)

@@ -63,10 +63,10 @@ def perform(rank, script, flags, file):
     assert all(path.is_relative_to(script.parent) for path in found)
 
 
-def train(script, name, folder):
+def train(script, name, folder, more=""):
     """The losses or texts that a script prints, or writes in full precision if it can; it verifies."""
     printed, written = folder / "printed.txt", folder / "losses.jsonl"
-    flags = f"{FLAGS.get(name, SMALL)} --verify".split()
+    flags = f"{FLAGS.get(name, SMALL)} --verify {more}".split()
     if name == "finetune.py":
         flags += ["--model", str(write_model(folder / "model"))]
     if name not in NO_LOSSES:
@@ -138,6 +138,43 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     assert in_one == [s for s in known if not re.match("Import|Expr|.*__all__", s)]
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", folder.parent]
     subprocess.run(ruff, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("form", ["mine", "mine.py"])
+def test_a_copy_with_one_schedule_has_no_line_of_the_others_and_the_losses_bit_for_bit(
+    form, tmp_path
+):
+    assert copy("train.py", tmp_path / form, "--schedules", "zb-h1") == 0
+    files = [*(tmp_path / form).rglob("*.py")] or [tmp_path / form]
+    text = "\n".join(path.read_text() for path in files)
+    assert "def zb_h1(" in text
+    for other in ("gpipe", "one_f_one_b", "interleaved_1f1b", "zb_v", "v_min", "dualpipe_v"):
+        assert not re.search(
+            rf"^def {other}\(|Generator\({other}[,)]|import .*\b{other}\b", text, re.M
+        )
+    course = {line for path in SOURCE.rglob("*.py") for line in path.read_text().splitlines()}
+    assert set(text.splitlines()) <= course
+    losses = []
+    for number, script in enumerate(
+        [SOURCE / "train.py", max(files, key=lambda f: "train" in f.name)]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        losses.append(train(script, "train.py", folder, "--schedule zb-h1"))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("train.py NEW --schedules zb-h3", "--schedules zb-h3: use some of naive, gpipe"),
+        ("train.py NEW --schedules 1f1b --with-lab", "the lab predicts every schedule"),
+        ("gpipe.py NEW --schedules 1f1b", "gpipe.py has no other schedule"),
+    ],
+)
+def test_schedules_that_cannot_be_chosen_are_rejected(words, sentence, tmp_path, capsys):
+    assert copy(*words.replace("NEW", str(tmp_path / "mine")).split()) == 2
+    assert sentence in capsys.readouterr().err and not (tmp_path / "mine").exists()
 
 
 @pytest.mark.parametrize("script", first_of(SCRIPTS, 3))

@@ -276,6 +276,7 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
         ("1b --gpus 2000000000", "--gpus 2e+09: 1,000,000 are the most"),
         ("1b --memory 1e308", "--memory 1e+308: 1,000,000 are the most"),
         ("1b --this-machine --machine a", "name two machines; use one of them"),
+        ("1b --confirm 1", "add --this-machine"),
         ("1b --gpus 0", "--gpus"),
         ("1b --json --why 1", "--why prints a table"),
     ],

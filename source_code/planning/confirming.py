@@ -25,7 +25,6 @@ from planning.training_plan import Plan
 SOURCE = Path(__file__).resolve().parents[1]
 STEP = 3000.0  # milliseconds that a performed step should take
 LEAST = 4.0  # milliseconds of the shortest action; below it, Python's overhead shows
-MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,6 @@ class Confirmed:
     @property
     def error(self):
         return self.forecast / self.performed - 1
-
-
-def can_be_performed(plan):
-    return 2 <= plan.ranks <= MOST_RANKS
-
-
-def bad_plan(model, plan):
-    """A variant of the plan with a bad forecast: GPipe, few large micro-batches, an even cut."""
-    share = model.batch // plan.replicas
-    largest = next(size for size in range(max(share // 2, 1), 0, -1) if share % size == 0)
-    return replace(plan, schedule="gpipe", chunks=1, cut=(), microbatch=largest)
 
 
 def confirm(model, machine, plan, limit=120.0):

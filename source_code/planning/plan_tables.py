@@ -99,17 +99,6 @@ def memory_lines(model, machine, found):
     return lines
 
 
-def confirmed_line(confirmed):
-    """A row for a Confirmed."""
-    plan = confirmed.plan
-    shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
-    schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
-    return (
-        f"{shape:26}  {schedule:18} {confirmed.forecast:8.3g} s {confirmed.performed:8.3g} s"
-        f" {confirmed.error:+10.1%}"
-    )
-
-
 def performed_line(plan, performed, error):
     """A row for a Performed; `error` is the relative error that the forecast allows for."""
     shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
