@@ -59,7 +59,6 @@ def model_parser(description):
     add("--cut", type=layer_counts, metavar="A,B,...", help="layers of each stage, e.g. 3,3,2")
     add("--verify", action="store_true", help="compare with one process that has the whole model")
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait for another rank")
-    parser.set_defaults(num_ranks=None)  # from the launcher, unless a plan names a number
     return parser
 
 
@@ -94,7 +93,7 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
 def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.seq_len)):
     """Check the flags of `model_parser`, and add `num_ranks`, `config`, `text`, `torch_dtype`."""
     a = arguments
-    a.num_ranks = a.num_ranks or ranks_from_environment()[1]
+    a.num_ranks = getattr(a, "num_ranks", None) or ranks_from_environment()[1]
     a.vocabulary = getattr(a, "vocabulary", ModelConfig.vocabulary)
     if a.dim % (2 * a.heads):
         reject(
