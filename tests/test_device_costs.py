@@ -26,6 +26,7 @@ from extensions.data_parallel.sharded_optimizer import ShardedOptimizer, own_row
 from extensions.optimization import compiling
 from extensions.optimization.compiling import compile_layers
 from extensions.optimization.learning_rate import ConstantRate
+from extensions.pretraining import measured_cut as measured
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.cut_by_work import best_cut, head_in_layers, slowest
 from extensions.pretraining.padding import ShareOfLoss
@@ -35,7 +36,6 @@ from pipeline.job import Job
 from pipeline.model import ModelConfig, ModelPart, NormOf16Bits, RMSNorm, build_part, materialise
 from pipeline.one_process import build_optimizer
 from pipeline.schedules import build_schedule
-from planning import measured_cut as measured
 
 SMALL = "--dim 16 --heads 2 --seq-len 16 --batch-size 16 --microbatches 4 --device cpu"
 CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=2, seq_len=8)
