@@ -2,7 +2,7 @@
 
     python source_code/copy_template.py gpipe.py my-program        a folder, laid out as source_code/
     python source_code/copy_template.py gpipe.py my_program.py     one file, and the text beside it
-    python source_code/copy_template.py train.py my-program --schedules 1f1b,zb-h1
+    python source_code/copy_template.py train.py --schedules 1f1b,zb-h1 my-program
 
 A copy has the script and the files of the course that it imports; no line is rewritten. A copy
 leaves out the script's calls of the lab (--with-lab keeps them, in a folder), and with --schedules
