@@ -54,7 +54,7 @@ def parse_arguments():
     add("--ranks", type=positive_integer, default=4, metavar="P")
     add("--microbatches", type=positive_integer, default=8, metavar="M")
     chunked = ", ".join(chunked_schedules())
-    add("--chunks", type=positive_integer, metavar="V", help=f"stages a rank, for {chunked}")
+    add("--chunks", type=positive_integer, metavar="V", help=f"stages per rank, for {chunked}")
     has = "; ".join(
         f"{name}: {', '.join(row.options)}" for name, row in SCHEDULES.items() if row.options
     )

@@ -75,7 +75,7 @@ def test_a_submission_is_made_of_the_notebooks_that_can_be_read(
     monkeypatch.setenv("COURSE_NAME", "ada")
     monkeypatch.setattr(sys, "argv", ["make_submission.py"])
     assert make_submission.main() == 0
-    assert "skipped: Untitled.ipynb is no notebook" in capsys.readouterr().out
+    assert "skipped: Untitled.ipynb is not a notebook" in capsys.readouterr().out
     written = grade_submissions.read(tmp_path / "build" / "submission_ada.json")
     assert [answer["exercise"] for answer in written["answers"]] == ["puzzle 1"]
 

@@ -113,7 +113,7 @@ def test_a_solution_is_right_and_drawn_with_its_idle_time_in_words(number, capsy
             changed(ROOM_FOR_TWO, "1F1,1B0", "1B0,1F1"),
             "ms, the target is 420, which is provably",
         ),
-        # 6, Two stages a rank
+        # 6, Two stages per rank
         (6, rows_of(looped_bfs(2, 4)), "rank 0 holds 8 activations (one for each stage and micro-"),
         (6, rows_of(one_f_one_b(2, 4)), "your rows hold 2 stages, the puzzle has 4"),
         (6, rows_of(zb_v(2, 4)), "in this puzzle stage 3 is rank 1's"),

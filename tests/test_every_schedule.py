@@ -1,6 +1,6 @@
 """Every synchronous schedule is performed by real processes and takes the step of one process.
 
-Several stages a rank, loops and V's, backwards in halves: the losses and gradients are those of the
+Several stages per rank, loops and V's, backwards in halves: the losses and gradients are those of the
 whole model, and the ranks take exactly the actions of the schedule.
 """
 

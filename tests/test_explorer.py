@@ -294,7 +294,7 @@ def test_a_split_backward_adds_the_bubble_by_span_and_what_is_held_until_w_to_th
 
 
 def test_the_same_model_is_compared_however_many_stages_a_rank_has():
-    # Narayanan et al. 2021, 2104.04473, section 2.2.2: v stages a rank divide the bubble by v.
+    # Narayanan et al. 2021, 2104.04473, section 2.2.2: v stages per rank divide the bubble by v.
     view = view_of("1f1b", compare="interleaved-1f1b")
     one, two = view.timelines.values()
     assert one.busy_per_rank == two.busy_per_rank == [240] * 4
@@ -319,7 +319,7 @@ def test_the_picture_is_named_in_words_and_fits_both_themes():
     "changed, sentence",
     [
         ({"schedule": "dualpipe-v", "microbatches": 7}, "dualpipe-v needs at least two"),
-        ({"schedule": "looped-bfs", "chunks": 1}, "looped-bfs has at least 2 chunks a rank"),
+        ({"schedule": "looped-bfs", "chunks": 1}, "looped-bfs has at least 2 chunks per rank"),
         ({"compare": "interleaved-1f1b", "microbatches": 9}, "interleaved-1f1b takes micro-"),
         ({"schedule": "zb-h1", "weight": 20.0}, "the weights' part, 20 ms, must be less than"),
     ],

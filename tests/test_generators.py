@@ -175,15 +175,24 @@ def test_without_a_number_of_chunks_there_are_2(name):
 
 
 REFUSED = {
-    ("gpipe", 4, 8, 2): "gpipe has one stage a rank, not 2 chunks; use one of interleaved-1f1b, "
+    ("gpipe", 4, 8, 2): "gpipe has one stage per rank, not 2 chunks; use one of interleaved-1f1b, "
     "looped-bfs, zb-v, v-half, v-min, dualpipe-v for several",
-    ("interleaved-1f1b", 4, 8, 1): "interleaved-1f1b has at least 2 chunks a rank, not 1; with one "
-    "it is 1f1b",
-    ("looped-bfs", 4, 8, 1): "looped-bfs has at least 2 chunks a rank, not 1; with one it is gpipe",
-    ("zb-v", 4, 8, 3): "zb-v has 2 chunks a rank, one on each side of the V, not 3",
-    ("v-half", 4, 8, 1): "v-half has 2 chunks a rank, one on each side of the V, not 1",
-    ("v-min", 4, 8, 3): "v-min has 2 chunks a rank, one on each side of the V, not 3",
-    ("dualpipe-v", 4, 8, 1): "dualpipe-v has 2 chunks a rank, one on each side of the V, not 1",
+    (
+        "interleaved-1f1b",
+        4,
+        8,
+        1,
+    ): "interleaved-1f1b has at least 2 chunks per rank, not 1; with one it is 1f1b",
+    (
+        "looped-bfs",
+        4,
+        8,
+        1,
+    ): "looped-bfs has at least 2 chunks per rank, not 1; with one it is gpipe",
+    ("zb-v", 4, 8, 3): "zb-v has 2 chunks per rank, one on each side of the V, not 3",
+    ("v-half", 4, 8, 1): "v-half has 2 chunks per rank, one on each side of the V, not 1",
+    ("v-min", 4, 8, 3): "v-min has 2 chunks per rank, one on each side of the V, not 3",
+    ("dualpipe-v", 4, 8, 1): "dualpipe-v has 2 chunks per rank, one on each side of the V, not 1",
     ("dualpipe-v", 4, 7, 2): "dualpipe-v needs at least two micro-batches a rank, 8 for 4 ranks, "
     "not 7; use more micro-batches or fewer ranks",
     ("interleaved-1f1b", 4, 9, 2): "interleaved-1f1b takes micro-batches in groups of 4 or more, "

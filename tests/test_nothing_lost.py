@@ -164,7 +164,7 @@ def test_search_schedule_does_not_write_over_the_timeline_that_it_reads(
 
 def test_a_submission_of_no_lesson_replaces_none(monkeypatch, capsys):
     said = rejected(make_submission.main, capsys, monkeypatch, "99")
-    assert "99 is no lesson; the lessons are 00 01" in said
+    assert "99 is not a lesson; the lessons are 00 01" in said
 
 
 def test_the_old_table_stays_when_the_new_one_cannot_be_written(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def lesson_of(path):
 
 
 def read_notebooks(folder=NOTEBOOKS):
-    """({path: its Exercises}, [a sentence for each file that is no notebook])."""
+    """({path: its Exercises}, [a sentence for each file that is not a notebook])."""
     found, skipped = {}, []
     for path in sorted(folder.glob("*.ipynb")):
         try:
@@ -46,7 +46,7 @@ def read_notebooks(folder=NOTEBOOKS):
             skipped.append(f"{path.name} cannot be read: {error.strerror}")
         # Not JSON, as an empty file or one with a conflict; or JSON of something else.
         except (nbformat.ValidationError, *OTHER_CONTENT):
-            skipped.append(f"{path.name} is no notebook")
+            skipped.append(f"{path.name} is not a notebook")
     return found, skipped
 
 

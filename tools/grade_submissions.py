@@ -80,13 +80,13 @@ def read(file):
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     if not is_small:
-        raise ValueError("is too large for a submission" if is_one else "is no submission")
+        raise ValueError("is too large for a submission" if is_one else "is not a submission")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("is damaged: it is not JSON") from None
     if not isinstance(content, dict) or content.get("form") != FORM:
-        raise ValueError("is no submission of this course, or of another version of it")
+        raise ValueError("is not a submission of this course, or of another version of it")
     answers = content.get("answers")
     if not all(is_text(content.get(key), 80) for key in ("name", "made")):
         raise ValueError("is damaged: it has no name or no time")

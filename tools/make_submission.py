@@ -73,7 +73,7 @@ def parse_arguments():
     arguments = parser.parse_args()
     known = [lesson_of(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
     if unknown := set(arguments.lessons) - set(known):
-        parser.error(f"{min(unknown)} is no lesson; the lessons are {' '.join(known)}")
+        parser.error(f"{min(unknown)} is not a lesson; the lessons are {' '.join(known)}")
     return arguments
 
 

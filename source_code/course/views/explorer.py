@@ -119,7 +119,7 @@ class Panel(Stepper):
             "compare": _dropdown("compare with", [NOTHING, *names], second or NOTHING),
             "ranks": _whole("ranks", chosen.ranks, 1, 8),
             "microbatches": _whole("micro-batches", chosen.microbatches, 1, 64),
-            "chunks": _whole("stages a rank", chosen.chunks, 2, 4),
+            "chunks": _whole("stages per rank", chosen.chunks, 2, 4),
             "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
             "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
             "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),

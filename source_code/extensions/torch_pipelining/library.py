@@ -53,11 +53,11 @@ def complaint_about(name, num_ranks, num_microbatches, chunks):
     """Return why the library would reject these numbers, as a sentence with the fix, or None."""
     flags = f"--schedule {name}"
     if name in ONE_STAGE and chunks != 1:
-        return f"{flags} has one stage a rank; use --chunks 1"
+        return f"{flags} has one stage per rank; use --chunks 1"
     if name in LOOPS and chunks < 2:
-        return f"{flags} needs several stages a rank; use --chunks 2 or more"
+        return f"{flags} needs several stages per rank; use --chunks 2 or more"
     if name in V_SHAPED and chunks != 2:
-        return f"{flags} has exactly two stages a rank; use --chunks 2"
+        return f"{flags} has exactly two stages per rank; use --chunks 2"
     if name == "1F1B" and num_microbatches < num_ranks:
         return (
             f"{flags}: --microbatches {num_microbatches} is less than the {num_ranks} stages; "

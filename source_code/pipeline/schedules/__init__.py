@@ -117,7 +117,7 @@ def build_schedule(name, num_ranks, num_microbatches, chunks=None, **options):
         sizes.append(chunks)
     elif chunks not in (None, 1):
         raise ScheduleError(
-            f"{name} has one stage a rank, not {chunks} chunks; "
+            f"{name} has one stage per rank, not {chunks} chunks; "
             f"use one of {', '.join(chunked_schedules())} for several"
         )
     return generator.make(*sizes, **options)

@@ -11,7 +11,7 @@ from pipeline.schedules.order import require_positive, require_several_chunks
 
 
 def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2):
-    """1F1B with several chunks a rank (Megatron-LM: Narayanan et al. 2021, section 2.2.2).
+    """1F1B with several chunks per rank (Megatron-LM: Narayanan et al. 2021, section 2.2.2).
 
     Micro-batches go through the chunks in groups: all of a group through one chunk, then all
     through the next. In the paper a group has one micro-batch for each rank, so their number is a

@@ -55,7 +55,7 @@ def require_positive(num_ranks, num_microbatches):
 def require_several_chunks(name, num_chunks, without):
     if num_chunks < 2:
         raise ScheduleError(
-            f"{name} has at least 2 chunks a rank, not {num_chunks}; with one it is {without}"
+            f"{name} has at least 2 chunks per rank, not {num_chunks}; with one it is {without}"
         )
 
 
@@ -63,5 +63,5 @@ def require_two_chunks(name, num_ranks, num_microbatches, num_chunks):
     require_positive(num_ranks, num_microbatches)
     if num_chunks != 2:
         raise ScheduleError(
-            f"{name} has 2 chunks a rank, one on each side of the V, not {num_chunks}"
+            f"{name} has 2 chunks per rank, one on each side of the V, not {num_chunks}"
         )
