@@ -198,11 +198,12 @@ def keep_schedules(modules, names, with_lab):
 
 def defaults_of(modules):
     """Return the schedules that are defaults of --schedule."""
-    nodes = [node for module in modules for node in ast.walk(ast.parse(module.text))]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    adding = [call for call in calls if ast.unparse(call.func) == "add_schedule_flags"]
-    defaults = [{word.arg: word.value.value for word in call.keywords} for call in adding]
-    return [name for each in defaults if (name := each.get("default", "gpipe"))]
+    found = []
+    for node in (node for module in modules for node in ast.walk(ast.parse(module.text))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "add_schedule_flags":
+            given = [word.value.value for word in node.keywords if word.arg == "default"]
+            found += given or ["gpipe"]
+    return [name for name in found if name]
 
 
 def files_of(node):

@@ -118,7 +118,7 @@ def main():
         schedule,
         "step" if arguments.accumulate == 1 else "pass",
         training.step,
-        (masters.values(), training.optimizer),
+        held=(masters.values(), training.optimizer),
     )
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import architecture
+import copy_template
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,6 +86,18 @@ def imports_not_allowed(module, imports):
     package = architecture.package_of(module)
     allowed = ALLOWED[package] | {package}
     return {other for other in imports[module] if architecture.package_of(other) not in allowed}
+
+
+def test_no_training_script_imports_what_plans_a_training():
+    for script in copy_template.training_scripts():
+        found, waiting = set(), [script.removesuffix(".py")]
+        while waiting:
+            module = waiting.pop()
+            if module not in found:
+                found.add(module)
+                waiting += IMPORTS[module]
+        assert "pipeline.training" in found or script.startswith("torch_"), script
+        assert not {module for module in found if module.startswith("planning")}, script
 
 
 @pytest.mark.parametrize(

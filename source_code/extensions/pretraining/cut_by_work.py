@@ -1,8 +1,8 @@
 """Cuts a model into stages of even work, where the head counts as a number of layers.
 
-The work is counted as in planning/transformer.py: the multiplications of one token's forward. The embedding
-is a look-up without multiplications. A backward is twice a forward for layers and head alike, so
-the forwards decide the cut.
+The work is counted as in planning/transformer.py: the multiplications of one token's forward. The
+embedding is a look-up without multiplications. A backward is twice a forward for layers and head
+alike, so the forwards decide the cut.
 """
 
 from pipeline.model import cut_evenly
