@@ -9,12 +9,14 @@ they run: any of the synchronous ones, with --chunks stages per rank where there
 import sys
 
 from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
+from guard.around_main import guarded
 from lab import attach
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.training import cut_layers, parse_arguments, start_job, train, training_parser
 from pipeline.worker import Worker
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     add_recompute_flags(parser, default="stage")

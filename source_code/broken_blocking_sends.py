@@ -10,10 +10,12 @@ import sys
 
 import torch
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.training import parse_arguments, start_job, training_parser
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     parser.add_argument("--at-once", action="store_true", help="let the sends return at once")

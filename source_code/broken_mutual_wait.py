@@ -5,10 +5,12 @@ torchrun --standalone --nproc-per-node 2 source_code/broken_mutual_wait.py --tim
 
 import sys
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.training import parse_arguments, start_job, training_parser
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)

@@ -18,6 +18,7 @@ from broken.pipelines.faults import PIECES, RANKS, choose_pieces
 from broken.pipelines.faulty_stages import build_faulty_stage, cut_by_piece
 from broken.pipelines.faulty_stash import train_without_flush
 from broken.pipelines.faulty_worker import WorkerWithPieces, choose_reference
+from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer
@@ -31,6 +32,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     arguments = parse_case()
     pieces = choose_pieces(arguments)

@@ -9,12 +9,14 @@ import tempfile
 
 import torch
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.training import parse_arguments, start_job, training_parser
 
 STUCK_RANK, STUCK_MICROBATCH = 2, 1
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)

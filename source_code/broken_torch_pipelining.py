@@ -23,7 +23,7 @@ from broken.torch_pipelining import (
     steps_and_losses,
     traced_models,
 )
-from lab import attach
+from guard.around_main import guarded
 from pipeline.command_line import Parser, ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.training import seconds
@@ -51,11 +51,10 @@ RANKS = {  # the number of ranks of traps that do not need two
 }
 
 
+@guarded
 def main():
     arguments = parse_arguments()
-    attach.guard(arguments)
-    job = join_job("cpu", arguments.timeout, pairs=[], meeting=arguments.meeting)
-    job.watch = attach.watch(job)
+    job = join_job("cpu", arguments.timeout, pairs=[])
     dist.barrier()  # else a rank that fails at once would end the others while they still join
     with job.waiting_for_all(f"the trap {arguments.trap}"):
         TRAPS[arguments.trap](job, arguments.cured)

@@ -6,8 +6,9 @@
 
 A copy has the script and the files of the course that it imports; no line is rewritten. A copy
 leaves out the script's calls of the lab (--with-lab keeps them, in a folder), and with --schedules
-the files and rows of all other schedules but the script's default. A copy in one file also leaves
-out the imports of the course's modules, because their code is then in the same file.
+the files and rows of all other schedules but the script's default. --bare leaves out the guard, too,
+the two lines that name bad input and lost ranks in one sentence. A copy in one file is bare, and
+leaves out the imports of the course's modules, because their code is then in the same file.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from pipeline.schedules import SCHEDULES
 SOURCE_CODE = Path(__file__).resolve().parent
 ROOT = SOURCE_CODE.parent
 FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
-PACKAGES = ("pipeline", "extensions", "lab")  # in this order in one file
+PACKAGES = ("pipeline", "guard", "extensions", "lab")  # in this order in one file
+LAB, GUARD = "lab.", "guard.around_main."  # what is attached to a program, in lines of its own
 TEXT = Path("pipeline", "field_guide.txt")
 ROWS = Path("pipeline", "schedules", "__init__.py")
 # Packages that torch and transformers import if present: a file of that name would be imported.
@@ -46,13 +48,17 @@ def main():
     parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
     parser.add_argument("destination", metavar="DIR|FILE.py", help="a new folder or file")
     parser.add_argument("--with-lab", action="store_true", help="keep the lab, in a folder")
+    parser.add_argument("--bare", action="store_true", help="leave out the guard")
     parser.add_argument("--schedules", metavar="A,B,...", help="keep these and the default only")
     arguments = parser.parse_args()
     destination = Path(arguments.destination)
     try:
         script = Path(Path(arguments.script).with_suffix(".py").name)
         check_arguments(script.name, destination, arguments.with_lab)
-        modules = modules_of(script, arguments.with_lab)
+        without = () if arguments.with_lab else (LAB,)
+        if arguments.bare or destination.suffix == ".py":
+            without += (GUARD,)
+        modules = modules_of(script, without)
         if arguments.schedules is not None:
             modules = keep_schedules(modules, arguments.schedules.split(","), arguments.with_lab)
         make = one_file if destination.suffix == ".py" else folder
@@ -97,18 +103,21 @@ def check_arguments(script, destination, with_lab):
 
 
 class Module:
-    """A file of the course, and the statements in it that a copy leaves out without the lab."""
+    """A file of the course, and what a copy leaves out `without` what is attached to programs."""
 
-    def __init__(self, path, with_lab):
+    def __init__(self, path, without):
         self.path, self.text = path, read(SOURCE_CODE / path)
         self.body = ast.parse(self.text).body
         nodes = [node for statement in self.body for node in ast.walk(statement)]
         imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
-        lab = [node for node in imports if package_of(node) == "lab" and not with_lab]
-        names = {name for node in lab for name, _ in names_of(node)}
+        attached = [node for node in imports if names_of(node)[0][1].startswith(without)]
+        names = {name for node in attached for name, _ in names_of(node)}
         calls = [node for node in nodes if isinstance(node, ast.Expr)]
-        self.left_out = lab + [n for n in calls if re.match(r"\w*", ast.unparse(n))[0] in names]
-        self.imports = [node for node in imports if node not in lab]
+        for node in (node for node in self.body if isinstance(node, ast.FunctionDef)):
+            calls += node.decorator_list
+        calls = [node for node in calls if re.match(r"\w*", ast.unparse(node))[0] in names]
+        self.left_out = attached + calls
+        self.imports = [node for node in imports if node not in attached]
         self.own = [node for node in self.imports if package_of(node) in PACKAGES]
         self.others = [n for n in self.imports if n in self.body and n not in self.own]
         symbols = symtable.symtable(self.text, str(path), "exec").get_symbols()
@@ -146,12 +155,12 @@ class Module:
         return re.sub("\n{4,}", "\n\n\n", text).strip() + "\n"
 
 
-def modules_of(script, with_lab):
+def modules_of(script, without):
     """Return the script and its imports, the core first, each module after those it imports."""
     modules = {}
 
     def add(path):
-        module = modules[path] = Module(path, with_lab)
+        module = modules[path] = Module(path, without)
         for needed in (file for node in module.own for file in files_of(node)):
             if needed not in modules:
                 add(needed)

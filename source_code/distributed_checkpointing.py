@@ -48,6 +48,7 @@ from extensions.optimization.update import (
     check_rate,
     clip_and_set_rate,
 )
+from guard.around_main import guarded
 from lab import attach
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
@@ -64,6 +65,7 @@ from pipeline.training import (
 from pipeline.worker import Worker
 
 
+@guarded
 def main():
     arguments = read_flags()
     if arguments.export:

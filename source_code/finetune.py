@@ -34,15 +34,17 @@ from extensions.real_models.library_model import check_library, library_model
 from extensions.real_models.saved_folder import take_model, tokenizer_of
 from extensions.real_models.saved_output import claim_output, save_trained
 from extensions.real_models.tied_ends import tie_ends_of
+from guard.around_main import guarded
+from guard.paths import check_new_folder
 from lab import attach
 from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer, train_one_process
-from pipeline.paths import check_new_folder
 from pipeline.schedules.from_flags import choose_schedule
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
 from pipeline.worker import Worker
 
 
+@guarded
 def main():
     arguments, schedule = read_flags()
     job = start_job(arguments, schedule.pairs)

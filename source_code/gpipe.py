@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 4 source_code/gpipe.py --verify
 import sys
 from functools import partial
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.message import Message
 from pipeline.training import (
@@ -18,6 +19,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)

@@ -23,6 +23,7 @@ from extensions.inference.saved_model import build_saved_part, take_sizes
 from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import BYTES, load_corpus, read_content
 from extensions.real_models.saved_folder import tokenizer_of
+from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import positive_integer, ranks_from_environment, reject
 from pipeline.job import join_job
@@ -33,18 +34,14 @@ MOST_GROUPS = 1024  # enough for a pipeline of that many ranks
 MOST_PASSES = 1_000_000  # planned in a few seconds
 
 
+@guarded
 def main():
     arguments = read_flags()
     requests = read_requests(arguments)
     cut = cut_layers(arguments, arguments.num_ranks)
     passes = plan_passes(requests, arguments.groups, arguments.slots, arguments.tokens_per_pass)
     schedule = schedule_of(passes, arguments.num_ranks)
-    job = join_job(
-        arguments.device,
-        arguments.timeout,
-        pairs_of(schedule.num_ranks),
-        meeting=arguments.meeting,
-    )
+    job = join_job(arguments.device, arguments.timeout, pairs_of(schedule.num_ranks))
     stage = build_cached_stage(arguments, job, cut)
     attach.observe(arguments, job, [stage], schedule, "whole run")
 

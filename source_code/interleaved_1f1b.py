@@ -9,6 +9,7 @@ chunks, rank 1 has stages 1 and 5. `train.py --schedule looped-bfs` runs them br
 import sys
 from functools import partial
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import positive_integer, reject
 from pipeline.message import Message
@@ -25,6 +26,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     more = {"type": positive_integer, "metavar": "V"}

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import positive_integer, reject
 from pipeline.message import Message
@@ -28,6 +29,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     more = {"type": positive_integer, "metavar": "N"}

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from functools import partial
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.message import Message
 from pipeline.training import (
@@ -19,6 +20,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)

@@ -17,6 +17,7 @@ from extensions.asynchronous.pipedream_flags import (
     print_versions,
 )
 from extensions.asynchronous.weight_stash import StashingStage
+from guard.around_main import guarded
 from lab import attach
 from pipeline.collectives import open_groups
 from pipeline.message import Message
@@ -36,6 +37,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     add_pipedream_flags(parser)

@@ -39,6 +39,7 @@ from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import ConstantRate
 from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
+from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import positive_integer, positive_number
 from pipeline.model import build_part
@@ -54,6 +55,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     arguments, schedule = read_flags()
     cut = cut_layers(arguments, schedule.num_stages)

@@ -10,13 +10,13 @@ what was measured, for --profile or as the MODEL of plan.py.
 
 import sys
 
+from guard.paths import check_file
+from guard.printing import keep_running_unheard
 from lab.checks import check_memory
-from lab.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.files import not_written, to_json, write_output
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
-from pipeline.paths import check_file
 from pipeline.training import DTYPES, complete_arguments
 from planning.partition import (
     PartitionError,

@@ -7,14 +7,14 @@ import gc
 import os
 import sys
 
+from guard.paths import check_file, check_paths_apart
+from guard.printing import keep_running_unheard
 from lab.figures import draw_timelines
-from lab.printing import keep_running_unheard
 from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, reject
 from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError
-from pipeline.paths import check_file, check_paths_apart
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option

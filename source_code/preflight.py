@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lab.free_port import free_port
+from guard.free_port import free_port
 from lab.message_checks import Check, check_two_ranks, checks_of_job
 from pipeline.command_line import Parser, positive_number, ranks_from_environment
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text

@@ -22,13 +22,13 @@ from extensions.pretraining.token_files import (
     write_tokens_file,
 )
 from extensions.pretraining.tokens import BYTES, encode, read_tokenizer, train_tokenizer
-from lab.printing import keep_running_unheard
-from pipeline.claims import ClaimError, NewFolder
+from guard.claims import ClaimError, NewFolder
+from guard.paths import check_new_folder
+from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, reject
 from pipeline.data import DataError
 from pipeline.files import not_written
 from pipeline.inputs import MEBIBYTE, InputError, open_input, parse_json
-from pipeline.paths import check_new_folder
 
 PIECE = MEBIBYTE  # bytes of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE

@@ -75,11 +75,12 @@ from extensions.real_models.library_model import check_library, library_model
 from extensions.real_models.saved_folder import take_model, tokenizer_of
 from extensions.real_models.saved_output import claim_output, save_trained
 from extensions.real_models.tied_ends import tie_ends_of
+from guard.around_main import guarded
+from guard.paths import check_new_folder
 from lab import attach
 from pipeline.command_line import positive_integer, positive_number, reject
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
-from pipeline.paths import check_new_folder
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
 
 MODELS = {  # layers, dim, heads, kv_heads, vocabulary
@@ -93,6 +94,7 @@ MODELS = {  # layers, dim, heads, kv_heads, vocabulary
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), section 2.2
 
 
+@guarded
 def main():
     arguments, schedule = read_flags()
     if arguments.export:

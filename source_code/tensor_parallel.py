@@ -38,6 +38,7 @@ from extensions.tensor_parallel.sharded_training import (
     sum_whole_gradients,
 )
 from extensions.tensor_parallel.tensor_group import describe, tensor_group_of
+from guard.around_main import guarded
 from lab import attach
 from pipeline.collectives import connect_group
 from pipeline.command_line import positive_integer, positive_number
@@ -47,6 +48,7 @@ from pipeline.split_stage import stage_class_for
 from pipeline.training import LossLog, cut_layers, parse_arguments, training_parser
 
 
+@guarded
 def main():
     arguments, schedule = read_flags()
     cut = cut_layers(arguments, schedule.num_stages)

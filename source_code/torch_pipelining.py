@@ -23,6 +23,7 @@ from extensions.torch_pipelining.library import (
 )
 from extensions.torch_pipelining.optimizer import build_optimizer_and_rates
 from extensions.torch_pipelining.paragraphs import keywords_of
+from guard.around_main import guarded
 from lab import attach
 from pipeline.model import token_loss
 from pipeline.one_process import build_model
@@ -34,6 +35,7 @@ from pipeline.training import (
 )
 
 
+@guarded
 def main():
     arguments = read_flags()
     cut = cut_layers(arguments, arguments.num_ranks * arguments.chunks)

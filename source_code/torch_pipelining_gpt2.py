@@ -29,6 +29,7 @@ from extensions.torch_pipelining.library import (
     mean_of,
     schedule_as_data,
 )
+from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import reject
 from pipeline.model import token_loss
@@ -43,6 +44,7 @@ from pipeline.training import (
 SCHEDULE_CLASSES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 
+@guarded
 def main():
     arguments = read_flags()
     cut = cut_layers(arguments, arguments.num_ranks)

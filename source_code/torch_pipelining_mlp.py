@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 from extensions.torch_pipelining.library import mean_of
-from lab import attach
+from guard.around_main import guarded
 from pipeline.command_line import Parser, positive_integer, ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.training import seconds
@@ -22,10 +22,10 @@ from pipeline.training import seconds
 SPLIT = {"encoder": SplitPoint.END, "middle": SplitPoint.END}  # three stages: two cuts
 
 
+@guarded
 def main():
     arguments = read_flags()
-    attach.guard(arguments)
-    job = join_job("cpu", arguments.timeout, pairs=[], meeting=arguments.meeting)
+    job = join_job("cpu", arguments.timeout, pairs=[])
     pipe = cut(arguments.batch_size // arguments.microbatches)
     stage = pipe.build_stage(job.rank, job.device)
     schedule = Schedule1F1B(stage, arguments.microbatches, loss_fn=nn.functional.mse_loss)

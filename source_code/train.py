@@ -12,6 +12,7 @@ times --pace as it has layers, which --cut can make uneven.
 import sys
 
 from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
+from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import ranks_from_environment, reject
 from pipeline.schedules.from_flags import (
@@ -29,6 +30,7 @@ from pipeline.training import (
 from pipeline.worker import Worker
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     parser.add_argument(

@@ -22,6 +22,7 @@ from extensions.vocabulary_parallel.tied_weights import (
     sum_tied_gradients,
 )
 from extensions.vocabulary_parallel.vocabulary_stages import build_spread_stages
+from guard.around_main import guarded
 from lab import attach
 from pipeline.collectives import open_groups
 from pipeline.command_line import positive_integer, reject
@@ -38,6 +39,7 @@ from pipeline.training import (
 from pipeline.worker import Worker
 
 
+@guarded
 def main():
     arguments = read_flags()
     cut = cut_layers(arguments, arguments.num_ranks)

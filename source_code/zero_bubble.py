@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from functools import partial
 
+from guard.around_main import guarded
 from lab import attach
 from pipeline.message import Message
 from pipeline.split_stage import SplitStage
@@ -24,6 +25,7 @@ from pipeline.training import (
 FORWARDS_PER_RANK_BEHIND = {"zb-h1": 1, "zb-h2": 2}
 
 
+@guarded
 def main():
     parser = training_parser(__doc__)
     names = list(FORWARDS_PER_RANK_BEHIND)

@@ -372,11 +372,12 @@ def test_a_rank_refuses_before_it_looks_for_the_others(rank, lines):
     assert ended.stderr.count("\n") == lines == ended.stderr.count("--layers")
 
 
-def test_torchrun_shows_the_sentence_once_and_no_traceback_of_the_course():
+def test_torchrun_begins_and_ends_with_the_sentence_and_shows_no_traceback_of_the_course():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ended = start(*launcher, "source_code/gpipe.py", "--learning-rate", "0")
     assert ended.returncode != 0 and ended.stdout == ""
-    assert ended.stderr.count("--learning-rate") == 1
-    assert "--learning-rate" in ended.stderr.splitlines()[0]
+    first, *_, last, _ = ended.stderr.splitlines()
+    assert first.startswith("--learning-rate") and last.endswith(f" : {first}")
+    assert ended.stderr.count("--learning-rate") == 2
     for line in ended.stderr.splitlines():
         assert not (line.lstrip().startswith("File ") and "source_code" in line), line

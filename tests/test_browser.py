@@ -16,7 +16,7 @@ import nbformat
 import pytest
 
 from course import launch
-from lab.free_port import free_port
+from guard.free_port import free_port
 
 pytestmark = pytest.mark.further  # a browser
 

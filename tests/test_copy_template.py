@@ -26,7 +26,7 @@ PRELOAD.extend(["torch.distributed.pipelining", *LATE_IMPORTS])
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"
 SCRIPTS = copy_template.training_scripts()
-OWN = ("pipeline", "extensions", "lab")
+OWN = ("pipeline", "guard", "extensions", "lab")
 PARSED_ONCE = functools.cache(copy_template.Module)  # for all copies that these tests make
 SMALL = "--steps 3 --batch-size 4 --microbatches 2 --layers 4 --dim 16 --seq-len 8 --device cpu"
 NO_LOSSES = {"inference.py", "torch_pipelining_mlp.py"}  # scripts without --losses
@@ -133,7 +133,7 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     assert set(file.read_text().splitlines()) <= course
     in_one = [s for s in statements(file) if not re.match("Import|Expr", s)]
     with mock.patch.object(copy_template, "Module", PARSED_ONCE):
-        modules = copy_template.modules_of(Path(script), with_lab=False)
+        modules = copy_template.modules_of(Path(script), (copy_template.LAB,))
     known = [s for m in modules for s in statements(SOURCE / m.path, *OWN)]
     assert in_one == [s for s in known if not re.match("Import|Expr|.*__all__", s)]
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", folder.parent]
@@ -219,7 +219,7 @@ def test_bad_input_is_rejected_in_one_sentence(words, reason, tmp_path, capsys, 
 
 
 def test_a_name_that_two_modules_define_is_rejected_with_both():
-    modules = [copy_template.Module(Path(p), False) for p in ("pipeline/job.py", "train.py")]
+    modules = [copy_template.Module(Path(p), ()) for p in ("pipeline/job.py", "train.py")]
     modules[1].meanings.append(("Job", "train.py"))
     with pytest.raises(copy_template.CannotCopy, match="pipeline/job.py and train.py define Job"):
         copy_template.check_names(modules)

@@ -101,6 +101,7 @@ def test_a_script_has_three_statements_of_the_lab_import_flags_and_observe(scrip
     assert sorted(calls) == ["attach.add_flags", "attach.observe"]
     rest = without_lab(text)
     assert "attach." not in rest and "lab" not in imported_names(rest)
+    assert rest.count("@guarded\ndef main():\n") == 1 and len(re.findall("guarded", rest)) == 2
 
 
 def imported_names(text):
@@ -132,7 +133,7 @@ def is_asynchronous(call):
 
 
 def constructors():
-    folders = [SOURCE / name for name in ("pipeline", "lab", "extensions", "planning")]
+    folders = [SOURCE / name for name in ("pipeline", "guard", "lab", "extensions", "planning")]
     for file in itertools.chain.from_iterable(folder.rglob("*.py") for folder in folders):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):

@@ -20,13 +20,13 @@ from test_bad_input import SCRIPTS, Refusal
 
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder
+from guard.paths import READ, WRITTEN, can_be_written
+from guard.printing import Output
 from lab.checks import OUTPUTS
-from lab.printing import Output
 from pipeline import files, inputs, job
 from pipeline.command_line import Parser
 from pipeline.files import write_output, write_whole
 from pipeline.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
-from pipeline.paths import READ, WRITTEN, can_be_written
 from pipeline.schedule import to_csv
 from pipeline.schedules import MOST_ACTIONS, build_schedule, gpipe
 
@@ -118,7 +118,7 @@ def calls_in(file):
 
 
 def test_packages_open_inputs_in_one_place():
-    for package in ("pipeline", "lab", "extensions", "planning"):
+    for package in ("pipeline", "guard", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for name, call in calls_in(file):
                 reads = name in ("read_text", "read_bytes") and isinstance(call.func, ast.Attribute)
@@ -126,7 +126,7 @@ def test_packages_open_inputs_in_one_place():
 
 
 def test_every_text_is_written_and_read_in_a_named_encoding():
-    for package in ("pipeline", "lab", "extensions", "planning"):
+    for package in ("pipeline", "guard", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for name, call in calls_in(file):
                 if name == "write_text" or name == "open" and isinstance(call.func, ast.Name):
@@ -137,7 +137,7 @@ def test_every_text_is_written_and_read_in_a_named_encoding():
 
 def test_no_reader_catches_whatever_comes():
     """A handler for all exceptions raises again what is not the library's own bare Exception."""
-    for package in ("pipeline", "lab", "extensions", "planning"):
+    for package in ("pipeline", "guard", "lab", "extensions", "planning"):
         for file in (SOURCE / package).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ExceptHandler):

@@ -24,10 +24,11 @@ from ranks import run_on_ranks
 from course.failed_run import RunFailed
 from course.followed_run import follow
 from course.launch import ROOT, SCRIPTS, WarmRanks, _wait_for_fork_server
-from lab import agreement, presence
-from lab.agreement import Disagreement, agree, checksum_of, settings_of, version
-from lab.meeting import find_store, is_loopback
-from lab.presence import guarded
+from guard import agreement, presence
+from guard.agreement import Disagreement, agree, checksum_of, settings_of, version
+from guard.around_main import attached
+from guard.meeting import find_store, is_loopback
+from guard.presence import guarded_meeting
 from pipeline.job import GRACE, SLOW_START, Job, join_job
 from pipeline.training import parse_arguments, training_parser
 
@@ -169,7 +170,8 @@ def stop_at(rank, victim, step):
     if rank == victim:
         place, name = STEPS[step]
         setattr(place, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP))
-    join_job("cpu", timeout=TIMEOUT, meeting=guarded)
+    with attached():
+        join_job("cpu", timeout=TIMEOUT)
     time.sleep(60)  # who needs nothing from the one that stops
 
 
@@ -191,7 +193,8 @@ def test_a_rank_that_stops_while_it_joins_is_named_soon(victim, step):
 def stop_before_joining(rank, victim):
     if rank == victim:
         os.kill(os.getpid(), signal.SIGSTOP)
-    join_job("cpu", timeout=TIMEOUT, meeting=guarded)
+    with attached():
+        join_job("cpu", timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize("victim", [0, 1])  # the first keeps the store
@@ -216,7 +219,7 @@ def test_a_store_that_is_gone_before_the_first_sign_of_life_ends_the_rank_in_one
     monkeypatch.setattr(presence, "find_store", lambda job: GoneStore())
     monkeypatch.setattr(presence, "end_process", lambda sentence, *_: sys.exit(sentence))
     with pytest.raises(SystemExit, match="rank 1 could not join rank 0 .*closed"):
-        with guarded(Job(1, 2, torch.device("cpu"), "gloo", TIMEOUT)):
+        with guarded_meeting(Job(1, 2, torch.device("cpu"), "gloo", TIMEOUT)):
             pass
 
 
@@ -270,7 +273,8 @@ def listening(process_ids):
 
 
 def listening_of_job(rank):
-    join_job("cpu", timeout=20, meeting=guarded)
+    with attached():
+        join_job("cpu", timeout=20)
     return listening([os.getpid()])
 
 

@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 
-from lab.printing import end_quietly_when_interrupted
-from lab.siblings import launcher_lives
+from guard.printing import end_quietly_when_interrupted
+from guard.siblings import launcher_lives
 from pipeline import command_line
 from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment, reject
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from course.launch import ROOT, SCRIPTS
-from lab.free_port import free_port
+from guard.free_port import free_port
 
 TINY = "--dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 1".split()
 NAMES_ITS_THREADS = """

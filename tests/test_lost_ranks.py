@@ -26,7 +26,7 @@ from course.launch import (
     _wait_for_fork_server,
     launch_words,
 )
-from lab.watch import Wait, Watch
+from guard.watch import Wait, Watch
 from pipeline import job as jobs
 from pipeline.job import GRACE
 from pipeline.message import Message
@@ -123,10 +123,10 @@ def test_ranks_that_wait_for_one_that_never_starts_say_so():
     # As rank 0, at a port of its own choice. A job has a minute for slow starts.
     program = (
         "import sys; sys.path.insert(0, 'source_code')\n"
-        "from lab import presence\n"
+        "from guard import presence\n"
         "from pipeline.job import Job\n"
         "presence.SLOW_START = 1.0\n"
-        "with presence.guarded(Job(0, 2, 'cpu', 'gloo', 1.0)):\n"
+        "with presence.guarded_meeting(Job(0, 2, 'cpu', 'gloo', 1.0)):\n"
         "    pass\n"
     )
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -144,19 +144,19 @@ def test_ranks_that_wait_for_one_that_never_starts_say_so():
     assert "Traceback" not in ended.stderr
 
 
-# Without the lab, and without a launcher that would end the others.
+# Without lab and guard, and without a launcher that would end the others.
 
 
 class BareJob:
-    """Four ranks of gpipe.py without the lab: its three statements are left out.
+    """Four ranks of gpipe.py without lab and guard: their five lines are left out.
 
     What a rank says of a failure goes to a file of its own.
     """
 
     def __init__(self, folder):
         lines = (SCRIPTS / "gpipe.py").read_text().splitlines(keepends=True)
-        script = [line for line in lines if "attach" not in line]
-        assert len(lines) - len(script) == 3 and "lab" not in "".join(script).split()
+        script = [line for line in lines if "attach" not in line and "guarded" not in line]
+        assert len(lines) - len(script) == 5 and "lab" not in "".join(script).split()
         own = f"import os\nos.dup2(os.open('{folder}/' + os.environ['RANK'], os.O_CREAT | os.O_WRONLY), 2)\n"
         (folder / "gpipe.py").write_text(own + "".join(script))
         self.folder = folder
@@ -193,14 +193,14 @@ def bare_job(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_without_the_lab_a_killed_rank_ends_its_neighbours_which_name_it(bare_job, rank):
+def test_without_lab_and_guard_a_killed_rank_ends_its_neighbours_which_name_it(bare_job, rank):
     said, took = bare_job.send(signal.SIGKILL, rank)
     assert took < WITHIN
     check_losses(said, rank)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_without_the_lab_a_stopped_rank_ends_its_neighbours_which_name_it(bare_job, rank):
+def test_without_lab_and_guard_a_stopped_rank_ends_its_neighbours_which_name_it(bare_job, rank):
     said, took = bare_job.send(signal.SIGSTOP, rank)
     assert TIMEOUT - 1 < took < TIMEOUT + GRACE + WITHIN
     check_losses(said, rank)
@@ -354,7 +354,7 @@ def test_a_watch_ends_only_processes_with_the_same_parent():
 def test_a_rank_outlives_no_launcher():
     program = (
         "import sys, time; sys.path.insert(0, 'source_code')\n"
-        "from lab.presence import Presence\n"
+        "from guard.presence import Presence\n"
         "Presence(0, 2, 60).start(); print('there', flush=True); time.sleep(60)\n"
     )
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])

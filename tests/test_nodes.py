@@ -13,9 +13,9 @@ import torch.distributed as dist
 from course.failed_run import RunFailed
 from course.followed_run import follow
 from course.launch import ROOT, WarmRanks, launch_words, run
-from lab import free_port as free_ports
+from guard import free_port as free_ports
+from guard.free_port import free_port
 from lab import slow_network, variables
-from lab.free_port import free_port
 from lab.simulator import Costs, simulate
 from pipeline import command_line
 from pipeline.command_line import meeting_point, ranks_from_environment

@@ -27,7 +27,8 @@ from course.launch import SCRIPTS
 from extensions.real_models.saved_folder import read_model
 from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
-from lab import attach, rehearsal
+from guard.watch import attach_watch
+from lab import rehearsal
 from lab.slow_network import NodesError, check_transport
 from pipeline import training
 from pipeline.job import Job, join_job
@@ -235,7 +236,7 @@ def join_rehearsed(mode, pairs, cold=False):
     nothing = lambda *_: SimpleNamespace(wait=lambda: None)  # noqa: E731
     with mock.patch.multiple(Job, send=nothing, receive=nothing) if cold else nullcontext():
         job = join_job("cpu", 3.0, pairs, (2, 2), torch.float64)
-    attach.watch(job)
+    attach_watch(job)
     return job
 
 

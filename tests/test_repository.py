@@ -53,12 +53,13 @@ def text_of(path):
 ALLOWED = {
     "small": set(),
     "pipeline": set(),
-    "lab": {"pipeline"},
-    "planning": {"pipeline", "lab", "extensions"},
-    "extensions": {"pipeline"},
-    "broken": {"pipeline", "lab", "extensions"},
-    "course": {"small", "pipeline", "lab", "extensions", "planning"},
-    architecture.SCRIPTS: {"pipeline", "lab", "extensions", "broken", "planning"},
+    "guard": {"pipeline"},
+    "lab": {"pipeline", "guard"},
+    "planning": {"pipeline", "guard", "lab", "extensions"},
+    "extensions": {"pipeline", "guard"},
+    "broken": {"pipeline", "guard", "lab", "extensions"},
+    "course": {"small", "pipeline", "guard", "lab", "extensions", "planning"},
+    architecture.SCRIPTS: {"pipeline", "guard", "lab", "extensions", "broken", "planning"},
 }
 
 

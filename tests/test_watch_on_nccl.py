@@ -22,11 +22,10 @@ from ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.failed_run import RunFailed
+from guard.watch import FLIGHT_VARIABLE, Watch, flight_record
 from lab import rehearsal
 from lab.clock import Clock
 from lab.simulator import Costs
-from lab.variables import FLIGHT_VARIABLE
-from lab.watch import Watch, flight_record
 from pipeline import job as jobs
 from pipeline import training
 from pipeline.stage import Stage
@@ -170,7 +169,7 @@ def watch(monkeypatch):
         marks.append(Moment())
         return marks[-1]
 
-    monkeypatch.setattr("lab.watch.device_mark", device_mark)
+    monkeypatch.setattr("guard.watch.device_mark", device_mark)
     watch = Watch(0, 60)
     watch.device_waits, watch.marks = True, marks
     for what in "first", "second":

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "source_code"
-PACKAGES = ("small", "pipeline", "lab", "extensions", "planning", "course", "broken")
+PACKAGES = ("small", "pipeline", "guard", "lab", "extensions", "planning", "course", "broken")
 BY_TOPIC = ("extensions", "course")  # packages of which each folder and file is a topic of its own
 SCRIPTS = "the scripts"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
-from lab.printing import keep_running_unheard
+from guard.printing import keep_running_unheard
 from pipeline.files import write_whole
 
 MOST_BYTES = 5_000_000

@@ -22,11 +22,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from spoilt_code import course, extensions, lab, pipeline, planning, scripts
+from spoilt_code import course, extensions, guard, lab, pipeline, planning, scripts
 from spoilt_code.fault import StaleFaultError
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = pipeline, lab, extensions, planning, course, scripts
+FILES = pipeline, guard, lab, extensions, planning, course, scripts
 FAULTS = [fault for file in FILES for fault in file.FAULTS]
 LIMIT = 300  # seconds for the tests of one fault
 REPORTED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)

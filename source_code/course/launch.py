@@ -27,10 +27,9 @@ import psutil
 
 from course.failed_run import how_it_ended
 from course.followed_run import follow
-from lab.free_port import hold_free_port
-from lab.siblings import end_with_launcher
+from guard.free_port import hold_free_port
+from guard.siblings import LAUNCHER_VARIABLE, end_with_launcher
 from lab.timeline import Timeline, from_chrome_trace
-from lab.variables import LAUNCHER_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "source_code"

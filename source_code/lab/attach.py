@@ -13,12 +13,9 @@ from lab.clock import Clock, shared_origin
 from lab.flight_log import FlightLog
 from lab.held_bytes import print_held_bytes
 from lab.observer import Observer
-from lab.presence import guard
-from lab.printing import end_quietly_when_interrupted, keep_running_unheard
 from lab.profile import Profile
 from lab.report import Report
 from lab.slow_network import attach_network
-from lab.watch import watch_of
 from pipeline.command_line import positive_number
 from pipeline.files import write_output
 from pipeline.schedules import build_schedule
@@ -27,8 +24,6 @@ from pipeline.training import cut_layers
 
 def add_flags(parser):
     """Add the lab's flags to a training script's parser."""
-    keep_running_unheard()
-    end_quietly_when_interrupted()
     add = parser.add_argument
     add(
         "--pace",
@@ -51,10 +46,7 @@ def add_flags(parser):
         checks.check_pace,
         checks.check_pace_per_layer,
         checks.check_outputs,
-        checks.check_memory,
-        checks.check_duration,
         rehearsal.check_rehearsal,
-        guard,
     ]
 
 
@@ -80,14 +72,6 @@ def observe(arguments, job, stages, schedule, what="step", first_step=0, held=No
     return lab
 
 
-def watch(job):
-    """Attach the watch alone; it ends a job in which a rank waits too long. Returns the Watch."""
-    alone = watch_of(job)
-    Observer(job, [alone])
-    alone.start()
-    return alone
-
-
 class Laboratory:
     """The instruments of one rank."""
 
@@ -98,9 +82,10 @@ class Laboratory:
         """Set up the instruments; all ranks call it."""
         job = self.job
         dump_stacks_when_asked()
-        self.watch = watch_of(job)
-        self.observer = Observer(job, [self.watch])
-        self.watch.start()  # first, so that a rank lost during the setup is named
+        # The watch, if the program is guarded, has to know when this rank acts and does not wait.
+        self.observer = Observer(job, [])
+        if hasattr(job, "watch"):
+            self.observer.methods["acting"].append(job.watch.acting)
         self.network = attach_network(job)
         origin = shared_origin(job, self.network.nodes[job.rank])
         self.clock = Clock(job.rank, job.device, origin, self.pace)
@@ -140,7 +125,6 @@ class Laboratory:
         if trace:
             write_output("--profile", profile_file, trace)
         self.leave_job()
-        self.watch.stop()
 
 
 def dump_stacks_when_asked():

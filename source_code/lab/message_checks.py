@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from lab.free_port import free_port
-from lab.presence import guarded
-from lab.variables import LAUNCHER_VARIABLE
+from guard.around_main import attached
+from guard.free_port import free_port
+from guard.siblings import LAUNCHER_VARIABLE
 from pipeline.collectives import gather
 from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment
 from pipeline.job import join_job
@@ -105,7 +105,8 @@ def checks_of_job(timeout, of_this_node):
     try:
         if ranks_from_environment()[1] > 1:
             meeting_point()
-        job = join_job("auto", timeout, meeting=guarded)
+        with attached():
+            job = join_job("auto", timeout)
     except (RuntimeError, LauncherError) as error:  # no rank answers, or MASTER_ADDR is not set
         yield failed_to_meet(str(error).splitlines()[0])
         return

@@ -9,6 +9,7 @@ timeline of eight devices. TIMES.json has the schedule as CSV text and milliseco
 
 import sys
 
+from guard.around_main import guarded
 from lab import attach
 from lab.simulator import Costs
 from pipeline.command_line import reject
@@ -29,6 +30,7 @@ KINDS = ("forward", "backward", "backward_weight")
 SMALL = {"dim": 8, "heads": 2, "kv_heads": 1, "seq_len": 4, "steps": 4}
 
 
+@guarded
 def main():
     """Read the file, build the small model, and train it with the file's schedule and times."""
     parser = training_parser(__doc__)

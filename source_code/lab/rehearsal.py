@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from guard.watch import pending_texts
 from pipeline import job as jobs
 from pipeline.command_line import reject
 
@@ -82,6 +83,7 @@ def begin(mode):
         del naming.message
 
     jobs.Transfer.__init__ = named
+    pending_texts.append(pending_text)
 
 
 def as_one(operations, batch):

@@ -1,10 +1,8 @@
-"""The environment variables with which the program that starts a run sets up its lab."""
+"""The environment variables with which the program that starts a run pretends slow nodes."""
 
 import os
 from contextlib import contextmanager
 
-LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
-FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
 DELAY_VARIABLE = "PIPELINE_NODE_DELAY"  # ms that a message between nodes takes longer
 OCCUPANCY_VARIABLE = "PIPELINE_NODE_OCCUPANCY"  # ms for which it has their link to itself
 PRETENDED_VARIABLE = "PIPELINE_RANKS_PER_NODE"  # pretend nodes of so many ranks, on one machine

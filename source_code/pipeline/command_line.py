@@ -1,11 +1,14 @@
 """The inputs of a process at its start: its rank from the launcher, its flags from the user."""
 
 import argparse
+import json
 import math
 import os
 import re
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 
 class LauncherError(ValueError):
@@ -14,8 +17,6 @@ class LauncherError(ValueError):
 
 class Parser(argparse.ArgumentParser):
     """Rejects bad flags in one sentence. `checks` are called with the parsed arguments.
-
-    The arguments also have `meeting`: how the ranks meet, or None for the way of job.py.
 
     --help shows the first line of `description`, a script's docstring; python -OO has none.
     """
@@ -26,7 +27,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=title, allow_abbrev=False, formatter_class=formatter, **options
         )
-        self.set_defaults(meeting=None)
         self.checks = []
 
     def parse_args(self, *words):
@@ -49,12 +49,23 @@ def reject(sentence):
     except LauncherError:
         first = True
     if first:
-        print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+        sentence = " ".join(sentence.split())
+        print(sentence, file=sys.stderr, flush=True)
+        tell_launcher(sentence)
     else:
         time.sleep(
             5.0
         )  # a launcher ends all ranks when the first one ends, so the first one prints the error
     sys.exit(2)
+
+
+def tell_launcher(sentence):
+    """Let torchrun, which prints half a page when a rank fails, end it with this sentence."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+    if file:
+        with suppress(OSError):  # whoever reads the sentence has seen it on standard error
+            Path(file).write_text(json.dumps({"message": reason}))
 
 
 def positive_integer(text):

@@ -22,12 +22,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported early: its functions bind an existing default group
 
-from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment, reject
+from pipeline.command_line import (
+    LauncherError,
+    meeting_point,
+    ranks_from_environment,
+    reject,
+    tell_launcher,
+)
 from pipeline.message import Message
 
 SLOW_START = 60.0  # least seconds that ranks have to find each other
 GRACE = 5.0  # seconds after the longest wait, when the transport ends it
 ending = threading.Lock()
+joining = []  # contexts in which a job of this process is joined; the last one counts
 
 
 @dataclass
@@ -146,12 +153,12 @@ class Transfer:
         return None if self.sends else tensor.to(self.job.device)
 
 
-def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None, meeting=None):
+def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None):
     """Meet the other ranks and open the channels. Returns the Job.
 
     `pairs` are the (source, destination), or (source, destination, what), that exchange messages;
     by default each rank and the next, in both directions. They are equal on all ranks.
-    `meeting(job)` is a context in which ranks find each other in another way than by `meet`.
+    If `joining` has a context, ranks find each other in it, and not as in `meet`.
     """
     rank, num_ranks, local_rank, _ = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
@@ -159,7 +166,7 @@ def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None, me
     # The first backward with a given gradient imports half a second of code: here all do it at once.
     torch.ones(1, device=device, requires_grad=True).backward(torch.ones(1, device=device))
     job = Job(rank, num_ranks, device, "gloo", timeout)
-    with (meeting or meet)(job):
+    with (joining[-1] if joining else meet)(job):
         open_channels(job, pairs)
     job.shape, job.dtype = shape, dtype
     return job
@@ -245,6 +252,7 @@ def end_process(sentence, before_leaving=lambda: None):
     ending.acquire()  # never released: only one thread prints and ends the process
     sys.stderr.write(f"{sentence}\n")  # in one piece: other ranks may write at the same moment
     sys.stderr.flush()
+    tell_launcher(sentence)
     sys.stdout.flush()
     before_leaving()
     time.sleep(0.3)  # other ranks may still read the reason from this rank's store

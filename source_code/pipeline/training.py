@@ -26,6 +26,7 @@ from pipeline.one_process import (
 )
 from pipeline.stage import Stage
 
+checks = []  # functions that reject arguments of any program, besides those of its parser
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -108,7 +109,7 @@ def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.se
         reject("--device cuda: this machine has no usable GPU; use --device cpu or auto")
     a.config = ModelConfig(a.layers, a.dim, a.heads, a.kv_heads, a.seq_len, a.vocabulary)
     a.torch_dtype = DTYPES[a.dtype]
-    for check in parser.checks:
+    for check in [*parser.checks, *checks]:
         check(a)
     try:
         a.text = read_data(a)
@@ -121,7 +122,7 @@ def start_job(arguments, pairs=None, shape=None):
     """Meet the other ranks, see `join_job`. An activation is (micro-batch size, length, dim)."""
     a = arguments
     shape = shape or (a.microbatch_size, a.seq_len, a.dim)
-    return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype, a.meeting)
+    return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype)
 
 
 def cut_layers(arguments, num_stages):

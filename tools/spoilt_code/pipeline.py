@@ -73,7 +73,7 @@ FAULTS = [
         "timedelta(minutes=30)",
         "Without the lab, --timeout is ignored: a rank waits half an hour for a stopped one.",
         "test_lost_ranks.py",
-        ("test_without_the_lab_a_stopped_rank_ends_its_neighbours_which_name_it[2]",),
+        ("test_without_lab_and_guard_a_stopped_rank_ends_its_neighbours_which_name_it[2]",),
     ),
     Fault(
         "lost-rank-misnamed",
@@ -82,7 +82,7 @@ FAULTS = [
         "lost rank {self.rank} while",
         "A rank that has lost its neighbour names itself.",
         "test_lost_ranks.py",
-        ("test_without_the_lab_a_killed_rank_ends_its_neighbours_which_name_it[2]",),
+        ("test_without_lab_and_guard_a_killed_rank_ends_its_neighbours_which_name_it[2]",),
     ),
     Fault(
         "one-gpu-of-two-ranks",
@@ -272,14 +272,5 @@ FAULTS = [
         "A file or another rank may name eval, and it is called.",
         "test_no_code_from_files.py",
         ("test_a_pickle_that_asks_for_more_than_is_allowed_is_rejected",),
-    ),
-    Fault(
-        "output-over-linked-input",
-        "pipeline/paths.py::check_apart",
-        "if real == other_real or same_file(real, other_real):",
-        "if real == other_real:",
-        "--losses overwrites the text of --data if the two are hard links of one file.",
-        "test_inputs_and_outputs.py",
-        ("test_two_names_of_one_file_are_one_path",),
     ),
 ]

@@ -14,22 +14,21 @@ from course.building.request import define
 from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import Pass, Row
 from extensions.inference.requests import choose_token
-from lab import attach
-from lab.presence import guarded
+from guard.around_main import guarded
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly
 
 CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=1, seq_len=32)
 
 
+@guarded
 def main():
     """Give the reader's function its tools, and report from rank 0."""
     request = json.loads(Path(sys.argv[1]).read_text())
     decode = define(request)
     first, count = first_tokens(request["groups"]), request["count"]
     pairs = [(0, 1), (1, 2), (2, 0)]
-    job = join_job("cpu", WAITING, pairs, meeting=guarded)
-    watch = attach.watch(job)
+    job = join_job("cpu", WAITING, pairs)
     tools = Tools(job, len(first))
     result = decode(
         job.rank, job.num_ranks - 1, first, count, tools.forward, tools.send, tools.receive
@@ -39,7 +38,6 @@ def main():
         texts = result if isinstance(result, dict) else None
         print(ANSWER + json.dumps({"texts": texts, "did": tools.did}, default=repr), flush=True)
     job.leave()
-    watch.stop()
     return 0
 
 

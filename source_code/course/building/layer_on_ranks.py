@@ -13,21 +13,20 @@ import torch
 
 from course.building import ANSWER, WAITING
 from course.building.request import define
-from lab import attach
-from lab.presence import guarded
+from guard.around_main import guarded
 from pipeline.collectives import Summing, gather, open_groups
 from pipeline.job import join_job
 
 RANKS = 0, 1
 
 
+@guarded
 def main():
     """Put a layer between the reader's functions, and report from rank 0."""
     request = json.loads(Path(sys.argv[1]).read_text())
     reader = define(request)
-    job = join_job("cpu", WAITING, meeting=guarded)
+    job = join_job("cpu", WAITING)
     open_groups(job, [RANKS])
-    watch = attach.watch(job)
     calls = []
     pair = reader(partial(all_reduce, job, calls))
     try:
@@ -38,7 +37,6 @@ def main():
     if job.rank == 0:
         print(ANSWER + json.dumps(reports), flush=True)
     job.leave()
-    watch.stop()
     return 0
 
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from course.building import ANSWER, WAITING
 from course.building.request import define
-from lab import attach
-from lab.presence import guarded
+from guard.around_main import guarded
 from pipeline.collectives import gather, open_groups
 from pipeline.job import join_job
 from pipeline.model import cut_evenly, token_loss
@@ -26,20 +25,19 @@ TARGETS = [3, 20, 49, 17, 33, 16]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+@guarded
 def main():
     """Give the reader's function this rank's scores, and report from rank 0."""
     request = json.loads(Path(sys.argv[1]).read_text())
     reader = define(request)
-    job = join_job("cpu", WAITING, meeting=guarded)
+    job = join_job("cpu", WAITING)
     open_groups(job, [RANKS])
-    watch = attach.watch(job)
     calls = []
     function = partial(reader, all_reduce=partial(all_reduce, job, calls))
     reports = gather(job, [examine(job.rank, function, calls, scale) for scale in (1, 1000)])
     if job.rank == 0:
         print(ANSWER + json.dumps(reports), flush=True)
     job.leave()
-    watch.stop()
     return 0
 
 

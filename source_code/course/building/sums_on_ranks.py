@@ -19,8 +19,7 @@ from extensions.data_parallel.replicas import (
     form_replicas,
     replicate,
 )
-from lab import attach
-from lab.presence import guarded
+from guard.around_main import guarded
 from pipeline.collectives import gather
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly
@@ -33,13 +32,13 @@ PACE = {"F": 0.005, "B": 0.010}  # seconds of an action
 ON_ITS_WAY = 0.030  # seconds that a sum takes; the sums of one rank run one after the other
 
 
+@guarded
 def main():
     """Alternate steps with the hook and steps without it, and report from rank 0."""
     _, (after,) = read_request(sys.argv[1])
     schedule = replicate(interleaved_1f1b(RANKS, MICROBATCHES, CHUNKS), REPLICAS)
     shape = SIZE, CONFIG.seq_len, CONFIG.dim
-    job = join_job("cpu", WAITING, schedule.pairs, shape, torch.float64, meeting=guarded)
-    watch = attach.watch(job)
+    job = join_job("cpu", WAITING, schedule.pairs, shape, torch.float64)
     sums = PacedSums(form_replicas(job, REPLICAS), schedule, after)
     cut = cut_evenly(CONFIG.layers, schedule.num_stages)
     stages = {
@@ -63,7 +62,6 @@ def main():
     if job.rank == 0:
         report(reports)
     job.leave()
-    watch.stop()
 
 
 class PacedSums(AllReduce):

@@ -21,9 +21,9 @@ from extensions.checkpointing.checkpoint_folder import (
 )
 from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.checkpointing.stop_request import status_when_stopped
+from guard.paths import can_be_written, check_paths_apart
 from pipeline.command_line import positive_integer, reject
 from pipeline.files import replace_file
-from pipeline.paths import can_be_written, check_paths_apart
 
 # What a continued run must share with the run that it continues. The number of ranks and stages,
 # the schedule and the micro-batches may differ: they change a loss by no more than rounding.

@@ -30,7 +30,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.claims import ClaimError, lock_folder
+from guard.claims import ClaimError, lock_folder
 from pipeline.files import replace_file, to_json
 from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
 

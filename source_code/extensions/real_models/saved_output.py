@@ -19,7 +19,7 @@ from extensions.real_models.saved_folder import (
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
-from pipeline.claims import ClaimError, NewFolder
+from guard.claims import ClaimError, NewFolder
 from pipeline.collectives import gather, share
 from pipeline.command_line import reject
 from pipeline.files import not_written, to_json, write_whole

@@ -51,7 +51,7 @@ def start_sharded_job(arguments, schedule):
     a = arguments
     length = a.seq_len // (a.tensor if a.sequence == "split" else 1)
     shape = a.microbatch_size, length, a.dim
-    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype, a.meeting)
+    return join_job(a.device, a.timeout, schedule.pairs, shape, a.torch_dtype)
 
 
 def build_mesh(arguments, job):

@@ -98,7 +98,7 @@ def device_without_sharing(wanted):
 def join_library_job(arguments):
     """Meet the other ranks. The messages are the library's, in the default group."""
     device = device_without_sharing(arguments.device)
-    job = join_job(device, arguments.timeout, pairs=[], meeting=arguments.meeting)
+    job = join_job(device, arguments.timeout, pairs=[])
     connect_group(job, dist.group.WORLD, range(job.num_ranks))
     return job
 

@@ -10,7 +10,7 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
-from lab.siblings import end_siblings, stopped_among
+from guard.siblings import end_siblings, stopped_among
 from pipeline.command_line import LauncherError, meeting_point, reject
 from pipeline.job import GRACE, SLOW_START, end_process, store_of_one
 

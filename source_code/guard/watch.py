@@ -22,12 +22,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lab.rehearsal import pending_text
-from lab.siblings import end_siblings
-from lab.variables import FLIGHT_VARIABLE
+from guard.siblings import end_siblings
 from pipeline.job import end_process
 
+FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
 STORE_TIMEOUT = 2  # seconds that a store may take for an answer
+pending_texts = []  # functions that return text about the operations of this rank, or ""
 
 
 class Wait(NamedTuple):
@@ -45,6 +45,24 @@ class LeftToDevice(NamedTuple):
     what: str
     begin: object
     end: object
+
+
+def attach_watch(job):
+    """Watch every wait of this rank from now on, until the job is left. All ranks call it."""
+    job.watch = watch = watch_of(job)
+    waiting, leave = job.waiting, job.leave
+
+    @contextmanager
+    def watched(peer, what):
+        with waiting(peer, what), watch.waiting(peer, what):
+            yield
+
+    def left():
+        leave()
+        watch.stop()
+
+    job.waiting, job.leave = watched, left
+    watch.start()
 
 
 def watch_of(job):
@@ -148,7 +166,7 @@ class Watch(threading.Thread):
     def end_job(self, wait):
         self.write_flight_recorder()
         sentence, silent = self.explain_silence(wait)
-        self.pending[self.rank] = pending_text()
+        self.pending[self.rank] = text_of_pending()
         for rank, text in sorted(self.pending.items()):
             sentence += f"\n  rank {rank}, {text}" if text else ""
         end_process(sentence, before_leaving=lambda: self.end_rank(silent))
@@ -177,7 +195,7 @@ class Watch(threading.Thread):
     def announce(self, wait):
         if self.store is not None:
             self.store.set(f"waits/{self.rank}", f"{wait.peer} {wait.what}" if wait else "")
-            self.store.set(f"pending/{self.rank}", pending_text())
+            self.store.set(f"pending/{self.rank}", text_of_pending())
 
     def announced_by(self, rank):
         """What rank `rank` has announced, as (peer, what), or None."""
@@ -239,6 +257,11 @@ class Watch(threading.Thread):
         # Gloo names its source file first and gives advice after the first sentence.
         reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
         return f"{text} ({reason})"
+
+
+def text_of_pending():
+    """What this rank's operations do at this moment, for those that have a text."""
+    return "; ".join(filter(None, (text() for text in pending_texts)))
 
 
 def device_mark():

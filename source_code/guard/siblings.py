@@ -8,8 +8,9 @@ from contextlib import suppress
 
 import psutil
 
-from lab.variables import LAUNCHER_VARIABLE
 from pipeline.command_line import LauncherError, whole_number
+
+LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
 
 
 def launcher_lives(parent):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("pipeline", "lab", "extensions", "planning", "broken")
+PACKAGES = ("pipeline", "guard", "lab", "extensions", "planning", "broken")
 
 
 class Disagreement(Exception):

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pipeline.claims import content_of
+from guard.claims import content_of
 from pipeline.command_line import reject
 from pipeline.files import new_file_beside
 

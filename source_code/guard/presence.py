@@ -12,9 +12,10 @@ from functools import partial
 
 import torch.distributed as dist
 
-from lab.agreement import Disagreement, Missing, agree, ranks_text, settings_of
-from lab.meeting import find_store, launcher_keeps_the_store
-from lab.siblings import end_siblings, launcher_lives, stopped_among
+from guard.agreement import Disagreement, Missing, agree, ranks_text
+from guard.meeting import find_store, launcher_keeps_the_store
+from guard.siblings import end_siblings, launcher_lives, stopped_among
+from guard.watch import attach_watch
 from pipeline.command_line import reject
 from pipeline.job import GRACE, SLOW_START, end_process
 
@@ -22,22 +23,19 @@ SIGN_OF_LIFE = 0.25  # seconds between two signs
 SILENCE = 2.0  # seconds without a sign, after which a rank counts as silent
 
 
-def guard(arguments):
-    """Let ranks with these arguments meet, so that a missing or different rank is named."""
-    arguments.meeting = lambda job: guarded(job, settings_of(arguments))
-
-
 @contextmanager
-def guarded(job, settings=None):
+def guarded_meeting(job, settings=None):
     """A context that replaces job.py's `meet`: ranks agree on `settings` and open their channels.
 
-    Sets `job.processes`, {rank: process id} of the ranks on this machine.
+    Sets `job.processes`, {rank: process id} of the ranks on this machine, and `job.watch`, which
+    has been started when the context ends.
     """
     presence = Presence(job.rank, job.num_ranks, job.timeout)
     presence.start()
     job.store, job.processes = find_store(job), {}
     if job.num_ranks == 1:
         yield
+        attach_watch(job)
         return
     limit = max(job.timeout, SLOW_START)
     try:
@@ -46,6 +44,7 @@ def guarded(job, settings=None):
             job.store, job.rank, job.num_ranks, settings or {}, limit, presence.arrived
         )
         yield
+        attach_watch(job)
     except Missing as error:
         end_process(f"rank {job.rank} waited {limit:g} s for {error} to start")
     except RuntimeError as error:  # the only common base class of torch's and gloo's errors

@@ -1,0 +1,53 @@
+"""Surrounds a program's main(): ranks agree before the first message, and a lost one is named.
+
+`@guarded` above `def main()` and its import are all that attaches it. Without these two lines a
+program computes the same digits, and ends by torch's own means.
+"""
+
+import argparse
+import functools
+from contextlib import contextmanager
+
+from guard.agreement import settings_of
+from guard.presence import guarded_meeting
+from guard.printing import end_quietly_when_interrupted, keep_running_unheard
+from guard.sizes import check_duration, check_memory
+from pipeline.job import joining
+from pipeline.training import checks
+
+
+def guarded(main):
+    """The decorator of a program's main()."""
+
+    @functools.wraps(main)
+    def surrounded():
+        keep_running_unheard()
+        end_quietly_when_interrupted()
+        with attached():
+            return main()
+
+    return surrounded
+
+
+@contextmanager
+def attached():
+    """A context in which jobs are joined guarded, and the flags that a program parses are checked."""
+    parsed = []  # of all flags that were parsed, the last are those that the ranks compare
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def noted(parser, *words):
+        parsed.append(parse_args(parser, *words))
+        return parsed[-1]
+
+    def meeting(job):
+        return guarded_meeting(job, settings_of(parsed[-1]) if parsed else {})
+
+    argparse.ArgumentParser.parse_args = noted
+    joining.append(meeting)
+    before, checks[:] = list(checks), [*checks, check_memory, check_duration]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_args = parse_args
+        joining.remove(meeting)
+        checks[:] = before

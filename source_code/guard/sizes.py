@@ -1,0 +1,58 @@
+"""Rejects models and batches that no machine could hold, or compute within an hour per step."""
+
+import os
+
+import torch
+
+from pipeline.command_line import reject
+
+OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
+LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward of the narrowest layer
+FASTEST_CPU, FASTEST_GPU = 2e11, 2.5e15  # operations per second of a thread, of a device
+
+
+def check_memory(arguments):
+    """Reject sizes for which this machine has too little memory even to start.
+
+    The estimate has the weights of the largest stage, the tokens of a batch and the activations of
+    one layer, 8 bytes each, and the Python objects of layers and rows. Training takes far more.
+    """
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not available on some systems
+        return
+    config = arguments.config
+    layers = -(-config.layers // arguments.num_ranks)
+    kv_dim = config.kv_heads * config.head_dim
+    weights = layers * config.dim * (2 * config.dim + 2 * kv_dim + 3 * config.hidden_dim)
+    weights += config.vocabulary * config.dim
+    tokens = arguments.batch_size * config.seq_len
+    activations = arguments.microbatch_size * config.seq_len * config.dim
+    objects = OBJECTS_OF_A_LAYER * layers + OBJECTS_OF_A_ROW * arguments.batch_size
+    needed = 8 * (weights + tokens + activations) + objects
+    if needed > memory:
+        reject(
+            f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB a rank, and "
+            f"this machine has {memory / 2**30:.0f} GiB; use smaller ones, or more ranks"
+        )
+
+
+def check_duration(arguments):
+    """Reject sizes for which one step would take more than an hour on any machine.
+
+    Every layer takes at least LEAST_PER_LAYER for each micro-batch, and 6 operations per weight and
+    token, for this rank's share of the layers.
+    """
+    config, batch = arguments.config, arguments.batch_size
+    layers = -(-config.layers // arguments.num_ranks)
+    operations = 6 * layers * 12 * config.dim**2 * batch * config.seq_len
+    fastest = (
+        FASTEST_CPU if arguments.device == "cpu" or not torch.cuda.is_available() else FASTEST_GPU
+    )
+    microbatches = batch // arguments.microbatch_size
+    seconds = layers * microbatches * LEAST_PER_LAYER + operations / fastest
+    if seconds > 3600:
+        reject(
+            f"--layers {config.layers} with {microbatches:,} micro-batches of {batch:,} sequences: a "
+            f"step takes more than {seconds / 3600:,.0f} hours; use smaller ones, or more ranks"
+        )
