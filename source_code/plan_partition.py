@@ -12,7 +12,7 @@ import sys
 
 from guard.paths import check_file
 from guard.printing import keep_running_unheard
-from lab.checks import check_memory
+from guard.sizes import check_memory
 from pipeline.command_line import Parser, positive_integer, positive_number, reject
 from pipeline.files import not_written, to_json, write_output
 from pipeline.job import choose_device

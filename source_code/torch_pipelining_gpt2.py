@@ -34,12 +34,7 @@ from lab import attach
 from pipeline.command_line import reject
 from pipeline.model import token_loss
 from pipeline.one_process import build_optimizer
-from pipeline.training import (
-    LossLog,
-    cut_layers,
-    parse_arguments,
-    training_parser,
-)
+from pipeline.training import LossLog, cut_layers, parse_arguments, training_parser
 
 SCHEDULE_CLASSES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 

@@ -80,13 +80,18 @@ def train(script, name, folder, more=""):
 
 
 class Without(ast.NodeTransformer):
-    """Leaves out the imports of some packages, and the calls of the lab."""
+    """Leaves out the imports of some packages, the calls of the lab, and @guarded."""
 
     def __init__(self, *packages):
         self.packages = packages
 
     def visit_ImportFrom(self, node):
         return None if node.module.split(".")[0] in self.packages else node
+
+    def visit_FunctionDef(self, node):
+        if "guard" in self.packages:
+            node.decorator_list = [n for n in node.decorator_list if ast.unparse(n) != "guarded"]
+        return self.generic_visit(node)
 
     def visit_Expr(self, node):
         return None if ast.unparse(node).startswith("attach.") else node
@@ -133,7 +138,7 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     assert set(file.read_text().splitlines()) <= course
     in_one = [s for s in statements(file) if not re.match("Import|Expr", s)]
     with mock.patch.object(copy_template, "Module", PARSED_ONCE):
-        modules = copy_template.modules_of(Path(script), (copy_template.LAB,))
+        modules = copy_template.modules_of(Path(script), (copy_template.LAB, copy_template.GUARD))
     known = [s for m in modules for s in statements(SOURCE / m.path, *OWN)]
     assert in_one == [s for s in known if not re.match("Import|Expr|.*__all__", s)]
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", folder.parent]

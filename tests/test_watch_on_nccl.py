@@ -70,7 +70,7 @@ def run_as_with_nccl(call):
 
     def join(*arguments):
         job = join_job(*arguments)
-        job.backend = "nccl"
+        job.backend, job.watch.device_waits = "nccl", True
         return job
 
     with (
