@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from extensions.checkpointing import checkpoint_folder, checkpoint_reader
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
 from extensions.checkpointing.checkpoint_reader import check_archive, read_whole
+from guard.unpickling import UNPICKLING_ERRORS, unpickle
 from pipeline.inputs import InputError
 from pipeline.job import join_job
-from pipeline.unpickling import UNPICKLING_ERRORS, unpickle
 
 
 class Evil:
@@ -135,7 +135,7 @@ def test_a_member_of_an_enum_comes_back_as_early_python_3_11_wrote_it():
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cbuiltins\nexit\n)R.",
         b"ctorch\nload\n.",
-        b"cpipeline.unpickling\nallowed\n.",
+        b"cguard.unpickling\nallowed\n.",
         b"]r\xff\xff\xff\xff.",  # a table of four billion entries
         b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",  # so many bytes of text
         b"",

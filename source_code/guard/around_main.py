@@ -8,6 +8,7 @@ import argparse
 import functools
 from contextlib import contextmanager
 
+import guard.unpickling  # noqa: F401 - objects from other ranks run no code
 from guard.agreement import settings_of
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard

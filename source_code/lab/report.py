@@ -6,12 +6,12 @@ import sys
 import torch
 import torch.distributed as dist
 
+from guard.unpickling import allow
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, to_chrome_trace
 from pipeline.collectives import gather
 from pipeline.files import write_output
 from pipeline.schedule import Action
-from pipeline.unpickling import allow
 
 allow(Event, Action)  # ranks gather what they performed
 

@@ -5,7 +5,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import pipeline.unpickling  # noqa: F401 - objects from other ranks run no code
 from pipeline.job import GRACE
 
 

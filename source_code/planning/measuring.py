@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from extensions.optimization.clipping import clip_gradients
+from guard.around_main import guarded
 from pipeline.collectives import Summing, gather, open_groups
 from pipeline.command_line import reject
 from pipeline.files import write_whole
@@ -51,6 +52,7 @@ ROUNDS = 5
 MESSAGES = (2**10, 2**17, 2**21)  # numbers
 
 
+@guarded
 def main():
     """Measure on all ranks; rank 0 fits the coefficients and writes them."""
     if len(sys.argv) != 3 or not sys.argv[1].isdecimal() or int(sys.argv[1]) < 2:

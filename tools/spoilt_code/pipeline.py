@@ -264,13 +264,4 @@ FAULTS = [
         "test_inputs_and_outputs.py",
         ("test_numbers_of_json_are_finite_and_no_truth_values",),
     ),
-    Fault(
-        "pickle-of-any-builtin",
-        "pipeline/unpickling.py::Unpickler.find_class",
-        "if isinstance(own, type) and issubclass(own, Exception):",
-        "if own is not None:",
-        "A file or another rank may name eval, and it is called.",
-        "test_no_code_from_files.py",
-        ("test_a_pickle_that_asks_for_more_than_is_allowed_is_rejected",),
-    ),
 ]

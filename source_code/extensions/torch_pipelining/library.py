@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed.pipelining import _utils as described
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from guard.unpickling import allow
 from pipeline.collectives import connect_group
 from pipeline.command_line import ranks_from_environment, reject
 from pipeline.job import join_job
 from pipeline.schedule import Action, Schedule
 from pipeline.schedules import gpipe, one_f_one_b
 from pipeline.schedules.legal import check_legal
-from pipeline.unpickling import allow
 
 # What the library's ranks exchange to infer shapes, where its version has these descriptions.
 NAMES = ("_StageForwardMeta", "_StageBackwardMeta", "_StageMeta", "_TensorMeta")
