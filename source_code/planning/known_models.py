@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pipeline.inputs import InputError, is_count, read_json
+from planning.families import read_family, weights_outside_matrices
 from planning.partition import LARGEST_FILE
 from planning.profiled import profiled_model
 from planning.transformer import Model
@@ -27,6 +28,13 @@ def llama(layers, hidden, heads, kv_heads, inner, vocabulary, tied=False):
         gated=True,
         tied=tied,
     )
+
+
+def qwen2(*sizes, tied=False):
+    """A Model that is built as Llama is, with biases for queries, keys and values."""
+    model = llama(*sizes, tied)
+    biases = model.query_width + 2 * model.kv_width
+    return replace(model, layer_rest=2 * model.hidden + biases)
 
 
 def of_the_course(layers, hidden, heads, kv_heads, vocabulary):
@@ -59,19 +67,11 @@ NAMED = {
     "llama-3-8b": llama(32, 4096, 32, 8, 14_336, 128_256),
     "llama-3-70b": llama(80, 8192, 64, 8, 28_672, 128_256),
     "llama-3.1-405b": llama(126, 16_384, 128, 8, 53_248, 128_256),
-    "qwen2.5-0.5b": llama(24, 896, 14, 2, 4864, 151_936, tied=True),
-    "qwen2.5-7b": llama(28, 3584, 28, 4, 18_944, 152_064),
+    "qwen2.5-0.5b": qwen2(24, 896, 14, 2, 4864, 151_936, tied=True),
+    "qwen2.5-7b": qwen2(28, 3584, 28, 4, 18_944, 152_064),
     "mistral-7b-v0.1": llama(32, 4096, 32, 8, 14_336, 32_000),
 }
-SIZES = ("layers", "hidden", "heads", "kv_heads", "inner", "vocabulary")
-OF_CONFIG = {  # our name: the keys in a config.json; the first one present counts
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "kv_heads": ("num_key_value_heads",),
-    "inner": ("intermediate_size", "n_inner"),
-    "vocabulary": ("vocab_size",),
-}
+SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary")
 SIZES_TEXT = "sizes such as layers=32,hidden=4096,vocabulary=32000"
 NEEDED = {"layers", "hidden", "vocabulary"}
 LARGEST_SIZE = 10_000_000
@@ -118,16 +118,19 @@ def from_sizes(text):
 
 def from_config(config, path):
     """The Model of a config.json of transformers. Raises InputError."""
-    if not isinstance(config, dict):
-        raise InputError(f"{path} holds no JSON object")
-    sizes = {}
-    for size, keys in OF_CONFIG.items():
-        value = next((config[key] for key in keys if config.get(key) is not None), None)
-        if value is not None:
-            sizes[size] = value
-    gated = "hidden_act" in config or config.get("model_type") in ("llama", "mistral", "qwen2")
-    tied = config.get("tie_word_embeddings", not gated)
-    return checked({**sizes, "gated": gated, "tied": tied, "norms_in_float32": gated}, path)
+    family, sizes, tied = read_family(config, path)
+    longest = sizes.pop("positions", 0)
+    built = {"gated": family.gated, "tied": tied, "norms_in_float32": family.gated}
+    model = checked({**sizes, **built}, path)
+    layer, ends = weights_outside_matrices(family, config, model, path)
+    if model.gated and (layer, ends) == (2 * model.hidden, model.hidden):
+        return model
+    rows = 0
+    if family.positions is not None:
+        if not is_count(longest, LARGEST_SIZE) or longest == 0:
+            raise InputError(f"{path} does not say max_position_embeddings, a number from 1")
+        rows = longest + family.positions
+    return replace(model, layer_rest=layer, positions=rows, ends_rest=ends)
 
 
 def checked(sizes, name):
@@ -142,7 +145,7 @@ def checked(sizes, name):
     model = Model(
         **{**sizes, "gated": bool(sizes.get("gated")), "tied": bool(sizes.get("tied", 1))}
     )
-    if model.hidden % model.head_count:
+    if not model.head_dim and model.hidden % model.head_count:
         raise InputError(
             f"{name}: {model.head_count} heads do not divide a width of {model.hidden}"
         )

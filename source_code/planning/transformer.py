@@ -20,7 +20,9 @@ class Model:
 
     With `gated` it is built as Llama is: a gated feed-forward part, no biases, no table of
     positions. Otherwise it is built as GPT is. Sizes of 0 follow from `hidden`: heads of 128
-    numbers, as many for keys and values, and `inner` of four times the width.
+    numbers, as many for keys and values, and `inner` of four times the width. The last three say,
+    where a config.json does, what else there is: biases and norms of a layer, rows of a table of
+    positions (otherwise `length` in a GPT), and the weights of the ends besides their matrices.
     """
 
     layers: int
@@ -30,18 +32,31 @@ class Model:
     batch: int = 1536
     heads: int = 0
     kv_heads: int = 0
+    head_dim: int = 0
     inner: int = 0
     gated: bool = False
     tied: bool = True  # the head's weights are the embedding's
     norms_in_float32: bool = False  # for every dtype, as transformers computes saved models
+    layer_rest: int | None = None
+    positions: int | None = None
+    ends_rest: int | None = None
 
     @property
     def head_count(self):
         return self.heads or max(self.hidden // 128, 1)
 
     @property
+    def head_size(self):
+        return self.head_dim or self.hidden // self.head_count
+
+    @property
+    def query_width(self):
+        """Numbers in the queries of a token, which are those of the width in most models."""
+        return self.head_count * self.head_dim if self.head_dim else self.hidden
+
+    @property
     def kv_width(self):
-        return self.hidden * (self.kv_heads or self.head_count) // self.head_count
+        return self.query_width * (self.kv_heads or self.head_count) // self.head_count
 
     @property
     def inner_width(self):
@@ -50,18 +65,21 @@ class Model:
     @property
     def layer_matrices(self):
         """Weights in a layer's matrices: four of attention, two or (gated) three feed-forward."""
-        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_width
+        attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.inner_width
 
     @property
     def layer_weights(self):
         """All weights of one layer; a GPT's has 13 h in biases and norms (Megatron equation 2)."""
+        if self.layer_rest is not None:
+            return self.layer_matrices + self.layer_rest
         rest = 2 if self.gated else 8 + self.inner_width / self.hidden + 1
         return self.layer_matrices + int(rest * self.hidden)
 
     @property
     def embedding_weights(self):
-        return (self.vocabulary + (0 if self.gated else self.length)) * self.hidden
+        rows = 0 if self.gated else self.length
+        return (self.vocabulary + (rows if self.positions is None else self.positions)) * self.hidden
 
     @property
     def head_weights(self):
@@ -71,7 +89,9 @@ class Model:
     @property
     def parameters(self):
         """Weights of the model: Megatron equation 2, for a GPT. Tied weights count once."""
-        ends = self.embedding_weights + (0 if self.tied else self.head_weights)
+        last_norm = self.hidden if self.gated else 0  # equation 2 leaves it out
+        ends = last_norm if self.ends_rest is None else self.ends_rest
+        ends += self.embedding_weights + (0 if self.tied else self.head_weights)
         return self.layers * self.layer_weights + ends
 
     def layer_flops(self, sequences):
@@ -80,7 +100,7 @@ class Model:
 
     def score_flops(self, sequences):
         """Operations of attention's two products without weights, in a forward."""
-        return 4 * sequences * self.length**2 * self.hidden
+        return 4 * sequences * self.length**2 * self.query_width
 
     def head_flops(self, sequences):
         return 2 * sequences * self.length * self.hidden * self.vocabulary
@@ -118,7 +138,7 @@ def passing_bytes(model, sequences, tensor, sequence_parallel):
     tokens = sequences * model.length
     whole = 12 * model.hidden / (tensor if sequence_parallel else 1)
     middle = (3 if model.gated else 2) * model.inner_width
-    cut = (2 * (model.hidden + 2 * model.kv_width) + middle) / tensor
+    cut = (2 * (model.query_width + 2 * model.kv_width) + middle) / tensor
     return BYTES_PER_VALUE * tokens * (whole + cut)
 
 
@@ -141,7 +161,7 @@ def kept_bytes(model, sequences, tensor, recompute, fused, sequence_parallel):
     shared = tensor if sequence_parallel else 1
     whole = 14 if model.gated else 10  # on every GPU of the tensor group; the rest is cut
     middle = (8 if model.gated else 4) * model.inner_width / model.hidden
-    inside = 4 + 4 * model.kv_width / model.hidden + middle
+    inside = 4 * (model.query_width + model.kv_width) / model.hidden + middle
     scores = 0.0 if fused or recompute == "selective" else 5 * model.length
     scores = model.head_count / model.hidden * max(scores, 4 if model.gated else 0)
     return values * (whole / shared + (inside + scores) / tensor)
@@ -149,7 +169,7 @@ def kept_bytes(model, sequences, tensor, recompute, fused, sequence_parallel):
 
 def deferred_bytes(model, sequences, tensor):
     """Bytes that one layer keeps from I to W: the input and the output gradient of each matrix."""
-    values = 6 * model.hidden + 2 * model.kv_width
+    values = 4 * model.hidden + 2 * model.query_width + 2 * model.kv_width
     values += (3 if model.gated else 2) * model.inner_width
     return BYTES_PER_VALUE * sequences * model.length * values / tensor
 
