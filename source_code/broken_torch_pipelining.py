@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from broken.torch_pipelining import (
     distributed_data_parallel,
+    frozen_stages,
     hangs,
     meta_device_and_checkpoints,
     refused_schedules,
@@ -32,6 +33,7 @@ SECTIONS = (  # in the order of the page on errors
     refused_schedules,
     hangs,
     shapes_and_batches,
+    frozen_stages,
     steps_and_losses,
     traced_models,
     meta_device_and_checkpoints,

@@ -30,7 +30,7 @@ from pipeline.inputs import InputError
 from planning.bound import lower_bound, memory_bound
 from planning.candidates import all_plans, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names
-from planning.machine import machine_from, machine_names, read_machine
+from planning.machine import SHORT, machine_from, machine_names, read_machine
 from planning.measured_runs import (
     measure_machine,
     perform_here,
@@ -38,9 +38,10 @@ from planning.measured_runs import (
 )
 from planning.plan_tables import (
     command_of,
-    course_flags,
     error_line,
+    further_lines,
     memory_lines,
+    own_text_is_enough,
     performed_line,
     published_lines,
     range_of,
@@ -108,13 +109,18 @@ def parse_arguments():
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     models = f"{names()}, {SIZES_TEXT}, a config.json, or the folder of a saved model"
     add("model", nargs="?", metavar="MODEL", help=models)
-    add("--machine", help=f"{', '.join(machine_names())}, or a file; else {MACHINE}")
+    add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; else {MACHINE}")
     add("--this-machine", action="store_true", help="measure this one first, and plan for it")
     add("--save", metavar="FILE", help="keep what --this-machine measures, for --machine")
     add("--gpus", help="to use, all of them; 8, or all that were measured", **count)
     add("--batch-size", help="sequences per update; 128, or 32 if measured", **count)
     add("--seq-len", help="tokens per sequence; 4096, or 128 if measured", **count)
-    add("--memory", type=positive_number, metavar="GB", help="of a GPU, else 0.9 of the machine's")
+    add(
+        "--memory",
+        type=positive_number,
+        metavar="GB",
+        help="usable of a GPU; else 0.9 of its total",
+    )
     add("--count", default=8, help="plans to show", **count)
     add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
     add("--bytes", type=positive_integer, metavar="PLAN", help="say what each of its ranks holds")
@@ -159,7 +165,7 @@ def plan_program(words):
     parser.prog = f"plan.py {PROGRAM}"
     add = parser.add_argument
     add("--gpus", type=positive_integer, default=8, metavar="N", help="ranks of the run")
-    add("--machine", help=f"{', '.join(machine_names())}, or a file; else a DGX A100")
+    add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; else a DGX A100")
     arguments = parser.parse_args(words)
     if arguments.gpus > MOST_GPUS:
         reject(f"--gpus {arguments.gpus:g}: {MOST_GPUS:,} are the most")
@@ -214,15 +220,12 @@ def in_words(arguments, model, machine, ours, others):
         lines += ["", "What a script of the course starts, the fastest first:"]
         lines += table_lines(model, machine, ours.best)
         lines += [command_of(arguments.model, model, machine, ours.best[0].plan)]
+        if not own_text_is_enough(model):
+            lines.append("FILE is a text of yours; the course's own is too short for this length.")
     if others.best:
         lines += ["", "Paper only, no script of the course starts these plans:"]
         lines += table_lines(model, machine, others.best, 1 + len(ours.best))
-    if course_flags(arguments.model, model) is None:
-        lines += [
-            "",
-            "No script of the course builds this model. For a saved Llama or Qwen2, name its folder",
-            "as MODEL; for any other, docs/your-own-model.md shows how to change a copy of a script.",
-        ]
+    lines += further_lines(arguments.model, model, machine)
     lines += ["", error_line(machine, best)]
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")

@@ -23,7 +23,7 @@ from planning.candidates import all_plans, forecasts, search_plans
 from planning.footprint import predict_memory
 from planning.forecast import forecast, stage_costs
 from planning.known_models import NAMED, find_model
-from planning.machine import Link, Machine
+from planning.machine import Link, Machine, read_machine
 from planning.plan_memory import memory_per_rank
 from planning.plan_tables import OF_THE_COURSE, command_of, remark
 from planning.reasons import changes, limit_of, parts_of
@@ -76,7 +76,7 @@ def test_the_course_s_models_are_those_of_pretrain_llama(name):
     layers, dim, heads, kv_heads, vocabulary = pretrain_llama.MODELS[name]
     config = ModelConfig(layers, dim, heads, kv_heads, 128, vocabulary)
     numbers, _ = count_weights(config)
-    assert NAMED[name].parameters == numbers - dim  # without the last norm
+    assert NAMED[name].parameters == numbers
 
 
 def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
@@ -95,10 +95,11 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
     expected = replace(NAMED["llama-3-8b"], length=512, batch=8, norms_in_float32=True)
     assert find_model(str(tmp_path), 512, 8) == expected
     assert find_model(str(tmp_path / "config.json"), 512, 8) == expected
-    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
+            "n_positions": 1024}  # fmt: skip
     (tmp_path / "gpt2.json").write_text(json.dumps(gpt2))
     model = find_model(str(tmp_path / "gpt2.json"), 1024, 8)
-    assert model.parameters == 124_439_808 - 2 * 768  # without the last norm
+    assert model.parameters == 124_439_808
 
 
 @pytest.mark.parametrize(
@@ -366,3 +367,38 @@ def test_a_malformed_profile_is_rejected_in_one_sentence(content, sentence, tmp_
     with pytest.raises(InputError, match=sentence) as error:
         find_model(str(path), 128, 16)
     assert "\n" not in str(error.value)
+
+
+# Models and machines by other names.
+
+
+def test_a_named_model_s_flags_start_with_its_files(capsys):
+    status, text = run("llama-3-8b --gpus 16 --count 1 --seq-len 512", capsys)
+    flags = next(line for line in text.splitlines() if line.startswith("--from-hf FOLDER"))
+    assert status == 0 and flags.endswith("--data FILE")
+    known = {word for word in flags.split() if word.startswith("--")}
+    parser = pretrain_llama.program_parser()
+    assert known <= set(parser._option_string_actions)
+
+
+def test_a_command_names_a_file_where_the_course_s_text_is_too_short(capsys):
+    status, text = run("1b --gpus 8 --count 1", capsys)
+    assert status == 0 and "--data FILE" in text and "FILE is a text of yours" in text
+    status, text = run("1m --gpus 8 --count 1 --seq-len 128", capsys)
+    assert status == 0 and "torchrun" in text and "--data" not in text
+
+
+def test_a_folder_without_weights_gets_no_command_and_the_reason(tmp_path, capsys):
+    config = {"model_type": "qwen2", "vocab_size": 96, "num_hidden_layers": 8, "hidden_size": 64,
+              "num_attention_heads": 4, "num_key_value_heads": 2,
+              "intermediate_size": 96}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, text = run(f"{tmp_path} --gpus 4 --batch-size 16 --seq-len 128 --count 1", capsys)
+    assert status == 0 and "torchrun" not in text
+    assert "cannot read this folder" in text and "has neither model.safetensors" in text
+
+
+def test_a_gpu_s_name_is_a_machine():
+    assert read_machine("h100", 8) == read_machine("dgx-h100", 8)
+    assert read_machine("A100-40GB", 8).memory == 40e9
+    assert read_machine("a100", 8) == Machine(8)

@@ -32,6 +32,7 @@ class Family:
     per_layer: int = 0  # further weights of a layer
     head_dim: int = 0  # without one in the file; 0 is the width over the heads
     kv_heads: int = 0  # without them in the file; 0 is as many as heads
+    grouped: bool = True  # keys for groups of heads, of any width; if not, the file's are ignored
     tied: bool = False
     always: tuple = ()  # (key, value): with another value the layer is built differently
 
@@ -44,6 +45,7 @@ GPT = {
     "output_bias": True,
     "up_bias": True,
     "down_bias": True,
+    "grouped": False,
     "tied": True,
 }
 GPT_J = {**GPT, "norms": 1, "output_bias": False, "head_bias": True, "tied": False}
@@ -61,7 +63,7 @@ FAMILIES = {
     "gemma2": Family(**GEMMA, norms=4, kv_heads=4),
     "gemma3_text": Family(**GEMMA, norms=4, head_norms="head", kv_heads=4),
     "phi": Family(
-        **{**GPT_J, "qkv_bias": True, "output_bias": True},
+        **{**GPT_J, "qkv_bias": True, "output_bias": True, "grouped": True},
         always=(("qk_layernorm", False),),
     ),
     "phi3": Family(),
@@ -85,11 +87,12 @@ FAMILIES = {
         ),
     ),
     "bloom": Family(**GPT, qkv_bias=True, further_norms=1),
-    "mpt": Family(gated=False, tied=True, always=(("no_bias", True),)),
+    "mpt": Family(gated=False, grouped=False, tied=True, always=(("no_bias", True),)),
     "gpt_bigcode": Family(**GPT, qkv_bias=True, positions=0),
     "falcon": Family(
         gated=False,
         norm_bias=True,
+        grouped=False,
         qkv_bias=("bias", False),
         output_bias=("bias", False),
         up_bias=("bias", False),
@@ -99,7 +102,8 @@ FAMILIES = {
     "stablelm": Family(
         norm_bias=True,
         qkv_bias=("use_qkv_bias", False),
-        always=(("qk_layernorm", False), ("use_parallel_residual", False)),
+        kv_heads=32,
+        always=(("qk_layernorm", False), ("use_parallel_residual", False), ("head_dim", None)),
     ),
     "starcoder2": Family(
         gated=False,
@@ -121,7 +125,6 @@ FAMILIES = {
     "glm4": Family(**GLM, norms=4),
     "smollm3": Family(**LLAMA_MLP, kv_heads=4, tied=True),
     "nemotron": Family(**LLAMA_MLP, gated=False, norm_bias=True),
-    "helium": Family(**LLAMA, head_dim=128, kv_heads=20),
     "seed_oss": Family(
         qkv_bias=("attention_bias", True),
         output_bias=("attention_out_bias", False),
@@ -174,6 +177,8 @@ def read_family(config, path):
     family = family_of(config, path)
     sizes = {}
     for size, keys in SIZE_KEYS.items():
+        if size in ("kv_heads", "head_dim") and not family.grouped:
+            continue
         given = [config[key] for key in keys if key in config]
         value = next((each for each in given if each is not None), None)
         if value is None and not given:  # null is not a default
@@ -182,8 +187,6 @@ def read_family(config, path):
             sizes[size] = value
     if family.gated and "inner" not in sizes:
         raise InputError(f"{path} does not say intermediate_size")
-    if config["model_type"] == "mpt":
-        sizes["inner"] = config.get("expansion_ratio", 4) * sizes.get("hidden", 0)
     if config.get("multi_query", config["model_type"] in ("gpt_bigcode", "falcon")):
         sizes["kv_heads"] = 1
     if config["model_type"] == "falcon":
@@ -238,7 +241,9 @@ def falcon(family, config, sizes):
         norms = config.get("num_ln_in_parallel_attn") or 2
         return replace(family, norms=norms), config.get("num_kv_heads") or sizes.get("heads")
     norms = 1 if config.get("parallel_attn", True) else 2
-    return replace(family, norms=norms), 1 if config.get("multi_query", True) else sizes.get("heads")
+    return replace(family, norms=norms), 1 if config.get("multi_query", True) else sizes.get(
+        "heads"
+    )
 
 
 def weights_outside_matrices(family, config, model, path):

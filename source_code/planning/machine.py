@@ -12,6 +12,12 @@ from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
 from planning.measured import Measured, measured_from
 
 MACHINES = Path(__file__).parent / "machines"
+SHORT = {  # a GPU's name, for the machine that is full of it
+    "h100": "dgx-h100",
+    "a100": "dgx-a100-80gb",
+    "a100-80gb": "dgx-a100-80gb",
+    "a100-40gb": "dgx-a100-40gb",
+}
 
 
 @dataclass(frozen=True)
@@ -69,11 +75,15 @@ def machine_names():
 
 
 def read_machine(name, gpus):
-    """The Machine of a JSON file, or of a file in machines/ by its name. Raises InputError."""
+    """The Machine of a JSON file, or of a file in machines/ by its name or that of its GPU.
+
+    Raises InputError.
+    """
     known = machine_names()
-    path = MACHINES / f"{name}.json" if name in known else Path(name)
-    if name not in known and not path.exists():
-        raise InputError(f"{name} is neither a file nor one of {', '.join(known)}")
+    full = SHORT.get(name.lower(), name)
+    path = MACHINES / f"{full}.json" if full in known else Path(name)
+    if full not in known and not path.exists():
+        raise InputError(f"{name} is neither a file nor one of {', '.join([*SHORT, *known])}")
     return machine_from(read_json(path, MEBIBYTE), gpus, name)
 
 

@@ -3,8 +3,12 @@
 from functools import lru_cache
 from pathlib import Path
 
-from pipeline.inputs import read_json
+from extensions.real_models.saved_folder import find_tensors
+from extensions.real_models.saved_settings import read_settings
+from pipeline.data import DEFAULT_TEXT
+from pipeline.inputs import InputError
 from pipeline.schedules import SCHEDULES
+from planning.candidates import all_plans, search_plans
 from planning.forecast import stage_costs
 from planning.held import held_by
 from planning.known_models import is_of_the_course
@@ -15,7 +19,16 @@ from planning.reasons import changes, limit_of, parts_of, rank_work
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 SHARDED_LONGER = 0.5  # fraction beyond the forecast: torchtitan and MPT, published.json
 STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
-SAVED = ("llama", "qwen2")  # model types that --from-hf takes
+SAVED_BY_NAME = (  # what --from-hf takes, once its files are here
+    "llama-2-7b",
+    "llama-3-8b",
+    "llama-3-70b",
+    "llama-3.1-405b",
+    "qwen2.5-0.5b",
+    "qwen2.5-7b",
+)
+BYTES = 256  # a larger vocabulary needs a tokenizer
+LONGEST_TOKENS = 6  # bytes in one of a tokenizer that was trained on the course's text
 HEADING = (
     "    replicas x stages x tensor  schedule           size  recompute  sharding   "
     "seconds  tokens/s    MFU     GB   idle  limited by"
@@ -113,9 +126,8 @@ def performed_line(plan, performed, error):
 
 def command_of(name, model, machine, plan):
     """The command that starts a plan, or None if no script of the course can start it."""
-    if course_flags(name, model) is None or plan.tensor > 1 or plan.sharding not in STARTED:
-        return None
-    if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute == "selective":
+    flags = course_flags(name, model)
+    if flags is None or not has_flags(plan):
         return None
     start = f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
     if plan.gpus > machine.gpus_per_node:  # torchrun --standalone starts one node
@@ -124,7 +136,63 @@ def command_of(name, model, machine, plan):
             f"sbatch --nodes={nodes} --gres=gpu:{machine.gpus_per_node} "
             "slurm/train.sbatch pretrain_llama.py"
         )
-    return " ".join([start, *flags_of(model, machine, plan, course_flags(name, model))])
+    text = [] if own_text_is_enough(model) else ["--data", "FILE"]
+    return " ".join([start, *flags_of(model, machine, plan, flags), *text])
+
+
+def has_flags(plan):
+    """Whether pretrain_llama.py has flags for a plan, of a model that it can build."""
+    if plan.tensor > 1 or plan.sharding not in STARTED or plan.recompute == "selective":
+        return False
+    return plan.neighbours == "stages" or plan.ranks == 1
+
+
+def own_text_is_enough(model):
+    """Whether the course's text has a held-out tenth of a sequence; a tokenizer shortens it."""
+    bytes_per_token = 1 if model.vocabulary <= BYTES else LONGEST_TOKENS
+    return DEFAULT_TEXT.stat().st_size >= 10 * (model.length + 1) * bytes_per_token
+
+
+def further_lines(name, model, machine):
+    """Lines about a model that no command of the course builds from its name alone."""
+    if course_flags(name, model) is not None:
+        return []
+    if name in SAVED_BY_NAME:
+        return ["", *lines_with_files(name, model, machine)]
+    if name and Path(name).is_dir():
+        return [
+            "",
+            f"No command, as --from-hf cannot read this folder: {why_not_saved(name, model)}.",
+        ]
+    return [
+        "",
+        "No script of the course builds this model. For a saved Llama or Qwen2, name its folder",
+        "as MODEL; for any other, docs/your-own-model.md shows how to change a copy of a script.",
+    ]
+
+
+def lines_with_files(name, model, machine):
+    """Lines with the flags of the fastest plan that pretrain_llama.py can start."""
+    plans = [plan for plan in all_plans(model, machine) if has_flags(plan)]
+    best = search_plans(model, machine, plans, 1).best
+    if not best:
+        return [f"Nothing that pretrain_llama.py can start with a saved {name} fits."]
+    flags = flags_of(model, machine, best[0].plan, ["--from-hf", "FOLDER"])
+    return [
+        f"With a saved {name} in FOLDER and a text in FILE, the fastest that a script of the course",
+        f"starts takes {best[0].update:.3g} s per update: pretrain_llama.py with",
+        " ".join([*flags, "--data", "FILE"]),
+    ]
+
+
+def why_not_saved(folder, model):
+    """Return why --from-hf does not take a folder, or "" if it does."""
+    try:
+        read_settings(folder, model.length)
+        find_tensors(Path(folder))
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 @lru_cache(maxsize=100)
@@ -133,8 +201,7 @@ def course_flags(name, model):
     if name in OF_THE_COURSE:
         return ["--model", name]
     if name and Path(name).is_dir():
-        kind = read_json(Path(name) / "config.json").get("model_type")
-        return ["--from-hf", name] if kind in SAVED else None
+        return None if why_not_saved(name, model) else ["--from-hf", name]
     if not is_of_the_course(model):
         return None
     sizes = model.layers, model.hidden, model.head_count, model.kv_heads or model.head_count

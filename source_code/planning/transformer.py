@@ -79,7 +79,9 @@ class Model:
     @property
     def embedding_weights(self):
         rows = 0 if self.gated else self.length
-        return (self.vocabulary + (rows if self.positions is None else self.positions)) * self.hidden
+        return (
+            self.vocabulary + (rows if self.positions is None else self.positions)
+        ) * self.hidden
 
     @property
     def head_weights(self):

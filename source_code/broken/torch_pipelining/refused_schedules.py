@@ -3,6 +3,7 @@
 import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.nn.functional import mse_loss
 
 from broken.torch_pipelining import small_pipeline as small
 from extensions.torch_pipelining.library import stages_of_rank
@@ -50,6 +51,37 @@ def too_many_stages(job, cured):
     if cured:
         return small.run_and_compare(job)
     PipelineStage(small.build_layer(0), 0, 1, job.device)
+
+
+def stages_in_blocks(job, cured):
+    """Interleaved 1F1B needs rank r to have the stages r and r + p.
+
+    Broken: the stages 0 and 1 on rank 0, and 2 and 3 on rank 1. Cured: 0 and 2, and 1 and 3.
+    """
+    indices = None if cured else [2 * job.rank, 2 * job.rank + 1]
+    parts = small.build_own_stages(job, "Interleaved1F1B", indices)
+    small.run_and_compare(job, "Interleaved1F1B", parts=parts)
+
+
+def stage_in_place_of_a_list(job, cured):
+    """A schedule for several stages per rank takes a list.
+
+    Broken: a stage. Cured: a list of two stages.
+    """
+    if cured:
+        return small.run_and_compare(job, "Interleaved1F1B")
+    stage = PipelineStage(small.build_layer(job.rank), job.rank, 2, job.device)
+    get_schedule_class("Interleaved1F1B")(stage, 4, loss_fn=mse_loss)
+
+
+def list_in_place_of_a_stage(job, cured):
+    """A schedule for one stage per rank takes a stage.
+
+    Broken: a list with one stage. Cured: the stage.
+    """
+    stage = PipelineStage(small.build_layer(job.rank), job.rank, 2, job.device)
+    get_schedule_class("1F1B")(stage if cured else [stage], 4, loss_fn=mse_loss)
+    small.say(job, "the schedule is built")
 
 
 def listed_order_of_1f1b(job, cured):

@@ -33,6 +33,151 @@ def eval_without_targets(job, cured):
     small.evaluate(schedule, stages, with_targets=cured)
 
 
+def eval_keeps_graphs(job, cured):
+    """eval() runs forwards as they are, so autograd keeps what a backward would need.
+
+    Broken: eval() alone. Cured: under torch.no_grad().
+    """
+    kept = []
+    schedule, stages = small.build_schedule(job, small.build_own_stages(job))
+    inputs, targets = small.draw_batch()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(0) or x, lambda x: x)
+    with hooks, torch.no_grad() if cured else nullcontext():
+        scores = schedule.eval(*([inputs] if job.rank == 0 else []), target=targets)
+    if job.rank == 0:
+        print(f"tensors that eval() keeps for a backward: {len(kept)}", flush=True)
+    if stages[0].is_last:
+        small.print_distance("output", [scores.detach()], [small.build_model()(inputs).detach()])
+
+
+def step_without_targets(job, cured):
+    """The last stage needs a loss function and targets.
+
+    Broken: no targets. Cured: those of the batch.
+    """
+    parts = small.build_own_stages(job)
+    schedule, stages = small.build_schedule(job, parts, shapes=False)
+    inputs, targets = small.draw_batch()
+    small.run_step(schedule, stages, inputs, targets if cured else None)
+    small.compare_gradients(job, parts)
+
+
+def targets_under_another_name(job, cured):
+    """step() passes every argument that it does not know to the stage.
+
+    Broken: targets=. Cured: target=.
+    """
+    parts = small.build_own_stages(job)
+    schedule, _ = small.build_schedule(job, parts)
+    inputs, targets = small.draw_batch()
+    name = "target" if cured else "targets"
+    schedule.step(*([inputs] if job.rank == 0 else []), **({name: targets} if job.rank else {}))
+    small.compare_gradients(job, parts)
+
+
+def losses_without_a_loss_function(job, cured):
+    """A schedule without a loss function computes no losses.
+
+    Broken: losses=[] and no loss function, in eval(). Cured: with the loss function.
+    """
+    options = {} if cured else {"loss_fn": None}
+    schedule, stages = small.build_schedule(job, small.build_own_stages(job), **options)
+    inputs, targets = small.draw_batch()
+    losses = [] if stages[0].is_last else None
+    with torch.no_grad():
+        schedule.eval(*([inputs] if job.rank == 0 else []), target=targets, losses=losses)
+    if losses:
+        wanted = nn.functional.mse_loss(small.build_model()(inputs), targets)
+        small.print_distance("output", [torch.stack(losses).mean()], [wanted.detach()])
+
+
+def loss_off_the_last_rank(job, cured):
+    """Only the rank of the last stage has losses.
+
+    Broken: every rank prints the mean of its own list. Cured: the last rank sends it to all.
+    """
+    schedule, stages = small.build_schedule(job, small.build_own_stages(job))
+    losses = small.run_step(schedule, stages, *small.draw_batch()) or []
+    loss = torch.stack(losses).mean() if losses else torch.tensor(-1.0, dtype=torch.float64)
+    if cured:
+        dist.broadcast(loss, src=1)
+    if job.rank == 0:
+        print(f"loss on rank 0: {'a number' if loss > 0 else loss.item()}", flush=True)
+
+
+class WithPenalty(nn.Module):
+    """Adds the penalty of its output, a loss of its own, to that of the stages before it.
+
+    `hand_on` is (rows, WIDTH) and (rows, 1), the penalty of each row so far.
+    """
+
+    def __init__(self, part, hand_on):
+        super().__init__()
+        self.part, self.hand_on, self.penalty = part, hand_on, 0.0
+
+    def forward(self, x, before=0.0):
+        x = self.part(x)
+        own = before + x.pow(2).mean(1, keepdim=True)
+        self.penalty = own.mean()
+        return (x, own) if self.hand_on else x
+
+
+def loss_of_a_middle_stage(job, cured):
+    """A loss of an earlier stage never reaches the loss function.
+
+    Broken: the stage keeps its penalty for itself. Cured: it is passed on with the activation.
+    """
+    part = small.build_own_stages(job)[job.rank]
+    parts = {job.rank: WithPenalty(part, hand_on=cured)}
+
+    def with_penalty(outputs, targets):
+        if not isinstance(outputs, (tuple, list)):
+            return nn.functional.mse_loss(outputs, targets) + parts[1].penalty
+        return nn.functional.mse_loss(outputs[0], targets) + outputs[1].mean()
+
+    schedule, stages = small.build_schedule(job, parts, shapes=False, loss_fn=with_penalty)
+    inputs, targets = small.draw_batch()
+    small.run_step(schedule, stages, inputs, targets)
+    whole = small.build_model()
+    first, second = WithPenalty(whole[:2], True), WithPenalty(whole[2:], True)
+    x, penalty = second(*first(inputs))
+    (nn.functional.mse_loss(x, targets) + penalty.mean()).backward()
+    small.compare_gradients(job, parts, [parameter.grad for parameter in whole.parameters()])
+
+
+class Hooked(nn.Module):
+    """A stage that puts a hook on its input, and counts how often hooks run."""
+
+    def __init__(self, part, on_a_copy):
+        super().__init__()
+        self.part, self.on_a_copy, self.calls = part, on_a_copy, 0
+
+    def forward(self, x):
+        x = x.view_as(x) if self.on_a_copy else x
+        if x.requires_grad:
+            x.register_hook(self.count)
+        return self.part(x)
+
+    def count(self, gradient):
+        self.calls += 1
+
+
+def hooks_pile_up(job, cured):
+    """The buffers for inputs stay the same, and so do the hooks on them.
+
+    Broken: a hook on the input in every forward. Cured: on a view of it, which is new each time.
+    """
+    part = small.build_own_stages(job)[job.rank]
+    parts = {job.rank: Hooked(part, cured) if job.rank else part}
+    schedule, stages = small.build_schedule(job, parts)
+    for _ in range(3):
+        if job.rank:
+            parts[1].calls = 0
+        small.run_step(schedule, stages, *small.draw_batch())
+    if job.rank:
+        print(f"hooks that ran in step 3, with 4 micro-batches: {parts[1].calls}", flush=True)
+
+
 def loss_on_the_wrong_rank(job, cured):
     """In a V the last stage, and so the loss, is on rank 0.
 

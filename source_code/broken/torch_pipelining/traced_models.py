@@ -1,11 +1,13 @@
 """Traps of lesson 08: models that the tracer cuts (section "The tracer")."""
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import pipe_split
+from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipe_split, pipeline
+from torch.nn.functional import mse_loss
 
 from broken.torch_pipelining import small_pipeline as small
 from extensions.torch_pipelining.library import stages_of_rank, without_messages_to_itself
@@ -80,6 +82,71 @@ def skip_connection(job, cured):
     small.run_traced(job, pipe, parts)
     wanted = small.compute_reference_gradients(SkipConnection(cured))
     small.compare_gradients(job, parts, wanted)
+
+
+class UsesSecondFirst(nn.Module):
+    """A model of two inputs, whose first layer takes the second."""
+
+    def __init__(self, cured):
+        super().__init__()
+        self.layers, self.cured = small.build_model(), cured
+
+    def forward(self, x, z):
+        if self.cured:  # use both, in the order of the arguments
+            x, z = x.clone(), z.clone()
+        return self.layers[2:](self.layers[:2](z) + 2 * x)
+
+
+def traced_inputs_swapped(job, cured):
+    """The tracer orders the inputs of a stage as the model uses them.
+
+    Broken: the second input is used first. Cured: both are used in their order at once.
+    """
+    inputs, targets = small.draw_batch()
+    other = inputs.flip(0)
+    run_traced_on(job, UsesSecondFirst(cured), "layers.2", (inputs, other), targets)
+
+
+class UsesInputAgain(nn.Module):
+    """A model whose last layers use its second input."""
+
+    def __init__(self, cured):
+        super().__init__()
+        self.layers, self.cured = small.build_model(), cured
+
+    def forward(self, x, mask):
+        x = self.layers[1](self.layers[0](x))
+        if self.cured:
+            mask = mask.clone()
+        x = x + 0
+        return self.layers[3](self.layers[2](x)) * mask
+
+
+def traced_input_used_later(job, cured):
+    """An input of the model reaches its first stage only.
+
+    Broken: the second stage uses the mask. Cured: the first stage makes a copy, which is sent.
+    """
+    inputs, targets = small.draw_batch()
+    mask = (inputs > 0).double()
+    run_traced_on(job, UsesInputAgain(cured), "layers.2", (inputs, mask), targets)
+
+
+def run_traced_on(job, model, cut, inputs, targets):
+    """One step of the traced `model` on `inputs`, compared with one process."""
+    small.allow_slow_start(job)
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch's own
+    examples = tuple(each[:2] for each in inputs)
+    pipe = pipeline(model, mb_args=examples, split_spec={cut: SplitPoint.BEGINNING})
+    small.meet(job, "traced")
+    stage = pipe.build_stage(job.rank, job.device)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=mse_loss)
+    keywords = {"target": targets, "losses": []} if job.rank else {}
+    schedule.step(*(inputs if job.rank == 0 else ()), **keywords)
+    whole = type(model)(cured=True)
+    mse_loss(whole(*inputs), targets).backward()
+    wanted = [parameter.grad for parameter in whole.parameters()]
+    small.compare_gradients(job, {job.rank: stage.submod}, wanted)
 
 
 def traced_in_a_v(job, cured):
