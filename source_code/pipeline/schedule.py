@@ -281,6 +281,10 @@ def _explain_deadlock(schedule, step, waiting, stuck):
     return "deadlock: " + "; ".join(sentences)
 
 
+# Of torch's lists with messages: one each way, and the shards of FSDP.
+NOT_COMPUTED = r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB][0-9]+)"
+
+
 def to_csv(schedule):
     """Return the text form: one row per rank."""
     return "".join(",".join(map(str, order)) + "\n" for order in schedule.orders)
@@ -291,13 +295,19 @@ def from_csv(text, name="custom"):
     are no actions; legal.py says whether the schedule can be performed.
 
     torch's cells of two actions at once, `(0F1;3B0)OVERLAP_F_B`, are read as one after the other.
+    Its cells for messages and shards, such as `0SEND_F1`, are left out: a rank sends what it has
+    made, and receives what it needs next. In torch's files of 2024, B is the half for the input.
     """
     orders = []
-    for row in text.strip().splitlines():
+    rows = text.strip().splitlines()
+    if _is_of_2024(text):
+        rows = [re.sub(r"([0-9])B([0-9])", r"\1I\2", row).replace("BW", "B") for row in rows]
+    for row in rows:
         row = re.sub(r"\(([^();]*);([^();]*)\)OVERLAP_F_B", r"\1,\2", row)
         cells = [cell.strip() for cell in row.split(",")]
+        cells = [cell for cell in cells if cell and not re.fullmatch(NOT_COMPUTED, cell)]
         order = []
-        for step, cell in enumerate(cell for cell in cells if cell):
+        for step, cell in enumerate(cells):
             match = re.fullmatch(r"([0-9]{1,9})([A-Z])([0-9]{1,9})", cell)
             if match is None or match[2] not in KINDS:
                 raise ScheduleError(
@@ -307,6 +317,13 @@ def from_csv(text, name="custom"):
             order.append(Action(int(match[1]), match[2], int(match[3])))
         orders.append(tuple(order))
     return Schedule(name, tuple(orders))
+
+
+def _is_of_2024(text):
+    """Whether B is half a backward: a whole one is BW, or every B has a W, and there is no I."""
+    halves, weights = (re.findall(rf"([0-9]+){kind}([0-9]+)", text) for kind in "BW")
+    pairs = bool(weights) and sorted(halves) == sorted(weights)
+    return re.search(r"[0-9]BW[0-9]", text) or (pairs and not re.search(r"[0-9]I[0-9]", text))
 
 
 def read_csv(path):

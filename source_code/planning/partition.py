@@ -191,6 +191,12 @@ def check_size(num_layers, workers, straight=False):
         )
 
 
+EXAMPLE_PROFILE = (  # PipeDream's graph.txt has the same four figures of a node
+    '{"layers": [{"forward_ms": 1, "backward_ms": 2, "activation_bytes": 4e6, '
+    '"parameter_bytes": 8e6}, ...]}, and write a graph.txt of PipeDream in this form'
+)
+
+
 def read_profile(path):
     """Read a Profile from JSON: {"model": ..., "layers": [{"name": ..., and FIELDS}, ...]}.
 
@@ -199,7 +205,9 @@ def read_profile(path):
     try:
         return profile_from(read_json(path, LARGEST_FILE))
     except InputError as error:
-        raise PartitionError(f"--profile {error}; name a JSON file") from None
+        raise PartitionError(
+            f"--profile {error}; name a JSON file like {EXAMPLE_PROFILE}"
+        ) from None
     except PartitionError as error:
         raise PartitionError(f"--profile {path}: {error}") from None
 

@@ -19,6 +19,7 @@ from pipeline.inputs import MEBIBYTE, InputError, read_json
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 64 * MEBIBYTE
 TOKENIZER_OF_MODEL = "tokenizer.json"
+AGAIN = "copy or download it again"  # what to do about an incomplete folder
 SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"
 
 
@@ -57,11 +58,11 @@ def read_model(folder, seq_len):
     for name, layout in lay_out(settings).named_parameters():
         stored = model.tensors.get(model.stored_name(name))
         if stored is None:
-            raise InputError(f"{folder} has no tensor {model.stored_name(name)}")
+            raise InputError(f"{folder} has no tensor {model.stored_name(name)}; {AGAIN}")
         if stored.shape != tuple(layout.shape):
             raise InputError(
                 f"{stored.path}: {model.stored_name(name)} has the shape {stored.shape}, and "
-                f"{CONFIG_FILE} wants {tuple(layout.shape)}"
+                f"{CONFIG_FILE} wants {tuple(layout.shape)}; use the {CONFIG_FILE} of these weights"
             )
     check_tied(model)
     return model
@@ -70,18 +71,47 @@ def read_model(folder, seq_len):
 def find_tensors(folder):
     """Return {name: StoredTensor} of model.safetensors, or of the files that its index names."""
     if os.path.lexists(folder / ONE_FILE):
-        return stored_tensors(folder / ONE_FILE)
+        return tensors_of(folder / ONE_FILE)
     if not os.path.lexists(folder / INDEX):
-        raise InputError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
-    index = read_json(folder / INDEX, LARGEST_INDEX)
+        raise InputError(
+            f"{folder} has neither {ONE_FILE} nor {INDEX}; {without_safetensors(folder)}"
+        )
+    try:
+        index = read_json(folder / INDEX, LARGEST_INDEX)
+    except InputError as error:
+        raise InputError(f"{error}; {AGAIN}") from None
     file_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(file_of, dict) or not all(map(is_file_name, file_of.values())):
-        raise InputError(f"{folder / INDEX} has no weight_map with names of files in the folder")
-    files = {name: stored_tensors(folder / name) for name in sorted(set(file_of.values()))}
+        raise InputError(
+            f"{folder / INDEX} has no weight_map with names of files in the folder; {AGAIN}"
+        )
+    files = {name: tensors_of(folder / name) for name in sorted(set(file_of.values()))}
     missing = next((name for name, file in file_of.items() if name not in files[file]), None)
     if missing is not None:
-        raise InputError(f"{folder / file_of[missing]} has no {missing}, which {INDEX} says it has")
+        raise InputError(
+            f"{folder / file_of[missing]} has no {missing}, which {INDEX} says it has; {AGAIN}"
+        )
     return {name: files[file][name] for name, file in file_of.items()}
+
+
+def tensors_of(path):
+    """stored_tensors, with what to do about a file that cannot be read."""
+    try:
+        return stored_tensors(path)
+    except InputError as error:
+        raise InputError(f"{error}; {AGAIN}") from None
+
+
+def without_safetensors(folder):
+    """What to do about a folder whose weights are elsewhere, or in files of another kind."""
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        return (
+            "its weights are pickled, which could run anything: load them with from_pretrained, "
+            "and write them with save_pretrained(..., safe_serialization=True)"
+        )
+    if (folder / "adapter_config.json").exists():
+        return "it is an adapter: merge it into its model (merge_and_unload), and save that"
+    return "download the weights, too"
 
 
 def is_file_name(name):
@@ -95,7 +125,8 @@ def check_tied(model):
         return
     if not torch.equal(model.tensors[embedding].read(), model.tensors[head].read()):
         raise InputError(
-            f"{model.folder}: tie_word_embeddings is true, and {head} is not {embedding}"
+            f"{model.folder}: tie_word_embeddings is true, and {head} is not {embedding}; "
+            "set it to false in config.json, or save the model again with tied weights"
         )
 
 
@@ -108,7 +139,7 @@ def take_model(arguments, flag, folder):
     try:
         arguments.saved = read_model(folder, arguments.seq_len)
     except InputError as error:
-        reject(f"{flag}: {error}; name a folder with a whole Llama or Qwen2")
+        reject(f"{flag}: {error}")
     settings = arguments.saved.settings
     sizes = {name: getattr(settings, name) for name in SIZE_FLAGS}
     given = {name: getattr(arguments, name, None) for name in sizes}

@@ -17,6 +17,9 @@ from pipeline.model import ModelConfig
 CONFIG_FILE = "config.json"
 LARGEST_CONFIG = 16 * MEBIBYTE
 MOST = 2**31  # the largest size
+# What to do about a folder that is rejected.
+WHOLE = "name the folder of a Llama or a Qwen2"
+MENDED = "take config.json from the folder of the published model again"
 # The settings that a rotary embedding of each type needs.
 ROTARY_TYPES = {
     "default": (),
@@ -50,25 +53,45 @@ def read_settings(folder, seq_len):
     Raises InputError for a model that the course's layers cannot compute.
     """
     path = Path(folder) / CONFIG_FILE
-    saved = read_json(path, LARGEST_CONFIG)
+    try:
+        saved = read_json(path, LARGEST_CONFIG)
+    except InputError as error:
+        raise InputError(f"{error}; {WHOLE}") from None
     if not isinstance(saved, dict):
-        raise InputError(f"{path} is not a JSON object")
+        raise InputError(f"{path} is not a JSON object; {WHOLE}")
     family = saved.get("model_type")
     if family not in ("llama", "qwen2"):
-        raise InputError(f"{path}: the model_type is {str(family)[:40]}, and not llama or qwen2")
+        raise InputError(
+            f"{path}: the model_type is {str(family)[:40]}, and not llama or qwen2; {WHOLE}"
+        )
+    if saved.get("quantization_config") is not None:
+        raise InputError(
+            f"{path}: the weights are quantised, and quantised weights are not trained; name the "
+            "folder of the model that they were made from, or write that one with dequantize()"
+        )
     if saved.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{path}: the hidden_act is {str(saved['hidden_act'])[:40]}, and not silu")
+        raise InputError(
+            f"{path}: the hidden_act is {str(saved['hidden_act'])[:40]}, and not silu; change "
+            "FeedForward in a copy of the script (docs/your-own-model.md)"
+        )
     if family == "qwen2" and saved.get("use_sliding_window"):
-        raise InputError(f"{path}: use_sliding_window is set, and the course's attention has none")
+        raise InputError(
+            f"{path}: use_sliding_window is set, and the course's attention has none; for sequences "
+            "no longer than sliding_window, set it to false in a copy of the folder"
+        )
     sizes = sizes_in(path, saved)
     base, rotary = rotary_in(path, saved)
     biases = {name: saved.get(name, False) for name in ("attention_bias", "mlp_bias")}
     tied, epsilon = saved.get("tie_word_embeddings", False), saved.get("rms_norm_eps", 1e-6)
     for name, value in {**biases, "tie_word_embeddings": tied}.items():
         if not isinstance(value, bool):
-            raise InputError(f"{path}: {name} is {str(value)[:40]}, and not true or false")
+            raise InputError(
+                f"{path}: {name} is {str(value)[:40]}, and not true or false; {MENDED}"
+            )
     if not is_number(epsilon, 0, 1):
-        raise InputError(f"{path}: rms_norm_eps is {str(epsilon)[:40]}, and not between 0 and 1")
+        raise InputError(
+            f"{path}: rms_norm_eps is {str(epsilon)[:40]}, and not between 0 and 1; {MENDED}"
+        )
     is_qwen = family == "qwen2"
     settings = SavedSettings(
         **sizes,
@@ -90,7 +113,9 @@ def sizes_in(path, saved):
     def size(name, otherwise=None):
         value = otherwise if saved.get(name) is None else saved[name]
         if not is_count(value, MOST) or value < 1:
-            raise InputError(f"{path}: {name} is {str(value)[:40]}, and not a whole number from 1")
+            raise InputError(
+                f"{path}: {name} is {str(value)[:40]}, and not a whole number from 1; {MENDED}"
+            )
         return value
 
     dim, heads = size("hidden_size"), size("num_attention_heads")
@@ -98,7 +123,8 @@ def sizes_in(path, saved):
     head_dim = size("head_dim", dim // heads or 1)
     if heads % kv_heads or (dim % heads and saved.get("head_dim") is None) or head_dim % 2:
         raise InputError(
-            f"{path}: {heads} heads, {kv_heads} of them for keys, do not fit a width of {dim}"
+            f"{path}: {heads} heads, {kv_heads} of them for keys, do not fit a width of {dim}; "
+            f"{MENDED}"
         )
     return {
         "layers": size("num_hidden_layers"),
@@ -120,21 +146,31 @@ def rotary_in(path, saved):
     """
     newer, older = saved.get("rope_parameters") or {}, saved.get("rope_scaling") or {}
     if not isinstance(newer, dict) or not isinstance(older, dict):
-        raise InputError(f"{path}: rope_parameters and rope_scaling have to be JSON objects")
+        raise InputError(
+            f"{path}: rope_parameters and rope_scaling have to be JSON objects; {MENDED}"
+        )
     said = {"rope_theta": saved.get("rope_theta", 10000.0), **newer, **older}
     kind = older.get("rope_type", older.get("type", said.get("rope_type", "default")))
     if kind not in ROTARY_TYPES:
         known = ", ".join(ROTARY_TYPES)
-        raise InputError(f"{path}: the rope_type is {str(kind)[:40]}, and none of {known}")
+        raise InputError(
+            f"{path}: the rope_type is {str(kind)[:40]}, and none of {known}; for sequences of up to "
+            "the original_max_position_embeddings, name the folder of the model before it was "
+            "extended, which has none of it"
+        )
     if said.get("partial_rotary_factor", saved.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise InputError(f"{path}: a partial_rotary_factor, of which the course's layers have none")
+        raise InputError(
+            f"{path}: a partial_rotary_factor, of which the course's layers have none; {WHOLE}"
+        )
     pairs = [("type", kind)]
     for name in ("rope_theta", *ROTARY_TYPES[kind]):
         value = said.get(name)
         if name == "original_max_position_embeddings" and value is None:
             value = saved.get(name, saved.get("max_position_embeddings"))
         if not is_number(value, 1e-6):
-            raise InputError(f"{path}: {name} of the rotary embedding is {str(value)[:40]}")
+            raise InputError(
+                f"{path}: {name} of the rotary embedding is {str(value)[:40]}; {MENDED}"
+            )
         pairs.append((name, value))
     return pairs[1][1], (pairs[0], *pairs[2:])
 
