@@ -39,6 +39,13 @@ class Layer(nn.Module):
         return torch.tanh(rows @ self.weight)
 
 
+class WithGradient(nn.Module):
+    """Lets the rank's backward run, although no weight before it is trained."""
+
+    def forward(self, rows):
+        return rows.requires_grad_()
+
+
 def build_parts(first=2):
     torch.manual_seed(0)
     layers = [Layer() for _ in range(4)]
@@ -51,8 +58,9 @@ def batch(step):
     return rows, rows.roll(1, 2)
 
 
-def train_in_one_process(folder):
+def train_in_one_process(folder, frozen=False):
     parts = build_parts()
+    parts[0].requires_grad_(not frozen)
     log = record(folder, dict(enumerate(parts)))
     optimizer = torch.optim.SGD([*parts[0].parameters(), *parts[1].parameters()], RATE)
     for step in range(STEPS):
@@ -64,10 +72,16 @@ def train_in_one_process(folder):
         optimizer.step()
 
 
-def train(rank, folder, fault=None, tied=False, first=2):
-    """1F1B by hand on two ranks; with `tied` the first and the last matrix are to be one."""
+def train(rank, folder, fault=None, tied=False, first=2, frozen=False):
+    """1F1B by hand on two ranks; with `tied` the first and the last matrix are to be one.
+
+    With `frozen` the first rank's weights are not trained, and its backwards run all the same.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     part = build_parts(first)[rank]
+    if frozen and rank == 0:
+        part.requires_grad_(False)
+        part.append(WithGradient())
     if tied and rank == 1:
         part[-1].weight.data.copy_(build_parts()[0][0].weight.data)
     log = record(folder, {rank: part})

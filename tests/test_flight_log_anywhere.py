@@ -117,6 +117,18 @@ def test_a_fault_is_found_by_its_first_difference(recorded, broken, healthy, pla
 
 
 @pytest.mark.processes
+def test_a_fault_behind_a_frozen_stage_is_found(recorded, tmp_path):
+    """The frozen rank's backwards, which one process does not have, are not the difference."""
+    program.train_in_one_process(tmp_path / "whole", frozen=True)
+    healthy = recorded(None, False, 2, True)
+    assert compare(read_recording(healthy), read_recording(tmp_path / "whole")) is None
+    assert compare(read_recording(tmp_path / "whole"), read_recording(healthy)) is None
+    broken = recorded("scale forgotten", False, 2, True)
+    place, found = first_difference(broken, tmp_path / "whole")
+    assert place == (0, (1,), "1B0") and "1B0 on rank 1: used " in found.sentence
+
+
+@pytest.mark.processes
 def test_without_a_stash_the_backward_is_found_with_another_version_of_the_weights(recorded):
     folders = [recorded(*fault, function=program.train_without_flush) for fault in [["x"], []]]
     place, found = first_difference(*folders)

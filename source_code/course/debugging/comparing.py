@@ -152,6 +152,7 @@ def _followed(timeline):
 
 def _first_action(one, other, number, tolerance):
     ours, theirs = _in_both_kinds(one.steps[number], other.steps[number])
+    ours, theirs = _without_idle_backwards(ours, theirs), _without_idle_backwards(theirs, ours)
     differing = {
         result: sentences
         for result, entry in ours.items()
@@ -185,6 +186,23 @@ def _in_both_kinds(one, other):
         {r: entry for r, entry in step.by_result.items() if r.kind != "W" or not whole(against, r)}
         for step, against in ((one, other), (other, one))
     )
+
+
+def _without_idle_backwards(entries, others):
+    """`entries` less the backwards of frozen stages that the other recording does not have.
+
+    Whether such a stage, which gathers no gradient, has backwards depends on the program: a
+    schedule takes them, and autograd in one process does not.
+    """
+    stages = {result.stage for result in entries}
+    idle = {
+        stage
+        for stage in stages
+        if not any(r.stage == stage and r.kind != "F" for r in others)
+        and any(r.stage == stage for r in others)
+        and all(e.gradient is None for r, e in entries.items() if r.stage == stage)
+    }
+    return {r: e for r, e in entries.items() if r.kind == "F" or r.stage not in idle}
 
 
 def _differences(mine, yours, one, number, tolerance):
