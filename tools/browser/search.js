@@ -1,5 +1,5 @@
-// The search over all pages: every word must occur in a section. The index is loaded when the field
-// is first used.
+// The search over all pages: every word must occur in a section; if none has all, those that have
+// most come first. The index is loaded when the field is first used.
 
 (() => {
   const folder = new URL(".", document.currentScript.src);
@@ -64,6 +64,7 @@
       .map((section) => ({ section, rank: rankOf(section, words) }))
       .filter((hit) => hit.rank > 0)
       .sort((a, b) => b.rank - a.rank);
+    if (!hits.length) hits.push(...closest(sections, words));
     const more = hits.length > MOST ? `, the first ${MOST} of them` : "";
     count.textContent = hits.length === 1 ? "1 section" : `${hits.length} sections${more}`;
     found.replaceChildren(...hits.slice(0, MOST).map((hit) => entry(hit.section, words)));
@@ -81,6 +82,34 @@
       rank += (inHeads ? 100 : 0) + Math.min(times, 20);
     }
     return rank;
+  }
+
+  // The sections that have most of the words of a pasted message, whose numbers and names are often
+  // others. A rare word counts more than a frequent one, and a word of a heading more than of a text.
+  function closest(sections, words) {
+    const asked = [...new Set(words.join(" ").match(/[a-z_]{2,}/g))];
+    const rows = sections.map(([address, page, heading, text]) => ({
+      section: [address, page, heading, text, ""],
+      heads: wordsIn(heading),
+      all: wordsIn(`${page} ${heading} ${text}`),
+    }));
+    const weights = new Map(asked.map((word) => {
+      const having = rows.filter((row) => row.all.has(word)).length;
+      return [word, having && Math.log(rows.length / having)];
+    }));
+    for (const row of rows) {
+      row.rank = 0;
+      for (const word of asked) {
+        const times = (row.heads.has(word) ? 2 : 0) + (row.all.has(word) ? 1 : 0);
+        row.rank += times * weights.get(word);
+      }
+      row.rank /= Math.sqrt(50 + row.all.size); // a long section has many words by chance
+    }
+    return rows.filter((row) => row.rank > 0).sort((a, b) => b.rank - a.rank).slice(0, MOST);
+  }
+
+  function wordsIn(text) {
+    return new Set(text.toLowerCase().match(/[a-z_]{2,}/g));
   }
 
   function entry([address, page, heading, text], words) {
