@@ -67,7 +67,8 @@ RIGHT = {  # what the cured form prints, where it is not a gradient or an output
 def said(trap, flags=""):
     """What a trap prints, or what its ranks said when they failed, and whether they did."""
     ranks = broken_torch_pipelining.RANKS.get(trap, 2)
-    command = f"broken_torch_pipelining.py --trap {trap} {flags}"
+    wait = 2 if trap in HANGS and not flags else 8  # a busy machine may take long
+    command = f"broken_torch_pipelining.py --trap {trap} {flags} --timeout {wait}"
     try:
         return run(command, ranks, warm=True, show=False, limit=60).output, False
     except RunFailed as failure:
