@@ -137,7 +137,7 @@ MESSAGES = (
     ('gradient accumulation over steps scale_grads',
      'accumulation'),
     ('RuntimeError: When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` parameter to .backward().',
-     'reentrant-checkpoint'),
+     'checkpointed-in-halves'),
     ('activation checkpointing is paid twice zero bubble',
      'checkpointed-in-halves'),
     ('one forward more than there are micro-batches BatchNorm statistics',

@@ -320,27 +320,6 @@ def checkpointed_in_halves(job, cured):
         print(f"forwards of stage 1 for 4 micro-batches: {parts[1].forwards}", flush=True)
 
 
-class Checkpointed(nn.Module):
-    """A stage that is computed again in its backward."""
-
-    def __init__(self, part, reentrant):
-        super().__init__()
-        self.part, self.reentrant = part, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.part, x, use_reentrant=self.reentrant)
-
-
-def reentrant_checkpoint(job, cured):
-    """The library infers shapes with torch.autograd.grad, which reentrant checkpoints reject.
-
-    Broken: use_reentrant=True. Cured: False.
-    """
-    parts = small.build_own_stages(job)
-    parts = {index: Checkpointed(part, not cured) for index, part in parts.items()}
-    small.run_and_compare(job, parts=parts, shapes=False)
-
-
 def one_forward_more(job, cured):
     """Without example tensors the library runs one micro-batch more, to find the shapes out.
 
