@@ -25,8 +25,6 @@ def test_a_schedule_with_messages_is_read_without_them():
 def test_in_a_schedule_of_2024_b_is_the_half_for_the_input():
     halves = from_csv("0F0,0F1,0B0,0W0,0BW1\n1F0,1B0,1F1,1W0,1BW1\n")
     assert to_csv(halves) == "0F0,0F1,0I0,0W0,0B1\n1F0,1I0,1F1,1W0,1B1\n"
-    only_halves = from_csv("0F0,0B0,0W0\n")
-    assert to_csv(only_halves) == "0F0,0I0,0W0\n"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "v-half"])

@@ -296,11 +296,12 @@ def from_csv(text, name="custom"):
 
     torch's cells of two actions at once, `(0F1;3B0)OVERLAP_F_B`, are read as one after the other.
     Its cells for messages and shards, such as `0SEND_F1`, are left out: a rank sends what it has
-    made, and receives what it needs next. In torch's files of 2024, B is the half for the input.
+    made, and receives what it needs next. In torch's files of 2024, which have
+    whole backwards as BW, B is the half for the input.
     """
     orders = []
     rows = text.strip().splitlines()
-    if _is_of_2024(text):
+    if re.search(r"[0-9]BW[0-9]", text):
         rows = [re.sub(r"([0-9])B([0-9])", r"\1I\2", row).replace("BW", "B") for row in rows]
     for row in rows:
         row = re.sub(r"\(([^();]*);([^();]*)\)OVERLAP_F_B", r"\1,\2", row)
@@ -317,13 +318,6 @@ def from_csv(text, name="custom"):
             order.append(Action(int(match[1]), match[2], int(match[3])))
         orders.append(tuple(order))
     return Schedule(name, tuple(orders))
-
-
-def _is_of_2024(text):
-    """Whether B is half a backward: a whole one is BW, or every B has a W, and there is no I."""
-    halves, weights = (re.findall(rf"([0-9]+){kind}([0-9]+)", text) for kind in "BW")
-    pairs = bool(weights) and sorted(halves) == sorted(weights)
-    return re.search(r"[0-9]BW[0-9]", text) or (pairs and not re.search(r"[0-9]I[0-9]", text))
 
 
 def read_csv(path):
