@@ -156,6 +156,8 @@ class JoiningStage(nn.Module):
 
 
 class TwoOutputs(nn.Module):
+    """A stage that sends its output and twice its output, both (rows, WIDTH)."""
+
     def __init__(self, part):
         super().__init__()
         self.part = part
