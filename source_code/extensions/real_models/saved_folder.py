@@ -14,7 +14,7 @@ from extensions.real_models.saved_part import fill_part, lay_out, name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE, SavedSettings, read_settings
 from extensions.real_models.tensor_files import stored_tensors
 from pipeline.command_line import reject
-from pipeline.inputs import MEBIBYTE, InputError, read_json
+from pipeline.inputs import MEBIBYTE, InputError, is_file_name, read_json
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 64 * MEBIBYTE
@@ -82,10 +82,6 @@ def find_tensors(folder):
     if missing is not None:
         raise InputError(f"{folder / file_of[missing]} has no {missing}, which {INDEX} says it has")
     return {name: files[file][name] for name, file in file_of.items()}
-
-
-def is_file_name(name):
-    return isinstance(name, str) and os.path.basename(name) == name != ""
 
 
 def check_tied(model):

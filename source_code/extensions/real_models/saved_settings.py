@@ -123,7 +123,7 @@ def rotary_in(path, saved):
         raise InputError(f"{path}: rope_parameters and rope_scaling have to be JSON objects")
     said = {"rope_theta": saved.get("rope_theta", 10000.0), **newer, **older}
     kind = older.get("rope_type", older.get("type", said.get("rope_type", "default")))
-    if kind not in ROTARY_TYPES:
+    if not isinstance(kind, str) or kind not in ROTARY_TYPES:
         known = ", ".join(ROTARY_TYPES)
         raise InputError(f"{path}: the rope_type is {str(kind)[:40]}, and none of {known}")
     if said.get("partial_rotary_factor", saved.get("partial_rotary_factor", 1.0)) != 1.0:
