@@ -111,8 +111,12 @@ def mark_of(said):
 
 
 def marks_of(submission):
-    """{name of an exercise: its mark}."""
-    return {answer["exercise"]: mark_of(answer["said"]) for answer in submission["answers"]}
+    """{name of an exercise: its mark}; of an exercise that is answered twice, the right answer's."""
+    marks = {}
+    for answer in submission["answers"]:
+        name, mark = answer["exercise"], mark_of(answer["said"])
+        marks[name] = max(marks.get(name, ""), mark, key=["", "not yet", "right"].index)
+    return marks
 
 
 def csv_of(submissions, exercises):

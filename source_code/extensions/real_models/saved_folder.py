@@ -5,6 +5,7 @@ message. After that a rank reads the tensors of its own layers only.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,24 @@ def read_model(folder, seq_len):
                 f"{CONFIG_FILE} wants {tuple(layout.shape)}"
             )
     check_tied(model)
+    check_surplus(model)
     return model
+
+
+def check_surplus(model):
+    """Raise InputError if the files have layers that config.json does not count."""
+    more = sorted(name for name in model.tensors if number_of_layer(name) >= model.settings.layers)
+    if more:
+        raise InputError(
+            f"{model.folder} has the tensor {more[0][:80]}, and {CONFIG_FILE} says that there are "
+            f"{model.settings.layers} layers"
+        )
+
+
+def number_of_layer(name):
+    """Return the number of the layer that a tensor of a file belongs to, or -1."""
+    found = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+    return int(found[1]) if found else -1
 
 
 def find_tensors(folder):

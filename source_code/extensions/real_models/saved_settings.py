@@ -60,6 +60,11 @@ def read_settings(folder, seq_len):
         raise InputError(f"{path}: the hidden_act is {str(saved['hidden_act'])[:40]}, and not silu")
     if family == "qwen2" and saved.get("use_sliding_window"):
         raise InputError(f"{path}: use_sliding_window is set, and the course's attention has none")
+    dropout = saved.get("attention_dropout") or 0.0
+    if dropout != 0:
+        raise InputError(
+            f"{path}: attention_dropout is {str(dropout)[:40]}, and the course's attention has none"
+        )
     sizes = sizes_in(path, saved)
     base, rotary = rotary_in(path, saved)
     biases = {name: saved.get(name, False) for name in ("attention_bias", "mlp_bias")}
