@@ -1,14 +1,18 @@
 """Nothing wrong is saved, read or counted in silence."""
 
 import json
+import os
+import stat
 
 import grade_submissions
 import nbformat
 import pytest
+import wall
 from exercises import read_notebooks
 from ranks import run_on_ranks
 from saved_models import write_model
 
+from course import progress
 from course.failed_run import RunFailed
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError
@@ -105,6 +109,41 @@ def test_the_course_s_own_notebooks_have_each_exercise_once():
 def test_of_two_answers_to_an_exercise_the_right_one_is_marked():
     answers = [{"exercise": "a", "said": said} for said in ("Not yet: 1", "Right: 1", "hm")]
     assert grade_submissions.marks_of({"answers": answers}) == {"a": "right"}
+
+
+def test_progress_can_be_read_by_the_wall_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(progress.NAME_VARIABLE, "ada")
+    before = os.umask(0o077)
+    try:
+        progress.note("puzzle 1", progress.RIGHT)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "ada.jsonl").stat().st_mode) == 0o644
+
+
+def test_a_mistyped_folder_of_progress_is_named_and_not_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "told", set())
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path / "progres"))
+    progress.note("puzzle 1", progress.RIGHT)
+    said = capsys.readouterr().err
+    assert said.startswith("Your progress is not noted: COURSE_PROGRESS") and said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wall_shows_known_exercises_only_and_follows_no_link(tmp_path):
+    secret, room = tmp_path / "secret.jsonl", tmp_path / "room"
+    room.mkdir()
+    line = '{"exercise": "EXERCISE", "outcome": "right", "time": 1.0}\n'
+    secret.write_text(line.replace("EXERCISE", "puzzle 1"))
+    (room / "link.jsonl").symlink_to(secret)
+    names = "".join(line.replace("EXERCISE", f"word {number}") for number in range(40_000))
+    (room / "bob.jsonl").write_text(names + line.replace("EXERCISE", "puzzle 1"))
+    people, skipped = progress.read_progress(room)
+    assert skipped == ["link.jsonl is a link, which is not followed"]
+    known = wall.with_known(people, {"puzzle 1": "12"})
+    assert {name: len(records) for name, records in known.items()} == {"bob": 1}
+    assert wall.with_known(people, {"puzzle 2": "12"}) == {}
 
 
 # At the same time.

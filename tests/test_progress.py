@@ -22,6 +22,7 @@ NOW = 1_000_000.0
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder for the progress of somebody called Ada."""
+    (tmp_path / "progress").mkdir()
     monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path / "progress"))
     monkeypatch.setenv(progress.NAME_VARIABLE, "Ada")
     monkeypatch.delenv("PIPELINE_STORED_PICTURES", raising=False)

@@ -73,6 +73,8 @@ def read_all(folder, ours=()):
 
 def read(file):
     """The content of a submission, with every field checked. Raises ValueError with the reason."""
+    if file.is_symlink():
+        raise ValueError("is a link, which is not followed")
     try:
         is_one = file.suffix == ".json" and file.is_file()
         is_small = is_one and file.stat().st_size <= MOST_BYTES
