@@ -73,5 +73,6 @@ def choose_token(scores, seed, request, position, temperature):
         return int(scores.argmax())
     number = (seed * 2654435769 + request * 40503 + position) % 2**32
     generator = torch.Generator().manual_seed(number)
-    likely = ((scores - scores.max()) / temperature).softmax(-1)  # no number becomes too large
+    below = scores - scores.max()  # so that no number becomes too large
+    likely = (below / temperature).softmax(-1)
     return int(torch.multinomial(likely, 1, generator=generator))
