@@ -13,6 +13,7 @@ leaves out the imports of the course's modules, because their code is then in th
 
 import argparse
 import ast
+import os
 import re
 import symtable
 import sys
@@ -21,6 +22,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
+from pipeline.command_line import shortened
 from pipeline.schedules import SCHEDULES
 
 SOURCE_CODE = Path(__file__).resolve().parent
@@ -53,7 +55,8 @@ def main():
     arguments = parser.parse_args()
     destination = Path(arguments.destination)
     try:
-        script = Path(Path(arguments.script).with_suffix(".py").name)
+        name = Path(arguments.script).name
+        script = Path(f"{name.removesuffix('.py')}.py")
         check_arguments(script.name, destination, arguments.with_lab)
         without = () if arguments.with_lab else (LAB,)
         if arguments.bare or destination.suffix == ".py":
@@ -70,7 +73,7 @@ def main():
             path.write_text(text, encoding="utf-8")
             print(f"{len(text.splitlines()):5} lines  {path}")
     except (CannotCopy, OSError, UnicodeDecodeError) as reason:
-        print(reason, file=sys.stderr)
+        print(" ".join(map(shortened, str(reason).split())), file=sys.stderr)
         return 2
     return 0
 
@@ -89,10 +92,10 @@ def check_arguments(script, destination, with_lab):
     """Reject what would overwrite a file, change the course, or hide a module from Python."""
     if script not in training_scripts():
         raise CannotCopy(f"{script} does not train; use one of {', '.join(training_scripts())}")
-    one_file, place = destination.suffix == ".py", destination.resolve()
+    one_file, place = destination.suffix == ".py", Path(os.path.realpath(destination))
     installed = PathFinder.find_spec(place.stem, [sysconfig.get_paths()["purelib"]])
     reasons = {
-        "exists already": destination.exists(),
+        "exists already": os.path.lexists(destination),
         "lies in the course's own folders": any(place.is_relative_to(ROOT / n) for n in FOLDERS),
         "is one file, and --with-lab is for folders": one_file and with_lab,
         "would be imported instead of the module of that name": one_file

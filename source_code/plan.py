@@ -28,7 +28,7 @@ from pipeline.command_line import Parser, positive_integer, positive_number, rej
 from pipeline.files import not_written, to_json, write_output
 from pipeline.inputs import InputError
 from planning.bound import lower_bound, memory_bound
-from planning.candidates import all_plans, search_plans
+from planning.candidates import all_plans, check_effort, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names
 from planning.machine import SHORT, machine_from, machine_names, read_machine
 from planning.measured_runs import (
@@ -80,6 +80,10 @@ def main():
     room = arguments.memory * 1e9 if arguments.memory else USABLE * machine.memory
     machine = replace(machine, memory=room)
     plans = list(all_plans(model, machine))
+    try:
+        check_effort(model, plans)
+    except InputError as error:
+        reject(str(error))
     started = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
     here = machine.measured and not isinstance(model, ProfiledModel)
     if arguments.confirm and not here:

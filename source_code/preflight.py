@@ -40,6 +40,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from guard.free_port import free_port
+from guard.printing import keep_running_unheard
 from lab.message_checks import Check, check_two_ranks, checks_of_job
 from pipeline.command_line import Parser, positive_number, ranks_from_environment
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
@@ -52,6 +53,7 @@ INSTALL = "install the course's versions: pip install -r requirements.txt"
 
 
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     prints = ranks_from_environment()[0] == 0
     as_text = as_json if arguments.json else as_row

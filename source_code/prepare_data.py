@@ -147,6 +147,10 @@ def documents_of_lines(path, field):
             document = row.get(field) if isinstance(row, dict) else None
             if not isinstance(document, str):
                 raise InputError(f"{path}, line {number} has no text under --field {field}")
+            try:
+                document.encode()
+            except UnicodeEncodeError:  # one half of a pair of surrogates, as JSON may have
+                raise InputError(f"{path}, line {number} has text that is not Unicode") from None
             if document.strip():
                 yield document
 

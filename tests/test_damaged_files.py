@@ -10,18 +10,23 @@ import resource
 import shutil
 import time
 
+import grade_submissions
+import make_submission
 import pytest
 import torch
 from damage import INPUTS, damaged, generator, replace
+from further import further
+from saved_models import write_model
 from test_measured import MODEL, text_of_here
 
-from course import launch
+from course import launch, progress
 from course.debugging.comparing import compare
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
 from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.pretraining.token_files import check_folder, load_tokens
 from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
+from extensions.real_models.saved_folder import read_model
 from lab.figures import draw_timelines
 from lab.flight_log_reader import RecordingError, describe_unanswered_waits, read_recording
 from lab.simulator import Costs, simulate
@@ -307,3 +312,48 @@ def test_token_files(tmp_path, monkeypatch):
         return torch.equal(load_tokens(path, 256, 8).training[:], whole)
 
     assert all(attack("token files", tmp_path / "tokens", read, (DataError, InputError)))
+
+
+# A room's files and saved models, which anybody may have written.
+
+
+@further
+def test_model_folders(tmp_path):
+    folder = write_model(tmp_path / "model", layers=2)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+
+    def read(path):
+        model = read_model(path, 8)
+        part = model.build_part(0, model.settings.layers, torch.float32, "cpu")
+        return sum(weight.numel() for weight in part.parameters()) > 0
+
+    assert all(attack("model folders", folder, read, InputError))
+
+
+@further
+def test_progress(tmp_path):
+    file = tmp_path / "ada.jsonl"
+    line = '{"exercise": "puzzle 1", "outcome": "right", "time": 1700000000.5}'
+    file.write_text(f"{line}\n" * 5)
+
+    def read(path):
+        people, skipped = progress.read_progress(path.parent)
+        return all(map(isinstance, skipped, [str] * len(skipped))) and len(people) <= 1
+
+    assert attack("progress", file, read, ())[0] == INPUTS
+
+
+@further
+def test_submissions(tmp_path):
+    file, answer = tmp_path / "ada.json", {"lesson": "12", "exercise": "puzzle 1"}
+    answers = [{**answer, "said": "Right: it is", "answer": "rows_1 = ..."}] * 3
+    one = {"form": make_submission.FORM, "made": "now", "name": "Ada", "answers": answers}
+    file.write_text(json.dumps(one, indent=1))
+
+    def read(path):
+        found, skipped = grade_submissions.read_all(path.parent)
+        text = grade_submissions.csv_of(found, [])
+        page = grade_submissions.page_of(found, skipped, [])
+        return text.startswith("name,file,made") and page.encode(errors="backslashreplace")
+
+    assert attack("submissions", file, read, ())[0] == INPUTS

@@ -22,6 +22,7 @@ NOW = 1_000_000.0
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder for the progress of somebody called Ada."""
+    (tmp_path / "progress").mkdir()
     monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path / "progress"))
     monkeypatch.setenv(progress.NAME_VARIABLE, "Ada")
     monkeypatch.delenv("PIPELINE_STORED_PICTURES", raising=False)
@@ -57,10 +58,11 @@ def test_where_it_is_switched_off_nothing_is_written_or_said(folder, off, monkey
     for name, value in off.items():
         monkeypatch.setenv(name, value)
     lesson_02.own_gpipe(...)
-    assert not folder.exists() and capsys.readouterr().err == ""
+    assert list(folder.iterdir()) == [] and capsys.readouterr().err == ""
 
 
 def test_a_folder_that_cannot_be_written_costs_a_sentence_and_not_the_answer(folder, capsys):
+    folder.rmdir()
     folder.write_text("a file")
     lesson_02.own_gpipe(...)
     printed = capsys.readouterr()

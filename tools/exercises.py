@@ -36,18 +36,28 @@ def lesson_of(path):
 
 
 def read_notebooks(folder=NOTEBOOKS):
-    """({path: its Exercises}, [a sentence for each file that is not a notebook])."""
-    found, skipped = {}, []
-    for path in sorted(folder.glob("*.ipynb")):
+    """({path: its Exercises}, [a sentence for each file that is skipped]).
+
+    Of several notebooks with the same exercise, as a lesson and a copy of it, the one with the
+    shortest name counts: a copy's name has an addition.
+    """
+    found, skipped, whose = {}, [], {}
+    for path in sorted(folder.glob("*.ipynb"), key=lambda path: (len(path.name), path.name)):
         try:
             cells = nbformat.read(path, as_version=4).cells
-            found[path] = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
+            exercises = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
+            other = next((whose[one.name] for one in exercises if one.name in whose), None)
+            if other:
+                skipped.append(f"{path.name} has exercises of {other}, which counts")
+                continue
+            whose |= {exercise.name: path.name for exercise in exercises}
+            found[path] = exercises
         except OSError as error:
             skipped.append(f"{path.name} cannot be read: {error.strerror}")
         # Not JSON, as an empty file or one with a conflict; or JSON of something else.
         except (nbformat.ValidationError, *OTHER_CONTENT):
             skipped.append(f"{path.name} is not a notebook")
-    return found, skipped
+    return dict(sorted(found.items())), sorted(skipped)
 
 
 def all_exercises(folder=NOTEBOOKS):

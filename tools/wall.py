@@ -91,10 +91,18 @@ def parse_arguments():
 def follow(folder, wall, lessons, names):
     """Read the folder once, and write the data of the page into the folder `wall`."""
     people, skipped = read_progress(folder)
-    now = time.time()
-    shown = wall_of(people, skipped, lessons, names, now)
+    shown = wall_of(with_known(people, lessons), skipped, lessons, names, time.time())
     # Whole at once: the page never reads half a file.
     write_whole(wall / "wall_data.js", f"show({json.dumps(shown)});\n")
+
+
+def with_known(people, lessons):
+    """The same people with their records of the course's exercises; anybody may write others."""
+    known = {
+        person: [record for record in records if record["exercise"] in lessons]
+        for person, records in people.items()
+    }
+    return {person: records for person, records in known.items() if records}
 
 
 def place_of(person, records, now):
@@ -208,7 +216,7 @@ ul { list-style: none; padding: 0; display: grid; gap: 10px;
 li { border: 2px solid #8a9299; border-radius: 8px; padding: 8px 14px; }
 li.stuck { border: 5px solid #D55E00; }
 </style><script defer src="wall.js"></script></head>
-<body><main aria-live="polite"><p>Waiting for tools/wall.py ...</p></main></body></html>
+<body><p class="skipped" id="clock"></p><main aria-live="polite"><p>Waiting for tools/wall.py ...</p></main></body></html>
 """
 SCRIPT = """// Reads wall_data.js twice a second; what it shows comes from tools/wall.py.
 let shown = "";
@@ -216,6 +224,7 @@ function show(text) {
   if (text !== shown) document.querySelector("main").innerHTML = shown = text;
 }
 setInterval(() => {
+  document.querySelector("#clock").textContent = new Date().toLocaleTimeString();
   const script = document.createElement("script");
   script.src = `wall_data.js?${Date.now()}`;
   script.onload = script.onerror = () => script.remove();

@@ -1,7 +1,7 @@
 """Notes a reader's progress: the checks write one line per call, into one file per person.
 
-COURSE_PROGRESS names the folder; in a workshop, all readers must be able to write to it. Without
-the variable it is build/progress; "off" switches the notes off. COURSE_NAME names the person, by
+COURSE_PROGRESS names the folder, which has to be there; in a workshop, all readers must be able to
+write to it. Without the variable it is build/progress; "off" switches the notes off. COURSE_NAME names the person, by
 default with the login name. A line has the exercise, the outcome and the time, and nothing of the
 answer. `make wall` shows such a folder.
 """
@@ -33,12 +33,18 @@ def note(exercise, outcome):
         return
     record = {"exercise": exercise, "outcome": outcome, "time": round(time.time(), 1)}
     file = folder / f"{name_of_person()}.jsonl"
+    is_shared = bool(os.environ.get(FOLDER_VARIABLE))
+    if is_shared and not folder.is_dir():  # a folder of its own would hide a slip from everybody
+        tell_once(f"Your progress is not noted: {FOLDER_VARIABLE} {folder} is not a folder")
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A line is appended in one write, so lines of several kernels do not mix. In a folder that
         # all may write to, a link may be anybody's: it is not followed.
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_LINK, 0o644)
         try:
+            if is_shared and hasattr(os, "fchmod"):  # whatever the umask, the wall reads it
+                os.fchmod(descriptor, 0o644)
             os.write(descriptor, f"{json.dumps(record)}\n".encode())
         finally:
             os.close(descriptor)
@@ -82,6 +88,9 @@ def read_progress(folder):
     people, skipped = {}, []
     for file in sorted(Path(folder).iterdir()):
         try:
+            if file.is_symlink():
+                skipped.append(f"{file.name} is a link, which is not followed")
+                continue
             if file.suffix != ".jsonl" or not file.is_file():
                 skipped.append(f"{file.name} is not a file of progress")
                 continue

@@ -26,6 +26,7 @@ def find_store(job):
         return store_of_one()
     try:
         address, port = meeting_point()
+        check_known(address)
     except LauncherError as error:
         reject(str(error))
     os.environ.setdefault("RANK", str(job.rank))
@@ -44,6 +45,22 @@ def find_store(job):
         reason = str(error).splitlines()[0]
         said = "cannot listen" if is_keeper else waited
         end_process(f"rank {job.rank} {said} at {address}:{port} ({reason})")
+
+
+def check_known(address):
+    """Raise LauncherError if no name server knows the address; torch's store would ask for ever."""
+    deadline = time.monotonic() + GRACE  # a name server may be late
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise LauncherError(
+                    f"MASTER_ADDR is {address[:80]!r}, which cannot be found ({error.strerror}); "
+                    "export the name or the address of the node of rank 0"
+                ) from None
+        time.sleep(0.5)
 
 
 def wait_for_listener(job, address, port, limit):

@@ -66,7 +66,7 @@ def check_new_folder(flag, folder):
         reject(f"{flag} {folder}: the folder {parent} does not exist; make it first")
     if os.path.lexists(whole) and (not os.path.isdir(whole) or content_of(whole)):
         reject(f"{flag} {folder}: there is something already; name a new folder")
-    if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, "model")):
+    if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, ".model")):
         reject(f"{flag} {folder} cannot be written; name a folder of yours")
 
 

@@ -10,6 +10,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
+MOST_DIGITS = 30  # Python converts no more than 4300, and no size has more than ten
+
 
 class LauncherError(ValueError):
     """The environment lacks this rank's number or the meeting point; the text says what to set."""
@@ -33,7 +36,8 @@ class Parser(argparse.ArgumentParser):
         """Parse flags; reject an empty value, such as that of a shell variable that is not set."""
         arguments = super().parse_args(*words)
         for action in self._actions:
-            if getattr(arguments, action.dest, None) == "":
+            value = getattr(arguments, action.dest, None)
+            if value == "" or (isinstance(value, list) and "" in value):
                 name = (*action.option_strings, action.metavar, action.dest)[0]
                 reject(f"{name} is empty text; give it a value, or leave it out")
         return arguments
@@ -49,7 +53,7 @@ def reject(sentence):
     except LauncherError:
         first = True
     if first:
-        sentence = " ".join(sentence.split())
+        sentence = " ".join(map(shortened, sentence.split()))
         print(sentence, file=sys.stderr, flush=True)
         tell_launcher(sentence)
     else:
@@ -68,13 +72,19 @@ def tell_launcher(sentence):
             Path(file).write_text(json.dumps({"message": reason}))
 
 
+def shortened(word):
+    """Return a word of a sentence; of one that is longer than any path, its beginning."""
+    return word if len(word) <= LONGEST_WORD else f"{word[:40]}... ({len(word):,} letters)"
+
+
 def positive_integer(text):
     """Convert a flag's value to a whole number of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
+    digits = text.strip()
+    if not digits.isdecimal() or not digits.strip("0"):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
-    if int(text) >= 2**31:
+    if len(digits) > MOST_DIGITS or int(digits) >= 2**31:
         raise argparse.ArgumentTypeError(f"must be at most {2**31 - 1}, not '{text}'")
-    return int(text)
+    return int(digits)
 
 
 def positive_number(text):

@@ -24,6 +24,8 @@ def open_input(path):
         file = open(path, "rb", opener=open_at_once)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError:  # a character that no name of a file can have
+        raise InputError(f"{str(path)!r} cannot be the name of a file") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise InputError(f"{path} is not a regular file")
@@ -82,3 +84,14 @@ def is_number(value, least=-math.inf, most=math.inf):
 def is_count(value, most=2**53):
     """Return whether a value from JSON is a whole number from 0 to `most`."""
     return type(value) is int and 0 <= value <= most
+
+
+def is_file_name(value):
+    """Return whether a value from JSON can be the name of a file in a folder."""
+    return (
+        isinstance(value, str)
+        and os.path.basename(value) == value != ""
+        and value not in (".", "..")
+        and value.isprintable()  # no NUL and no lone surrogate
+        and len(value.encode()) <= 255
+    )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from pipeline.inputs import InputError
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
 from planning.bound import lower_bound, memory_bound, work_bound
@@ -19,6 +20,9 @@ from planning.training_plan import Plan, balanced_cut
 SIZES = (1, 2, 4, 8, 16, 32)  # sequences per micro-batch
 CHUNKS = (2, 3, 4, 5, 6, 8)
 PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+
+
+MOST_MICROBATCHES = 16_384  # of an update of one replica; to simulate more takes many minutes
 
 
 class Search(NamedTuple):
@@ -71,6 +75,16 @@ def all_plans(model, machine, schedules=PLANNED):
             base = Plan(ranks=ranks, replicas=replicas, tensor=tensor)
             for shape in shapes(model, base, schedules):
                 yield from shardings(machine, shape)
+
+
+def check_effort(model, plans):
+    """Raise InputError if a plan has more micro-batches than can be simulated in a few minutes."""
+    most = max((plan.microbatches(model) for plan in plans), default=0)
+    if most > MOST_MICROBATCHES:
+        raise InputError(
+            f"--batch-size {model.batch} gives a replica {most:,} micro-batches per update, and "
+            f"{MOST_MICROBATCHES:,} are the most; use a smaller one, or more GPUs"
+        )
 
 
 def divisors(number):

@@ -5,6 +5,7 @@ pretrain_llama.py, with a gated part of 8/3 of the width, rounded up to a multip
 """
 
 import math
+import os
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from pipeline.inputs import InputError, is_count, read_json
 from planning.families import read_family, weights_outside_matrices
 from planning.partition import LARGEST_FILE
-from planning.profiled import profiled_model
+from planning.profiled import check_layers, profiled_model
 from planning.transformer import Model
 
 
@@ -75,6 +76,7 @@ SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabula
 SIZES_TEXT = "sizes such as layers=32,hidden=4096,vocabulary=32000"
 NEEDED = {"layers", "hidden", "vocabulary"}
 LARGEST_SIZE = 10_000_000
+MOST_LETTERS = 80  # of a model's name in a sentence
 
 
 def find_model(text, length, batch):
@@ -83,19 +85,20 @@ def find_model(text, length, batch):
     A file is a config.json or a profile of layers; a profile has its own length. An update has
     `batch` sequences of `length` tokens. Raises InputError with one sentence.
     """
+    called = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
     if text in NAMED:
         model = NAMED[text]
     elif "=" in text:
         model = from_sizes(text)
-    elif Path(text).suffix == ".json" or Path(text).is_dir():
-        path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    elif Path(text).suffix == ".json" or os.path.isdir(text):
+        path = Path(text) / "config.json" if os.path.isdir(text) else Path(text)
         content = read_json(path, LARGEST_FILE)
         if isinstance(content, dict) and isinstance(content.get("layers"), list):
             return profiled_model(content, path, batch)
         model = from_config(content, path)
     else:
         raise InputError(
-            f"{text} is not a model's name, a .json file or a folder; use one of {names()}, or {SIZES_TEXT}"
+            f"{called} is not a model's name, a .json file or a folder; use one of {names()}, or {SIZES_TEXT}"
         )
     return replace(model, length=length, batch=batch)
 
@@ -110,8 +113,12 @@ def from_sizes(text):
     for part in text.split(","):
         key, _, value = part.partition("=")
         flag = key in ("gated", "tied") and value in ("0", "1")
-        if not flag and (key not in SIZES or not value.isdecimal() or int(value) == 0):
-            raise InputError(f"'{part}' is not a size; use {'=N, '.join(SIZES)}=N, gated=1, tied=0")
+        is_size = key in SIZES and value.isdecimal() and len(value) <= len(str(LARGEST_SIZE))
+        if not flag and not (is_size and int(value)):
+            part = part[:MOST_LETTERS]
+            raise InputError(
+                f"'{part}' is not a size up to {LARGEST_SIZE:,}; use {'=N, '.join(SIZES)}=N, gated=1, tied=0"
+            )
         sizes[key] = int(value)
     return checked(sizes, text)
 
@@ -141,7 +148,9 @@ def checked(sizes, name):
     for size in SIZES:
         value = sizes.get(size, 1)
         if not is_count(value, LARGEST_SIZE) or value == 0:
-            raise InputError(f"{size} of {name} is {value!r}, which is not a number from 1")
+            value = repr(value)[:40]
+            raise InputError(f"{size} of {name} is {value}, which is not a number from 1")
+    check_layers(sizes["layers"], name)
     model = Model(
         **{**sizes, "gated": bool(sizes.get("gated")), "tied": bool(sizes.get("tied", 1))}
     )

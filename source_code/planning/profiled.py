@@ -19,6 +19,7 @@ from planning.partition import PartitionError, Profile, plan_stages, profile_fro
 from planning.transformer import Model
 
 MOST = 10_000_000
+MOST_LAYERS = 1000  # eight times those of the largest model in known_models.py
 FREE = 1e18  # bytes per second of links that a cut ignores
 
 
@@ -43,17 +44,25 @@ class ProfiledModel(Model):
         return 0
 
 
+def check_layers(count, name):
+    """Raise InputError if a model has more layers than plans are compared for, in a few minutes."""
+    if count > MOST_LAYERS:
+        raise InputError(f"{name} has {count:,} layers, and plans are compared for {MOST_LAYERS:,}")
+
+
 def profiled_model(content, path, batch):
     """The ProfiledModel of a parsed file, `batch` sequences per update. Raises InputError."""
     try:
         profile = profile_from(content)
     except PartitionError as error:
         raise InputError(f"{path}: {error}") from None
+    check_layers(len(profile.layers), path)
     counts = {}
     for key, otherwise in (("rows", 1), ("length", 1), ("bytes_per_value", 4)):
         counts[key] = content.get(key, otherwise)
         if not is_count(counts[key], MOST) or counts[key] == 0:
-            raise InputError(f"{path}: {key} {counts[key]!r} is not a whole number from 1")
+            value = repr(counts[key])[:40]
+            raise InputError(f"{path}: {key} {value} is not a whole number from 1")
     if counts["bytes_per_value"] not in (2, 4, 8):
         raise InputError(f"{path}: bytes_per_value {counts['bytes_per_value']} is not 2, 4 or 8")
     if batch % counts["rows"]:

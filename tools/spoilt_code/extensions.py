@@ -263,8 +263,8 @@ FAULTS = [
     Fault(
         "temperature-ignored",
         "extensions/inference/requests.py::choose_token",
-        "(scores / temperature).softmax(-1)",
-        "scores.softmax(-1)",
+        "(below / temperature).softmax(-1)",
+        "below.softmax(-1)",
         "Every temperature above 0 draws from the same probabilities.",
         "test_inference.py",
         ("test_a_token_depends_on_its_scores_and_its_place_alone",),

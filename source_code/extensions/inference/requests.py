@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.command_line import reject
+from pipeline.job import end_process
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ def read_requests(arguments):
     """
     a = arguments
     if a.prompt:
+        for number, text in enumerate(a.prompt):
+            if not is_unicode(text):
+                reject(f"--prompt: request {number} is not text in UTF-8; type it in UTF-8")
         prompts = [tuple(a.text.encode(text)) for text in a.prompt]
     else:  # different lengths, so that the requests end at different times
         held_out = a.text.held_out
@@ -49,6 +53,11 @@ def read_requests(arguments):
     return requests
 
 
+def is_unicode(text):
+    """Return whether a text of the command line was valid in the encoding of the locale."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def choose_token(scores, seed, request, position, temperature):
     """Choose the token at `position`, from the `scores` (vocabulary) of the token before it.
 
@@ -56,9 +65,14 @@ def choose_token(scores, seed, request, position, temperature):
     temperature 0 it is the token with the highest score.
     """
     scores = scores.double().cpu()
+    if not scores.isfinite().all():
+        end_process(
+            f"request {request}: the model's scores are not numbers; its weights are damaged"
+        )
     if temperature == 0:
         return int(scores.argmax())
     number = (seed * 2654435769 + request * 40503 + position) % 2**32
     generator = torch.Generator().manual_seed(number)
-    likely = (scores / temperature).softmax(-1)
+    below = scores - scores.max()  # so that no number becomes too large
+    likely = (below / temperature).softmax(-1)
     return int(torch.multinomial(likely, 1, generator=generator))

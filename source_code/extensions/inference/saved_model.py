@@ -3,12 +3,18 @@
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
+from extensions.checkpointing.checkpoint_folder import (
+    CheckpointError,
+    current_run,
+    find_checkpoint,
+    steps_of,
+)
 from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
 from extensions.real_models.saved_folder import take_model
 from pipeline.command_line import reject
 from pipeline.model import build_part
 
+TRIES = 20  # while a training run replaces checkpoints
 SIZES = "layers", "dim", "heads", "kv_heads", "vocabulary"
 
 
@@ -26,11 +32,12 @@ def take_sizes(arguments):
     if arguments.checkpoints is None:
         return
     try:
-        arguments.saved = find_checkpoint(arguments.checkpoints)
+        arguments.saved = newest_checkpoint(arguments.checkpoints)
     except CheckpointError as error:
         reject(str(error))
     if arguments.saved is None:
         reject(f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first")
+    arguments.from_checkpoint = arguments.saved.name  # equal on all ranks, or they are told so
     flags = arguments.saved.description["configuration"]
     if flags.get("--from-hf"):
         reject(
@@ -38,6 +45,27 @@ def take_sizes(arguments):
         )
     for name in SIZES:
         setattr(arguments, name, flags.get(f"--{name.replace('_', '-')}", getattr(arguments, name)))
+
+
+def newest_checkpoint(folder):
+    """Return the newest Checkpoint, or None, also while a training saves and removes there.
+
+    Raises CheckpointError.
+    """
+    for _ in range(TRIES):
+        before = newest_step(folder)
+        try:
+            return find_checkpoint(folder)
+        except (CheckpointError, FileNotFoundError):
+            if newest_step(folder) == before:  # nothing newer has come meanwhile: it is damaged
+                raise
+    return find_checkpoint(folder)
+
+
+def newest_step(folder):
+    """Return (run, steps) of the run that counts."""
+    run = current_run(folder)
+    return run, steps_of(folder, run) if run else []
 
 
 def build_saved_part(arguments, first, last, device="cpu"):
@@ -65,7 +93,9 @@ def load_weights(arguments, part):
             planner=PlainPlanner(),
             no_dist=True,
         )
-    except CheckpointException as error:
+    except (CheckpointException, FileNotFoundError) as error:
+        if not arguments.saved.path.exists():
+            reject(f"{arguments.saved.path} was removed while it was read; start again")
         reject(f"{arguments.saved.path}: {reason_of(error)}")
     except CheckpointError as error:
         reject(str(error))

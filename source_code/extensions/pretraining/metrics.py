@@ -11,6 +11,24 @@ import time
 
 from extensions.pretraining.throughput import flops_per_token, peak_flops
 from pipeline.files import json_line, say_not_written
+from pipeline.job import end_process
+
+
+def open_for_one(path):
+    """Open a log that this run alone may write until it ends; reject one that another run writes."""
+    try:
+        claim = open(path, "ab")
+    except OSError:  # the first line that cannot be written says so
+        return None
+    try:
+        import fcntl
+
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        end_process(f"--metrics {path}: another run is writing it; name another file")
+    except (ImportError, OSError):  # a system or a file system without locks
+        pass
+    return claim
 
 
 class Metrics:
@@ -26,6 +44,7 @@ class Metrics:
         self.peak, self.source = (peak, "--peak-flops") if peak else peak_flops(job, dtype)
         self.rates = []  # tokens per second of each step
         self.started = None
+        self.claim = self.file and open_for_one(self.file)
         if not continues:
             self.append("w", "")
 

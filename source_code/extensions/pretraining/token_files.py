@@ -25,13 +25,25 @@ from extensions.pretraining.packing import PackedDocuments
 from extensions.pretraining.tokens import Corpus, read_tokenizer
 from pipeline.data import DataError
 from pipeline.files import to_json, write_whole
-from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, open_input, read_json
+from pipeline.inputs import (
+    MEBIBYTE,
+    InputError,
+    is_count,
+    is_file_name,
+    is_number,
+    open_input,
+    read_json,
+)
 
 TOKENS_FILE, TOKENIZER = "tokens.json", "tokenizer.json"
 TOKEN_PARTS = "training", "held_out"
 DTYPE_OF_WIDTH = {2: torch.uint16, 4: torch.int32}  # bytes of a token -> how torch maps it
 MOST_TOKENS = {2: 2**16, 4: 2**31}
 LARGEST_TOKENS_FILE = 16 * MEBIBYTE
+MOST_SHARDS = 10_000  # files of a part; each is mapped into memory
+LEAST_BYTES = 1e-6  # per token
+CHECKED_AT_ONCE = 2**22  # tokens, which are compared with the vocabulary
+CHECKED_AT_OPENING = 2**30  # tokens per part: about a second for each rank
 
 
 class MappedTokens:
@@ -83,13 +95,16 @@ def load_tokens(folder, vocabulary, seq_len, packed=False):
 
     With `packed` it is a MappedDocuments, which also has the ends of its documents.
 
-    The names, lengths and sizes of the files are checked; `check_folder` compares their content.
+    The names, lengths and sizes of the files are checked, and that every token of the first
+    CHECKED_AT_OPENING of a part is in the vocabulary; `check_folder` compares all of their content.
     """
     folder = Path(folder)
     try:
         description = read_tokens_file(folder)
         tokens = {part: map_part(folder, description, part) for part in TOKEN_PARTS}
-        ends = tuple(map_ends(folder, description, part) for part in TOKEN_PARTS if packed)
+        ends = tuple(
+            map_ends(folder, description, part, len(tokens[part])) for part in TOKEN_PARTS if packed
+        )
     except InputError as error:
         raise DataError(f"--data: {error}; make the folder anew with prepare_data.py") from None
     if description["num_tokens"] > vocabulary:
@@ -124,14 +139,16 @@ def read_tokens_file(folder):
     width, files = found.get("bytes_per_number"), found.get("files")
     ends = found.get("ends", {})
     whole = (
-        width in DTYPE_OF_WIDTH
+        is_count(width)
+        and width in DTYPE_OF_WIDTH
         and is_count(found.get("num_tokens"), MOST_TOKENS[width])
-        and is_number(found.get("bytes_per_token"), 0)
+        and is_number(found.get("bytes_per_token"), LEAST_BYTES)
         and isinstance(found.get("tokenizer"), bool)
         and isinstance(files, dict)
         and set(files) == set(TOKEN_PARTS)
         and all(
-            isinstance(shards, list) and all(map(is_shard, shards)) for shards in files.values()
+            isinstance(shards, list) and len(shards) <= MOST_SHARDS and all(map(is_shard, shards))
+            for shards in files.values()
         )
         and isinstance(ends, dict)
         and all(map(is_shard, ends.values()))
@@ -146,7 +163,7 @@ def is_shard(shard):
     return (
         isinstance(shard, dict)
         and isinstance(shard.get("file"), str)
-        and os.path.basename(shard["file"]) == shard["file"] != ""
+        and is_file_name(shard["file"])
         and is_count(shard.get("tokens"))
         and isinstance(shard.get("sha256"), str)
     )
@@ -160,16 +177,33 @@ def checksum_of_tokens_file(description):
 def map_part(folder, description, part):
     """Return the MappedTokens of "training" or "held_out"."""
     dtype = DTYPE_OF_WIDTH[description["bytes_per_number"]]
-    shards = [map_file(folder, shard, dtype) for shard in description["files"][part]]
-    return MappedTokens([shard for shard in shards if len(shard)])
+    shards = [shard for shard in description["files"][part] if shard["tokens"]]
+    mapped, left = [], CHECKED_AT_OPENING
+    for shard in shards:
+        mapped.append(map_file(folder, shard, dtype))
+        check_ids(folder / shard["file"], mapped[-1][:left], description["num_tokens"])
+        left = max(0, left - len(mapped[-1]))
+    return MappedTokens(mapped)
 
 
-def map_ends(folder, description, part):
-    """Return the ends of the documents of a part, in the form of PackedDocuments."""
+def check_ids(path, tokens, num_tokens):
+    """Raise InputError if one of the `tokens`, mapped from the file `path`, is not a token."""
+    for part in tokens.split(CHECKED_AT_ONCE):
+        # Without a sign, so that the largest number also stands for the negative ones.
+        largest = int(part.numpy().view(f"u{part.itemsize}").max())
+        if largest >= num_tokens:
+            raise InputError(f"{path} has the token {largest}, and there are {num_tokens} tokens")
+
+
+def map_ends(folder, description, part, length):
+    """Return the ends of the documents of a part of `length` tokens, as PackedDocuments has them."""
     shard = description.get("ends", {}).get(part)
     if shard is None:
         raise InputError(f"{folder} does not say where its documents end")
-    return map_file(folder, shard, torch.int64)
+    ends = map_file(folder, shard, torch.int64)
+    if not len(ends) or ends[0] < 0 or ends[-1] > length or bool((ends[1:] < ends[:-1]).any()):
+        raise InputError(f"{folder / shard['file']} does not say where documents end")
+    return ends
 
 
 def map_file(folder, shard, dtype):

@@ -245,11 +245,11 @@ def read_tokenizer(file):
 
 @contextmanager
 def complaints_of_library(what):
-    """Raise DataError for the tokenizers library's errors, which are plain Exceptions."""
+    """Raise DataError for the tokenizers library's errors: plain Exceptions, and panics of Rust."""
     try:
         yield
-    except Exception as error:
-        if type(error) is not Exception:
+    except BaseException as error:
+        if type(error).__name__ != "PanicException" and type(error) is not Exception:
             raise
         reason = str(error).splitlines()[0][:200] if str(error) else "it says no more"
         raise DataError(f"{what} ({reason})") from None

@@ -5,6 +5,7 @@ message. After that a rank reads the tensors of its own layers only.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from extensions.real_models.saved_part import fill_part, lay_out, name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE, SavedSettings, read_settings
 from extensions.real_models.tensor_files import stored_tensors
 from pipeline.command_line import reject
-from pipeline.inputs import MEBIBYTE, InputError, read_json
+from pipeline.inputs import MEBIBYTE, InputError, is_file_name, read_json
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 64 * MEBIBYTE
@@ -65,7 +66,24 @@ def read_model(folder, seq_len):
                 f"{CONFIG_FILE} wants {tuple(layout.shape)}; use the {CONFIG_FILE} of these weights"
             )
     check_tied(model)
+    check_surplus(model)
     return model
+
+
+def check_surplus(model):
+    """Raise InputError if the files have layers that config.json does not count."""
+    more = sorted(name for name in model.tensors if number_of_layer(name) >= model.settings.layers)
+    if more:
+        raise InputError(
+            f"{model.folder} has the tensor {more[0][:80]}, and {CONFIG_FILE} says that there are "
+            f"{model.settings.layers} layers"
+        )
+
+
+def number_of_layer(name):
+    """Return the number of the layer that a tensor of a file belongs to, or -1."""
+    found = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+    return int(found[1]) if found else -1
 
 
 def find_tensors(folder):
@@ -112,10 +130,6 @@ def without_safetensors(folder):
     if (folder / "adapter_config.json").exists():
         return "it is an adapter: merge it into its model (merge_and_unload), and save that"
     return "download the weights, too"
-
-
-def is_file_name(name):
-    return isinstance(name, str) and os.path.basename(name) == name != ""
 
 
 def check_tied(model):

@@ -65,9 +65,9 @@ def save_trained(arguments, job, stages, flag, folder, beside, writers=None):
     settings = saved.settings if saved else settings_of_course(arguments.config)
     config = config_in(saved.config, dtype) if saved else config_of(settings, dtype)
     parts = [stage.part for stage in stages.values()]
-    save_model(job, flag, folder, config, parts, settings, beside, writers)
+    written = save_model(job, flag, folder, config, parts, settings, beside, writers)
     if arguments.claimed:
-        arguments.claimed.release()
+        (arguments.claimed.release if written else arguments.claimed.give_up)()
 
 
 def save_model(job, flag, folder, config, parts, settings, beside=None, writers=None):
@@ -75,6 +75,7 @@ def save_model(job, flag, folder, config, parts, settings, beside=None, writers=
 
     `config` is the JSON object of config.json. `beside` is where the tokenizer comes from: a folder,
     or a tokenizer with a method `save`. The first `writers` ranks, by default all, have the model.
+    Returns whether it was written; a model with NaN or infinity is not.
     """
     folder, writers = Path(folder), writers or job.num_ranks
     own, problem = {}, None
@@ -83,6 +84,12 @@ def save_model(job, flag, folder, config, parts, settings, beside=None, writers=
         own |= {name_in_file(n): w.detach() for n, w in named if not is_tied_copy(settings, n)}
     file = f"model-{job.rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ONE_FILE
     total = sum(weight.numel() * weight.element_size() for weight in own.values())
+    if wrong := not_finite(job, own):
+        not_written.append(flag)
+        if job.rank == 0:
+            reason = f"{wrong} has values that are not numbers, so the training has diverged"
+            print(f"{flag} {folder}: nothing is saved, since {reason}", file=sys.stderr, flush=True)
+        return False
     try:
         folder.mkdir(exist_ok=True)
         if own:
@@ -97,6 +104,14 @@ def save_model(job, flag, folder, config, parts, settings, beside=None, writers=
     if problem:
         not_written.append(flag)
         print(problem, file=sys.stderr, flush=True)
+    return True
+
+
+def not_finite(job, weights):
+    """Return the name of a weight on any rank with NaN or infinity, else None; all ranks call it."""
+    own = next((name for name, weight in weights.items() if not weight.isfinite().all()), None)
+    found = gather(job, own)
+    return share(job, next(filter(None, found), None) if job.rank == 0 else None)
 
 
 def finish_folder(flag, folder, config, beside, written):

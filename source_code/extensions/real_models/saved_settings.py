@@ -79,6 +79,12 @@ def read_settings(folder, seq_len):
             f"{path}: use_sliding_window is set, and the course's attention has none; for sequences "
             "no longer than sliding_window, set it to false in a copy of the folder"
         )
+    dropout = saved.get("attention_dropout") or 0.0
+    if dropout != 0:
+        raise InputError(
+            f"{path}: attention_dropout is {str(dropout)[:40]}, and the course's attention has none; "
+            "set it to 0.0 in a copy of the folder"
+        )
     sizes = sizes_in(path, saved)
     base, rotary = rotary_in(path, saved)
     biases = {name: saved.get(name, False) for name in ("attention_bias", "mlp_bias")}
@@ -151,7 +157,7 @@ def rotary_in(path, saved):
         )
     said = {"rope_theta": saved.get("rope_theta", 10000.0), **newer, **older}
     kind = older.get("rope_type", older.get("type", said.get("rope_type", "default")))
-    if kind not in ROTARY_TYPES:
+    if not isinstance(kind, str) or kind not in ROTARY_TYPES:
         known = ", ".join(ROTARY_TYPES)
         raise InputError(
             f"{path}: the rope_type is {str(kind)[:40]}, and none of {known}; for sequences of up to "

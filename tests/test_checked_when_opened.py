@@ -1,0 +1,235 @@
+"""What a file or a flag says is checked when it is read, and not when a step first uses it."""
+
+import hashlib
+import json
+import sys
+
+import copy_template
+import prepare_data
+import pytest
+import torch
+from saved_models import write_model
+
+from extensions.inference import requests
+from extensions.inference.requests import choose_token
+from extensions.pretraining import token_files
+from extensions.pretraining.token_files import TokenWriter, load_tokens, write_tokens_file
+from extensions.pretraining.tokens import DataError, complaints_of_library
+from extensions.real_models.saved_folder import find_tensors
+from extensions.real_models.saved_settings import read_settings
+from pipeline.command_line import Parser, positive_integer, reject
+from pipeline.inputs import InputError, is_file_name, open_input
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A function that makes a folder of bytes whose tokens.json says something else, validly."""
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    writers = {part: TokenWriter(folder, part, 2, 1000) for part in token_files.TOKEN_PARTS}
+    for writer in writers.values():
+        writer.write(list(range(200)))
+        writer.end_document()
+        writer.close()
+    description = write_tokens_file(folder, writers, 2, 256, 1.0, False)
+
+    def change(**changes):
+        said = json.loads(json.dumps({**description, **changes}))
+        said["checksum"] = token_files.checksum_of_tokens_file(said)
+        (folder / token_files.TOKENS_FILE).write_text(json.dumps(said))
+        return folder
+
+    return change
+
+
+@pytest.mark.parametrize("part", token_files.TOKEN_PARTS)
+@pytest.mark.parametrize("token", [256, 65535])
+def test_a_token_above_the_vocabulary_is_named_with_its_file(tokens, part, token):
+    folder = tokens()
+    file = folder / f"{part}-00000.bin"
+    content = bytearray(file.read_bytes())
+    content[-2:] = token.to_bytes(2, "little")
+    file.write_bytes(content)
+    with pytest.raises(
+        DataError, match=f"{part}-00000.bin has the token {token}, and there are 256"
+    ):
+        load_tokens(folder, 256, 8)
+
+
+def test_a_negative_token_is_named_too(tmp_path):
+    wide = torch.tensor([5, -1], dtype=torch.int32)
+    with pytest.raises(InputError, match="token 4294967295"):
+        token_files.check_ids(tmp_path / "file", wide, 2**31)
+    token_files.check_ids(tmp_path / "file", wide[:1], 6)
+
+
+def test_beyond_what_is_checked_at_opening_nothing_is_read(tokens, monkeypatch):
+    folder, seen = tokens(), []
+    monkeypatch.setattr(token_files, "CHECKED_AT_OPENING", 50)
+    monkeypatch.setattr(token_files, "check_ids", lambda path, part, most: seen.append(len(part)))
+    load_tokens(folder, 256, 8)
+    assert seen == [50, 50]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"bytes_per_token": value} for value in (0, 1e-300, -1, "1", None)),
+        *({"bytes_per_number": value} for value in ([2], {}, True, 2.0, 3, "2")),
+        *({"num_tokens": value} for value in (2**17, -1, 0.5)),
+        *(
+            {"files": {"training": [{"file": name, "tokens": 0, "sha256": ""}], "held_out": []}}
+            for name in ("a\0b", "\ud800", "x" * 300, "..", ".", "", "a/b", 3)
+        ),
+        {
+            "files": {
+                "training": [{"file": "a", "tokens": 0, "sha256": ""}] * 10_001,
+                "held_out": [],
+            }
+        },
+    ],
+)
+def test_tokens_json_that_says_what_cannot_be_is_one_sentence(tokens, changes):
+    with pytest.raises(DataError, match="tokens.json does not describe tokens") as said:
+        load_tokens(tokens(**changes), 256, 8)
+    assert len(str(said.value)) < 500
+
+
+@pytest.mark.parametrize("ends", [[], [-1, 200], [100, 50], [201]])
+def test_ends_of_documents_lie_in_their_part_in_order(tokens, ends):
+    folder = tokens()
+    content = torch.tensor(ends, dtype=torch.int64).numpy().tobytes()
+    said = json.loads((folder / token_files.TOKENS_FILE).read_text())["ends"]
+    (folder / said["training"]["file"]).write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    said["training"] |= {"tokens": len(ends), "sha256": digest}
+    with pytest.raises(DataError, match="does not say where documents end"):
+        load_tokens(tokens(ends=said), 256, 8, packed=True)
+
+
+# Texts.
+
+
+def ends_with(main, monkeypatch, capsys, *words):
+    """The one sentence with which a program rejects its arguments."""
+    monkeypatch.setattr(sys, "argv", ["program", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(line) < 1000
+    return line
+
+
+@pytest.mark.parametrize("flags", [[], ["--vocabulary", "300"]])
+@pytest.mark.parametrize("half", ["\\ud800", "\\udfff"])
+def test_a_text_that_no_encoder_can_take_is_named_with_its_line(
+    tmp_path, monkeypatch, capsys, flags, half
+):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good"}\n\n{"text": "a HALF b"}\n'.replace("HALF", half))
+    words = "--data", file, "--out", tmp_path / "out", *flags
+    said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
+    assert "a.jsonl, line 3 has text that is not Unicode" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", [["--data", ""], ["--data", "a.txt", ""]])
+def test_an_empty_name_is_not_taken_for_the_current_folder(tmp_path, monkeypatch, capsys, words):
+    said = ends_with(prepare_data.main, monkeypatch, capsys, *words, "--out", tmp_path / "out")
+    assert said.startswith("--data is empty text")
+
+
+def test_a_panic_in_the_tokenizer_is_a_sentence_and_an_interrupt_stays_one():
+    panic = type("PanicException", (BaseException,), {})
+    with (
+        pytest.raises(DataError, match=r"it cannot encode \(deep\)"),
+        complaints_of_library("it cannot encode"),
+    ):
+        raise panic("deep\nand more")
+    with pytest.raises(KeyboardInterrupt), complaints_of_library("it cannot encode"):
+        raise KeyboardInterrupt
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-12, 0.8, 999.0])
+def test_every_allowed_temperature_chooses_a_token(temperature):
+    scores = torch.tensor([-1e30, 3.0, 1e30, 2.0])
+    assert choose_token(scores, 0, 0, 0, temperature) == 2
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_are_not_numbers_end_the_run_with_a_sentence(monkeypatch, temperature, value):
+    class Ended(Exception):
+        pass
+
+    def end(sentence):
+        raise Ended(sentence)
+
+    monkeypatch.setattr(requests, "end_process", end)
+    with pytest.raises(Ended, match="request 4: the model's scores are not numbers"):
+        choose_token(torch.tensor([1.0, value]), 0, 4, 0, temperature)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 31, "2147483648"])
+def test_a_number_of_any_length_is_rejected_in_a_short_sentence(monkeypatch, capsys, text):
+    def main():
+        parser = Parser("A program.")
+        parser.add_argument("--steps", type=positive_integer)
+        parser.parse_args()
+
+    said = ends_with(main, monkeypatch, capsys, "--steps", text)
+    assert "--steps: must be at most 2147483647" in said
+
+
+def test_a_word_that_is_too_long_is_cut_in_a_sentence(capsys):
+    with pytest.raises(SystemExit):
+        reject(f"--data {'x' * 5000}: this is no file")
+    said = capsys.readouterr().err
+    assert said == f"--data {'x' * 40}... (5,001 letters) this is no file\n"
+
+
+# Names.
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_no_file_can_have_is_an_input_error(tmp_path, name):
+    with pytest.raises(InputError, match="cannot be the name of a file"):
+        open_input(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "..", "a/b", "x" * 300, 3])
+def test_an_index_names_files_that_can_be(tmp_path, name):
+    assert not is_file_name(name) and is_file_name("model-ü 1.safetensors")
+    index = {"weight_map": {"w": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="has no weight_map with names of files"):
+        find_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [[], ["llama3"], {}, {"a": 1}, 3, None, True])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_rope_type_of_any_kind_is_one_sentence(tmp_path, key, kind):
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config[key] = {**(config.get(key) or {}), "rope_type": kind}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="the rope_type is .* and none of default"):
+        read_settings(folder, 8)
+
+
+@pytest.mark.parametrize("script", ["", ".", "/", "..", "a\nb", "x" * 5000, "gpipe.txt"])
+def test_a_script_to_copy_of_any_name_is_one_sentence(tmp_path, monkeypatch, capsys, script):
+    said = ends_with(copy_template.main, monkeypatch, capsys, script, tmp_path / "mine")
+    assert "does not train; use one of" in said
+
+
+@pytest.mark.parametrize("there", ["loop", "loop/below", "nowhere", "x" * 5000, "file/below"])
+def test_a_place_where_nothing_can_be_copied_is_one_sentence(tmp_path, monkeypatch, capsys, there):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "nowhere").symlink_to("not-there")
+    (tmp_path / "file").touch()
+    ends_with(copy_template.main, monkeypatch, capsys, "gpipe.py", tmp_path / there)
+    assert not (tmp_path / "not-there").exists()

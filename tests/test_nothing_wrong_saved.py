@@ -1,0 +1,195 @@
+"""Nothing wrong is saved, read or counted in silence."""
+
+import json
+import os
+import stat
+
+import grade_submissions
+import nbformat
+import pytest
+import wall
+from exercises import read_notebooks
+from further import first_of
+from ranks import run_on_ranks
+from saved_models import write_model
+
+from course import progress
+from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing.checkpoint_folder import CheckpointError
+from extensions.inference import saved_model
+from extensions.pretraining import metrics
+from extensions.real_models.saved_folder import read_model
+from extensions.real_models.saved_settings import read_settings
+from extensions.real_models.tensor_files import stored_tensors, write_tensors
+from guard import meeting
+from pipeline.command_line import LauncherError
+from pipeline.inputs import InputError
+
+
+def diverge(rank, model, out, value):
+    """On a rank: a fine-tuning run, one of whose weights on rank 1 becomes `value`."""
+    import sys
+
+    import finetune
+
+    from extensions.real_models import saved_output
+
+    save = saved_output.save_model
+
+    def damaged(job, flag, folder, config, parts, *rest):
+        if job.rank == 1:
+            next(parts[0].parameters()).data.view(-1)[3] = value
+        return save(job, flag, folder, config, parts, *rest)
+
+    saved_output.save_model = damaged
+    sizes = "--steps 1 --seq-len 16 --batch-size 4 --microbatches 2 --device cpu"
+    sys.argv = ["finetune.py", "--model", model, "--save", out, *sizes.split()]
+    return finetune.main()
+
+
+@pytest.mark.parametrize("value", first_of([float("nan"), -float("inf")], 1))
+def test_a_model_with_a_value_that_is_not_a_number_is_not_saved(tmp_path, value):
+    model, out = write_model(tmp_path / "model"), tmp_path / "out"
+    assert run_on_ranks(diverge, 2, str(model), str(out), value) == [1, 1]
+    assert not out.exists()
+
+
+def test_layers_that_config_json_does_not_count_are_named(tmp_path):
+    folder = write_model(tmp_path / "model")
+    read_model(folder, 8)
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: stored.read() for name, stored in stored_tensors(file).items()}
+    last = max(name for name in tensors if "layers.1." in name)
+    tensors[last.replace("layers.1.", "layers.12.")] = tensors[last]
+    write_tensors(file, tensors)
+    with pytest.raises(InputError, match=r"has the tensor model.layers.12.* there are \d layers"):
+        read_model(folder, 8)
+
+
+@pytest.mark.parametrize("value", [0.1, 1, "0.1", [0], True])
+def test_a_dropout_that_the_layers_do_not_have_is_rejected(tmp_path, value):
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    for given in (0, 0.0, None):
+        (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": given}))
+        read_settings(folder, 8)
+    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": value}))
+    with pytest.raises(InputError, match="attention_dropout is .* attention has none"):
+        read_settings(folder, 8)
+
+
+# A room.
+
+
+def notebook(path, answer, check="puzzle(1, rows_1)"):
+    source = f"from course.checks import lesson_12 as check\n\ncheck.{check}"
+    cells = [nbformat.v4.new_code_cell(text) for text in (answer, source)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+
+
+@pytest.mark.parametrize(
+    "copy", ["12_small-Copy1", "12_small_backup", "Copy of 12_small", "a_12_small"]
+)
+def test_a_copy_of_a_notebook_does_not_count_in_place_of_it(tmp_path, copy):
+    notebook(tmp_path / "12_small.ipynb", "rows_1 = 1")
+    notebook(tmp_path / f"{copy}.ipynb", "rows_1 = ...")
+    notebook(tmp_path / "13_other.ipynb", "rows_2 = ...", "puzzle(2, rows_2)")
+    found, skipped = read_notebooks(tmp_path)
+    assert [path.name for path in found] == ["12_small.ipynb", "13_other.ipynb"]
+    assert skipped == [f"{copy}.ipynb has exercises of 12_small.ipynb, which counts"]
+
+
+def test_the_course_s_own_notebooks_have_each_exercise_once():
+    found, skipped = read_notebooks()
+    names = [exercise.name for exercises in found.values() for exercise in exercises]
+    assert skipped == [] and len(found) > 20 and len(names) > 60
+
+
+def test_of_two_answers_to_an_exercise_the_right_one_is_marked():
+    answers = [{"exercise": "a", "said": said} for said in ("Not yet: 1", "Right: 1", "hm")]
+    assert grade_submissions.marks_of({"answers": answers}) == {"a": "right"}
+
+
+def test_progress_can_be_read_by_the_wall_whatever_the_umask(tmp_path, monkeypatch):
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(progress.NAME_VARIABLE, "ada")
+    before = os.umask(0o077)
+    try:
+        progress.note("puzzle 1", progress.RIGHT)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "ada.jsonl").stat().st_mode) == 0o644
+
+
+def test_a_mistyped_folder_of_progress_is_named_and_not_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "told", set())
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path / "progres"))
+    progress.note("puzzle 1", progress.RIGHT)
+    said = capsys.readouterr().err
+    assert said.startswith("Your progress is not noted: COURSE_PROGRESS") and said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wall_shows_known_exercises_only_and_follows_no_link(tmp_path):
+    secret, room = tmp_path / "secret.jsonl", tmp_path / "room"
+    room.mkdir()
+    line = '{"exercise": "EXERCISE", "outcome": "right", "time": 1.0}\n'
+    secret.write_text(line.replace("EXERCISE", "puzzle 1"))
+    (room / "link.jsonl").symlink_to(secret)
+    names = "".join(line.replace("EXERCISE", f"word {number}") for number in range(40_000))
+    (room / "bob.jsonl").write_text(names + line.replace("EXERCISE", "puzzle 1"))
+    people, skipped = progress.read_progress(room)
+    assert skipped == ["link.jsonl is a link, which is not followed"]
+    known = wall.with_known(people, {"puzzle 1": "12"})
+    assert {name: len(records) for name, records in known.items()} == {"bob": 1}
+    assert wall.with_known(people, {"puzzle 2": "12"}) == {}
+
+
+# At the same time.
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_followed_by_the_next(monkeypatch):
+    steps, looked = [[1], [1], [1, 2], [2], [2]], []
+
+    def find(folder):
+        looked.append(folder)
+        if len(looked) == 1:
+            raise CheckpointError("step 1 is damaged")
+        return "step 2"
+
+    monkeypatch.setattr(saved_model, "find_checkpoint", find)
+    monkeypatch.setattr(saved_model, "current_run", lambda folder: "run-0001")
+    monkeypatch.setattr(saved_model, "steps_of", lambda *_: steps[len(looked) * 2])
+    assert saved_model.newest_checkpoint("folder") == "step 2"
+    looked.clear()
+    monkeypatch.setattr(saved_model, "steps_of", lambda *_: [1])
+    with pytest.raises(CheckpointError, match="step 1 is damaged"):  # nothing newer: it is
+        saved_model.newest_checkpoint("folder")
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path):
+    assert saved_model.newest_checkpoint(tmp_path) is None
+    assert checkpoint_folder.find_checkpoint(tmp_path) is None
+
+
+def test_a_log_is_written_by_one_run_at_a_time(tmp_path, monkeypatch):
+    class Ended(Exception):
+        pass
+
+    def end(sentence):
+        raise Ended(sentence)
+
+    monkeypatch.setattr(metrics, "end_process", end)
+    first = metrics.open_for_one(tmp_path / "log")
+    with pytest.raises(Ended, match="--metrics .*log: another run is writing it"):
+        metrics.open_for_one(tmp_path / "log")
+    first.close()
+    metrics.open_for_one(tmp_path / "log").close()
+    assert metrics.open_for_one(tmp_path / "no" / "log") is None
+
+
+def test_an_address_that_no_name_server_knows_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(meeting, "GRACE", 0.0)
+    with pytest.raises(LauncherError, match="MASTER_ADDR is 'nowhere.invalid', which cannot be"):
+        meeting.check_known("nowhere.invalid")
+    meeting.check_known("127.0.0.1")
