@@ -39,8 +39,9 @@ from planning.measured_runs import (
 from planning.plan_tables import (
     command_of,
     course_flags,
-    error_line,
+    error_lines,
     memory_lines,
+    not_told_apart,
     performed_line,
     published_lines,
     range_of,
@@ -223,7 +224,10 @@ def in_words(arguments, model, machine, ours, others):
             "No script of the course builds this model. For a saved Llama or Qwen2, name its folder",
             "as MODEL; for any other, docs/your-own-model.md shows how to change a copy of a script.",
         ]
-    lines += ["", error_line(machine, best)]
+    lines += ["", *error_lines(machine, best)]
+    close = not_told_apart(machine, sorted(best, key=lambda one: one.update))
+    if len(close) > 1:
+        lines.append(f"The {len(close)} fastest of these plans cannot be told apart by a forecast.")
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")
     if machine.error > UNSURE:

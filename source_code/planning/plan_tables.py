@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pipeline.inputs import read_json
 from pipeline.schedules import SCHEDULES
+from planning.expected_error import expected_error, kind_of, left_out_errors
 from planning.forecast import stage_costs
 from planning.held import held_by
 from planning.known_models import is_of_the_course
@@ -13,7 +14,6 @@ from planning.published import error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
-SHARDED_LONGER = 0.5  # fraction beyond the forecast: torchtitan and MPT, published.json
 STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
 SAVED = ("llama", "qwen2")  # model types that --from-hf takes
 HEADING = (
@@ -51,18 +51,49 @@ def remark(plan):
 
 
 def range_of(machine, found):
-    """(least, most) seconds of an update, by the largest errors of similar forecasts."""
-    sharded = found.plan.sharding in ("hybrid", "full")
-    most = max(machine.error, SHARDED_LONGER if sharded else 0.0)
-    return found.update * (1 - machine.error), found.update * (1 + most)
+    """(least, most) seconds of an update, by the errors of forecasts for plans of this kind."""
+    return expected_error(machine, found.plan).seconds(found.update)
 
 
-def error_line(machine, found):
-    """A sentence about the error of the seconds in a table."""
-    line = f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
-    if any(one.plan.sharding in ("hybrid", "full") for one in found):
-        line += f" Others' sharded training runs took up to {SHARDED_LONGER:.0%} longer."
-    return line
+def error_lines(machine, found):
+    """Sentences about the error of the seconds in tables, one per kind of plan."""
+    if machine.measured:
+        return [
+            f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
+        ]
+    lines = ["The error to expect: how much an update differed from its forecast in 9 of 10"]
+    lines += ["published training runs of this kind, with constants fitted without them:"]
+    kinds = {kind_of(one.plan): expected_error(machine, one.plan) for one in found}
+    for kind, error in sorted(kinds.items()):
+        if error.rows:
+            evidence = f"{error.rows} runs by {error.groups} publications"
+        else:
+            evidence = f"few or no {kind} runs on this GPU were ever compared"
+        lines.append(f"  {kind:15}  {error.text:14}  {evidence}")
+    if len(kinds) > 1 and not all(error.rows for error in kinds.values()):
+        lines.append("How these kinds rank against each other on this GPU was never tested.")
+    return lines
+
+
+def not_told_apart(machine, found):
+    """The numbers, from 1, of the plans that may be as fast as the first, given the errors.
+
+    `found` is sorted. The plans share a machine and a model, so errors of one kind of plan mostly
+    cancel: two plans of one kind are compared by half of their interval.
+    """
+    if not found:
+        return []
+    first = found[0]
+    _, slowest = range_of(machine, first)
+    close = []
+    for number, one in enumerate(found, 1):
+        fastest, _ = range_of(machine, one)
+        if kind_of(one.plan) == kind_of(first.plan):
+            fastest = (fastest + one.update) / 2
+            close += [number] if fastest <= (slowest + first.update) / 2 else []
+        elif fastest <= slowest:
+            close.append(number)
+    return close
 
 
 def reason_lines(model, machine, found):
@@ -115,7 +146,7 @@ def command_of(name, model, machine, plan):
     """The command that starts a plan, or None if no script of the course can start it."""
     if course_flags(name, model) is None or plan.tensor > 1 or plan.sharding not in STARTED:
         return None
-    if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute == "selective":
+    if plan.neighbours != "stages" and plan.ranks > 1 or plan.recompute not in ("none", "full"):
         return None
     start = f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
     if plan.gpus > machine.gpus_per_node:  # torchrun --standalone starts one node
@@ -163,7 +194,11 @@ def flags_of(model, machine, plan, sizes=None):
 
 def published_lines():
     """A row per published training run: seconds per update, and the relative error of its forecast."""
-    lines = [f"{'training':62}  seconds  forecast"]
+    left_out = {(one["table"], one["name"]): one["error"] for one in left_out_errors()}
+    lines = [f"{'training':62}  seconds  forecast  left out"]
     for run in published_runs():
-        lines.append(f"{run.table + ', ' + run.name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}")
+        name = f"{run.table}, {run.name}"
+        without = left_out.get((run.table, run.name))
+        without = "not counted" if without is None else f"{without:+7.1%}"
+        lines.append(f"{name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}  {without}")
     return lines
