@@ -47,7 +47,7 @@ def kind_of(plan):
         return "sharded"
     if plan.ranks > 1:
         return "pipelined"
-    return "tensor parallel" if plan.tensor > 1 else "data parallel"
+    return "data or tensor parallel"
 
 
 def expected_error(machine, plan):
@@ -66,6 +66,16 @@ def _of_kind(gpu, kind):
         return ExpectedError(*interval(here), len(here), len(groups))
     least, most = interval(runs or left_out_errors())
     return ExpectedError(min(least, UNTESTED[0]), max(most, UNTESTED[1]), 0, 0)
+
+
+def mean_error(machine, kind):
+    """The signed mean error of forecasts of a kind on this GPU, or None without evidence."""
+    gpu = GPUS.get(machine.peak, "other")
+    if not _of_kind(gpu, kind).rows:
+        return None
+    runs = [one for one in left_out_errors() if (one["gpu"], one["kind"]) == (gpu, kind)]
+    members = [one["group"] for one in runs]
+    return sum(one["error"] / members.count(one["group"]) for one in runs) / len(set(members))
 
 
 def interval(runs):

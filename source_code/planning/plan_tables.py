@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipeline.inputs import read_json
 from pipeline.schedules import SCHEDULES
-from planning.expected_error import expected_error, kind_of, left_out_errors
+from planning.expected_error import expected_error, kind_of, left_out_errors, mean_error
 from planning.forecast import stage_costs
 from planning.held import held_by
 from planning.known_models import is_of_the_course
@@ -14,6 +14,7 @@ from planning.published import error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
+BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
 STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
 SAVED = ("llama", "qwen2")  # model types that --from-hf takes
 HEADING = (
@@ -69,7 +70,14 @@ def error_lines(machine, found):
             evidence = f"{error.rows} runs by {error.groups} publications"
         else:
             evidence = f"few or no {kind} runs on this GPU were ever compared"
-        lines.append(f"  {kind:15}  {error.text:14}  {evidence}")
+        lines.append(f"  {kind:23}  {error.text:14}  {evidence}")
+    means = {kind: mean_error(machine, kind) for kind in ("pipelined", "sharded")}
+    if means.keys() <= kinds.keys() and None not in means.values():
+        if max(means.values()) - min(means.values()) > BIASED:
+            said = ", ".join(f"{kind} {mean:+.0%}" for kind, mean in means.items())
+            lines.append(
+                f"Mean errors of forecasts: {said}; the ranking of the two is biased by that."
+            )
     if len(kinds) > 1 and not all(error.rows for error in kinds.values()):
         lines.append("How these kinds rank against each other on this GPU was never tested.")
     return lines
