@@ -38,9 +38,10 @@ from planning.measured_runs import (
 )
 from planning.plan_tables import (
     command_of,
-    error_line,
+    error_lines,
     further_lines,
     memory_lines,
+    not_told_apart,
     own_text_is_enough,
     performed_line,
     published_lines,
@@ -230,7 +231,10 @@ def in_words(arguments, model, machine, ours, others):
         lines += ["", "Paper only, no script of the course starts these plans:"]
         lines += table_lines(model, machine, others.best, 1 + len(ours.best))
     lines += further_lines(arguments.model, model, machine)
-    lines += ["", error_line(machine, best)]
+    lines += ["", *error_lines(machine, best)]
+    close = not_told_apart(machine, sorted(best, key=lambda one: one.update))
+    if len(close) > 1:
+        lines.append(f"The {len(close)} fastest of these plans cannot be told apart by a forecast.")
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")
     if machine.error > UNSURE:

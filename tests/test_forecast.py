@@ -60,7 +60,68 @@ def test_a_layer_keeps_s_b_h_times_34_and_5_a_s_over_h_korthikanti_equations_1_t
     )
     assert kept_bytes(GPT3, 2, t, "none", False, True) == pytest.approx(unit * (34 + scores) / t)
     assert kept_bytes(GPT3, 2, t, "none", True, True) == pytest.approx(unit * 34 / t)
-    assert kept_bytes(GPT3, 2, t, "full", True, True) == 2 * unit
+    assert kept_bytes(GPT3, 2, t, "full", True, True) == 2 * unit / t
+
+
+def test_a_gated_layer_with_fused_kernels_stores_no_intermediate_of_norms_and_gate():
+    """Bytes per token of a Llama 3 8B layer: kernels of plain torch, fused, per operator, full."""
+    h, kv, inner, sums = 4096, 1024, 14336, 4 * 32
+    tokens, t = 8192, 1
+    plain, fused = (
+        kept_bytes(LLAMA_3_8B, 1, t, "none", True, True, kernels) / tokens
+        for kernels in ("plain", "fused")
+    )
+    # Two norms: input, input times weight, output. Attention: queries, result; keys and values.
+    assert plain == (7 + 2) * 2 * h + 2 * 2 * kv + 4 * 2 * inner + sums
+    assert fused == (4 + 2) * 2 * h + 2 * 2 * kv + 2 * 2 * inner + sums
+    stored = kept_bytes(LLAMA_3_8B, 1, t, "operator", True, True) / tokens
+    assert stored == 2 * (h + h + h + h + kv + inner)  # input, queries, attention, last; v; gate
+    whole, parted = (
+        kept_bytes(LLAMA_3_8B, 1, 8, "full", True, parallel) for parallel in (False, True)
+    )
+    assert whole == 8 * parted == 2 * h * tokens
+
+
+def test_zero_2_shards_gradients_and_scatters_them_after_each_backward():
+    machine, plan = Machine(16, hidden=0.0), Plan(replicas=16, sharding="gradients")
+    first = replace(plan, sharding="optimizer")
+    weights = GPT3.parameters
+    saved = memory_per_rank(GPT3, machine, first)[0] - memory_per_rank(GPT3, machine, plan)[0]
+    assert saved == pytest.approx(4 * weights * 15 / 16)
+    slow = replace(GPT3, batch=64)
+    two, four = (forecast(replace(slow, batch=batch), machine, plan).update for batch in (32, 64))
+    alone = gather_time(machine, 4 * weights / 96, 16, 8) * 96
+    backward = sum(layer_times(GPT3, machine, plan)[:3]) * 96
+    assert four - two > 2 * (alone + backward)
+
+
+def test_a_reduce_scatter_and_a_gather_of_zero_1_take_as_long_as_an_all_reduce():
+    machine = Machine(16)
+    plan = Plan(replicas=16, sharding="optimizer", overlap=False, gradient_bytes=2)
+    scattered, ours, none = (
+        forecast(GPT3, machine, one).reduction
+        for one in (replace(plan, scatters=True), plan, replace(plan, sharding="none"))
+    )
+    assert scattered == pytest.approx(none)
+    assert ours == pytest.approx(1.5 * none)
+
+
+def test_hidden_is_the_fraction_of_sharding_traffic_that_computation_hides():
+    model, plan = replace(LLAMA_3_8B, length=4096), Plan(replicas=16, sharding="full")
+    times = [forecast(model, Machine(16, hidden=h), plan).update for h in (0.0, 0.5, 1.0)]
+    assert times[0] - times[1] == pytest.approx(times[1] - times[2])
+    assert times[2] < times[1]
+
+
+def test_fused_attention_and_fp8_have_rates_of_their_own():
+    machine = Machine(8, fp8_flops=426e12, **NO_NETWORK)
+    slower = replace(machine, attention_flops=machine.flops / 2)
+    base = layer_times(GPT3, machine, Plan())
+    scores = GPT3.score_flops(1) / 2 / machine.flops  # half of all pairs
+    assert layer_times(GPT3, slower, Plan())[0] - base[0] == pytest.approx(scores)
+    products = 2 * GPT3.length * GPT3.layer_matrices / machine.flops
+    narrow = layer_times(GPT3, machine, Plan(precision="fp8"))
+    assert base[0] - narrow[0] == pytest.approx(products / 2)
 
 
 # Collectives.

@@ -17,7 +17,9 @@ def bytes_per_gpu(model, machine, plan):
     if plan.ranks > 1:
         neighbours = 2 if plan.ranks > 2 or plan.chunks > 1 else 1
         pipeline = neighbours * m * plan.chunks * activation(model, plan) / plan.tensor
-    per_layer = {"none": 4, "selective": 4, "full": 6}[plan.recompute]  # all-reduces per layer
+    per_layer = {"none": 4, "selective": 4, "operator": 5, "full": 6}[
+        plan.recompute
+    ]  # all-reduces per layer
     cut = plan.layers_of(model)
     layers = max(sum(cut[stage] for stage in plan.stages_of(rank)) for rank in range(plan.ranks))
     missing = (plan.tensor - 1) / plan.tensor
@@ -60,6 +62,10 @@ def data_rings(model, machine, plan):
     group, gradient = shard_group(machine, plan), plan.gradient_bytes * weights
     passes = plan.microbatches(model)
     rings = []
+    if plan.sharding == "gradients":
+        missing = (copies - 1) / copies
+        each = passes * gradient + BYTES_PER_VALUE * weights
+        rings.append((missing * each, copies, inside))
     if group > 1:
         missing = (group - 1) / group
         each = passes * (2 * BYTES_PER_VALUE * weights + gradient)

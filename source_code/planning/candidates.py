@@ -14,6 +14,7 @@ from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
 from planning.bound import lower_bound, memory_bound, work_bound
 from planning.forecast import forecast
+from planning.known_models import is_of_the_course
 from planning.profiled import ProfiledModel
 from planning.training_plan import Plan, balanced_cut
 
@@ -33,7 +34,7 @@ class Search(NamedTuple):
     proven: bool  # whether no plan without a simulation can be among the best
 
 
-def search_plans(model, machine, plans, count=8, most=100):
+def search_plans(model, machine, plans, count=8, most=200):
     """A Search for the `count` fastest of `plans` that fit into memory.
 
     At most `most` plans are simulated. The plans are bounded in the order of `work_bound`, the
@@ -64,6 +65,7 @@ def all_plans(model, machine, schedules=PLANNED):
     The plans vary in replicas, stages, tensor group, schedule, chunks, micro-batch, cut,
     recomputation, sharding, and in what fills a node. Their memory is not checked.
     """
+    kernels = "plain" if is_of_the_course(model) else "fused"
     for tensor in divisors(min(machine.gpus, machine.gpus_per_node)):
         groups = machine.gpus // tensor
         if model.head_count % tensor or machine.gpus % tensor:
@@ -72,7 +74,7 @@ def all_plans(model, machine, schedules=PLANNED):
             replicas = groups // ranks
             if ranks > model.layers or model.batch % replicas:
                 continue
-            base = Plan(ranks=ranks, replicas=replicas, tensor=tensor)
+            base = Plan(ranks=ranks, replicas=replicas, tensor=tensor, kernels=kernels)
             for shape in shapes(model, base, schedules):
                 yield from shardings(machine, shape)
 
@@ -98,7 +100,8 @@ def shapes(model, plan, schedules):
         orders = [pair for name in schedules for pair in chunked(model, plan, name)]
     known = (model.rows,) if isinstance(model, ProfiledModel) else SIZES
     sizes = [size for size in known if model.batch // plan.replicas % size == 0]
-    for (name, chunks), size, recompute in product(orders, sizes, ("none", "full")):
+    modes = ("none", "operator", "full") if plan.kernels == "fused" else ("none", "full")
+    for (name, chunks), size, recompute in product(orders, sizes, modes):
         rounds = model.batch // plan.replicas // size
         if name == "interleaved-1f1b" and rounds % plan.ranks:
             continue  # the number of its micro-batches must be a multiple of the ranks
@@ -124,7 +127,9 @@ def shardings(machine, plan):
     kinds = ["none"]
     if plan.replicas > 1:
         kinds += ["optimizer"]
-        if plan.schedule == "1f1b":  # gathers for each action: only with few actions
+        if plan.kernels == "fused":
+            kinds += ["gradients"]
+        if plan.schedule in ("1f1b", "interleaved-1f1b"):  # each action gathers
             kinds += ["full"] if plan.replicas == plan.replicas_in_node(machine) else []
             kinds += ["full", "hybrid"] if plan.replicas > machine.gpus_per_node else []
     several = plan.tensor < machine.gpus_per_node < machine.gpus  # groups in a node, and nodes

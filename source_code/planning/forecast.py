@@ -32,6 +32,7 @@ from planning.transformer import (
 
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+RECOMPUTED_PRODUCTS = 0.45  # of a layer's products: every second, see transformer.py
 TENSORS_PER_LAYER = 9  # of a layer of the course's own model
 ROUNDS = 4  # rounds of p micro-batches until the steady phase, if stages are even
 PLAYED = 2000  # actions
@@ -131,12 +132,13 @@ def stage_costs(model, machine, plan):
 def with_shards(model, machine, plan, forwards, backwards, weights, recomputed):
     """These times and all messages as Costs; times include the gathers of sharded weights."""
     layers = plan.layers_of(model)
-    if plan.sharding in ("hybrid", "full"):
+    if plan.sharding in ("gradients", "hybrid", "full"):
         for stage, (gathering, scattering) in enumerate(shard_times(model, machine, plan)):
-            forwards[stage] = beside(forwards[stage], gathering, layers[stage])
+            again = plan.sharding != "gradients" and plan.reshard
+            gathering = gathering if again else 0.0
+            forwards[stage] += exposed_by(machine, forwards[stage], gathering, layers[stage])
             work = backwards[stage] + recomputed[stage]
-            longer = beside(work, gathering + scattering, layers[stage]) - work
-            backwards[stage] += longer
+            backwards[stage] += exposed_by(machine, work, gathering + scattering, layers[stage])
     return Costs(
         forwards, backwards, weights, recompute=recomputed, **all_hops(model, machine, plan)
     )
@@ -196,9 +198,13 @@ def both_ways(one, other):
     return [(one, other), (other, one)] if one != other else []
 
 
-def beside(work, messages, layers):
-    """Seconds of overlapping work and messages: all messages overlap except those of one layer."""
-    return max(work, messages) + min(work, messages) / max(layers, 1)
+def exposed_by(machine, work, messages, layers):
+    """Seconds of `messages` that `work` does not hide: a fraction of them, or what is longer.
+
+    The messages of the first layer have no work to overlap with.
+    """
+    longest = work * (1 - 1 / max(layers, 1))
+    return messages - min(machine.hidden * messages * (1 - 1 / max(layers, 1)), longest)
 
 
 def layer_times(model, machine, plan):
@@ -211,7 +217,8 @@ def layer_times(model, machine, plan):
     if machine.measured:
         return measured_layer_times(model, machine.measured, plan)
     kernels = plan.fused_attention, plan.sequence_parallel
-    return _layer_times(model, machine, plan.microbatch, plan.tensor, plan.recompute, *kernels)
+    shape = plan.microbatch, plan.tensor, plan.recompute, plan.precision, plan.overlapped_tensor
+    return _layer_times(model, machine, *shape, *kernels)
 
 
 def measured_layer_times(model, measured, plan):
@@ -225,16 +232,20 @@ def measured_layer_times(model, measured, plan):
 
 
 @lru_cache(maxsize=10_000)
-def _layer_times(model, machine, b, t, recompute, fused, parallel):
-    products = 2 * b * model.length * model.layer_matrices / t / machine.flops
-    scores = model.score_flops(b) / t / machine.flops * (0.5 if fused else 1)
-    softmax = score_bytes(model, b, t, fused) / machine.memory_speed
+def _layer_times(model, machine, b, t, recompute, precision, overlapped, flash, parallel):
+    rate = machine.fp8_flops if precision == "fp8" else machine.flops
+    products = 2 * b * model.length * model.layer_matrices / t / rate
+    scores = model.score_flops(b) / t
+    scores /= 2 * machine.attention_flops if flash else machine.flops  # flash: half of all pairs
+    softmax = score_bytes(model, b, t, flash) / machine.memory_speed
     passing = passing_bytes(model, b, t, parallel) / machine.memory_speed
     activation = BYTES_PER_VALUE * b * model.length * model.hidden
     sums = 2 * all_reduce_time(machine, activation, t, min(t, machine.gpus_per_node))
+    sums *= 1 - machine.hidden if overlapped else 1
     forward = products + scores + softmax + passing + sums
-    given = products + scores * (2.5 if fused else 2) + 2 * (softmax + passing) + sums
-    again = {"none": 0.0, "selective": 0 if fused else scores + softmax, "full": forward}
+    given = products + scores * (2.5 if flash else 2) + 2 * (softmax + passing) + sums
+    again = {"none": 0.0, "selective": 0 if flash else scores + softmax, "full": forward}
+    again["operator"] = RECOMPUTED_PRODUCTS * products + passing + sums / 2
     return forward, given, products, again[recompute]
 
 
@@ -263,13 +274,13 @@ def shard_times(model, machine, plan):
 
     Each is the total over the layers, which are sent one by one.
     """
-    group = shard_group(machine, plan)
+    group = plan.replicas if plan.sharding == "gradients" else shard_group(machine, plan)
     inside = min(plan.replicas_in_node(machine), group)
     times = []
     for stage, layers in enumerate(plan.layers_of(model)):
         pieces = max(layers, 1)
         weights = weights_of(model, plan, [stage]) / pieces
-        sizes = (BYTES_PER_VALUE * weights, plan.gradient_bytes * weights)
+        sizes = (plan.gathered_bytes * weights, plan.gradient_bytes * weights)
         times.append([pieces * gather_time(machine, size, group, inside) for size in sizes])
     return times
 
@@ -278,31 +289,37 @@ def exposed_reduction(model, machine, plan, rank, last_backward):
     """Seconds of a rank's collectives after the backwards that its last backward does not hide.
 
     Gradients are ready layer by layer, so all sums except that of the last layer can overlap with
-    it. The gather of updated weights, if replicas share an optimizer, overlaps with nothing.
+    it. The gather of updated weights, if replicas share an optimizer, overlaps with nothing, unless
+    the plan scatters its gradients: such a program gathers beside the first forwards.
     """
     sums = reduction_time(model, machine, plan, plan.stages_of(rank))
     overlap = plan.overlap and not machine.measured  # measured: one message per stage
     hidden = last_backward * (1 - 1 / model.layers) if overlap else 0.0
-    return max(sums - hidden, 0.0) + regathering_time(model, machine, plan, plan.stages_of(rank))
+    gathers = regathering_time(model, machine, plan, plan.stages_of(rank))
+    if plan.scatters:
+        return max(sums + gathers - min(machine.hidden * (sums + gathers), 2 * hidden), 0.0)
+    return max(sums - hidden, 0.0) + gathers
 
 
 def reduction_time(model, machine, plan, stages):
     """Seconds that the sums of a rank's gradients over the replicas take, once per update."""
     inside, copies = plan.replicas_in_node(machine), plan.replicas
     weights = weights_of(model, plan, stages)
-    if plan.sharding == "full" or copies == 1:
+    if plan.sharding in ("gradients", "full") or copies == 1:
         return 0.0  # already scattered, or nothing to sum
     if machine.measured:
         return machine.measured.sum + machine.measured.sum_byte * 4 * weights
     if plan.sharding == "hybrid":
         size = plan.gradient_bytes * weights / inside
         return all_reduce_time(machine, size, copies // inside, 1)
-    return all_reduce_time(machine, plan.gradient_bytes * weights, copies, inside)
+    times = 1 if plan.scatters else 2  # an all-reduce is a reduce-scatter and an all-gather
+    return times * gather_time(machine, plan.gradient_bytes * weights, copies, inside)
 
 
 def regathering_time(model, machine, plan, stages):
     """Seconds of gathering the updated weights, if the replicas share an optimizer."""
-    if plan.sharding != "optimizer" or plan.replicas == 1:
+    once = plan.sharding in ("optimizer", "gradients") or not plan.reshard
+    if not once or plan.replicas == 1:
         return 0.0
     weights = weights_of(model, plan, stages)
     if machine.measured:  # an all-gather takes half of an all-reduce
@@ -313,7 +330,8 @@ def regathering_time(model, machine, plan, stages):
 
 def optimizer_time(model, machine, plan):
     """Seconds of the update on the rank with the most weights."""
-    group = plan.replicas if plan.sharding == "optimizer" else shard_group(machine, plan)
+    shared = plan.sharding in ("optimizer", "gradients")
+    group = plan.replicas if shared else shard_group(machine, plan)
     most = max(weights_of(model, plan, plan.stages_of(rank)) for rank in range(plan.ranks))
     if machine.measured:
         one = machine.measured

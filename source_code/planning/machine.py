@@ -35,7 +35,10 @@ class Machine:
 
     `flops` is the rate of one GPU within the matrix products of a training run. It is higher than the
     end-to-end rate of a training run, because bubble, messages and all other operations are counted
-    separately. `peak` is the rate of the data sheet, which only MFU needs. `memory_speed` is the
+    separately. `fp8_flops` is the same for layers that compute in FP8, and 0 if the GPU has none.
+    `attention_flops` is the rate of fused attention, which is slower than a product. `hidden` is
+    the fraction of the traffic of sharded weights, and of an overlapped tensor group, that can
+    overlap with computation. `peak` is the rate of the data sheet, which only MFU needs. `memory_speed` is the
     rate of operations that only read and write. `error` is the relative error of the forecasts for
     this machine on published runs. `measured`, if given, replaces `flops` and `memory_speed`.
     `bytes_per_value` is that of an activation or a weight.
@@ -50,6 +53,9 @@ class Machine:
     memory_speed: float = 1.8e12
     peak: float = 312e12
     error: float = 0.05
+    fp8_flops: float = 0.0
+    attention_flops: float = 213e12
+    hidden: float = 1.0
     measured: Measured | None = None
     bytes_per_value: int = 2
 
@@ -67,6 +73,11 @@ FIELDS = {
     "memory_gigabytes_per_second": 1e9,
     "error": 1,
 }
+FURTHER = {
+    "fp8_teraflops": ("fp8_flops", 1e12),
+    "attention_teraflops": ("attention_flops", 1e12),
+    "hidden": ("hidden", 1),
+}  # a file without them, such as one of --this-machine, has the defaults
 LINK_FIELDS = {"gigabytes_per_second": 1e9, "microseconds": 1e-6}
 
 
@@ -94,6 +105,11 @@ def machine_from(text, gpus, name):
     values = {key: _number(text, key, unit, name) for key, unit in FIELDS.items()}
     if values["gpus_per_node"] % 1:
         raise InputError(f"{name} has no whole number as 'gpus_per_node'")
+    further = {
+        field: _number(text, key, unit, name)
+        for key, (field, unit) in FURTHER.items()
+        if key in text
+    }
     return Machine(
         gpus,
         flops=values["teraflops"],
@@ -106,6 +122,7 @@ def machine_from(text, gpus, name):
         error=values["error"],
         measured=measured_from(text["measured"], name) if "measured" in text else None,
         bytes_per_value=_bytes_per_value(text, name),
+        **further,
     )
 
 

@@ -79,10 +79,13 @@ def memory_of_profile(model, machine, plan):
 def state_bytes(machine, plan, weights, value):
     """Bytes per GPU of weights of `value` bytes each, with gradients and optimizer, as sharded."""
     group = shard_group(machine, plan)
-    state_group = plan.replicas if plan.sharding == "optimizer" else group
+    shared = plan.sharding in ("optimizer", "gradients")
+    state_group = plan.replicas if shared else group
+    gradient_group = plan.replicas if plan.sharding == "gradients" else group
     gradient = plan.gradient_bytes if value == 2 else value
     states = STATE_BYTES if value == 2 else 2 * value
-    return weights * ((value + gradient) / group + states / state_group)
+    kept = value / (group if plan.reshard else 1)
+    return weights * (kept + gradient / gradient_group + states / state_group)
 
 
 def counted_memory(model, machine, plan):
@@ -115,10 +118,13 @@ def memory_by_formulas(model, machine, plan):
     """Bytes of each rank for any model, tensor group and sharding, by the papers' formulas."""
     layers = plan.layers_of(model)
     group = shard_group(machine, plan)
-    kernels = plan.fused_attention, plan.sequence_parallel
+    kernels = plan.fused_attention, plan.sequence_parallel, plan.kernels, plan.precision
     kept = kept_bytes(model, plan.microbatch, plan.tensor, plan.recompute, *kernels)
     at_work = kept_bytes(model, plan.microbatch, plan.tensor, "none", *kernels)
-    loss = kept_by_loss(model, plan.microbatch, plan.tensor)
+    if plan.sequence_parallel:  # two gathered inputs and their gradients
+        whole = BYTES_PER_VALUE * plan.microbatch * model.length * model.hidden
+        at_work += 4 * whole * (plan.tensor - 1) / plan.tensor
+    loss = kept_by_loss(model, plan.microbatch, plan.tensor, plan.loss_in_pieces)
     value = machine.bytes_per_value
     wider = value / BYTES_PER_VALUE
     kept, at_work, loss = kept * wider, at_work * wider, loss * wider

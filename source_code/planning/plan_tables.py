@@ -9,6 +9,7 @@ from pipeline.data import DEFAULT_TEXT
 from pipeline.inputs import InputError
 from pipeline.schedules import SCHEDULES
 from planning.candidates import all_plans, search_plans
+from planning.expected_error import expected_error, kind_of, left_out_errors, mean_error
 from planning.forecast import stage_costs
 from planning.held import held_by
 from planning.known_models import is_of_the_course
@@ -17,7 +18,7 @@ from planning.published import error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
-SHARDED_LONGER = 0.5  # fraction beyond the forecast: torchtitan and MPT, published.json
+BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
 STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
 SAVED_BY_NAME = (  # what --from-hf takes, once its files are here
     "llama-2-7b",
@@ -64,18 +65,56 @@ def remark(plan):
 
 
 def range_of(machine, found):
-    """(least, most) seconds of an update, by the largest errors of similar forecasts."""
-    sharded = found.plan.sharding in ("hybrid", "full")
-    most = max(machine.error, SHARDED_LONGER if sharded else 0.0)
-    return found.update * (1 - machine.error), found.update * (1 + most)
+    """(least, most) seconds of an update, by the errors of forecasts for plans of this kind."""
+    return expected_error(machine, found.plan).seconds(found.update)
 
 
-def error_line(machine, found):
-    """A sentence about the error of the seconds in a table."""
-    line = f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
-    if any(one.plan.sharding in ("hybrid", "full") for one in found):
-        line += f" Others' sharded training runs took up to {SHARDED_LONGER:.0%} longer."
-    return line
+def error_lines(machine, found):
+    """Sentences about the error of the seconds in tables, one per kind of plan."""
+    if machine.measured:
+        return [
+            f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
+        ]
+    lines = ["The error to expect: how much an update differed from its forecast in 9 of 10"]
+    lines += ["published training runs of this kind, with constants fitted without them:"]
+    kinds = {kind_of(one.plan): expected_error(machine, one.plan) for one in found}
+    for kind, error in sorted(kinds.items()):
+        if error.rows:
+            evidence = f"{error.rows} runs by {error.groups} publications"
+        else:
+            evidence = f"few or no {kind} runs on this GPU were ever compared"
+        lines.append(f"  {kind:23}  {error.text:14}  {evidence}")
+    means = {kind: mean_error(machine, kind) for kind in ("pipelined", "sharded")}
+    if means.keys() <= kinds.keys() and None not in means.values():
+        if max(means.values()) - min(means.values()) > BIASED:
+            said = ", ".join(f"{kind} {mean:+.0%}" for kind, mean in means.items())
+            lines.append(
+                f"Mean errors of forecasts: {said}; the ranking of the two is biased by that."
+            )
+    if len(kinds) > 1 and not all(error.rows for error in kinds.values()):
+        lines.append("How these kinds rank against each other on this GPU was never tested.")
+    return lines
+
+
+def not_told_apart(machine, found):
+    """The numbers, from 1, of the plans that may be as fast as the first, given the errors.
+
+    `found` is sorted. The plans share a machine and a model, so errors of one kind of plan mostly
+    cancel: two plans of one kind are compared by half of their interval.
+    """
+    if not found:
+        return []
+    first = found[0]
+    _, slowest = range_of(machine, first)
+    close = []
+    for number, one in enumerate(found, 1):
+        fastest, _ = range_of(machine, one)
+        if kind_of(one.plan) == kind_of(first.plan):
+            fastest = (fastest + one.update) / 2
+            close += [number] if fastest <= (slowest + first.update) / 2 else []
+        elif fastest <= slowest:
+            close.append(number)
+    return close
 
 
 def reason_lines(model, machine, found):
@@ -142,7 +181,9 @@ def command_of(name, model, machine, plan):
 
 def has_flags(plan):
     """Whether pretrain_llama.py has flags for a plan, of a model that it can build."""
-    if plan.tensor > 1 or plan.sharding not in STARTED or plan.recompute == "selective":
+    if plan.tensor > 1 or plan.sharding not in STARTED:
+        return False
+    if plan.recompute not in ("none", "full"):
         return False
     return plan.neighbours == "stages" or plan.ranks == 1
 
@@ -230,7 +271,11 @@ def flags_of(model, machine, plan, sizes=None):
 
 def published_lines():
     """A row per published training run: seconds per update, and the relative error of its forecast."""
-    lines = [f"{'training':62}  seconds  forecast"]
+    left_out = {(one["table"], one["name"]): one["error"] for one in left_out_errors()}
+    lines = [f"{'training':62}  seconds  forecast  left out"]
     for run in published_runs():
-        lines.append(f"{run.table + ', ' + run.name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}")
+        name = f"{run.table}, {run.name}"
+        without = left_out.get((run.table, run.name))
+        without = "not counted" if without is None else f"{without:+7.1%}"
+        lines.append(f"{name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}  {without}")
     return lines

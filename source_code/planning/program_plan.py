@@ -10,6 +10,7 @@ from lab.held_bytes import memory_table
 from pipeline.command_line import reject
 from pipeline.inputs import InputError
 from pipeline.training import cut_layers
+from planning.expected_error import expected_error
 from planning.footprint import predict_memory
 from planning.forecast import forecast
 from planning.machine import Machine, read_machine
@@ -67,7 +68,7 @@ def print_seconds(arguments, schedule, machine, name):
     )
     print(
         f"on {plan.gpus} GPUs of {name}: {seconds:.3g} s per update "
-        f"+-{machine.error:.0%}, {whole.batch * whole.length / seconds:,.0f} tokens per second, "
+        f"({expected_error(machine, plan).text}), {whole.batch * whole.length / seconds:,.0f} tokens per second, "
         f"MFU {rate / machine.peak:.1%}, idle {idle(found):.1%}, "
         f"limited by {limit_of(model, machine, found)}"
     )

@@ -19,14 +19,21 @@ from planning.transformer import Model
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published training run. `seconds` per update are as published or from a published rate."""
+    """A published training run. `seconds` per update are as published or from a published rate.
+
+    `group` is the publication. `memory` is the published peak in bytes, or 0. `apart` says why the
+    run is not counted among the errors to expect, or is "".
+    """
 
     table: str
     name: str
+    group: str
     model: Model
     plan: Plan
     machine: Machine
     seconds: float
+    memory: float = 0.0
+    apart: str = ""
 
     @property
     def rate(self):
@@ -47,7 +54,19 @@ def published_runs(table=None):
             plan = Plan(**{**settings, "cut": tuple(settings.get("cut", ()))})
             machine = read_machine(one["machine"], plan.gpus)
             seconds = seconds_of(model, plan, one["measured"], row["measured"])
-            found.append(PublishedRun(one["name"], row["name"], model, plan, machine, seconds))
+            found.append(
+                PublishedRun(
+                    one["name"],
+                    row["name"],
+                    one["group"],
+                    model,
+                    plan,
+                    machine,
+                    seconds,
+                    1e9 * row.get("gigabytes", 0),
+                    row.get("apart", one.get("apart", "")),
+                )
+            )
     return found
 
 
@@ -57,6 +76,8 @@ def seconds_of(model, plan, unit, value):
         return value
     if unit == "tokens per second and GPU":
         return model.batch * model.length / plan.gpus / value
+    if unit == "samples per second and GPU":
+        return model.batch / plan.gpus / value
     flops = {"teraflops, second forward counted": model.flops_per_update,
              "teraflops of the model": model.model_flops}[unit]  # fmt: skip
     return flops / plan.gpus / (value * 1e12)

@@ -6,7 +6,7 @@ from pipeline.model import cut_evenly
 from planning.profiled import ProfiledModel, fastest_cut
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
-SHARDINGS = ("none", "optimizer", "hybrid", "full")
+SHARDINGS = ("none", "optimizer", "gradients", "hybrid", "full")
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,26 @@ class Plan:
 
     `tensor` GPUs share every layer and are neighbours in a node. `neighbours` says what fills the
     rest of a node: the "stages" of one pipeline, or the "replicas" of one stage, as Megatron-LM
-    orders them. `recompute` is "none", "selective" (attention's scores) or "full".
+    orders them. `recompute` is "none", "selective" (attention's scores), "operator" (attention's
+    result and every second matrix product are stored, the rest is recomputed) or "full".
 
-    `sharding` over the replicas: "none", "optimizer" (ZeRO-1: its state), "full" (FSDP2: weights,
-    gradients and state; weights are gathered for each forward and each backward, gradients
-    scattered after each backward), or "hybrid": full within a node, copies of that between nodes.
+    `sharding` over the replicas: "none", "optimizer" (ZeRO-1: its state), "gradients" (ZeRO-2: also
+    the gradients, scattered after each backward), "full" (FSDP2: weights, gradients and state;
+    weights are gathered for each forward and each backward, gradients scattered after each
+    backward), or "hybrid": full within a node, copies of that between nodes. Without `reshard` the
+    weights are gathered once per update and kept. `scatters` says that ZeRO-1 sums its gradients by
+    a reduce-scatter (Megatron's distributed optimizer), not by an all-reduce as in this course.
 
     `cut` has the layers of each stage; without it they are cut evenly. `gradient_bytes` is 2 where
     gradients are summed in 16 bits, as Megatron-LM did in 2021: then a weight costs 16 bytes with
     AdamW. With sums in 32 bits, as in this course's own training runs, it costs 18.
+    `gathered_bytes` is the size of a weight in a gather of FSDP.
+
+    `kernels` says what a layer stores: the tensors of "plain" torch, or those of "fused" kernels,
+    which store no intermediate of a norm or of a gate. If not `loss_in_pieces`, the loss has all
+    scores at once, in 16 and in 32 bits, and their gradients. With `precision` "fp8" the products of
+    the layers run at the machine's rate for FP8; attention and the head stay in 16 bits. With
+    `overlapped_tensor` the sums over a tensor group overlap with the products beside them.
     """
 
     schedule: str = "1f1b"
@@ -38,8 +49,15 @@ class Plan:
     cut: tuple = ()
     fused_attention: bool = True
     sequence_parallel: bool = True  # where tensor > 1
+    overlapped_tensor: bool = False  # asynchronous tensor parallelism
     overlap: bool = True  # sums of gradients run beside the last backward
     gradient_bytes: int = 4  # of a summed gradient
+    gathered_bytes: int = 2
+    reshard: bool = True
+    scatters: bool = False
+    kernels: str = "plain"
+    loss_in_pieces: bool = True
+    precision: str = "bf16"
 
     @property
     def gpus(self):

@@ -149,21 +149,34 @@ def logit_bytes(model, sequences, tensor):
     return 40 * sequences * model.length * model.vocabulary / tensor
 
 
-def kept_bytes(model, sequences, tensor, recompute, fused, sequence_parallel):
+def kept_bytes(
+    model, sequences, tensor, recompute, fused, sequence_parallel, kernels="plain", precision="bf16"
+):
     """Bytes of activations that one layer keeps for its backward.
 
     A GPT keeps s b h (34 + 5 a s/h) bytes (Korthikanti equations 1 to 6); a fused or recomputed
     attention does not keep the scores. A gated layer in plain torch keeps 9 values of the width,
     keys and values, the middle four times, and a sum per head, as footprint.py counts and as
-    measurements show. With "full" recomputation a layer keeps its input.
+    measurements show. With "fused" kernels it keeps neither the inside of a norm nor the gate's
+    result. With recomputation per "operator" it keeps its input, the result of attention, and every
+    second matrix product: queries, values, one half of the gate, and the last. With "full"
+    recomputation it keeps its input, which is cut where the sequence is.
     """
     values = sequences * model.length * model.hidden
-    if recompute == "full":
-        return BYTES_PER_VALUE * values
     shared = tensor if sequence_parallel else 1
+    if recompute == "full":
+        return BYTES_PER_VALUE * values / shared
+    inner, narrow = model.inner_width / model.hidden, model.kv_width / model.hidden
+    wide = model.query_width / model.hidden
+    if recompute == "operator":
+        return values * (4 / shared + (4 * wide + 2 * narrow + 2 * inner) / tensor)
     whole = 14 if model.gated else 10  # on every GPU of the tensor group; the rest is cut
-    middle = (8 if model.gated else 4) * model.inner_width / model.hidden
-    inside = 4 * (model.query_width + model.kv_width) / model.hidden + middle
+    middle = (8 if model.gated else 4) * inner
+    if kernels == "fused":  # and no dropout, whose masks take two bytes
+        whole, middle = 8, 4 * inner
+    inside = 4 * wide + 4 * narrow + middle
+    if precision == "fp8":  # the inputs of the four products have a byte per value
+        whole, inside = whole - 2, inside - wide - inner
     scores = 0.0 if fused or recompute == "selective" else 5 * model.length
     scores = model.head_count / model.hidden * max(scores, 4 if model.gated else 0)
     return values * (whole / shared + (inside + scores) / tensor)
@@ -176,14 +189,16 @@ def deferred_bytes(model, sequences, tensor):
     return BYTES_PER_VALUE * sequences * model.length * values / tensor
 
 
-def kept_by_loss(model, sequences, tensor):
+def kept_by_loss(model, sequences, tensor, in_pieces=True):
     """Bytes that norm, head and loss keep: three values of the width, and the scores of all tokens.
 
     The scores of a GPT have 32 bits. The course's own loss keeps the scores as they are, and
-    processes one piece at a time.
+    processes one piece at a time. A loss that is not computed `in_pieces` has the scores and their
+    gradients, both in 16 and in 32 bits.
     """
     tokens = sequences * model.length
     width = BYTES_PER_VALUE if model.gated else 4
+    width = width if in_pieces else 12
     return tokens * (3 * BYTES_PER_VALUE * model.hidden + width * model.vocabulary / tensor)
 
 

@@ -20,6 +20,7 @@ from pipeline.schedules import one_f_one_b
 from planning.choosing import ways
 from planning.closed_forms import SECONDS_PER_DAY, training_days
 from planning.confirming import perform_schedule
+from planning.expected_error import expected_error
 from planning.machine import Link, Machine
 from planning.transformer import Model
 
@@ -174,7 +175,6 @@ MACHINES = {
     "four nodes": Machine(gpus=32),
     "four nodes, one slow card each": Machine(gpus=32, between=Link(2.8e9, 30e-6, number=1)),
 }
-CLOSE = 1 + 2 * MACHINES["one node"].error  # largest ratio of two forecasts that count as equal
 
 
 @lru_cache
@@ -205,11 +205,21 @@ def choices(chosen):
             if way.problem:
                 return f"{name}, {where}: {pick} cannot be done, {way.problem}"
             best = min((w for w in found.values() if not w.problem), key=lambda w: w.seconds)
-            if way.seconds > CLOSE * best.seconds:
+            if least_seconds(way, where) > most_seconds(best, where):
                 return (
                     f"{name}, {where}: {pick} takes {way.seconds:.2f} s a step, and {best.name} "
                     f"takes {best.seconds:.2f} s; look at {reason(way, best)}"
                 )
+
+
+def least_seconds(way, where):
+    """The seconds of a step if the forecast is as much too long as others of its kind were."""
+    return expected_error(MACHINES[where], way.plan).seconds(way.seconds)[0]
+
+
+def most_seconds(way, where):
+    """The seconds of a step if the forecast is as much too short as others of its kind were."""
+    return expected_error(MACHINES[where], way.plan).seconds(way.seconds)[1]
 
 
 def reason(way, best):

@@ -1,0 +1,101 @@
+"""The error to expect of a forecast: how wrong it was for plans of this kind that others carried out.
+
+left_out.json has, for each published training run, the error of a forecast whose constants were
+fitted without the run's publication (tools/fit_rates.py). The interval of a kind of plan on a type
+of GPU leaves out the extreme OUTSIDE of these errors, half of it at each end; each publication has
+the same weight, however many runs it has. The interval is asymmetric, because the errors are.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pipeline.inputs import read_json
+
+OUTSIDE = 0.1  # fraction of the errors, by weight, outside the interval
+LEAST_ROWS, LEAST_GROUPS = 5, 2  # fewer are no evidence
+UNTESTED = (-0.3, 0.3)  # at least this wide without evidence
+GPUS = {312e12: "A100", 989e12: "H100"}  # by the peak of the data sheet
+
+
+@dataclass(frozen=True)
+class ExpectedError:
+    """Relative errors, forecast over real seconds minus 1, from `least` to `most`.
+
+    `rows` runs by `groups` publications were compared; 0 if nothing of this kind was.
+    """
+
+    least: float
+    most: float
+    rows: int
+    groups: int
+
+    def seconds(self, forecast):
+        """(least, most) real seconds for `forecast` seconds."""
+        return forecast / (1 + self.most), forecast / (1 + self.least)
+
+    @property
+    def text(self):
+        """How much shorter and longer than its forecast an update may take, such as "-8% to +12%"."""
+        least, most = self.seconds(1.0)
+        return f"{least - 1:+.0%} to {most - 1:+.0%}"
+
+
+def kind_of(plan):
+    """The kind of a plan, by what its time depends on."""
+    if plan.sharding in ("hybrid", "full"):
+        return "sharded"
+    if plan.ranks > 1:
+        return "pipelined"
+    return "data or tensor parallel"
+
+
+def expected_error(machine, plan):
+    """The ExpectedError of a plan's forecast on a machine."""
+    if machine.measured:
+        return ExpectedError(-machine.error, machine.error, 0, 0)
+    return _of_kind(GPUS.get(machine.peak, "other"), kind_of(plan))
+
+
+@lru_cache
+def _of_kind(gpu, kind):
+    runs = [one for one in left_out_errors() if one["kind"] == kind]
+    here = [one for one in runs if one["gpu"] == gpu]
+    groups = {one["group"] for one in here}
+    if len(here) >= LEAST_ROWS and len(groups) >= LEAST_GROUPS:
+        return ExpectedError(*interval(here), len(here), len(groups))
+    least, most = interval(runs or left_out_errors())
+    return ExpectedError(min(least, UNTESTED[0]), max(most, UNTESTED[1]), 0, 0)
+
+
+def mean_error(machine, kind):
+    """The signed mean error of forecasts of a kind on this GPU, or None without evidence."""
+    gpu = GPUS.get(machine.peak, "other")
+    if not _of_kind(gpu, kind).rows:
+        return None
+    runs = [one for one in left_out_errors() if (one["gpu"], one["kind"]) == (gpu, kind)]
+    members = [one["group"] for one in runs]
+    return sum(one["error"] / members.count(one["group"]) for one in runs) / len(set(members))
+
+
+def interval(runs):
+    """(least, most) error of `runs` without the extremes; each publication has the same weight."""
+    members = [one["group"] for one in runs]
+    ordered = sorted((one["error"], 1 / members.count(one["group"])) for one in runs)
+    cut = OUTSIDE / 2 * len(set(members))
+    return _beyond(ordered, cut), _beyond(ordered[::-1], cut)
+
+
+def _beyond(ordered, weight):
+    """The first error at which the weights of `ordered` exceed `weight`."""
+    for error, own in ordered:
+        weight -= own
+        if weight < 0:
+            return error
+    return ordered[-1][0]
+
+
+@lru_cache
+def left_out_errors():
+    """[{"gpu", "kind", "group", "table", "name", "error"}] of all published runs that count."""
+    return read_json(Path(__file__).parent / "left_out.json")["runs"]

@@ -1,0 +1,105 @@
+"""The error that plan.py prints: it comes from publications that were left out of the fit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from course.launch import ROOT
+from planning.expected_error import (
+    ExpectedError,
+    expected_error,
+    interval,
+    kind_of,
+    left_out_errors,
+)
+from planning.forecast import forecast
+from planning.machine import Machine, machine_names, read_machine
+from planning.plan_memory import memory_per_rank
+from planning.plan_tables import error_lines, not_told_apart
+from planning.published import published_runs
+from planning.training_plan import Plan
+from planning.transformer import Model
+
+RUNS = published_runs()
+COUNTED = [run for run in RUNS if not run.apart]
+TOO_LARGE = ("529.6 billion on 640",)  # apart: published.json says why
+
+
+def test_at_least_70_runs_by_8_publications_are_compared():
+    assert len(COUNTED) >= 70 and len({run.group for run in COUNTED}) >= 8
+    assert {(one["table"], one["name"]) for one in left_out_errors()} == {
+        (run.table, run.name) for run in COUNTED
+    }
+
+
+def test_every_published_plan_fits_into_the_memory_of_its_machine():
+    for run in RUNS:
+        needed = max(memory_per_rank(run.model, run.machine, run.plan))
+        assert needed <= run.machine.memory or run.name in TOO_LARGE, (run.table, run.name)
+
+
+def test_published_peaks_of_memory_are_met_within_12_percent():
+    """Of torchtitan's 405 billion, whose plan is mostly inferred, only that it fits is tested."""
+    errors = [
+        max(memory_per_rank(run.model, run.machine, run.plan)) / run.memory - 1
+        for run in RUNS
+        if run.memory and "405B" not in run.table
+    ]
+    assert len(errors) >= 25
+    assert max(map(abs, errors)) <= 0.12
+    assert abs(sorted(errors)[len(errors) // 2]) <= 0.05
+
+
+def test_a_stored_error_is_that_of_the_rates_without_the_publication():
+    text = json.loads((ROOT / "source_code/planning/left_out.json").read_text())
+    stored = {(one["table"], one["name"]): one for one in text["runs"]}
+    quick = [run for run in COUNTED if run.plan.ranks == 1][::3]
+    assert len(quick) > 15
+    for run in quick:
+        one = stored[run.table, run.name]
+        rates = text["rates"][one["gpu"]].get(run.group, {})
+        found = forecast(run.model, replace(run.machine, **rates), run.plan).update
+        assert found / run.seconds - 1 == pytest.approx(one["error"], abs=1e-4)
+        assert (one["kind"], one["group"]) == (kind_of(run.plan), run.group)
+
+
+def test_an_interval_weighs_each_publication_equally():
+    many = [{"group": "a", "error": error / 100} for error in range(100)]
+    assert interval(many) == (0.05, 0.94)
+    few = [{"group": "b", "error": 2.0}]
+    assert interval(many + few) == (0.1, 2.0)  # half of the weight
+
+
+def test_seconds_follow_from_the_errors_of_forecasts_to_both_sides():
+    error = ExpectedError(-0.2, 0.25, 5, 2)
+    assert error.seconds(100.0) == (80.0, 125.0)
+    assert error.text == "-20% to +25%"
+
+
+def test_without_evidence_the_interval_is_wide_and_the_output_says_so():
+    machine = replace(Machine(8), peak=1e15)  # a GPU of which no run was published
+    error = expected_error(machine, Plan(ranks=8))
+    assert error.rows == 0 and error.least <= -0.3 and error.most >= 0.3
+    model = Model(16, 1024, batch=64)
+    found = [
+        forecast(model, machine, plan)
+        for plan in (Plan(ranks=8), Plan(replicas=8, sharding="full"))
+    ]
+    said = "\n".join(error_lines(machine, found))
+    assert "few or no pipelined runs on this GPU" in said and "was never tested" in said
+
+
+def test_plans_that_the_error_cannot_tell_apart_are_one_group():
+    model, machine = Model(16, 1024, batch=64), Machine(8)
+    one = forecast(model, machine, Plan(ranks=8))
+    assert not_told_apart(machine, [one, replace(one, update=1.01 * one.update)]) == [1, 2]
+    assert not_told_apart(machine, [one, replace(one, update=3 * one.update)]) == [1]
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_machine_has_an_error_for_every_kind_of_plan(name):
+    machine = read_machine(name, 16)
+    for plan in (Plan(ranks=16), Plan(tensor=8), Plan(replicas=16, sharding="full")):
+        error = expected_error(machine, plan)
+        assert error.least < error.most and error.seconds(1.0)[0] > 0
