@@ -159,7 +159,8 @@ def is_left_out(item):
     further = cell is not None and "further" in cell.metadata.get("tags", [])
     soak = item.get_closest_marker("soak")
     return any(
-        needed and os.environ.get(name) != "1" for needed, name in ((soak, SOAK), (further, FURTHER))
+        needed and os.environ.get(name) != "1"
+        for needed, name in ((soak, SOAK), (further, FURTHER))
     )
 
 
