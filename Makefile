@@ -22,6 +22,7 @@ test: $(INSTALLED) ## set up .venv and test every lesson, script, schedule and c
 	$(LINT)
 	$(TESTS) -m "not (further and processes)" $(PYTEST_FLAGS)
 
+test-all: export COURSE_FURTHER = 1 # also the cells that lessons mark as further
 test-all: test ## then the solutions, more of everything, a cluster, a room, the browser and the website
 	$(TESTS) -m "further and processes" $(PYTEST_FLAGS)
 

@@ -18,6 +18,7 @@ from processes import starts_processes
 LIMIT = 3600  # seconds, after which everything ends, also what hangs
 NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
 SOAK = "COURSE_SOAK"  # set to 1, tests that take minutes run, too
+FURTHER = "COURSE_FURTHER"  # set to 1, cells of lessons with the tag further run, too
 
 # Python's audit events of a new process, beside multiprocessing's own way.
 STARTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
@@ -138,15 +139,29 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
-    if os.environ.get(SOAK) != "1":
-        left_out = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if is_left_out(item)}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     for item in items:
         if not isinstance(item, pytest.Function) or any(map(starts_processes, code_of(item))):
             item.add_marker("processes")  # a cell of a notebook has a kernel
         if item.path.parent.name == "solutions":  # test_builds*.py and test_checks*.py try the same
             item.add_marker("further")
+
+
+def is_left_out(item):
+    """Whether an item needs a variable that is not set.
+
+    A cell alone can have no mark: `make test-all` has to run the cells before it in the same kernel.
+    """
+    cell = getattr(item, "cell", None)
+    further = cell is not None and "further" in cell.metadata.get("tags", [])
+    soak = item.get_closest_marker("soak")
+    return any(
+        needed and os.environ.get(name) != "1"
+        for needed, name in ((soak, SOAK), (further, FURTHER))
+    )
 
 
 def code_of(item):

@@ -41,7 +41,7 @@ def num_bytes(tensors):
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-@pytest.mark.parametrize("split", first_of([False, True], 2))
+@pytest.mark.parametrize("split", first_of([False, True], 1))
 @pytest.mark.parametrize(("mode", "pieces"), [("none", 1), *WAYS])
 @pytest.mark.parametrize("which", PARTS)
 def test_between_two_actions_the_allocator_has_what_is_counted_to_the_byte(

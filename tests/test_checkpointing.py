@@ -55,8 +55,20 @@ def largest_difference(ours, theirs):
     return max(abs(ours[step] - theirs[step]) for step in ours)
 
 
-@pytest.mark.parametrize("optimizer", first_of(["sgd", "momentum", "adamw"], 2))
-@pytest.mark.parametrize("how", ["", "--asynchronous"])
+@pytest.mark.parametrize(
+    ("optimizer", "how"),
+    first_of(
+        [
+            ("adamw", ""),
+            ("momentum", "--asynchronous"),
+            ("sgd", ""),
+            ("sgd", "--asynchronous"),
+            ("momentum", ""),
+            ("adamw", "--asynchronous"),
+        ],
+        2,
+    ),
+)
 def test_continued_on_the_same_cut_all_losses_are_equal_to_the_last_bit(tmp_path, optimizer, how):
     flags = f"--optimizer {optimizer} {how}"
     before, _ = train(tmp_path, flags, steps=4)
@@ -347,12 +359,12 @@ def test_the_rate_warms_up_falls_along_a_cosine_and_stays_at_a_tenth():
 # One file
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", first_of(["adamw", "sgd"], 1))
 def test_one_file_has_the_whole_model_and_its_optimizer(tmp_path, optimizer):
     train(tmp_path, f"--optimizer {optimizer}", steps=4)
     file = tmp_path / "model.pt"
     flags = f"{SIZES} --clip 1 --optimizer {optimizer} --checkpoints {tmp_path / 'saved'}"
-    run(f"distributed_checkpointing.py {flags} --export {file}", None, show=False)
+    run(f"distributed_checkpointing.py {flags} --export {file}", None, warm=True, show=False)
     state = torch.load(file)
     model = build_part(ModelConfig(8, 16, 2, 2, 8), 0, 8)
     model.load_state_dict(state["model"])

@@ -37,8 +37,8 @@ from pipeline.worker import Worker
 
 # Batches of 48 sequences can be cut into 1, 2, 3, 8 and 16 micro-batches.
 SMALL = "--layers 8 --dim 16 --heads 4 --kv-heads 2 --seq-len 8 --batch-size 48 --device cpu"
-SGD = f"{SMALL} --steps 4 --learning-rate 0.2"
-ADAMW = f"{SMALL} --steps 4 --learning-rate 0.01 --optimizer adamw"
+SGD = f"{SMALL} --steps 3 --learning-rate 0.2"
+ADAMW = f"{SMALL} --steps 3 --learning-rate 0.01 --optimizer adamw"
 
 
 # One rank of a pipeline, and one process without a pipeline
@@ -146,14 +146,14 @@ def flags_of(base, cut, num_microbatches):
 NAIVE = "naive_model_parallelism"
 # (ranks, layers of each stage or None for an even cut, micro-batches)
 GPIPE_BY_WORKER = [
-    (1, None, 1),
     (1, None, 16),
-    (2, None, 2),
     (2, "7,1", 3),
+    (4, "1,4,2,1", 3),
+    (1, None, 1),
+    (2, None, 2),
     (3, None, 8),
     (3, "1,1,6", 1),
     (4, None, 8),
-    (4, "1,4,2,1", 3),
     (4, "1,4,2,1", 16),
     (8, None, 1),
     (8, None, 8),
@@ -183,7 +183,7 @@ by_cut_and_microbatches = functools.partial(
 )
 
 
-@by_cut_and_microbatches(first_of(GPIPE_BY_WORKER, 4))
+@by_cut_and_microbatches(first_of(GPIPE_BY_WORKER, 3))
 def test_gpipe_by_the_worker_equals_one_process_to_1e_12(num_ranks, cut, num_microbatches):
     ranks = trained(num_ranks, "gpipe", flags_of(SGD, cut, num_microbatches), by_hand=False)
     assert differences(ranks, one_process(SGD)) == set()
@@ -201,7 +201,7 @@ def test_1f1b_by_the_worker_equals_one_process_to_1e_12(num_ranks, cut, num_micr
     assert differences(ranks, one_process(SGD)) == set()
 
 
-@by_cut_and_microbatches(ONE_F_ONE_B_BY_HAND)
+@by_cut_and_microbatches(first_of(ONE_F_ONE_B_BY_HAND, 3))
 def test_1f1b_by_hand_equals_one_process_to_1e_12(num_ranks, cut, num_microbatches):
     ranks = trained(num_ranks, "one_f_one_b", flags_of(SGD, cut, num_microbatches), by_hand=True)
     assert differences(ranks, one_process(SGD)) == set()
@@ -249,7 +249,7 @@ def test_200_steps_equal_one_process_to_1e_9_of_the_loss():
     assert len(losses) == 200 and losses[-1] < 0.7 * losses[0]  # and something has been learnt
 
 
-@pytest.mark.parametrize("script", ["gpipe", NAIVE])
+@pytest.mark.parametrize("script", first_of(["gpipe", NAIVE], 1))
 def test_the_same_cut_run_twice_is_equal_to_the_last_bit(script):
     flags = flags_of(SGD, "1,4,2,1", 8)
     once = trained(4, script, flags, by_hand=True)
@@ -314,9 +314,12 @@ def test_sgd_takes_to_the_last_bit_the_steps_of_torch_optim_sgd():
     "script, by_hand, cases",
     first_of(
         [
-            ("gpipe", True, GPIPE_BY_HAND),
-            ("gpipe", False, GPIPE_BY_WORKER),
-            ("one_f_one_b", True, ONE_F_ONE_B_BY_HAND),
+            ("gpipe", True, GPIPE_BY_HAND[:3]),
+            ("gpipe", False, GPIPE_BY_WORKER[:3]),
+            ("one_f_one_b", True, ONE_F_ONE_B_BY_HAND[:3]),
+            ("gpipe", True, GPIPE_BY_HAND[3:]),
+            ("gpipe", False, GPIPE_BY_WORKER[3:]),
+            ("one_f_one_b", True, ONE_F_ONE_B_BY_HAND[3:]),
             ("one_f_one_b", False, ONE_F_ONE_B_BY_WORKER),
             (NAIVE, True, NAIVE_BY_HAND),
             (NAIVE, False, NAIVE_BY_WORKER),
@@ -330,7 +333,7 @@ def test_the_loop_takes_exactly_the_actions_of_the_schedule_in_their_order(scrip
         ranks = trained(num_ranks, script, flags, by_hand=by_hand)
         schedule = schedule_of(script, num_ranks, num_microbatches)
         for rank, result in enumerate(ranks):
-            assert result["orders"] == [schedule.orders[rank]] * 4
+            assert result["orders"] == [schedule.orders[rank]] * 3
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,11 @@ def train(script, ranks, flags, folder):
 
 def largest_difference(losses, flags):
     reference = one_process(flags)["losses"]
-    assert len(losses) == len(reference) == 4
+    assert len(losses) == len(reference) == 3
     return max(abs(ours - theirs) for ours, theirs in zip(losses, reference))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", first_of([4, 2], 1))
 @pytest.mark.parametrize("name", synchronous_schedules())
 def test_losses_are_those_of_one_process_and_actions_those_of_the_schedule(name, ranks, tmp_path):
     flags = f"{SGD} --microbatches {2 * ranks}"
@@ -85,7 +85,9 @@ def test_so_are_they_for_other_numbers_of_microbatches_and_chunks(
     assert orders == schedule.orders
 
 
-@pytest.mark.parametrize(("script", "name"), [(ZERO, "zb-h1"), (ANY, "zb-h1"), (ANY, "zb-v")])
+@pytest.mark.parametrize(
+    ("script", "name"), first_of([(ZERO, "zb-h1"), (ANY, "zb-v"), (ANY, "zb-h1")], 2)
+)
 def test_adamw_takes_the_gradients_of_both_halves(script, name, tmp_path):
     flags = f"{ADAMW} --microbatches 8"
     losses, _ = train(script, 4, f"{flags} --schedule {name}", tmp_path)

@@ -13,11 +13,13 @@ import naive_model_parallelism
 import one_f_one_b
 import pipedream
 import pytest
+import torch
 import zero_bubble
 from message_queues import EmptyStage, blocked, issued_by, most_posted_ahead
 
 from extensions.data_parallel.replicas import DataParallelWorker, last_backwards, replicate
 from extensions.pretraining.forward_only import forwards_of
+from pipeline.job import Job
 from pipeline.message import Message
 from pipeline.receives import OrderedReceives
 from pipeline.schedule import ScheduleError
@@ -208,3 +210,11 @@ def test_receives_posted_all_at_the_start_hang(name):
 
     with mock.patch("pipeline.worker.OrderedReceives", PostedAtOnce):
         assert len(blocked(issued_by_worker(build_schedule(name, 4, 8)))) == 4
+
+
+@pytest.mark.parametrize("shape, dtype", [((2, 4, 4), torch.float64), ((2, 3, 4), torch.float32)])
+def test_an_activation_of_another_length_or_type_is_not_sent(shape, dtype):
+    job = Job(0, 2, torch.device("cpu"), "gloo", 20.0, shape=(2, 3, 4), dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"but has to be \(2, 3, 4\) in torch.float64"):
+        job.send(torch.zeros(shape, dtype=dtype), 1, Message("activation", 0, 0))
+    assert not job.sent

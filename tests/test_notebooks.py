@@ -75,6 +75,11 @@ def test_every_checked_cell_has_a_stored_output(path):
         assert cell.cell_type == "code"
 
 
+@every_notebook
+def test_make_test_runs_every_checked_cell(path):
+    assert not any("further" in cell.metadata.tags for cell in checked_cells(path))
+
+
 @every_lesson
 def test_every_lesson_has_a_checked_loss_cell_with_six_decimals(path):
     outputs = "\n".join(text_of(cell.outputs) for cell in checked_cells(path))

@@ -82,8 +82,8 @@ def difference_of(output):
     ),
 )
 def test_losses_are_those_of_one_process_to_1e_12(ranks, flags):
-    losses, output = train(f"{EXACT} --steps 4 --verify {flags}", ranks)
-    assert sorted(losses) == [0, 1, 2, 3]
+    losses, output = train(f"{EXACT} --steps 3 --verify {flags}", ranks)
+    assert sorted(losses) == [0, 1, 2]
     assert difference_of(output) <= 1e-12
 
 
@@ -108,7 +108,7 @@ def test_micro_batches_of_documents_have_unequally_many_tokens_and_each_token_co
     assert abs(sum(parts) / 4 - whole) > 1e-4  # what a mean of means would have been
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", first_of(["zb-h1", "1f1b"], 1))
 def test_bfloat16_stays_near_one_process_in_float32(schedule):
     _, output = train(f"{SMALL} --dtype bfloat16 --steps 4 --verify --schedule {schedule}", 2)
     assert 0 < difference_of(output) <= 5e-2
@@ -171,7 +171,7 @@ def test_the_seed_of_a_sample_decides_its_tokens():
 # Continue.
 
 
-@pytest.mark.parametrize("more", ["", "--dtype bfloat16 --sharding optimizer"])
+@pytest.mark.parametrize("more", first_of(["--dtype bfloat16 --sharding optimizer", ""], 1))
 def test_continued_on_the_same_cut_the_losses_are_the_same_bits(tmp_path, more):
     flags = f"{EXACT} --replicas 2 --accumulate 2 {more}"
     whole, _ = train(f"{flags} --steps 4")

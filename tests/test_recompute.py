@@ -32,7 +32,7 @@ from pipeline.stage import Stage
 
 SCRIPT = "activation_checkpointing.py"
 SYNCHRONOUS = synchronous_schedules()
-FLAGS = f"{SMALL} --layers 16 --steps 3 --learning-rate 0.2 --microbatches 8"
+FLAGS = f"{SMALL} --layers 8 --steps 2 --learning-rate 0.2 --microbatches 8"
 CONFIG = ModelConfig(layers=8, dim=16, heads=4, kv_heads=2, seq_len=8)
 LAYERS = 4  # of the stages below
 PARTS = {"first": (0, 4), "inner": (2, 6), "last": (4, 8)}
@@ -76,23 +76,23 @@ def test_losses_keep_every_bit_and_are_those_of_one_process(schedule, mode):
     assert losses == plain_losses
     assert orders == plain_orders  # recomputation is not an action of the schedule
     reference = one_process(FLAGS)["losses"]
-    assert len(losses) == 3
+    assert len(losses) == 2
     assert max(abs(ours - theirs) for ours, theirs in zip(losses, reference)) <= 1e-12
     assert all(ours <= theirs for ours, theirs in zip(held, plain_held))
     if mode != "none" and schedule != "naive":
         assert held[0] < plain_held[0]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", first_of(["zb-h1", "1f1b"], 1))
 def test_pieces_of_a_stage_keep_every_bit(schedule):
-    losses, _, _ = train(schedule, "stage", "--pieces 3")
+    losses, _, _ = train(schedule, "stage", "--pieces 2")
     assert losses == train(schedule, "none")[0]
 
 
 def test_adamw_keeps_every_bit():
     more = "--optimizer adamw --learning-rate 0.01"
-    losses = [train("zb-h1", mode, more)[0] for mode in ("none", "stage", "layer", "selective")]
-    assert all(each == losses[0] for each in losses)
+    plain, ours = (train("zb-h1", mode, more)[0] for mode in ("none", "layer"))
+    assert ours == plain
 
 
 def test_a_paced_backward_lasts_a_forward_longer(tmp_path):

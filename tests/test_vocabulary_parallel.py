@@ -53,13 +53,13 @@ def arguments_of(flags, num_ranks=1):
     ("ranks", "flags"),
     first_of(
         [
-            (4, "--spread --steps 10"),
-            (4, "--tied --steps 10 --optimizer adamw"),
             (4, "--tied --spread --steps 10 --optimizer adamw"),
             (4, "--spread --rehearse strict --steps 3"),
-            (3, "--cut 2,1,1 --steps 3"),
-            (3, "--spread --cut 1,2,1 --microbatches 1 --steps 3"),
             (2, "--tied --rehearse strict --steps 3"),
+            (3, "--cut 2,1,1 --steps 3"),
+            (4, "--spread --steps 10"),
+            (4, "--tied --steps 10 --optimizer adamw"),
+            (3, "--spread --cut 1,2,1 --microbatches 1 --steps 3"),
             (1, "--spread --tied --steps 3"),
             (1, "--tied --steps 3"),
         ],

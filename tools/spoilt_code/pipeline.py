@@ -99,8 +99,8 @@ FAULTS = [
         "if declared and (tensor.shape, tensor.dtype) != (self.shape, self.dtype):",
         "if declared and len(tensor.shape) != len(self.shape):",
         "A tensor of another length is sent, and the receiver waits for the rest.",
-        "test_own_model.py",
-        ("test_in_a_copy_of_gpipe_one_line_lets_rows_have_another_length_in_every_step",),
+        "test_message_order.py",
+        ("test_an_activation_of_another_length_or_type_is_not_sent",),
     ),
     Fault(
         "gpipe-backwards-reversed",
