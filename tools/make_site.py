@@ -131,7 +131,8 @@ def write_pages(site, course):
             write(file, with_links(body_of(file, exporter, course), file, course))
     write(INDEX, with_links(index_page(exporter, course), INDEX, course))
     if course.lives:
-        write(EXPLORER, site_index.EXPLORER_PAGE + living_pages.whole_explorer())
+        explorer = living_pages.whole_explorer()
+        write(EXPLORER, site_index.EXPLORER_PAGE + explorer + site_index.ABOUT_EXPLORER)
         write(PUZZLES, with_links(puzzles_page(exporter, course), PUZZLES, course))
     if slides_of(course).is_file():
         shutil.copytree(slides_of(course).parent, site / "slides")

@@ -11,11 +11,12 @@ import nbformat
 PUZZLE_LESSON = Path("notebooks/12_your_own_schedule.ipynb")
 EXERCISE = r"\*\*(\d+)\. .*?\*\*"
 
-EXPLORER_PAGE = """<h1>The explorer</h1>
-<p>Choose a schedule and what it costs. The course's simulator, in Python, runs in this page: it
+EXPLORER_PAGE = "<h1>The explorer</h1>"
+ABOUT_EXPLORER = """<p>Choose a schedule and what it costs. The course's simulator, in Python, runs in this page: it
 predicts what every rank does, and says why. Costs are those of all layers of one rank, so that the
-model stays the same when a rank has several stages. Below the drawing you see whether the memory of
-each rank suffices, and two curves: time and memory against the slider that you moved last. The address
+model stays the same when a rank has several stages. Below the timelines you see how many
+micro-batches the fullest rank holds. Under "costs and memory" you see whether the memory of each rank
+suffices, and two curves: time and memory against the slider that you moved last. The address
 of the page always leads back to what you see.</p>"""
 
 

@@ -120,7 +120,8 @@ td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: le
   header { display: flex; gap: 16px; justify-content: space-between; padding: 12px 18px; border: 0;
     border-bottom: 1px solid var(--line); }
   header .ways { display: inline; white-space: nowrap; }
-  main { padding: 8px 18px 40px; }
+  main { padding: 8px 18px 40px; } h1 { font-size: 26px; }
+  p > img:is([src*="gpipe-above"], [src*="map-of"], [src*="the-same"]) { min-width: 0 !important; }
   /* What is wide keeps a width at which it can be read, and scrolls. */
   .wide, p:has(> img) { overflow-x: auto; }
   .output svg, .wide > *, p > img { min-width: 620px; }

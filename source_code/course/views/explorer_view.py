@@ -7,6 +7,7 @@ from itertools import groupby
 
 from lab.drawing import draw_cursor
 from lab.figures import draw_timelines
+from lab.held_curve import draw_held
 from lab.longest_path import bubbles_of, longest_path, tell_bubble, tell_path
 from lab.simulator import Costs, simulate
 from lab.story import (
@@ -84,7 +85,8 @@ class View:
     def picture(self):
         if self.refusal:
             return problem(self.refusal)
-        return draw_timelines(self.timelines, reading=True, longest_path=self.longest_path).svg
+        drawn = draw_timelines(self.timelines, reading=True, longest_path=self.longest_path)
+        return drawn.svg + draw_held(self.timelines)
 
     @property
     def table(self):
