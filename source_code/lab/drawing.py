@@ -144,7 +144,7 @@ def _draw_blocks(place, stories):
     timeline = place.timeline
     # The more blocks, the thinner the outline: otherwise it would cover a dense drawing.
     widths = sorted((event.end - event.start) * place.scale for event in timeline.events)
-    outline = min(0.7, 0.1 * widths[len(widths) // 4])
+    outline = min([0.7, *(0.1 * width for width in widths[len(widths) // 4 :][:1])])
     chunk = _chunks(timeline)
     fills = {}
     parts, updates, hatches = [], [], []

@@ -22,6 +22,8 @@ def held_over_time(timeline, rank):
     steps, held = [], 0
     for time, change in sorted(changes):  # at equal times, what ends comes first
         held += change
+        if steps and steps[-1][0] == time - timeline.start:
+            steps.pop()
         steps.append((time - timeline.start, held / stages))
     return steps
 
@@ -62,8 +64,8 @@ def draw_held(timelines, width=WIDTH):
     def y(held):
         return bottom - held * TALL / most
 
-    words = [f"rank {rank} of {each.name} {peak:g}" for each, rank, peak in found]
-    alt = "micro-batches held at most: " + ", ".join(words)
+    words = [f"{each.name} {peak:g} (rank {rank})" for each, rank, peak in found]
+    alt = "micro-batches held: " + ", ".join(words)
     parts = [_text(LEFT, FONT, alt, "start")]
     for number, (timeline, rank, peak) in enumerate(found):
         path = outline(held_over_time(timeline, rank), timeline.makespan, x, y)

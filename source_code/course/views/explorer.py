@@ -129,7 +129,7 @@ class Panel(Stepper):
             ),
         }
         self.size_controls = {name: _size(name, value) for name, value in self.sizes.items()}
-        self.figures, self.verdict, self.curves = (widgets.HTML() for _ in range(3))
+        self.figures, self.verdict, self.curves, self.held = (widgets.HTML() for _ in range(4))
 
     def arrange(self):
         """All widgets in one box: choices, picture or table, cursor, folded costs, figures."""
@@ -152,7 +152,9 @@ class Panel(Stepper):
             [
                 widgets.HTML(STYLE, layout=widgets.Layout(display="none")),
                 widgets.HBox([self.controls[name] for name in first], layout=wrapped),
-                *stepping[:-1],
+                *stepping[:2],
+                self.held,
+                *stepping[2:-1],
                 self.folded,
                 self.path,
                 self.figures,
@@ -175,6 +177,7 @@ class Panel(Stepper):
         """Predict and draw again with the present settings."""
         view = View(self.settings, self.path.value)
         self.figures.value, self.reasons.value = view.figures, view.reasons
+        self.held.value = view.held
         self.show(view)
         self.disable_what_does_not_count()
         self.show_memory_and_time()  # last: the picture is on its way to the page already

@@ -85,8 +85,12 @@ class View:
     def picture(self):
         if self.refusal:
             return problem(self.refusal)
-        drawn = draw_timelines(self.timelines, reading=True, longest_path=self.longest_path)
-        return drawn.svg + draw_held(self.timelines)
+        return draw_timelines(self.timelines, reading=True, longest_path=self.longest_path).svg
+
+    @property
+    def held(self):
+        """The drawing of what the fullest rank holds over time, on the scale of the picture."""
+        return draw_held(self.timelines) if self.predictions else ""
 
     @property
     def table(self):
