@@ -100,7 +100,7 @@ def puzzles_of(cells):
         text = cells[index - 2].source
         text = text[re.search(EXERCISE, text).start() :]
         number = re.match(EXERCISE, text)[1]
-        text = re.sub(r"\*\*(\d+)\. (.*?)\*\*( \([^)]*\)\.)?\s*", r"## \2\n\n", text, count=1)
+        text = re.sub(r"\*\*(\d+)\. (.*?)\*\*( \([^)]*\)\.)?\s*", r"## \1. \2\n\n", text, count=1)
         shown.append(nbformat.v4.new_markdown_cell(f'<a id="puzzle-{number}"></a>\n\n{text}'))
         shown += cells[index - 1 : index + 1]
     return shown
