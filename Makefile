@@ -78,7 +78,7 @@ slides: $(INSTALLED) ## make slides of all lessons in build/slides, for any brow
 	$(BIN)/python tools/make_slides.py
 
 site: $(INSTALLED) ## make the course a website in build/site, for any browser
-	$(BIN)/python tools/make_site.py
+	$(BIN)/python tools/make_site.py $(SITE_FLAGS)
 
 handout: $(INSTALLED) ## make what participants get in build/handout, without answers
 	$(BIN)/python tools/make_handout.py

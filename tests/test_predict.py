@@ -323,7 +323,10 @@ def test_a_transfer_of_nothing_can_be_written_in_any_way(capsys, value):
             "--backward 2 --backward-weight 2",
             "--backward-weight must be less than --backward, of which it is a part",
         ),
-        ("--performed x.json", "--performed only adds to a drawing; name one with --svg"),
+        (
+            "--performed x.json",
+            "--performed only adds to a drawing; name one with --svg, or take --terminal",
+        ),
         ("--rank 4", "unrecognized arguments: --rank 4; --help lists the flags"),
     ],
 )

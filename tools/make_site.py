@@ -128,7 +128,8 @@ def write_pages(site, course):
             where.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(course.root / file, where)
         else:
-            write(file, with_links(body_of(file, exporter, course), file, course))
+            body = with_links(body_of(file, exporter, course), file, course)
+            write(file, search_index.with_terms(body) if file == GLOSSARY else body)
     write(INDEX, with_links(index_page(exporter, course), INDEX, course))
     if course.lives:
         explorer = living_pages.whole_explorer()
@@ -392,6 +393,7 @@ sliders, a cursor and a table.</p>"""
 SCRIPTS = "live"  # the folder of the site for scripts
 # As if they were pages of the repository.
 INDEX, EXPLORER, PUZZLES = Path("index.md"), Path("explorer.md"), Path("puzzles.md")
+GLOSSARY = Path("docs/glossary.md")
 MADE = (INDEX, EXPLORER, PUZZLES)
 
 
