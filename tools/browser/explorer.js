@@ -18,7 +18,7 @@ function explorer(place) {
       state[name] = parts.sliders[name] ? Number(control.value) : control.value;
       if (offer.axes.includes(name)) state.moved = name;
       tidy();
-      parts.view.scrollIntoView({ block: "nearest" }); // what changes is wholly in sight
+      keepInSight();
       refresh();
     });
   }
@@ -83,6 +83,7 @@ function explorer(place) {
       parts.view.classList.remove("stored");
       parts.drawing.innerHTML = shown.svg;
       parts.held.innerHTML = shown.held;
+      keepInSight();
       parts.figures.innerHTML = shown.figures;
       parts.actions.innerHTML = shown.table;
       parts.reasons.innerHTML = shown.reasons;
@@ -90,6 +91,14 @@ function explorer(place) {
       await moveTo(state.at);
     }
     if (offer.axes.length && parts.more.open) await showMemoryAndTime();
+  }
+
+  // What changes is wholly in sight, and so is the slider that changes it.
+  function keepInSight() {
+    const active = document.activeElement;
+    if (!parts.more.parentElement.contains(active) || parts.time.contains(active)) return;
+    parts.view.scrollIntoView({ block: "nearest" });
+    active.scrollIntoView({ block: "nearest" });
   }
 
   // One curve after the other, and shown when there are all; a control that is moved ends it.
@@ -271,6 +280,7 @@ function build(place, offer) {
   parts.cursor = make("input", { type: "range", min: 0, max: 1, value: 0, "aria-label": "cursor" });
   const time = make("div", { class: "live-time" }, parts.play, parts.back, parts.on, parts.cursor,
     parts.now);
+  parts.time = time;
   picture.append(parts.held);
   parts.view = make("div", { class: "live-view stored" }, parts.status, picture);
   parts.more = make("details", { class: "live-more" },
