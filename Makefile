@@ -8,13 +8,13 @@ INSTALLED = .venv/installed
 .PHONY: help lab check test test-all test-torch soak run notebooks images slides site handout wall submission benchmark measurements wheels
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
 	@$(BIN)/python -m nbformat.sign notebooks/*.ipynb notebooks/solutions/*.ipynb >/dev/null # or it draws no stored picture
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb # lessons link to scripts
 
-check: $(INSTALLED) ## the linter, and every test that starts no process and no notebook: two minutes
+check: $(INSTALLED) ## the linter, and the tests that start no process: two minutes
 	$(LINT)
 	$(TESTS) -m "not processes" tests $(PYTEST_FLAGS)
 
@@ -23,13 +23,13 @@ test: $(INSTALLED) ## set up .venv and test every lesson, script, schedule and c
 	$(TESTS) -m "not (further and processes)" $(PYTEST_FLAGS)
 
 test-all: export COURSE_FURTHER = 1 # also the cells that lessons mark as further
-test-all: test ## then the solutions, more of everything, a cluster, a room, the browser and the website
+test-all: test ## then the solutions, a cluster, a room, browser and website
 	$(TESTS) -m "further and processes" $(PYTEST_FLAGS)
 
 # make test-torch TORCH=2.15.0
 TORCH ?= 2.15.0
 OTHER = build/torch-$(TORCH)
-test-torch: ## run scripts, schedules and torch's traps with another torch, outside .venv (TORCH=2.15.0)
+test-torch: ## run scripts and traps with another torch (TORCH=2.15.0)
 	$(PYTHON) -m venv $(OTHER)
 	sed 's/^torch==.*/torch==$(TORCH)/' requirements.txt > $(OTHER)/requirements.txt
 	$(OTHER)/bin/python -m pip install --requirement $(OTHER)/requirements.txt
@@ -40,7 +40,7 @@ TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_s
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
 	tensor_parallel vocabulary_parallel inference no_code_from_files))
 
-soak: $(INSTALLED) ## damage files and schedules in 10,000 ways, spoil the code, a room on a cluster: an hour
+soak: $(INSTALLED) ## damage files and schedules in 10,000 ways: an hour
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest $(DRAWN_AT_RANDOM) $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest -m soak tests $(PYTEST_FLAGS)
 	$(BIN)/python tools/spoil_code.py
@@ -55,13 +55,13 @@ endef
 RUN_TESTS = -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 TESTS = $(BIN)/python $(RUN_TESTS)
 
-run: $(INSTALLED) ## train with GPipe on four processes, and draw the prediction and the run
+run: $(INSTALLED) ## train on four processes, and draw prediction and run
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 source_code/gpipe.py \
 		--verify --pace 10 20 --timeline build/gpipe.json
 	$(BIN)/python source_code/predict.py gpipe --ranks 4 --microbatches 8 \
-		--forward 10 --backward 20 --performed build/gpipe.json --svg build/gpipe.svg
-	@echo "The predicted and the performed timeline are in build/gpipe.svg; a browser shows it."
+		--forward 10 --backward 20 --performed build/gpipe.json --svg build/gpipe.svg --terminal
+	@echo "build/gpipe.svg is the same picture for a browser, with messages."
 
 # make notebooks ONLY=notebooks/02_gpipe.ipynb
 notebooks: $(INSTALLED) ## run the notebooks and store their outputs (ONLY=FILE for one)
@@ -75,33 +75,33 @@ NOTEBOOKS = $(or $(ONLY),$(wildcard notebooks/*.ipynb notebooks/solutions/*.ipyn
 images: $(INSTALLED) ## draw the figures in images/ anew
 	$(BIN)/python tools/make_images.py
 
-slides: $(INSTALLED) ## make slides of all lessons in build/slides, which any browser shows
+slides: $(INSTALLED) ## make slides of all lessons in build/slides, for any browser
 	$(BIN)/python tools/make_slides.py
 
-site: $(INSTALLED) ## make the course a website in build/site, which opens from disk; its pages run Python if npm is there
-	$(BIN)/python tools/make_site.py
+site: $(INSTALLED) ## make the course a website in build/site, for any browser
+	$(BIN)/python tools/make_site.py $(SITE_FLAGS)
 
-handout: $(INSTALLED) ## make what participants get in build/handout: course and website without the answers
+handout: $(INSTALLED) ## make what participants get in build/handout, without answers
 	$(BIN)/python tools/make_handout.py
 
 # make wall FOLDER=/shared/progress FLAGS=--names
 FOLDER ?= build/progress
-wall: $(INSTALLED) ## show in build/wall where a room is, from the folder of everybody's progress
+wall: $(INSTALLED) ## show where a room is in build/wall, from everybody's progress
 	@mkdir -p $(FOLDER)
 	$(BIN)/python tools/wall.py $(FOLDER) $(FLAGS)
 
 submission: $(INSTALLED) ## run all checks of your notebooks and write one file to hand in
 	$(BIN)/python tools/make_submission.py
 
-benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's own pipeline
+benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's pipeline
 	$(BIN)/python tools/benchmark.py
 
 # make measurements FROM=build/accept.json
-measurements: $(INSTALLED) ## put what tools/accept.py found on GPUs into the docs (FROM=FILE)
+measurements: $(INSTALLED) ## put what tools/accept.py found into the docs (FROM=FILE)
 	$(BIN)/python tools/write_measurements.py $(or $(FROM),build/accept.json)
 
 # make wheels WHEELS="--only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64"
-wheels: ## fetch all packages into wheels/, for machines without a network (docs/machines.md)
+wheels: ## fetch all packages into wheels/, for use without a network
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pip download --dest wheels $(WHEELS) $(PACKAGES)
 
 PACKAGES = --requirement requirements.txt --constraint tools/constraints.txt

@@ -11,6 +11,7 @@ from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
 from lab.figures import draw_timelines
 from lab.simulator import Costs, cost, cost_or_nothing, simulate
+from lab.terminal_timeline import in_text
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, reject
 from pipeline.files import not_written, to_json, write_whole
@@ -37,13 +38,19 @@ def main():
     )
     timeline = simulate(schedule, costs)
     figures = measure(schedule, timeline)
-    write_files(arguments, schedule, timeline)
+    timelines = timelines_of(arguments, timeline)
+    write_files(arguments, schedule, timelines)
     if arguments.csv == "-":
         sys.stdout.write(to_csv(schedule))
     elif arguments.json:
         print(to_json(figures))
     else:
-        print(in_words(schedule, figures))
+        print(in_words(schedule, figures, arguments))
+        if arguments.terminal:
+            colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+            print(
+                "", *in_text(timelines, colours, "ms" if arguments.performed else "units"), sep="\n"
+            )
     return int(bool(not_written))
 
 
@@ -69,6 +76,7 @@ def parse_arguments():
     add("--recompute", type=cost_or_nothing, default=0.0, metavar="T", help="on top of a backward")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
+    add("--terminal", action="store_true", help="print the timeline, 78 columns wide")
     add("--performed", metavar="FILE", help="a run's --timeline, to draw below the prediction")
     add("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args()
@@ -78,8 +86,10 @@ def parse_arguments():
         reject("--backward-weight must be less than --backward, of which it is a part")
     if arguments.csv == "-" and arguments.json:
         reject("--csv - and --json both want standard output; name a file for the CSV")
-    if arguments.performed and not arguments.svg:
-        reject("--performed only adds to a drawing; name one with --svg")
+    if arguments.performed and not (arguments.svg or arguments.terminal):
+        reject("--performed only adds to a drawing; name one with --svg, or take --terminal")
+    if arguments.terminal and (arguments.json or arguments.csv == "-"):
+        reject("--terminal prints between other lines; leave out --json and --csv -")
     check_files(arguments)
     return arguments
 
@@ -138,34 +148,39 @@ def measure(schedule, timeline):
     }
 
 
-def in_words(schedule, figures):
+def in_words(schedule, figures, costs):
     """Return the text that is printed without --json, one figure per line."""
+    unit = f"units of time (forward {costs.forward:g}, backward {costs.backward:g} per stage)"
     held = " ".join(map(str, figures["peak_held_per_rank"]))
     return "\n".join(
         [
             f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
             f"{schedule.num_microbatches} micro-batches",
-            f"makespan            {figures['makespan']:g}",
-            f"ideal               {figures['ideal']:g}  (the largest busy time of a rank)",
+            f"makespan            {figures['makespan']:g} {unit}",
+            f"ideal               {figures['ideal']:g} units of time (the largest busy time of a rank)",
             f"bubble over total   {figures['bubble_over_total']:.4f}  (idle / makespan)",
             f"bubble over ideal   {figures['bubble_over_ideal']:.4f}  (idle / busy)",
-            f"peak held per rank  {held}  (stage x micro-batch activations)",
-            f"messages            {figures['messages']}",
+            f"peak held per rank  {held} activations (stage x micro-batch)",
+            f"messages            {figures['messages']} per step",
         ]
     )
 
 
-def write_files(arguments, schedule, timeline):
+def timelines_of(arguments, timeline):
+    """{label: Timeline} of the prediction, and of the run that --performed names."""
+    if not arguments.performed:
+        return {"predicted": timeline}
+    try:
+        return {"predicted": timeline, "performed": read_timeline(arguments.performed)}
+    except TimelineError as error:
+        reject(f"--performed {error}; name another file")
+
+
+def write_files(arguments, schedule, timelines):
     """Write what --csv and --svg ask for; rejects a file that cannot be read or written."""
     if arguments.csv and arguments.csv != "-":
         write_or_reject("--csv", arguments.csv, to_csv(schedule))
     if arguments.svg:
-        timelines = {"predicted": timeline}
-        if arguments.performed:
-            try:
-                timelines["performed"] = read_timeline(arguments.performed)
-            except TimelineError as error:
-                reject(f"--performed {error}; name another file")
         blocks = sum(len(each.events) for each in timelines.values())
         if blocks > MOST_BLOCKS:
             reject(f"--svg: a picture has at most {MOST_BLOCKS:,} blocks, not {blocks:,}")

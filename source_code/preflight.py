@@ -59,13 +59,27 @@ def main():
     as_text = as_json if arguments.json else as_row
     if prints and not arguments.json:
         print(HEADER, flush=True)
-    failed = False
+    statuses = []
     with guard(arguments.timeout, prints):
         for check in run_checks(arguments.timeout, arguments.messages_only):
-            failed |= check.status == "FAIL"
+            statuses.append(check.status)
             if prints:
                 print(as_text(check), flush=True)
-    return 1 if failed else 0
+    if prints and not arguments.json:
+        print(verdict(statuses), flush=True)
+    return 1 if "FAIL" in statuses else 0
+
+
+def verdict(statuses):
+    """The last line of the table: whether this machine is ready, from the status of each check."""
+    failed, warned = statuses.count("FAIL"), statuses.count("warn")
+    if failed:
+        return (
+            f"Not ready: {failed} of {len(statuses)} checks failed; do what the lines with > say."
+        )
+    if warned:
+        return f"Ready, with {warned} warning{'s' * (warned > 1)}: see the lines with >."
+    return f"Ready: all {len(statuses)} checks are ok."
 
 
 def parse_arguments():
@@ -308,8 +322,8 @@ def wanted_versions(name):
 
 def as_row(check):
     """Return one line of the table, followed by the advice if there is any."""
-    row = f"{check.name:<14} | {check.result:<54} | {check.status}"
-    return f"{row}\n{'':14} > {check.advice}" if check.advice else row
+    row = f"{check.name:<12} | {check.result:<50} | {check.status}"
+    return f"{row}\n{'':12} > {check.advice}" if check.advice else row
 
 
 HEADER = as_row(Check("check", "result", "ok/warn/FAIL"))

@@ -7,6 +7,10 @@ import make_images
 import pytest
 from further import first_of
 from idea_pictures import COSTS, IDEAS
+from PIL import Image
+from preview_picture import LEFT, SIZE, preview
+from preview_picture import WIDTH as WIDE
+from schedule_pictures import COMPARISONS
 
 from course.launch import ROOT
 from lab.figures import draw_timelines
@@ -19,7 +23,7 @@ TITLE = r"<title>(.*?)</title>"
 
 
 def test_every_figure_is_made_by_a_command_and_every_other_one_is_gone():
-    assert {path.stem for path in FIGURES} == {*SCHEDULES, *IDEAS}
+    assert {path.stem for path in FIGURES} == {*SCHEDULES, *IDEAS, *COMPARISONS}
 
 
 @pytest.mark.parametrize("name", IDEAS)
@@ -28,6 +32,21 @@ def test_a_picture_of_an_idea_is_what_the_command_draws_and_stands_in_a_lesson(n
     assert (ROOT / "images" / f"{name}.svg").read_text() == picture.svg
     lessons = [path.read_text() for path in ROOT.glob("notebooks/*.ipynb")]
     assert sum(f"![{picture.alt}](../images/{name}.svg)" in text for text in lessons) == 1
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_picture_that_compares_schedules_is_what_the_command_draws_with_its_own_words(name):
+    picture = COMPARISONS[name]()
+    assert (ROOT / "images" / f"{name}.svg").read_text() == picture.svg
+    page = (ROOT / "images" / "README.md").read_text() + (ROOT / "README.md").read_text()
+    assert f"images/{name}.svg)" in page or f"]({name}.svg)" in page
+
+
+def test_the_preview_of_a_link_has_the_size_that_previews_expect_and_is_what_is_drawn_today():
+    with Image.open(ROOT / "images" / "preview.png") as stored:
+        assert stored.size == SIZE == (1200, 630)
+        blocks = (LEFT, 134, LEFT + WIDE, SIZE[1])  # without letters, which depend on a library
+        assert stored.crop(blocks).tobytes() == preview().crop(blocks).tobytes()
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (5, 4)])

@@ -191,7 +191,7 @@ def test_a_slide_is_a_sentence_and_at_most_one_figure_and_has_something_to_say(s
     for name, page in slides.items():
         silent = 0
         for number, slide in enumerate(shown(page)[1:], 1):
-            words = re.sub(r"<[^>]*>", " ", re.search(r"<p>(.*?)</p>", slide, re.S)[1]).split()
+            words = re.sub(r"<[^>]*>", " ", re.search(r"<p[^>]*>(.*?)</p>", slide, re.S)[1]).split()
             assert 3 <= len(words) <= (70 if number == 1 else 48), f"{name}, slide {number}"
             assert slide.count("<figure>") + slide.count("<pre") + slide.count("<table") <= 1
         for slide in page.split("<section")[1:]:
@@ -229,7 +229,9 @@ def test_what_asks_for_a_prediction_is_on_a_slide_before_the_answer(slides):
         slide
         for page in slides.values()
         for slide in shown(page)
-        if re.search(r"<(p|h2)>[^<]*(\b[Gg]uess\b|\b[Ww]rite down\b|\bPredict the\b|\?</p>)", slide)
+        if re.search(
+            r"<(p[^>]*|h2)>[^<]*(\b[Gg]uess\b|\b[Ww]rite down\b|\bPredict the\b|\?</p>)", slide
+        )
     ]
     assert len(asking) > 10
     for slide in asking:
@@ -274,6 +276,42 @@ def test_every_slide_fits_its_page_and_no_text_is_below_18_points(slides, chromi
                 assert bottom <= 700 and right <= 1281 and not broken, f"{name}, slide {number}"
                 assert least >= 24, f"{name}, slide {number}: text of {least:.1f} pixels"
         browser.close()
+
+
+HEIGHTS = """() => slides.map((slide, number) => {
+    show(number);
+    const parts = [...slide.querySelectorAll('h1, h2, p, pre, figure, table, math, .minutes')];
+    const boxes = parts.map(part => part.getBoundingClientRect()).filter(box => box.height);
+    return Math.max(...boxes.map(box => box.bottom)) - Math.min(...boxes.map(box => box.top));
+})"""
+
+
+def test_at_most_a_tenth_of_the_slides_use_less_than_half_of_the_height(slides, chromium):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 720})
+        heights = []
+        for name in slides:
+            page.goto((SLIDES / f"{name}.html").as_uri())
+            heights += page.evaluate(HEIGHTS)
+        browser.close()
+    assert len(heights) >= 10 * len(slides)
+    assert sum(height < 360 for height in heights) <= len(heights) / 10
+
+
+def test_the_list_of_slides_leads_to_every_deck(slides):
+    listed = re.findall(r'<a href="([^"]*)">', (SLIDES / "index.html").read_text())
+    assert listed == [f"{name}.html" for name in sorted(slides)]
+
+
+def test_a_sentence_that_points_back_comes_with_the_sentence_before_it():
+    cells = [
+        {"cell_type": "markdown", "source": ["# Lesson 99: X\n\n**After this lesson** you can y."]},
+        {"cell_type": "markdown", "source": ["A rank waits. <!-- slide: T -->Its input is late."]},
+    ]
+    assert make_slides.slides_of(cells)[1].sentence == "A rank waits. Its input is late."
 
 
 def test_keys_turn_slides_show_what_to_say_and_count_the_minutes(slides, chromium):

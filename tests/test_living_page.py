@@ -200,6 +200,47 @@ def test_the_explorer_draws_anew_with_the_keyboard_and_its_address_leads_back(si
     assert is_content(page) and is_content(again)
 
 
+EDGES = """element => {
+    const box = element.getBoundingClientRect();
+    return [box.left, box.top, box.right, box.bottom];
+}"""
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_after_any_slider_of_the_explorer_the_changed_picture_is_wholly_in_view(
+    site, browser, size
+):
+    width, height = size
+    page = opened(browser, site, "explorer.html", viewport={"width": width, "height": height})
+    expect(page.locator(".live-now")).to_have_text("at 0 ms", timeout=60_000)
+    page.get_by_label("schedule", exact=True).select_option("interleaved-1f1b")
+    page.get_by_label("compare with").select_option("zb-v")
+    page.locator(".live-more summary").click()
+    sliders = page.locator(".live-choices input[type=range]:not(:disabled)")
+    assert sliders.count() >= 10
+    for slider in sliders.all():
+        slider.focus()
+        page.keyboard.press("ArrowRight")
+        for part in (".live-drawing svg", ".live-held svg"):
+            left, top, right, bottom = page.locator(part).evaluate(EDGES)
+            assert 0 <= left <= right <= width and 0 <= top <= bottom <= height, part
+        _, top, _, bottom = page.locator(".live-view").evaluate(EDGES)
+        _, upper, _, lower = slider.evaluate(EDGES)
+        assert 0 <= upper and lower <= height, "the slider is in view, too"
+        assert not top < (upper + lower) / 2 < bottom, "and not below the picture"
+    assert is_content(page)
+
+
+def test_a_puzzle_in_view_starts_python_and_shows_an_empty_board(site, browser):
+    page = opened(browser, site, "puzzles.html#puzzle-2")
+    board = page.locator(".live-exercise").nth(1).locator(".live-picture svg")
+    expect(board).to_have_attribute(
+        "aria-label", re.compile("yours so far: 0 of 360 ms, 3 ranks"), timeout=60_000
+    )
+    assert page.locator(".live-exercise").count() == len(PUZZLES)
+    assert is_content(page)
+
+
 def test_a_link_brings_no_value_that_the_controls_do_not_have(site, browser):
     bad = (
         "schedule=<b>&ranks=999&microbatches=x&transfer=-3&forward=1e9&compare=zb-h1&at=1e12&own=1"

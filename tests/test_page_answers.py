@@ -1,13 +1,15 @@
 """What the course's Python answers a page: the explorer, the exercises and the puzzles, without a browser."""
 
 import json
+import re
 
 import pytest
 
 from course.browser.explorer_page import CHOICES, OWN, SLIDERS, START
 from course.browser.page import answer
+from course.browser.puzzle_board import draw_board
 from course.checks.puzzles import PUZZLES
-from pipeline.schedule import to_csv
+from pipeline.schedule import Action, to_csv
 from pipeline.schedules import gpipe, one_f_one_b, zb_h1
 
 OWN_GPIPE = """
@@ -138,16 +140,46 @@ def test_a_wrong_answer_is_drawn_without_the_longest_path():
     assert "<svg" in wrong["svg"] and "longest-path" not in wrong["svg"]
 
 
-def test_rows_that_have_only_begun_are_drawn_as_far_as_they_can_run():
+def test_rows_that_have_only_begun_are_drawn_as_far_as_they_can_run_on_the_axis_of_the_puzzle():
     nothing = ask("solve", number=4, rows=["", "", ""])
-    assert nothing == {"said": "Not attempted yet.", "right": False}
+    assert nothing["said"] == "Not attempted yet." and not nothing["right"]
     begun = ask("solve", number=4, rows=["0F0,0F1,0B0", "1F0", ""])
-    assert begun["said"] == "So far rank 2 has no actions."
-    assert "yours: so far, 2 ranks, 40 ms" in begun["svg"], "0B0 has no gradient to start from"
-    stuck = ask(
-        "solve", number=3, rows=["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1F2,1F3,1B1"]
+    waits = "rank 0 waits with 0B0 for the gradient of micro-batch 0 from stage 1"
+    assert begun["said"] == f"20 actions to go; {waits}."
+    assert begun["alt"] == f"yours so far: 40 of 360 ms, 3 ranks; {waits}"
+    for shown in (nothing, begun):
+        svg = shown["svg"]
+        assert "rank 2" in svg and ">target<" in svg, "a rank without actions is there, too"
+        assert ">350<" in svg, "the axis ends at the target"
+    assert begun["svg"].count('stroke-dasharray="4 3"') == 1, "0B0 cannot start"
+
+
+def test_a_deadlock_is_drawn_as_two_stuck_actions_with_an_arrow_to_each_other():
+    rows = ["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1B0,1F0,1F1,1B1,1F2,1F3,1B2,1B3"]
+    stuck = ask("solve", number=3, rows=rows)
+    assert "Not yet: " in stuck["said"]
+    assert stuck["svg"].count('stroke-dasharray="4 3"') == 2
+    assert (
+        "rank 0 waits with 0B0" in stuck["alt"]
+        and "rank 1 waits with 1B0 for the activation" in stuck["alt"]
     )
-    assert "Not yet: " in stuck["said"] and "<svg" in stuck["svg"]
+
+
+def test_an_action_of_another_rank_gets_the_checks_sentence_and_not_a_count():
+    answered = ask("solve", number=3, rows=["0F0,1F0", "1B0"])
+    assert "to go" not in answered["said"] and not answered["right"]
+
+
+@pytest.mark.parametrize("number", PUZZLES)
+def test_the_axis_of_a_board_does_not_change_with_a_tap(number):
+    given = PUZZLES[number]
+    empty = [()] * given.num_ranks
+    tapped = [(Action(0, "F", 0),), *empty[1:]]
+    places = [
+        re.findall(r'<line x1="([\d.]+)" y1="\d+" x2="\1"', draw_board(given, rows).svg)
+        for rows in (empty, tapped)
+    ]
+    assert places[0] == places[1] and len(places[0]) >= 4
 
 
 def test_a_puzzle_takes_python_too():
@@ -161,4 +193,5 @@ def test_a_puzzle_takes_python_too():
 @pytest.mark.parametrize("number", PUZZLES)
 def test_every_puzzle_says_not_attempted_for_empty_rows(number):
     rows = [""] * PUZZLES[number].num_ranks
-    assert ask("solve", number=number, rows=rows) == {"said": "Not attempted yet.", "right": False}
+    answered = ask("solve", number=number, rows=rows)
+    assert (answered["said"], answered["right"]) == ("Not attempted yet.", False)

@@ -1,6 +1,7 @@
 """predict.py as it is called: what it prints, what it writes, what it refuses."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import predict
 import pytest
 
 from lab.simulator import Costs, simulate
+from lab.terminal_timeline import in_text
 from lab.timeline import to_chrome_trace
 from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules, gpipe, naive
@@ -30,12 +32,12 @@ KEYS = [
 ]
 IN_WORDS = """\
 gpipe: 4 ranks, 4 stages, 8 micro-batches
-makespan            33
-ideal               24  (the largest busy time of a rank)
+makespan            33 units of time (forward 1, backward 2 per stage)
+ideal               24 units of time (the largest busy time of a rank)
 bubble over total   0.2727  (idle / makespan)
 bubble over ideal   0.3750  (idle / busy)
-peak held per rank  8 8 8 8  (stage x micro-batch activations)
-messages            48
+peak held per rank  8 8 8 8 activations (stage x micro-batch)
+messages            48 per step
 """
 
 
@@ -147,12 +149,12 @@ def test_chunks_multiply_the_stages_and_a_cost_is_that_of_a_chunk(capsys):
     words = ["interleaved-1f1b", "--chunks", 4]
     assert printed_in_this_process(capsys, *words).splitlines() == [
         "interleaved-1f1b: 4 ranks, 16 stages, 8 micro-batches",
-        "makespan            105",
-        "ideal               96  (the largest busy time of a rank)",
+        "makespan            105 units of time (forward 1, backward 2 per stage)",
+        "ideal               96 units of time (the largest busy time of a rank)",
         "bubble over total   0.0857  (idle / makespan)",
         "bubble over ideal   0.0938  (idle / busy)",
-        "peak held per rank  19 17 15 13  (stage x micro-batch activations)",
-        "messages            240",
+        "peak held per rank  19 17 15 13 activations (stage x micro-batch)",
+        "messages            240 per step",
     ]
 
 
@@ -192,7 +194,7 @@ def test_the_drawing_shows_the_prediction_above_what_was_performed(tmp_path, cap
     performed.write_text(to_chrome_trace(simulate(naive(2, 3), Costs(2, 4))))
     path = tmp_path / "both.svg"
     words = ["gpipe", "--ranks", 2, "--microbatches", 3, "--svg", path, "--performed", performed]
-    assert "makespan            12\n" in printed_in_this_process(capsys, *words)
+    assert "makespan            12 units" in printed_in_this_process(capsys, *words)
     root = ElementTree.fromstring(path.read_text())
     label = root.get("aria-label")
     assert label.startswith("predicted: gpipe, 2 ranks, 12 ") and "performed: naive, 2" in label
@@ -321,7 +323,10 @@ def test_a_transfer_of_nothing_can_be_written_in_any_way(capsys, value):
             "--backward 2 --backward-weight 2",
             "--backward-weight must be less than --backward, of which it is a part",
         ),
-        ("--performed x.json", "--performed only adds to a drawing; name one with --svg"),
+        (
+            "--performed x.json",
+            "--performed only adds to a drawing; name one with --svg, or take --terminal",
+        ),
         ("--rank 4", "unrecognized arguments: --rank 4; --help lists the flags"),
     ],
 )
@@ -353,3 +358,35 @@ def test_recompute_adds_a_forward_to_every_backward(capsys):
     )
     assert "makespan            440" in words
     assert "bubble over total   0.2727" in words
+
+
+# The timeline in a terminal
+
+
+def test_the_terminal_shows_a_row_per_rank_at_most_78_columns_wide(capsys):
+    shown = printed_in_this_process(capsys, "gpipe", "--ranks", 4, "--terminal")
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 78 and "\x1b" not in shown, "not a terminal"
+    rows = [line[8:] for line in lines if line.startswith("rank ")]
+    assert len(rows) == 4 and {len(row) for row in rows} == {70}
+    # 33 units on 70 cells: a rank waits in 9 of the 33.
+    assert all(abs(row.count(".") - 70 * 9 / 33) <= 2 for row in rows)
+    for row in rows:
+        assert re.sub(r"[.<>]", "", row) == "0123456701234567"
+
+
+def test_colours_repeat_the_signs_and_both_timelines_share_a_scale():
+    timeline = simulate(gpipe(2, 2), Costs(10, 20))
+    half = simulate(gpipe(2, 1), Costs(10, 20))
+    plain = in_text({"predicted": timeline, "performed": half})
+    coloured = in_text({"predicted": timeline, "performed": half}, colours=True)
+    assert [re.sub(r"\x1b\[[\d;]*m", "", line) for line in coloured] == plain
+    assert sum("\x1b[48;5;74" in line for line in coloured) == 4
+    first, second = (len(plain[i][8:].rstrip(".")) for i in (1, 5))
+    assert (first, second) == (70, round(70 * 60 / 90))
+
+
+@pytest.mark.parametrize("other", [["--json"], ["--csv", "-"]])
+def test_the_terminal_and_a_program_that_reads_the_output_exclude_each_other(capsys, other):
+    status, _, said = call_in_this_process(capsys, "gpipe", "--terminal", *other)
+    assert status == 2 and said.startswith("--terminal ") and said.count("\n") == 1

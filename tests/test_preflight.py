@@ -132,6 +132,18 @@ def test_the_table_for_a_notebook_has_the_sentence_below_its_line():
     assert [line.split("|")[0].strip() for line in lines] == ["check", "one", "two", "> do this"]
 
 
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        (["ok", "ok"], "Ready: all 2 checks are ok."),
+        (["ok", "warn"], "Ready, with 1 warning: "),
+        (["warn", "FAIL"], "Not ready: 1 of 2 checks failed; "),
+    ],
+)
+def test_the_last_line_says_whether_the_machine_is_ready(statuses, said):
+    assert preflight.verdict(statuses).startswith(said)
+
+
 # The two ranks that are started on this machine
 
 

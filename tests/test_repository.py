@@ -324,7 +324,7 @@ def test_notebooks_holds_only_notebooks_and_what_they_read():
 
 def test_images_holds_only_pictures_and_their_page():
     names = {path.name for path in FILES if path.parent == ROOT / "images"}
-    assert {name for name in names if not name.endswith(".svg")} == {"README.md"}
+    assert {name for name in names if not name.endswith(".svg")} == {"README.md", "preview.png"}
 
 
 # All files.

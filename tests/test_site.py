@@ -10,6 +10,7 @@ import living_site
 import make_site
 import pytest
 import search_index
+import site_page
 
 from course.launch import ROOT
 
@@ -64,6 +65,45 @@ def test_every_page_says_where_it_is_and_leads_to_the_first_page_and_the_glossar
             assert re.search(r'<p class="place"><a href="[^"]*">course</a> / ', page), address
 
 
+def test_every_page_has_a_preview_a_description_and_an_icon_that_are_there(pages):
+    for address, page in pages.items():
+        picture = re.search(r'<meta property="og:image" content="([^"]*)">', page)[1]
+        icon = re.search(r'<link rel="icon" type="image/svg\+xml" href="([^"]*)">', page)[1]
+        for file in (picture, icon):
+            assert (SITE / address).parent.joinpath(file).is_file(), f"{address}: {file}"
+        for name in ("og:title", "og:description", "og:image:alt"):
+            assert re.search(rf'<meta property="{name}" content="[^"]+">', page), address
+        assert re.search(r'<meta name="description" content="[^"]{50,200}">', page), address
+
+
+def test_with_an_address_a_preview_names_it_and_the_page_not_found_leads_there():
+    head = site_page.head_of("T", "../", "docs/x.html", "https://a.example/b/")
+    assert 'content="https://a.example/b/images/preview.png"' in head
+    assert '"og:url" content="https://a.example/b/docs/x.html"' in head
+
+
+def test_a_long_page_has_a_list_of_its_headings_and_a_short_one_has_none(pages):
+    long, short = pages["notebooks/02_gpipe.html"], pages["source_code/gpipe.py.html"]
+    listed = re.search(r'<details class="contents">.*?</details>', long, re.S)[0]
+    anchors = re.findall(r'href="#([^"]*)"', listed)
+    assert len(anchors) >= 5 and all(f'<h2 id="{anchor}">' in long for anchor in anchors)
+    assert 'class="contents"' not in short
+
+
+def test_no_folder_of_the_site_is_one_that_a_host_leaves_out(pages):
+    assert not [address for address in pages if re.search(r"(^|/)\.", address)]
+    assert any("workflows/tests.yml" in address for address in pages)
+
+
+def test_the_first_page_leads_to_lesson_00_the_map_and_one_file_and_is_not_the_readme(pages):
+    page = re.search(r"<main>(.*)</main>", pages["index.html"], re.S)[1]
+    for target in ("notebooks/00_start_here.html", "images/README.html", "README.html"):
+        assert f'href="{target}' in page
+    for picture in ("gpipe-above-1f1b.svg", "map-of-schedules.svg"):
+        assert f'src="images/{picture}"' in page
+    assert 'href="source_code/small/pipeline.py.html"' in page
+
+
 def test_the_glossary_leads_to_every_lesson_in_its_own_text(pages):
     glossary = re.search(r"<main>(.*)</main>", pages["docs/glossary.html"], re.DOTALL)[1]
     assert "<td>bubble</td>" in glossary
@@ -106,25 +146,34 @@ def test_the_index_of_the_search_has_every_page_and_its_headings(pages):
     text = (SITE / make_site.SCRIPTS / "search_index.js").read_text()
     sections = json.loads(text.removeprefix("globalThis.searchIndex = ").removesuffix(";\n"))
     assert {address.partition("#")[0] for address, *_ in sections} == pages.keys()
-    for address, title, heading, words in sections:
+    for address, title, heading, words, code in sections:
         path, _, anchor = address.partition("#")
-        assert title and (words or heading)
+        assert title and (words or heading or code)
         assert not anchor or f'id="{anchor}"' in pages[path], address
-    assert any("Deadlock" in heading or "deadlock" in words for *_, heading, words in sections)
+    assert any("Deadlock" in heading or "deadlock" in words for *_, heading, words, _ in sections)
 
 
 def test_a_section_of_the_index_ends_where_the_next_heading_begins():
     body = '<p>a &amp; b</p><h1 id="one">One<a class="anchor-link" href="#one">¶</a></h1>text <svg>no</svg>'
     assert search_index.sections_of("x.html", "X", body) == [
-        ["x.html", "X", "", "a & b"],
-        ["x.html#one", "X", "One", "text"],
+        ["x.html", "X", "", "a & b", ""],
+        ["x.html#one", "X", "One", "text", ""],
     ]
+
+
+def test_code_is_apart_from_prose_and_a_row_of_the_glossary_is_a_section():
+    body = "<h1>T</h1><p>why</p><pre>x = 1</pre><table><tr><td>weight stash</td><td>kept</td></tr></table>"
+    sections = search_index.sections_of("g.html", "G", search_index.with_terms(body))
+    assert [section[4] for section in sections] == ["x = 1", ""]
+    assert sections[1][:4] == ["g.html#term-weight-stash", "G", "weight stash", "kept"]
 
 
 def test_without_npm_the_site_is_static_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(living_site, "DOWNLOADED", tmp_path / "npm")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(make_site, "read_course", lambda root, lives: COURSE._replace(lives=lives))
+    monkeypatch.setattr(
+        make_site, "read_course", lambda root, lives, address: COURSE._replace(lives=lives)
+    )
     monkeypatch.setattr(make_site, "write_pages", lambda site, course: None)
     monkeypatch.setattr(sys, "argv", ["make_site.py", "--into", str(tmp_path / "site")])
     assert make_site.main() == 0

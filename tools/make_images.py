@@ -1,4 +1,4 @@
-"""Draw every figure of images/: ideas, and schedules predicted and performed by real processes.
+"""Draw every figure of images/: ideas, comparisons, and schedules predicted and performed.
 
 make images
 """
@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from idea_pictures import IDEAS  # noqa: E402
+from preview_picture import preview  # noqa: E402
+from schedule_pictures import COMPARISONS  # noqa: E402
 
 from course.launch import run  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
@@ -22,8 +24,9 @@ MICROBATCHES = {"naive": 1}  # 8 for the others
 
 
 def main():
-    for name, draw_idea in IDEAS.items():
-        draw_idea().save(ROOT / "images" / f"{name}.svg")
+    for name, draw_picture in (IDEAS | COMPARISONS).items():
+        draw_picture().save(ROOT / "images" / f"{name}.svg")
+    preview().save(ROOT / "images" / "preview.png", optimize=True)
     for name in SCHEDULES:
         draw(name, schedule_of(name), script_of(name), Costs(10, 20, 10))
     return 0

@@ -22,6 +22,8 @@ import living_pages
 import living_site
 import nbformat
 import search_index
+import site_index
+import site_page
 from formulas import with_formulas
 from nbconvert import HTMLExporter
 from pygments import highlight
@@ -29,8 +31,11 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from lab.schedule_map import draw_map  # noqa: E402
+
 SITE = ROOT / "build" / "site"
-README = Path("README.md")
 PAGES = (".md", ".ipynb")  # what becomes a page; other files are shown as they are
 PICTURES = (".svg", ".png")
 
@@ -43,6 +48,7 @@ class Course(NamedTuple):
     folders: set
     titles: dict  # of the pages, by path
     lives: bool  # whether pages run Python
+    address: str = ""  # of the published site, with a slash at its end
 
 
 def main():
@@ -57,7 +63,8 @@ def main():
     if missing and arguments.live:
         print(f"make_site.py --live: {missing}", file=sys.stderr)
         return 1
-    course = read_course(arguments.of.resolve(), lives=not missing and not arguments.static)
+    lives = not missing and not arguments.static
+    course = read_course(arguments.of.resolve(), lives, arguments.address)
     write_pages(site, course)
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
@@ -73,10 +80,16 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--into", type=Path, default=SITE, help="the folder, which is made anew")
     parser.add_argument("--of", type=Path, default=ROOT, help="the folder of the course")
+    parser.add_argument("--address", default="", help="where the site is published: https://...")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--static", action="store_true", help="no Python in the pages")
     kind.add_argument("--live", action="store_true", help="fail where Pyodide cannot be had")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.address:
+        if not re.match(r"https?://[^\s\"<>]+$", arguments.address):
+            parser.error(f"--address must start with https://, not '{arguments.address}'")
+        arguments.address = arguments.address.rstrip("/") + "/"
+    return arguments
 
 
 def try_to_live(folder):
@@ -88,12 +101,13 @@ def try_to_live(folder):
     return ""
 
 
-def read_course(root, lives):
+def read_course(root, lives, address=""):
     files = files_of_the_course(root)
     folders = {parent for file in files for parent in file.parents}
     titles = {file: title_of(root / file) for file in files if file.suffix in PAGES}
-    titles |= {EXPLORER: "The explorer"} if lives else {}
-    return Course(root, files, folders, titles, lives)
+    titles[INDEX] = COURSE
+    titles |= {EXPLORER: "The explorer", PUZZLES: "The puzzles"} if lives else {}
+    return Course(root, files, folders, titles, lives, address)
 
 
 def write_pages(site, course):
@@ -114,14 +128,42 @@ def write_pages(site, course):
             where.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(course.root / file, where)
         else:
-            write(file, with_links(body_of(file, exporter, course), file, course))
+            body = with_links(body_of(file, exporter, course), file, course)
+            write(file, search_index.with_terms(body) if file == GLOSSARY else body)
+    write(INDEX, with_links(index_page(exporter, course), INDEX, course))
     if course.lives:
-        write(EXPLORER, EXPLORER_PAGE + living_pages.whole_explorer())
+        explorer = living_pages.whole_explorer()
+        write(EXPLORER, site_index.EXPLORER_PAGE + explorer + site_index.ABOUT_EXPLORER)
+        write(PUZZLES, with_links(puzzles_page(exporter, course), PUZZLES, course))
+    if slides_of(course).is_file():
+        shutil.copytree(slides_of(course).parent, site / "slides")
     for folder in course.folders - {Path(".")}:
         write(folder, list_of(folder, course))
+    (site / "favicon.svg").write_text(site_page.FAVICON)
+    lost = page_of(Path("404.md"), site_index.NOT_FOUND, course)
+    if course.address:  # a host shows this page at any address
+        lost = lost.replace("<title>", f'<base href="{course.address}"><title>', 1)
+    (site / "404.html").write_text(lost)
     for name in ("elements.js", "search.js", "live.css"):
         shutil.copy(living_site.BROWSER / name, site / SCRIPTS)
     (site / SCRIPTS / "search_index.js").write_text(search_index.as_script(sections))
+
+
+def slides_of(course):
+    """The list of the slides that `make slides` made, which may not be there."""
+    return course.root / "build" / "slides" / "index.html"
+
+
+def index_page(exporter, course):
+    text = site_index.index_of(course.lives, draw_map().alt, slides_of(course).is_file())
+    return html_of([nbformat.v4.new_markdown_cell(text)], exporter)
+
+
+def puzzles_page(exporter, course):
+    notebook = nbformat.read(course.root / site_index.PUZZLE_LESSON, as_version=4)
+    cells = site_index.puzzles_of(notebook.cells)
+    living = living_pages.bring_to_life(cells, site_index.PUZZLE_LESSON.stem, "")
+    return html_of(cells, exporter, living)
 
 
 def lessons_of(course):
@@ -131,7 +173,7 @@ def lessons_of(course):
 def further_pages_of(course):
     """The pages beside the lessons that the way on every page names, by title."""
     pages = [page for page in course.titles if page.suffix == ".md" and len(page.parts) <= 2]
-    return sorted(set(pages) - {README, EXPLORER}, key=lambda page: course.titles[page].lower())
+    return sorted(set(pages) - {*MADE}, key=lambda page: course.titles[page].lower())
 
 
 def files_of_the_course(root):
@@ -152,13 +194,13 @@ def files_of_the_course(root):
 
 def address_of(path, folders):
     """Where a file or a folder of the repository is in the site."""
+    # A host of pages may leave out folders whose names begin with a dot.
+    shown = Path(*(part.removeprefix(".") for part in path.parts))
     if path in folders:
-        return path / "files.html"
-    if path == README:
-        return Path("index.html")
+        return shown / "files.html"
     if path.suffix in PAGES:
-        return path.with_suffix(".html")
-    return path if path.suffix in PICTURES else path.with_name(f"{path.name}.html")
+        return shown.with_suffix(".html")
+    return shown if path.suffix in PICTURES else shown.with_name(f"{shown.name}.html")
 
 
 def body_of(file, exporter, course):
@@ -179,7 +221,12 @@ def body_of(file, exporter, course):
     if course.lives and file in lessons_of(course):
         explorer = Path(os.path.relpath(address_of(EXPLORER, course.folders), file.parent))
         living = living_pages.bring_to_life(notebook.cells, file.stem, explorer.as_posix())
-    body, _ = exporter.from_notebook_node(notebook)
+    return html_of(notebook.cells, exporter, living)
+
+
+def html_of(cells, exporter, living=()):
+    """The HTML of cells; `living` are the places that replace their marks."""
+    body, _ = exporter.from_notebook_node(nbformat.v4.new_notebook(cells=cells))
     for number, place in enumerate(living):
         body = body.replace(f"<p>{living_pages.MARK.format(number)}</p>", place)
     body = re.sub(r"<table\b.*?</table>", wide_if_many, body, flags=re.DOTALL)
@@ -220,6 +267,9 @@ def anchor_of(identifier):
 def with_links(body, file, course):
     """Links and pictures of `file`, pointed at pages of the site; names of files become links."""
 
+    known = {*course.files, *course.folders, *course.titles}
+    known |= {Path("slides/index.html")} if slides_of(course).is_file() else set()
+
     def target(match):
         attribute, link = match[1], html.unescape(match[2])
         path, _, anchor = unquote(link).partition("#")
@@ -227,7 +277,7 @@ def with_links(body, file, course):
         if re.match(r"[a-z]+:", link) or not path:
             return f'{attribute}="{anchor or link}"'
         found = Path(os.path.normpath(file.parent / path))
-        if found not in course.files and found not in course.folders:
+        if found not in known:
             raise SystemExit(f"{file}: the link to {link} leads to no page of the site")
         return f'{attribute}="{relative(found, file, course)}{anchor}"'
 
@@ -277,23 +327,24 @@ def page_of(path, body, course):
     lessons = lessons_of(course)
     ways = {"Lessons": lessons, "Beside the lessons": further_pages_of(course)}
     if course.lives:
-        ways = {"To play with": [EXPLORER]} | ways
-    title = course.titles.get(path, str(path)) if path != README else COURSE
-    above = "../" * (len(address_of(path, course.folders).parts) - 1)
+        ways = {"To play with": [EXPLORER, PUZZLES]} | ways
+    title = course.titles.get(path, str(path))
+    address = address_of(path, course.folders)
+    above = "../" * (len(address.parts) - 1)
     scripts = ["elements.js", "search.js"]
     scripts += ["python.js", "explorer.js"] if '<div class="live-explorer"' in body else []
     scripts += ["python.js", "exercises.js"] if '<div class="live-exercise"' in body else []
-    return PAGE.format(
+    return site_page.PAGE.format(
         above=f"{above}{SCRIPTS}",
         scripts="".join(
             f'<script defer src="{above}{SCRIPTS}/{name}"></script>'
             for name in dict.fromkeys(scripts)
         ),
-        title=html.escape(title),
-        style=style(),
-        home=link(README, start, course, COURSE),
+        head=site_page.head_of(title, above, address.as_posix(), course.address),
+        style=site_page.style(),
+        home=link(INDEX, start, course, COURSE),
         here=place_of(path, start, course),
-        body=body,
+        body=site_page.with_contents(body),
         turn=turn_of(path, lessons, course),
         ways="".join(
             f"<h2>{heading}</h2><ol>{ways_to(pages, path, start, course)}</ol>"
@@ -312,11 +363,11 @@ def ways_to(pages, path, start, course):
 
 def place_of(path, start, course):
     """The folders of a page, each a link, and its own name."""
-    if path == README:
+    if path == INDEX:
         return ""
     above = [link(folder, start, course, folder.name) for folder in path.parents][-2::-1]
-    name = course.titles[path] if path == EXPLORER else path.name
-    return " / ".join([link(README, start, course, "course"), *above, html.escape(name)])
+    name = course.titles[path] if path in MADE else path.name
+    return " / ".join([link(INDEX, start, course, "course"), *above, html.escape(name)])
 
 
 def turn_of(path, lessons, course):
@@ -335,90 +386,16 @@ def turn_of(path, lessons, course):
     )
 
 
-def style():
-    light = HtmlFormatter(style="default").get_style_defs(".highlight")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
-    return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n{STYLE}"
-
-
 COURSE = "Pipeline parallelism: predict, perform, compare"
 SOLUTIONS = Path("notebooks/solutions")
 PANEL = """<p class="panel">This is the panel's picture. In JupyterLab (<code>make lab</code>) it has
 sliders, a cursor and a table.</p>"""
 
 SCRIPTS = "live"  # the folder of the site for scripts
-EXPLORER = Path("explorer.md")  # as if it were a page of the repository
-EXPLORER_PAGE = """<h1>The explorer</h1>
-<p>Choose a schedule and what it costs. The course's simulator, in Python, runs in this page: it
-predicts what every rank does, and says why. Costs are those of all layers of one rank, so that the
-model stays the same when a rank has several stages. Below the drawing you see whether the memory of
-each rank suffices, and two curves: time and memory against the slider that you moved last. The address
-of the page always leads back to what you see.</p>"""
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; connect-src 'none';
- img-src 'self' file: data:; style-src 'self' file: 'unsafe-inline';
- script-src 'self' file: blob: data: 'wasm-unsafe-eval'; worker-src blob: data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>{style}</style><link rel="stylesheet" href="{above}/live.css">{scripts}</head><body>
-<header><b>{home}</b> <a class="ways" href="#ways">all pages</a><div class="search"></div></header>
-<main><p class="place">{here}</p>{body}<p class="turn">{turn}</p></main>
-<nav id="ways" aria-label="all pages">{ways}</nav>
-</body></html>
-"""
-
-STYLE = """
-:root { color-scheme: light dark; --text: #1a1a1a; --page: #fff; --quiet: #f2f4f6; --line: #d0d4d8;
-  --link: #0b5c8a; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e4e6e8; --page: #16191c; --quiet: #22272b; --line: #454b50; --link: #7cc4ee; } }
-body { margin: 0; background: var(--page); color: var(--text); display: grid;
-  grid: auto 1fr / 270px minmax(0, 1fr); font: 17px/1.6 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
-header { padding: 22px 20px 0; font-size: 15px; line-height: 1.4; } header a { text-decoration: none; }
-header, nav { border-right: 1px solid var(--line); }
-header .ways { display: none; }
-main { overflow-wrap: break-word; grid-area: 1 / 2 / span 2; max-width: 980px; padding: 12px 44px 80px; }
-nav { grid-area: 2 / 1; box-sizing: border-box; max-height: 100vh; overflow: auto; position: sticky;
-  top: 0; padding: 0 20px 22px; font-size: 15px; line-height: 1.4; }
-nav h2 { font-size: 15px; margin: 1.4em 0 0; } nav ol { list-style: none; padding: 0; margin: 0; }
-nav li { margin: 7px 0; } nav a { text-decoration: none; }
-nav [aria-current] { font-weight: bold; color: var(--text); }
-.place { font-size: 14px; margin: 8px 0 0; } .place:empty, .turn:empty { display: none; }
-.turn { display: flex; flex-wrap: wrap; gap: 8px 24px; justify-content: space-between;
-  border-top: 1px solid var(--line); margin-top: 48px; padding-top: 14px; }
-.panel { font-size: 15px; font-style: italic; margin: 0; }
-a { color: var(--link); } a.anchor-link { visibility: hidden; padding-left: .3em; }
-:is(h1, h2, h3):hover a.anchor-link { visibility: visible; }
-h1, h2, h3 { line-height: 1.25; margin: 1.6em 0 .5em; } h1 { margin-top: .6em; }
-pre, code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-pre { font-size: 14px; line-height: 1.45; overflow-x: auto; margin: 0; padding: 10px 14px;
-  background: var(--quiet); border-radius: 6px; }
-code { font-size: .9em; } pre code { font-size: inherit; }
-.highlight { background: var(--quiet) !important; border-radius: 6px; margin: 10px 0; }
-.output_wrapper pre, .output pre { border-left: 4px solid #009E73; border-radius: 0;
-  background: none; }
-.output .highlight pre { border-left: 0; background: var(--quiet); }
-.output_svg, .output_html, p:has(> math) { overflow-x: auto; }
-.prompt { display: none; }
-svg, img { max-width: 100%; height: auto; }
-table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 15px; margin: 14px 0; }
-td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: left;
-  vertical-align: top; }
-@media (max-width: 800px) { body { display: block; }
-  header { display: flex; gap: 16px; justify-content: space-between; padding: 12px 18px; border: 0;
-    border-bottom: 1px solid var(--line); }
-  header .ways { display: inline; white-space: nowrap; }
-  main { padding: 8px 18px 40px; }
-  /* What is wide keeps a width at which it can be read, and scrolls. */
-  .wide, p:has(> img) { overflow-x: auto; }
-  .output svg, .wide > *, p > img { min-width: 620px; }
-  .wide > table { display: table; min-width: 760px; }
-  nav { max-height: none; position: static; border: 0; border-top: 1px solid var(--line); } }
-@media (min-width: 801px) { .output pre { white-space: pre-wrap; } }
-@media print { header, nav, .place, .turn { display: none; } }
-"""
+# As if they were pages of the repository.
+INDEX, EXPLORER, PUZZLES = Path("index.md"), Path("explorer.md"), Path("puzzles.md")
+GLOSSARY = Path("docs/glossary.md")
+MADE = (INDEX, EXPLORER, PUZZLES)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from slide_figures import figure_of  # noqa: E402
-from slide_page import page_of  # noqa: E402
+from slide_layout import (  # noqa: E402
+    height_of_figure,
+    said_on_the_slide,
+    size_of,
+    with_subject,
+)
+from slide_page import index_of, page_of  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 SLIDES = ROOT / "build" / "slides"
@@ -34,7 +40,6 @@ MARK = r"<!-- slide: (.*?)(?:; (above|drawing|words))? -->"
 PARTS = r"(?=<!-- slide: )|(?=^#)|(?=^\*\*\d+\. )|(?=^\*\*Next\.\*\*)"
 NOT_SAID = r"```.*?```|^\|.*$|<!--.*?-->|\$\$.*?\$\$|!\[.*?\]\(.*?\)"  # of a note
 MOST_WORDS = 90  # of a note
-LONG = 30  # words; a longer sentence without a figure is written smaller
 
 
 @dataclass
@@ -69,7 +74,13 @@ def main():
         file = SLIDES / f"{path.stem}.html"
         file.write_text(page_of(path.stem, texts_of(slides, plan_of(number))))
         print(f"build/slides/{file.name}: {len(slides)} slides")
+    made = [path for path in lessons if (SLIDES / f"{path.stem}.html").is_file()]
+    (SLIDES / "index.html").write_text(index_of({path.stem: title_of(path) for path in made}))
     return 0
+
+
+def title_of(path):
+    return "".join(json.loads(path.read_text())["cells"][0]["source"]).splitlines()[0].strip("# ")
 
 
 def slides_of(cells, number=""):
@@ -85,12 +96,16 @@ def slides_of(cells, number=""):
                 if waiting:
                     waiting.figure, waiting = figure, None
             continue
+        before = ""
         for part in re.split(PARTS, "".join(cell["source"]), flags=re.M):
             made = slide_of(part, number) if part.strip() else None
             if waiting and (made or part.startswith("#")):
                 waiting.figure, waiting = last_of(shown, "drawing") or last_of(shown), None
             if part.startswith("#"):
                 shown = []
+            if made and re.match(MARK, part):
+                made.sentence = with_subject(made.sentence, before, asks(made))
+            before += part
             if made:
                 slides.append(made)
                 option = re.match(MARK, part)[2] if re.match(MARK, part) else "words"
@@ -209,13 +224,16 @@ def texts_of(slides, plan):
     for slide in slides:
         begins, said = plan.get("Title" if slide.is_first else slide.name, (None, ""))
         heading = "h1" if slide.is_first else "h2"
-        kinds = [] if slide.figure or slide.is_first else ["words"]
-        kinds += ["long"] if len(slide.sentence.split()) > LONG else []
-        note = html_of("\n\n".join(filter(None, [said, slide.note])))
+        figure = height_of_figure(slide.figure) + (150 if slide.minutes else 170 * slide.is_first)
+        may_go_on = not (slide.is_first or slide.minutes or asks(slide) or slide.title == "Next")
+        words, note = said_on_the_slide(slide.sentence, slide.note, figure, may_go_on)
+        size = size_of(words, slide.title, figure)
+        note = html_of("\n\n".join(filter(None, [said, note])))
         texts.append(
-            f'<section class="{" ".join(kinds)}"'
+            "<section"
             + (f' data-begins="{begins}"' if begins is not None else "")
-            + f"><{heading}>{inline(slide.title)}</{heading}><p>{inline(slide.sentence)}</p>"
+            + f"><{heading}>{inline(slide.title)}</{heading}>"
+            + f'<p style="font-size:{size}px">{inline(words)}</p>'
             + with_own_names(slide.figure or "", len(texts))
             + (minutes_of(slide.minutes) if slide.minutes else "")
             + f"<aside>{note}</aside></section>"

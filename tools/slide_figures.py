@@ -9,7 +9,7 @@ import html
 import re
 import xml.etree.ElementTree as ElementTree
 
-from lab.drawing import FILL, LEFT, LEGEND, TEXT
+from lab.drawing import FILL, FONT, LEFT, LEGEND, ROW, TEXT
 
 WIDTH, HEIGHT = 1168, 420
 LEAST = 24.6  # pixels: 18 pt, plus a margin for rounding
@@ -43,7 +43,7 @@ def fitting(lines):
 def preformatted(kind, lines):
     """Lines of output or code as HTML; few and short lines are written larger."""
     columns = max(len(line) for line in lines)
-    size = min(34.0, WIDTH / (0.62 * columns + 0.5), HEIGHT / (1.3 * len(lines)))
+    size = min(46.0, WIDTH / (0.62 * columns + 0.5), HEIGHT / (1.3 * len(lines)))
     text = html.escape(chr(10).join(lines))
     return f'<pre class="{kind}" style="font-size:{max(24.0, size):.1f}px">{text}</pre>'
 
@@ -113,6 +113,7 @@ def enlarge(root, height):
         if group.get("class") == "numbers":
             group.set("font-size", f"{size:.1f}")
             for number in list(group):
+                number.set("y", f"{float(number.get('y')) + 0.35 * (size - FONT):.1f}")
                 if not has_room(number, blocks, BOLD * size * len(number.text) + 2):
                     group.remove(number)
     for element in root.iter():
@@ -132,7 +133,7 @@ def enlarge(root, height):
 
 
 def has_room(number, blocks, width):
-    x, y = float(number.get("x")), float(number.get("y"))
+    x, y = float(number.get("x")), float(number.get("y")) - ROW / 4
     return any(
         left <= x <= left + wide and top <= y <= top + 26 and wide >= width
         for left, top, wide in blocks

@@ -8,6 +8,29 @@ def page_of(title, slides):
     return PAGE.replace("TITLE", html.escape(title)).replace("SECTIONS", "\n".join(slides))
 
 
+def index_of(titles):
+    """The page that lists the slides of all lessons. `titles` is {name of the file: its title}."""
+    rows = "".join(
+        f'<li><a href="{name}.html">{html.escape(title)}</a></li>' for name, title in titles.items()
+    )
+    return INDEX.replace("ROWS", rows)
+
+
+INDEX = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Slides: pipeline parallelism</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark; }
+body { margin: 0 auto; max-width: 42rem; padding: 1rem; font: 18px/1.6 system-ui, Helvetica, sans-serif; }
+li { margin: 6px 0; } ol { list-style: none; padding: 0; }
+</style></head><body>
+<h1>Slides of the lessons</h1>
+<p>Arrow keys and space turn the page. n shows what to say, s shows it in a window of its own, and c
+starts the minutes of an exercise.</p>
+<ol>ROWS</ol>
+</body></html>
+"""
+
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
 <style>
@@ -18,8 +41,6 @@ section.on { display: block; }
 h1 { font-size: 64px; line-height: 1.15; margin: 90px 0 36px; color: #0b5c8a; }
 h2 { font-size: 42px; line-height: 1.15; margin: 0 0 20px; color: #0b5c8a; }
 p { margin: 0 0 22px; font-size: 32px; }
-section.words p { font-size: 46px; margin-top: 70px; }
-section.words.long p { font-size: 36px; margin-top: 40px; }
 pre { font: 24px/1.3 Menlo, Consolas, "DejaVu Sans Mono", monospace; margin: 0; padding: 8px 4px; }
 pre.code { background: #f2f4f6; }
 pre.output { border-left: 6px solid #009E73; background: #fafafa; }

@@ -61,10 +61,10 @@ class Placement:
         return self.top + rank * (ROW + ROW_GAP)
 
 
-def arrange(timelines, reading=False, longest_path=False):
+def arrange(timelines, reading=False, longest_path=False, width=WIDTH):
     """The Placement of each timeline, on one scale, and the height of the whole drawing."""
     longest = max(timeline.makespan for timeline in timelines.values())
-    scale = (WIDTH - LEFT - RIGHT) / longest
+    scale = (width - LEFT - RIGHT) / longest
     places, top = [], 8
     for label, timeline in timelines.items():
         title = top + FONT
@@ -73,14 +73,14 @@ def arrange(timelines, reading=False, longest_path=False):
         top += 2 * READING + 4 if reading else 0
         places.append(Placement(label, timeline, title, story, top, scale))
         top += timeline.num_ranks * (ROW + ROW_GAP) + 30
-    _, lines, _ = _legend_of(timelines.values(), longest_path)
+    _, lines, _ = _legend_of(timelines.values(), longest_path, width)
     return places, places[-1].bottom + 34 + lines * (18 + ROW_GAP)
 
 
-def draw_cursor(timelines, time, reading=False, marked=()):
+def draw_cursor(timelines, time, reading=False, marked=(), width=WIDTH):
     """A transparent drawing of the same size, with a line at `time` and outlines of the actions
     under way. Actions in `marked` have a dashed outline and the sign ≠."""
-    places, height = arrange(timelines, reading)
+    places, height = arrange(timelines, reading, width=width)
     parts = []
     for place in places:
         at = place.x(time)
@@ -89,9 +89,9 @@ def draw_cursor(timelines, time, reading=False, marked=()):
             f'stroke="currentColor" stroke-width="1.6"/>'
         )
         for event in place.timeline.events:
-            left, width = place.x(event.start), (event.end - event.start) * place.scale
+            left, wide = place.x(event.start), (event.end - event.start) * place.scale
             outline = (
-                f'<rect x="{left:.1f}" y="{place.y(event.rank):.1f}" width="{width:.1f}" '
+                f'<rect x="{left:.1f}" y="{place.y(event.rank):.1f}" width="{wide:.1f}" '
                 f'height="{ROW}" fill="none" stroke="currentColor" '
             )
             if event.start <= time < event.end:
@@ -99,13 +99,13 @@ def draw_cursor(timelines, time, reading=False, marked=()):
             if event.action in marked:
                 parts.append(f'{outline}stroke-width="3" stroke-dasharray="4 3"/>')
                 parts.append(
-                    f'<text x="{left + width / 2:.1f}" y="{place.y(event.rank) - 1:.1f}" '
+                    f'<text x="{left + wide / 2:.1f}" y="{place.y(event.rank) - 1:.1f}" '
                     f'text-anchor="middle" font-size="16" font-weight="bold" '
                     f'fill="currentColor">≠</text>'
                 )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-        f'width="{WIDTH}" height="{height:.0f}" aria-hidden="true">' + "".join(parts) + "</svg>"
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
+        f'width="{width}" height="{height:.0f}" aria-hidden="true">' + "".join(parts) + "</svg>"
     )
 
 
@@ -144,7 +144,7 @@ def _draw_blocks(place, stories):
     timeline = place.timeline
     # The more blocks, the thinner the outline: otherwise it would cover a dense drawing.
     widths = sorted((event.end - event.start) * place.scale for event in timeline.events)
-    outline = min(0.7, 0.1 * widths[len(widths) // 4])
+    outline = min([0.7, *(0.1 * width for width in widths[len(widths) // 4 :][:1])])
     chunk = _chunks(timeline)
     fills = {}
     parts, updates, hatches = [], [], []
@@ -302,7 +302,7 @@ def round_step(least):
     return next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= least)
 
 
-def _legend_of(timelines, longest_path=False):
+def _legend_of(timelines, longest_path=False, most=WIDTH):
     """The entries of the legend, as (sign, words, left, line), and the number of lines."""
     kinds = {event.action.kind for timeline in timelines for event in timeline.events}
     few = [timeline for timeline in timelines if has_numbers(timeline)]
@@ -320,17 +320,17 @@ def _legend_of(timelines, longest_path=False):
     placed, left, line = [], LEFT, 0
     for sign, words in entries:
         width = ROW + 6 + 7.2 * len(words)
-        if left + width > WIDTH and left > LEFT:
+        if left + width > most and left > LEFT:
             left, line = LEFT, line + 1
         placed.append((sign, words, left, line))
         left += width + 24
     return placed, line + 1, bool(few)
 
 
-def draw_legend(timelines, top, longest_path=False):
+def draw_legend(timelines, top, longest_path=False, width=WIDTH):
     """The legend of colours and marks, as a list of SVG elements."""
     parts = []
-    entries, _, few = _legend_of(timelines, longest_path)
+    entries, _, few = _legend_of(timelines, longest_path, width)
     count = 1 + max(chunk for timeline in timelines for chunk in _chunks(timeline).values())
     for sign, words, left, line in entries:
         y = top + line * (18 + ROW_GAP)
@@ -376,7 +376,7 @@ def _text(x, y, text, anchor):
     )
 
 
-def wrap(parts, height, alt, titled=True):
+def wrap(parts, height, alt, titled=True, width=WIDTH):
     """The SVG text of a whole drawing, with `alt` as its description for screen readers.
 
     A title would pop up under the pointer everywhere, so a drawing whose blocks have stories has
@@ -384,8 +384,8 @@ def wrap(parts, height, alt, titled=True):
     """
     title = f"<title>{escape(alt)}</title>" if titled else ""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-        f'width="{WIDTH}" height="{height:.0f}" style="max-width:100%;height:auto" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" '
+        f'width="{width}" height="{height:.0f}" style="max-width:100%;height:auto" role="img" '
         f'aria-label="{escape(alt)}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">'
         f"{title}"
         '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from lab.drawing import TEXT, arrange, draw_legend, draw_longest_path, draw_place, wrap
+from lab.drawing import TEXT, WIDTH, arrange, draw_legend, draw_longest_path, draw_place, wrap
 from lab.story import short
 
 
@@ -27,7 +27,7 @@ class Picture:
 
 
 def draw_timelines(
-    timelines, unit="ms", caption="", reading=False, stories=None, longest_path=False
+    timelines, unit="ms", caption="", reading=False, stories=None, longest_path=False, width=WIDTH
 ):
     """A Picture of one timeline or several, one below the other on one scale.
 
@@ -35,20 +35,21 @@ def draw_timelines(
     Each block has its story: as its title, or with `reading` in lines above its timeline, which a
     page's style shows for the block that is pointed at (stepping.py). `stories` has other stories
     than the timeline's own, by label; with `stories=False` a block has none. With `longest_path`
-    a line shows a longest path through each timeline (longest_path.py).
+    a line shows a longest path through each timeline (longest_path.py). `width` is that of the drawing, in its own
+    units; letters have the same size in a narrow drawing.
     """
-    places, height = arrange(timelines, reading, longest_path)
+    places, height = arrange(timelines, reading, longest_path, width)
     parts = []
     for place in places:
         title = f"{place.label}: {describe(place.timeline, unit)}"
         told = stories if stories is False else (stories or {}).get(place.label)
         parts += draw_place(place, unit, title, told)
         parts += draw_longest_path(place) if longest_path else []
-    parts += draw_legend(timelines.values(), places[-1].bottom + 30, longest_path)
+    parts += draw_legend(timelines.values(), places[-1].bottom + 30, longest_path, width)
     alt = caption or "; ".join(
         f"{label}: {describe(timeline, unit)}" for label, timeline in timelines.items()
     )
-    return Picture(wrap(parts, height, alt, titled=not reading), alt)
+    return Picture(wrap(parts, height, alt, titled=not reading, width=width), alt)
 
 
 def describe(timeline, unit="ms"):

@@ -28,3 +28,10 @@ const memory = {
     }
   },
 };
+
+// On a wide screen the list of all pages scrolls by itself: the page that is open is in view.
+addEventListener("DOMContentLoaded", () => {
+  const nav = document.getElementById("ways");
+  const here = nav?.querySelector("[aria-current]");
+  if (here) nav.scrollTop = here.offsetTop - nav.offsetTop - nav.clientHeight / 2;
+});

@@ -13,7 +13,8 @@ function exercise(place, given) {
   const check = make("button", { type: "button" }, "check");
   check.addEventListener("click", async () => {
     const { lesson, call, setup } = given;
-    await result.show(check, { do: "check", lesson, call, setup, code: code.value });
+    const width = widthIn(place);
+    await result.show(check, { do: "check", lesson, call, setup, code: code.value, width });
   });
   code.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) check.click();
@@ -42,8 +43,10 @@ function puzzle(place, given) {
     code.put(given.code);
     solve();
   });
+  const empty = make("button", { type: "button" }, "empty all rows");
+  empty.addEventListener("click", () => (put(given.stages.map(() => "")), solve()));
   const choice = make("label", {}, asCode, " write Python instead");
-  place.replaceChildren(board, code, make("div", { class: "live-buttons" }, check, again, choice, link),
+  place.replaceChildren(board, code, make("div", { class: "live-buttons" }, check, empty, again, choice, link),
     result.element);
 
   switchTo(given.asCode);
@@ -55,9 +58,18 @@ function puzzle(place, given) {
     solve();
   }
 
+  // Python starts before the first tap, and draws the empty board.
+  const seen = new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    seen.disconnect();
+    solve();
+  });
+  seen.observe(place);
+
   function switchTo(wanted) {
     asCode.checked = wanted;
     board.hidden = wanted;
+    empty.hidden = wanted;
     code.hidden = !wanted;
     link.hidden = wanted;
   }
@@ -87,7 +99,7 @@ function puzzle(place, given) {
     solving ??= (async () => {
       while (onceMore) {
         onceMore = false;
-        const question = { do: "solve", number: given.number };
+        const question = { do: "solve", number: given.number, width: widthIn(place) };
         if (asCode.checked) Object.assign(question, { code: code.value, setup: given.setup });
         else question.rows = rows.map((row) => row.text());
         await result.show(check, question);
@@ -140,6 +152,11 @@ function puzzle(place, given) {
       make("label", {}, make("span", {}, `rank ${rank}`), field), buttons);
     return { element, offer, put: (text) => (field.value = text), text: () => field.value };
   }
+}
+
+// The width of a drawing in its own units: a narrow one has letters of the same size.
+function widthIn(place) {
+  return place.clientWidth < 560 ? 400 : 820;
 }
 
 // A field for code that grows with it and remembers it on this machine.

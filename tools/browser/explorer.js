@@ -18,6 +18,7 @@ function explorer(place) {
       state[name] = parts.sliders[name] ? Number(control.value) : control.value;
       if (offer.axes.includes(name)) state.moved = name;
       tidy();
+      keepInSight();
       refresh();
     });
   }
@@ -36,6 +37,13 @@ function explorer(place) {
   parts.play.addEventListener("click", () => (playing ? stop() : play()));
   parts.picture.addEventListener("pointermove", (event) => pointAt(event, false));
   parts.picture.addEventListener("click", (event) => pointAt(event, true));
+
+  parts.more.addEventListener("toggle", () => {
+    if (parts.more.open && offer.axes.length && !parts.curves.innerHTML) refresh();
+  });
+
+  // A narrow drawing has letters of the same size.
+  const width = () => (parts.picture.clientWidth < 560 ? 400 : 820);
 
   // One question at a time; of the settings chosen meanwhile only the last counts.
   let refreshing;
@@ -59,6 +67,7 @@ function explorer(place) {
         settings: settingsOf(state),
         longest_path: state.path,
         table: state.table,
+        width: width(),
       });
     } catch (error) {
       parts.status.textContent = error.message;
@@ -71,14 +80,25 @@ function explorer(place) {
     }
     keepPosition(); // now, so that the link never leads to an older picture than the one beside it
     if (!shown.refusal) {
+      parts.view.classList.remove("stored");
       parts.drawing.innerHTML = shown.svg;
+      parts.held.innerHTML = shown.held;
+      keepInSight();
       parts.figures.innerHTML = shown.figures;
       parts.actions.innerHTML = shown.table;
       parts.reasons.innerHTML = shown.reasons;
       parts.cursor.max = shown.times.length - 1;
       await moveTo(state.at);
     }
-    if (offer.axes.length) await showMemoryAndTime();
+    if (offer.axes.length && parts.more.open) await showMemoryAndTime();
+  }
+
+  // What changes is wholly in sight, and so is the slider that changes it.
+  function keepInSight() {
+    const active = document.activeElement;
+    if (!parts.more.parentElement.contains(active) || parts.time.contains(active)) return;
+    parts.view.scrollIntoView({ block: "nearest" });
+    active.scrollIntoView({ block: "nearest" });
   }
 
   // One curve after the other, and shown when there are all; a control that is moved ends it.
@@ -105,7 +125,7 @@ function explorer(place) {
       let answer;
       do {
         time = state.at;
-        answer = await python.ask({ do: "moment", settings: settingsOf(state), time });
+        answer = await python.ask({ do: "moment", settings: settingsOf(state), time, width: width() });
       } while (time !== state.at);
       parts.line.innerHTML = answer.svg;
       parts.moment.innerHTML = answer.html;
@@ -148,7 +168,7 @@ function explorer(place) {
     try {
       if (!shown && !goThere) return; // a mouse that only passes by starts nothing
       if (!shown) await refresh();
-      const told = await python.ask({ do: "point", settings: settingsOf(state), x, y });
+      const told = await python.ask({ do: "point", settings: settingsOf(state), x, y, width: width() });
       parts.story.textContent = told.story.join("; ") || STORY;
       if (goThere && told.time !== null) await moveTo(told.time);
     } finally {
@@ -164,6 +184,7 @@ function explorer(place) {
     }
     for (const name of ["path", "table"]) parts[name].checked = state[name];
     parts.rows.parentElement.hidden = state.schedule !== offer.own;
+    if (parts.folded.some((name) => state[name] !== offer.defaults[name])) parts.more.open = true;
   }
 
   function keepPosition() {
@@ -207,30 +228,39 @@ function explorer(place) {
     takePosition();
     refresh();
   }
+  if (offer.axes.length && !offer.whole) parts.more.open = true; // a lesson speaks of the curves
   tidy();
   keepPosition();
 }
 
-// All elements of an explorer; what is in the place already becomes the first drawing.
+// All elements of an explorer; what is in the place already becomes the first drawing. The picture is
+// next to what one changes and stays in sight; costs and sizes are folded below it.
 function build(place, offer) {
   const drawing = make("div", { class: "live-drawing" }, ...place.childNodes);
   const line = make("div", { class: "live-line" });
   const picture = make("div", { class: "live-picture" }, make("div", {}, drawing, line));
   const parts = { drawing, line, picture, selects: {}, sliders: {} };
-  const choices = make("div", { class: "live-choices" });
+  const first = make("div", { class: "live-choices live-first" });
+  const costs = make("div", { class: "live-choices" });
   for (const [name, words] of [["schedule", "schedule"], ["compare", "compare with"]]) {
     const options = offer.choices[name].map((each) => make("option", {}, each));
     parts.selects[name] = make("select", { "aria-label": words }, ...options);
-    choices.append(make("label", {}, make("span", {}, words), parts.selects[name]));
+    first.append(make("label", {}, make("span", {}, words), parts.selects[name]));
   }
+  const sizes = ["ranks", "microbatches"];
   for (const [name, [words, min, max, step]] of Object.entries(offer.sliders)) {
     parts.sliders[name] = make("input", { type: "range", min, max, step, "aria-label": words });
-    choices.append(make("label", {}, make("span", {}, words), parts.sliders[name], make("output")));
+    (sizes.includes(name) ? first : costs).append(
+      make("label", {}, make("span", {}, words), parts.sliders[name], make("output")),
+    );
   }
+  parts.folded = Object.keys(offer.sliders).filter((name) => !sizes.includes(name));
   parts.rows = make("textarea", { rows: 5, spellcheck: "false", autocapitalize: "characters" });
   const rows = make("label", { class: "live-rows" }, "one row per rank, such as 0F0,0F1,0B0,0B1",
     parts.rows);
-  for (const name of ["status", "figures", "reasons", "moment", "now", "story", "verdict", "curves"]) {
+  for (const name of [
+    "status", "held", "figures", "reasons", "moment", "now", "story", "verdict", "curves",
+  ]) {
     parts[name] = make("div", { class: `live-${name}` });
   }
   parts.actions = make("div", { class: "live-actions-table" });
@@ -250,7 +280,14 @@ function build(place, offer) {
   parts.cursor = make("input", { type: "range", min: 0, max: 1, value: 0, "aria-label": "cursor" });
   const time = make("div", { class: "live-time" }, parts.play, parts.back, parts.on, parts.cursor,
     parts.now);
-  place.replaceChildren(choices, rows, shown, parts.status, parts.verdict, picture, parts.story, time,
-    parts.figures, parts.curves, parts.moment, parts.reasons, parts.actions);
+  parts.time = time;
+  picture.append(parts.held);
+  parts.view = make("div", { class: "live-view stored" }, parts.status, picture);
+  parts.more = make("details", { class: "live-more" },
+    make("summary", {}, offer.axes.length ? "costs and memory" : "costs"), costs, parts.verdict,
+    parts.curves);
+  const work = make("div", { class: "live-work" }, first, rows, parts.view, time, parts.story, shown,
+    parts.more);
+  place.replaceChildren(work, parts.figures, parts.moment, parts.reasons, parts.actions);
   return parts;
 }

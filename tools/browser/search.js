@@ -4,6 +4,7 @@
 (() => {
   const folder = new URL(".", document.currentScript.src);
   const MOST = 20;
+  const SMALL = "a an the is are of in on to do does how much many what why when which i my".split(" ");
   const place = document.querySelector(".search");
   const field = make("input", { type: "search", placeholder: "search all pages",
     "aria-label": "search all pages", "aria-controls": "found" });
@@ -50,7 +51,9 @@
   }
 
   async function search() {
-    const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const all = field.value.toLowerCase().replace(/[?!]/g, " ").split(/\s+/).filter(Boolean);
+    const said = all.filter((word) => !SMALL.includes(word));
+    const words = said.length ? said : all;
     box.hidden = !words.length;
     if (!words.length) return;
     let sections;
@@ -70,16 +73,21 @@
     found.replaceChildren(...hits.slice(0, MOST).map((hit) => entry(hit.section, words)));
   }
 
-  // [address, page, heading, text]: a word counts most in a heading, and a lesson before its code.
-  function rankOf([address, page, heading, text], words) {
+  // [address, page, heading, text, code]: a term of the glossary comes first, then headings; prose
+  // counts more than code, and pages for those who change the course come last.
+  function rankOf([address, page, heading, text, code], words) {
     const [heads, body] = [`${page} ${heading}`.toLowerCase(), text.toLowerCase()];
+    const inCode = code.toLowerCase();
     let rank = /\.(py|sh|sbatch|env|txt|json)\.html/.test(address) ? 0 : 30;
     if (address.includes("/solutions/")) rank = 10;
+    if (/CONTRIBUTING|changelog/.test(address)) rank = 0;
+    const isTerm = address.includes("#term-");
+    if (isTerm && heading.toLowerCase() === words.join(" ")) rank += 1000;
     for (const word of words) {
       const times = body.split(word).length - 1;
-      const inHeads = heads.includes(word);
-      if (!times && !inHeads) return 0;
-      rank += (inHeads ? 100 : 0) + Math.min(times, 20);
+      const inHeads = (isTerm ? heading.toLowerCase() : heads).includes(word);
+      if (!times && !inHeads && !inCode.includes(word)) return 0;
+      rank += (inHeads ? (isTerm ? 200 : 100) : 0) + Math.min(times, 20);
     }
     return rank;
   }

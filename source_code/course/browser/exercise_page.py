@@ -6,13 +6,15 @@ import io
 import re
 import traceback
 
+from course.browser.puzzle_board import draw_board, read_rows, tell_rows
 from course.checks import answer as answers
 from course.checks.puzzle_answers import complaint_of, draw_answer, puzzle, schedule_of
 from course.checks.puzzles import PUZZLES
 from course.views.explorer_view import reasons
+from lab.drawing import WIDTH
 from lab.known_schedules import tell_name
 from lab.simulator import Costs, simulate
-from pipeline.schedule import Schedule, ScheduleError, from_csv, message_of, needs_of
+from pipeline.schedule import from_csv
 
 NOT_ATTEMPTED = "Not attempted yet: replace the ... above, then check."
 NOT_BEGUN = "Not attempted yet."
@@ -25,7 +27,7 @@ DRAWN = {
 }
 
 
-def check(lesson, call, code, setup=""):
+def check(lesson, call, code, setup="", width=WIDTH):
     """Check the reader's code and return a dictionary for JSON.
 
     `lesson` is a module of course.checks, such as "lesson_02"; `call` is the line of the notebook
@@ -50,7 +52,7 @@ def check(lesson, call, code, setup=""):
     if right and (lesson, name) in DRAWN:
         sizes, costs = DRAWN[lesson, name]
         rows = namespace[argument](*sizes) if sizes else namespace[argument]
-        drawn = explained(from_csv("\n".join(rows), "your schedule"), costs)
+        drawn = explained(from_csv("\n".join(rows), "your schedule"), costs, width=width)
     return {"said": said, "right": right, **drawn}
 
 
@@ -63,13 +65,13 @@ def _say(error):
     return f"{where}{type(error).__name__}: {error}"
 
 
-def explained(schedule, costs, unit="ms"):
+def explained(schedule, costs, unit="ms", width=WIDTH):
     """A dictionary with the drawing of a finished schedule, its name and the cause of each bubble.
 
     The drawing shows the longest path. `costs` are in `unit`.
     """
     timeline = simulate(schedule, costs)
-    picture = draw_answer(timeline, longest_path=True)
+    picture = draw_answer(timeline, longest_path=True, width=width)
     return {
         "svg": picture.svg,
         "alt": picture.alt,
@@ -78,12 +80,12 @@ def explained(schedule, costs, unit="ms"):
     }
 
 
-def solve(number, rows=(), code="", setup=""):
+def solve(number, rows=(), code="", setup="", width=WIDTH):
     """Check an answer to puzzle `number` of lesson 12 and return a dictionary for JSON.
 
     `rows` has one row per rank. Alternatively, `code` is Python that defines `rows`, a list or a
-    function, and `setup` holds the notebook's imports. If the answer is not legal yet, the drawing
-    shows the actions that can run. The keys are those of `check`.
+    function, and `setup` holds the notebook's imports. If the answer is not right yet, the drawing
+    is the board of puzzle_board.py. The keys are those of `check`; `width` is that of the drawing.
     """
     if code:
         namespace = {"rows": ...}
@@ -95,52 +97,30 @@ def solve(number, rows=(), code="", setup=""):
         answer = namespace["rows"]
     else:
         answer = list(rows) if any(map(str.strip, rows)) else ...
-        empty = [f"rank {rank}" for rank, row in enumerate(rows) if not row.strip()]
-        if empty:
-            said = "" if answer is ... else f"So far {', '.join(empty)} has no actions."
-            return {"said": said or NOT_BEGUN, "right": False, **begun(PUZZLES[number], rows)}
+        if answer is ...:
+            return {"said": NOT_BEGUN, "right": False, **board(number, rows, width)}
+        written = read_rows(rows)
+        said = written and tell_rows(PUZZLES[number], written)
+        if said:
+            return {"said": said, "right": False, **board(number, rows, width)}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         picture = puzzle(number, answer)
     said = printed.getvalue().replace(answers.NOT_ATTEMPTED, NOT_BEGUN)
     if picture is None:
-        return {"said": said, "right": False, **begun(PUZZLES[number], rows)}
-    if complaint_of(number, answer) is not None:
-        return {"said": said, "right": False, "svg": picture.svg, "alt": picture.alt}
+        return {"said": said, "right": False, **board(number, rows, width)}
     schedule = schedule_of(number, answer)
-    return {"said": said, "right": True, **explained(schedule, PUZZLES[number].costs)}
+    if complaint_of(number, answer) is not None:
+        drawn = draw_board(PUZZLES[number], schedule.orders, width)
+        return {"said": said, "right": False, "svg": drawn.svg, "alt": drawn.alt}
+    right = explained(schedule, PUZZLES[number].costs, width=width)
+    return {"said": said, "right": True, **right}
 
 
-def begun(given, rows):
-    """The drawing of the actions that can run in rows that are not a legal schedule yet.
-
-    Returns {} if no action can run or the rows cannot be read.
-    """
-    try:
-        written = [from_csv(row).orders[0] if row.strip() else () for row in rows]
-    except ScheduleError:
+def board(number, rows, width):
+    """The drawing of rows that are not a schedule yet; {} if there are none or they cannot be read."""
+    written = read_rows(rows)
+    if not written:
         return {}
-    num_stages = len(given.rank_of_stage)
-    orders = runnable(written, num_stages)
-    if not any(orders):
-        return {}
-    schedule = Schedule("so far", orders)
-    vars(schedule)["num_stages"] = num_stages  # the rows may lack some stages so far
-    picture = draw_answer(simulate(schedule, given.costs))
+    picture = draw_board(PUZZLES[number], written, width)
     return {"svg": picture.svg, "alt": picture.alt}
-
-
-def runnable(orders, num_stages):
-    """The actions that each rank can run before no rank can run its next action."""
-    done, steps = set(), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            for action in order[steps[rank] :]:
-                if action.stage >= num_stages or not done.issuperset(needs_of(action, num_stages)):
-                    break
-                done.add(message_of(action))
-                steps[rank] += 1
-                moved = True
-    return tuple(tuple(order[:step]) for order, step in zip(orders, steps))

@@ -5,8 +5,9 @@ from functools import lru_cache
 
 from course.views.explorer_view import Settings, View, can_choose_chunks, is_split, reasons
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
-from lab.drawing import LEFT, ROW, arrange, draw_cursor
+from lab.drawing import LEFT, ROW, WIDTH, arrange, draw_cursor
 from lab.figures import draw_timelines
+from lab.held_curve import draw_held
 from lab.story import short, tell
 from pipeline.schedule import ScheduleError, from_csv
 from pipeline.schedules import SCHEDULES
@@ -22,7 +23,7 @@ SLIDERS = {
     "chunks": ("stages per rank", 2, 4, 1),
     "forward": ("forward of a rank, ms", 0.5, 50, 0.5),
     "backward": ("backward of a rank, ms", 1, 100, 0.5),
-    "weight": ("of it for weights, ms", 0.5, 99, 0.5),
+    "weight": ("of this, for weights, ms", 0.5, 99, 0.5),
     "transfer": ("transfer, ms", 0, 60, 0.5),
     "occupancy": ("occupancy of a link, ms", 0, 60, 0.5),
 }
@@ -43,12 +44,13 @@ START = {
 SIZES_START = {name: getattr(Sizes(), name) for name in SIZE_SLIDERS} | {"moved": "microbatches"}
 
 
-def explore(settings, longest_path=False, table=False):
+def explore(settings, longest_path=False, table=False, width=WIDTH):
     """Everything that a page shows for the given settings, as a dictionary for JSON.
 
     `settings` has the keys of START; the values are names from CHOICES and numbers. For the choice
     OWN, `rows` is a schedule in its text form. If the schedule cannot be drawn, `refusal` is one
-    sentence that says why; otherwise it is "".
+    sentence that says why; otherwise it is "". `width` is that of the drawing in its own units; the
+    same `width` belongs to `moment` and `point`.
     """
     try:
         view = view_of(settings)
@@ -56,12 +58,13 @@ def explore(settings, longest_path=False, table=False):
         return {"refusal": str(error), "disabled": []}
     if view.refusal:
         return {"refusal": view.refusal, "disabled": without_effect(view)}
-    picture = draw_timelines(view.timelines, stories=False, longest_path=longest_path)
+    picture = draw_timelines(view.timelines, stories=False, longest_path=longest_path, width=width)
     return {
         "refusal": "",
         "disabled": without_effect(view),
         "svg": picture.svg,
         "alt": picture.alt,
+        "held": draw_held(view.timelines, width),
         "figures": view.figures,
         "times": view.times,
         "table": view.table if table else "",
@@ -92,24 +95,24 @@ def memory_and_time(settings, lines):
     }
 
 
-def moment(settings, time):
+def moment(settings, time, width=WIDTH):
     """The state of all ranks at `time`, in ms: a cursor to draw over the picture, and a table."""
     view = view_of(settings)
     return {
-        "svg": draw_cursor(view.timelines, time),
+        "svg": draw_cursor(view.timelines, time, width=width),
         "html": view.moment(time),
         "now": f"at {short(time)} ms",
     }
 
 
-def point(settings, x, y):
+def point(settings, x, y, width=WIDTH):
     """The time at the point (`x`, `y`) of the picture, in ms, and the story of the block there.
 
     `x` and `y` are in the drawing's own units. The story is empty where there is no block; the time
     is None outside the timelines.
     """
     view = view_of(settings)
-    for place, waits in zip(arrange(view.timelines)[0], view.waits):
+    for place, waits in zip(arrange(view.timelines, width=width)[0], view.waits):
         timeline = place.timeline
         for event in timeline.events:
             top = place.y(event.rank)

@@ -5,6 +5,7 @@ This file needs only the standard library, so the puzzles also run in a browser.
 
 from course.checks.answer import NotAttempted, WrongAnswer, call, checked
 from course.checks.puzzles import PUZZLES
+from lab.drawing import WIDTH
 from lab.figures import draw_timelines
 from lab.simulator import simulate
 from lab.story import name_of_message, short, smallest_time, waits_of
@@ -26,7 +27,7 @@ def puzzle(number, answer):
     return draw_answer(timeline, longest_path=complaint_of(number, answer) is None)
 
 
-def draw_answer(timeline, longest_path=False):
+def draw_answer(timeline, longest_path=False, width=WIDTH):
     """The timeline of an answer as a Picture; the caption gives each rank's idle time."""
     idle = ", ".join(
         f"rank {rank} {short(time)} ms" for rank, time in enumerate(timeline.idle_per_rank)
@@ -35,6 +36,7 @@ def draw_answer(timeline, longest_path=False):
         {"yours": timeline},
         caption=f"Your schedule, {short(timeline.makespan)} ms; idle: {idle}",
         longest_path=longest_path,
+        width=width,
     )
 
 

@@ -122,34 +122,44 @@ class Panel(Stepper):
             "chunks": _whole("stages per rank", chosen.chunks, 2, 4),
             "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
             "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
-            "weight": _time("of it for weights, ms", chosen.weight, 0.5, 99),
+            "weight": _time("of this, for weights, ms", chosen.weight, 0.5, 99),
             "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
             "occupancy": _time(
                 "occupancy of a link, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)
             ),
         }
         self.size_controls = {name: _size(name, value) for name, value in self.sizes.items()}
-        self.figures, self.verdict, self.curves = (widgets.HTML() for _ in range(3))
+        self.figures, self.verdict, self.curves, self.held = (widgets.HTML() for _ in range(4))
 
     def arrange(self):
-        """All widgets in one box: choices and figures, picture or table, cursor, moment."""
-        left = ["schedule", "compare", "ranks", "microbatches", "chunks"]
-        right = ["forward", "backward", "weight", "transfer", "occupancy"]
-        columns = [widgets.VBox([self.controls[name] for name in names]) for names in (left, right)]
+        """All widgets in one box: choices, picture or table, cursor, folded costs, figures."""
+        first = ["schedule", "ranks", "compare", "microbatches"]
         wrapped = widgets.Layout(flex_flow="row wrap")
+        others = [control for name, control in self.controls.items() if name not in first]
+        sized = [*self.size_controls.values()]
+        folded = widgets.VBox(
+            [
+                widgets.HBox([*others, *sized], layout=wrapped),
+                *([self.verdict, self.curves] * bool(self.sizes)),
+            ]
+        )
+        self.folded = widgets.Accordion(
+            [folded], titles=["costs and memory" if self.sizes else "costs"]
+        )
+        self.folded.selected_index = 0 if self.sizes else None
+        stepping = self.stepping_rows()
         return widgets.VBox(
             [
                 widgets.HTML(STYLE, layout=widgets.Layout(display="none")),
-                widgets.HBox([*columns, self.figures], layout=wrapped),
-                *(
-                    [widgets.HBox([*self.size_controls.values()], layout=wrapped)]
-                    * bool(self.sizes)
-                ),
-                *([self.verdict] * bool(self.sizes)),
+                widgets.HBox([self.controls[name] for name in first], layout=wrapped),
+                *stepping[:2],
+                self.held,
+                *stepping[2:-1],
+                self.folded,
                 self.path,
-                *self.stepping_rows(),
+                self.figures,
+                stepping[-1],
                 self.reasons,
-                *([self.curves] * bool(self.sizes)),
             ]
         )
 
@@ -167,6 +177,7 @@ class Panel(Stepper):
         """Predict and draw again with the present settings."""
         view = View(self.settings, self.path.value)
         self.figures.value, self.reasons.value = view.figures, view.reasons
+        self.held.value = view.held
         self.show(view)
         self.disable_what_does_not_count()
         self.show_memory_and_time()  # last: the picture is on its way to the page already

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from lab.drawing import draw_cursor
 from lab.figures import draw_timelines
+from lab.held_curve import draw_held
 from lab.longest_path import bubbles_of, longest_path, tell_bubble, tell_path
 from lab.simulator import Costs, simulate
 from lab.story import (
@@ -85,6 +86,11 @@ class View:
         if self.refusal:
             return problem(self.refusal)
         return draw_timelines(self.timelines, reading=True, longest_path=self.longest_path).svg
+
+    @property
+    def held(self):
+        """The drawing of what the fullest rank holds over time, on the scale of the picture."""
+        return draw_held(self.timelines) if self.predictions else ""
 
     @property
     def table(self):

@@ -47,7 +47,7 @@ AXES = {
     "chunks": "stages per rank",
     "forward": "forward of a rank, ms",
     "backward": "backward of a rank, ms",
-    "weight": "of it for weights, ms",
+    "weight": "of this, for weights, ms",
     "transfer": "transfer, ms",
     "occupancy": "occupancy of a link, ms",
 }

@@ -1,0 +1,90 @@
+"""What a rank holds over time, in micro-batches, and its drawing below a timeline.
+
+A rank holds the activation of a stage from the start of its forward to the end of its backward, or
+of the backward for the weights. With v stages per rank, each activation counts as 1/v of a
+micro-batch, so that schedules with different numbers of stages can be compared.
+"""
+
+from html import escape
+
+from lab.drawing import FONT, LEFT, RIGHT, TEXT, WIDTH
+
+HELD = "#D55E00"
+TALL = 54  # of the curve's own part of a drawing
+
+
+def held_over_time(timeline, rank):
+    """[(time, held)] of one rank: from each time on it holds that many micro-batches."""
+    events = timeline.by_rank[rank]
+    stages = len({event.action.stage for event in events})
+    changes = [(event.start, 1) for event in events if event.action.kind == "F"]
+    changes += [(event.end, -1) for event in events if event.action.kind in "BW"]
+    steps, held = [], 0
+    for time, change in sorted(changes):  # at equal times, what ends comes first
+        held += change
+        if steps and steps[-1][0] == time - timeline.start:
+            steps.pop()
+        steps.append((time - timeline.start, held / stages))
+    return steps
+
+
+def fullest_rank(timeline):
+    """(the rank that holds the most micro-batches, how many). The first of several equal ranks."""
+    peaks = [
+        max((held for _, held in held_over_time(timeline, rank)), default=0)
+        for rank in range(timeline.num_ranks)
+    ]
+    return peaks.index(max(peaks)), max(peaks)
+
+
+def outline(steps, end, x, y):
+    """The path of a curve of steps from time 0 to `end`; `x` and `y` place a time and a number."""
+    path, before = f"M{x(0):.1f} {y(0):.1f}", 0
+    for time, held in [*steps, (end, 0)]:
+        path += f"H{x(time):.1f}" + (f"V{y(held):.1f}" if held != before else "")
+        before = held
+    return path
+
+
+def draw_held(timelines, width=WIDTH):
+    """The SVG text of what the fullest rank of each timeline holds, all curves on one scale.
+
+    `timelines` is {label: Timeline}, as in `draw_timelines`, and the time axis is the same as there.
+    The first curve is an area, the others are dashed lines.
+    """
+    longest = max(timeline.makespan for timeline in timelines.values())
+    scale = (width - LEFT - RIGHT) / longest
+    found = [(timeline, *fullest_rank(timeline)) for timeline in timelines.values()]
+    most = max(peak for *_, peak in found)
+    bottom = 2 * FONT + TALL
+
+    def x(time):
+        return LEFT + time * scale
+
+    def y(held):
+        return bottom - held * TALL / most
+
+    words = [f"{each.name} {peak:g} (rank {rank})" for each, rank, peak in found]
+    alt = "micro-batches held: " + ", ".join(words)
+    parts = [_text(LEFT, FONT, alt, "start")]
+    for number, (timeline, rank, peak) in enumerate(found):
+        path = outline(held_over_time(timeline, rank), timeline.makespan, x, y)
+        paint = f'fill="{HELD}" fill-opacity="0.6"'
+        if number:
+            paint = 'fill="none" stroke="currentColor" stroke-width="2" stroke-dasharray="5 3"'
+        parts.append(f'<path d="{path}" {paint}/>')
+        if not number or y(peak) - y(found[0][2]) > FONT:
+            parts.append(_text(LEFT - 8, y(peak) + 4.5, f"{peak:g}", "end"))
+    parts.append(f'<path d="M{LEFT} {bottom}H{x(longest):.1f}" stroke="{TEXT}"/>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 4}" '
+        f'width="{width}" height="{bottom + 4}" role="img" aria-label="{escape(alt)}" '
+        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">{"".join(parts)}</svg>'
+    )
+
+
+def _text(x, y, words, anchor):
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
+        f'fill="{TEXT}">{escape(words)}</text>'
+    )

@@ -1,0 +1,83 @@
+"""How the words and the figure of a slide share its height: as large as they fit, nothing half empty.
+
+All lengths are pixels of a slide of 1280 x 720. Words are estimated from the number of letters, a
+little too long rather than too short, so that nothing runs over the edge.
+"""
+
+import math
+import re
+
+WIDTH = 1168
+ROOM = 540  # for sentence and figure, below a title of one line
+TITLE_LINE = 48
+TITLE_LETTERS = 50  # of one line of a title
+LETTER = 0.53  # the width of a letter over its height
+LINE = 1.35  # the height of a line over that of its letters
+SIZES = (60, 54, 50, 46, 42, 38, 34, 32)
+MOST_WORDS = 44  # of all sentences of a slide
+HALF = 360
+POINTS_BACK = (
+    r"(It|Its|They|Their|Them|This|These|That|Those|Both|Here|There|So|Then|But|And|Each of (?:them|"
+    r"these)|All of them|The (?:two|three|others?|same|first|second|latter|former)|He|She|Instead)\b"
+)
+
+
+def with_subject(sentence, before, asks):
+    """The sentence, after the one before it in its paragraph if it points back to that one, or `asks`.
+
+    `before` is the text between the start of the paragraph and the sentence, in Markdown.
+    """
+    if not asks and not re.match(POINTS_BACK, sentence.lstrip("*")):
+        return sentence
+    sentence = re.sub(r"^So (\w)", lambda start: start[1].upper(), sentence)
+    paragraph = re.sub(r"<!--.*?-->", "", before).rsplit("\n\n", 1)[-1].strip()
+    sentences = re.split(r"(?<=[.?!])\s+", " ".join(paragraph.split()))
+    last = sentences[-1]
+    whole = last.endswith((".", ":")) and not re.search(r"^\||```|!\[|\$\$|^#", last)
+    if not whole or len(f"{last} {sentence}".split()) > MOST_WORDS:
+        return sentence
+    return f"{last} {sentence}"
+
+
+def said_on_the_slide(sentence, note, room, may_go_on):
+    """(the words on the slide, the rest of the note): further sentences while half would be empty."""
+    if not may_go_on:
+        return sentence, note
+    paragraph, *rest = note.split("\n\n", 1)
+    following = [one for one in re.split(r"(?<=[.?!])\s+", paragraph.strip()) if one]
+    while following and HALF - 100 > height_of(sentence, SIZES[2], room):
+        longer = f"{sentence} {following[0]}"
+        if following[0].endswith(("?", ":")) or len(longer.split()) > MOST_WORDS:
+            break
+        sentence = longer
+        following.pop(0)
+    return sentence, "\n\n".join(filter(None, [" ".join(following), *rest]))
+
+
+def size_of(sentence, title, figure):
+    """The height of a sentence's letters: the largest with which it and the figure fit."""
+    room = ROOM - figure - TITLE_LINE * (len(title) > TITLE_LETTERS)
+    return next((size for size in SIZES if lines_of(sentence, size) <= room), SIZES[-1])
+
+
+def lines_of(sentence, size):
+    """The height of a sentence whose letters are `size` high, with the gap below it."""
+    letters = len(re.sub(r"<[^>]*>|[*`]", "", sentence))
+    return 22 + LINE * size * math.ceil(1.06 * LETTER * size * letters / WIDTH)
+
+
+def height_of(sentence, size, figure):
+    return lines_of(sentence, size) + figure
+
+
+def height_of_figure(figure):
+    """The height of the HTML of a figure, 0 for None."""
+    if not figure:
+        return 0
+    if drawn := re.search(r"<svg[^>]* height=\"(\d+)\"", figure):
+        return int(drawn[1]) + (52 if "<figcaption>" in figure else 6)
+    if printed := re.search(r"<pre[^>]*font-size:([\d.]+)px", figure):
+        return 16 + 1.3 * float(printed[1]) * (1 + figure.count("\n"))
+    if "<table" in figure:
+        return 20 + 46 * figure.count("<tr")
+    return 90  # a formula
