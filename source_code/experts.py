@@ -9,6 +9,7 @@ all-to-all. The losses are those of one process, and so is the number of tokens 
 
 import math
 import sys
+from dataclasses import replace
 from functools import partial
 
 from extensions.data_parallel.replica_arguments import (
@@ -20,13 +21,16 @@ from extensions.data_parallel.replicas import form_replicas, own_microbatches
 from extensions.experts.expert_group import form_expert_groups
 from extensions.experts.expert_layer import Routing, build_expert_part, is_routed
 from extensions.experts.expert_stage import ExpertStage, total_loss
+from extensions.experts.pair_worker import PairWorker
 from extensions.experts.reference import describe, tokens_per_expert, train_with_all_experts
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
 from lab import attach
 from pipeline.collectives import Summing, open_groups
 from pipeline.command_line import positive_integer, positive_number, reject
 from pipeline.one_process import build_optimizer
+from pipeline.schedule import ScheduleError
 from pipeline.schedules.from_flags import add_schedule_flags
+from pipeline.schedules.pairs import in_pairs
 from pipeline.training import LossLog, cut_layers, parse_arguments, start_job, training_parser
 from pipeline.worker import Worker
 
@@ -40,8 +44,7 @@ def main():
     open_groups(job, {tuple(range(job.num_ranks))} - set(job.groups))
     loss_function = ShareOfLoss()
     stages = build_stages(arguments, job, schedule, cut, group, loss_function)
-    worker = Worker(job, schedule, stages)
-    attach.observe(arguments, job, stages.values(), schedule)
+    worker = build_worker(arguments, job, schedule, stages, group)
     weights = [weight for stage in stages.values() for weight in stage.part.parameters()]
     optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
     log = LossLog(arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0))
@@ -73,6 +76,9 @@ def read_flags():
     add("--capacity", type=positive_number, metavar="X",
         help="tokens that an expert takes of a sequence, over those of a balanced router")  # fmt: skip
     add("--auxiliary", type=factor, default=0.01, metavar="X", help="of the auxiliary loss")
+    add("--exchange", type=positive_number, nargs=2, metavar="MS",
+        help="with --pace: how long a forward and a backward wait for all-to-alls")  # fmt: skip
+    add("--pairs", action="store_true", help="with --exchange: hide it behind another action")
     add("--padding", action="store_true", help="end every row with its first full stop")
     parser.set_defaults(microbatches=4)
     attach.add_flags(parser)
@@ -81,7 +87,13 @@ def read_flags():
     check_experts(arguments)
     if arguments.padding:
         arguments.text = Sentences(arguments.text.training, arguments.text.held_out)
-    return arguments, choose_replicated_schedule(arguments)
+    schedule = choose_replicated_schedule(arguments)
+    if arguments.pairs:
+        try:
+            schedule = in_pairs(schedule)
+        except ScheduleError as error:
+            reject(f"--pairs: {error}; use more --microbatches or another --schedule")
+    return arguments, schedule
 
 
 def factor(text):
@@ -101,6 +113,15 @@ def check_experts(arguments):
                 f"--expert-ranks {a.expert_ranks} does not divide {flag} {number}; use a number "
                 f"that divides both, such as {math.gcd(a.replicas, a.experts)}"
             )
+    if (a.exchange and not a.pace) or (a.pairs and not a.exchange):
+        reject(
+            "--pairs needs --exchange, and --exchange needs --pace; give both, or leave them out"
+        )
+    if a.exchange and (a.record or a.profile or a.pace_per_layer or a.device == "cuda"):
+        reject(
+            "--exchange is for paced CPU ranks, which it times itself; leave out --record, "
+            "--profile and --pace-per-layer, and use --device cpu"
+        )
     a.routing = Routing(a.experts, a.top, a.capacity, a.auxiliary)
 
 
@@ -114,6 +135,16 @@ def build_stages(arguments, job, schedule, cut, group, loss_function):
             a.auxiliary / a.batch_size,
         )  # fmt: skip
     return stages
+
+
+def build_worker(arguments, job, schedule, stages, group):
+    """Return the Worker, with the lab attached: with --exchange it paces and times all itself."""
+    if not arguments.exchange:
+        attach.observe(arguments, job, stages.values(), schedule)
+        return Worker(job, schedule, stages)
+    arguments.pace_costs = replace(arguments.pace_costs, exchange=tuple(arguments.exchange))
+    clock = attach.observe(arguments, job, [], schedule).clock
+    return PairWorker(job, schedule, stages, group, arguments.pace_costs, clock)
 
 
 def sum_gradients(job, stages, peers, copies):

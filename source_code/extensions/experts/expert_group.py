@@ -35,6 +35,7 @@ class ExpertGroup:
         self.size = len(ranks)
         self.index = ranks.index(job.rank) if job else 0
         self.sent = Counter()
+        self.turns, self.pace = None, None  # set by a PairWorker
 
     def own(self, experts):
         """The numbers of the experts that this rank has, of `experts` in all."""
@@ -59,8 +60,22 @@ class ExpertGroup:
         return Exchange.apply(rows, self, sent, received)
 
     def all_to_all(self, rows, sent, received, what="rows"):
+        """Perform an all-to-all; in a pair of actions the other one computes meanwhile."""
+        paced = self.pace is not None and what == "rows"
+        if paced:
+            self.pace.end_part()
+        wait = self.start(rows, sent, received, what)
+        if paced:
+            self.turns.change()
+        arrived = wait()
+        if paced:
+            self.pace.arrive()
+        return arrived
+
+    def start(self, rows, sent, received, what):
+        """Start an all-to-all; return the function that waits for it and returns what arrives."""
         if self.size == 1:
-            return rows.clone()
+            return rows.clone
         own = rows.detach().to(self.job.wire).contiguous()
         arrived = own.new_empty((sum(received), *own.shape[1:]))
         self.sent[what] += math.prod(own.shape[1:]) * own.itemsize * (len(own) - sent[self.index])
@@ -69,9 +84,15 @@ class ExpertGroup:
             group=self.job.groups[self.ranks], async_op=True,
         )  # fmt: skip
         following = self.ranks[(self.index + 1) % self.size]
-        with self.job.waiting(following, f"its {what} of an all-to-all"):
-            self.job.start(self.ranks, begin).wait()
-        return arrived.to(rows.device)
+        with self.job.naming_loss(following, f"its {what} of an all-to-all"):
+            work = self.job.start(self.ranks, begin)
+
+        def wait():
+            with self.job.waiting(following, f"its {what} of an all-to-all"):
+                work.wait()
+            return arrived.to(rows.device)
+
+        return wait
 
 
 class Exchange(torch.autograd.Function):
