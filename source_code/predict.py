@@ -27,6 +27,11 @@ def main():
     keep_running_unheard()
     arguments = parse_arguments()
     schedule = schedule_of(arguments)
+    if arguments.work and len(arguments.work) != schedule.num_microbatches:
+        reject(
+            f"--work has {len(arguments.work)} numbers, and {schedule.name} has "
+            f"{schedule.num_microbatches} micro-batches; give one for each"
+        )
     costs = Costs(
         arguments.forward,
         arguments.backward,
@@ -34,6 +39,7 @@ def main():
         arguments.transfer,
         arguments.recompute,
         occupancy=arguments.occupancy,
+        work=arguments.work or (),
     )
     timeline = simulate(schedule, costs)
     figures = measure(schedule, timeline)
@@ -67,6 +73,7 @@ def parse_arguments():
         "--occupancy", type=cost_or_nothing, default=0.0, metavar="T", help="of a link by a message"
     )
     add("--recompute", type=cost_or_nothing, default=0.0, metavar="T", help="on top of a backward")
+    add("--work", type=works, metavar="X,Y,...", help="of each micro-batch, as a multiple; else 1")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--performed", metavar="FILE", help="a run's --timeline, to draw below the prediction")
@@ -82,6 +89,11 @@ def parse_arguments():
         reject("--performed only adds to a drawing; name one with --svg")
     check_files(arguments)
     return arguments
+
+
+def works(text):
+    """Convert a flag's value to the work of each micro-batch, as a multiple of the costs."""
+    return [cost(number) for number in text.split(",")]
 
 
 def check_files(arguments):
