@@ -6,11 +6,6 @@ from course.checks.reader_on_ranks import on_ranks
 SCRIPT = "course/building/experts_on_ranks.py"
 SHARES = 1.125, 0.3125  # of ranks 0 and 1: the sums 4.5 and 1.25, over 4 sequences
 MEANS = 1.5, 1.25  # over each rank's own sequences
-SCHEDULE_TIMES = {  # (schedule, ms of each all-to-all) -> ms of a step, for the second exercise
-    "1f1b": {5: 880, 15: 1320},
-    "interleaved": {5: 650, 15: 902},
-    "dualpipe-v": {5: 635, 15: 917},
-}
 
 
 @checked("every token has its expert's result in its own place, and all gradients arrive.")
