@@ -7,7 +7,6 @@ and each of the two ranks of a stage has 2 of them. Rows of tokens go to their e
 all-to-all. The losses are those of one process, and so is the number of tokens of each expert.
 """
 
-import math
 import sys
 from dataclasses import replace
 from functools import partial
@@ -18,15 +17,16 @@ from extensions.data_parallel.replica_arguments import (
     choose_replicated_schedule,
 )
 from extensions.data_parallel.replicas import form_replicas, own_microbatches
+from extensions.experts.expert_flags import add_expert_flags, check_experts
 from extensions.experts.expert_group import form_expert_groups
-from extensions.experts.expert_layer import Routing, build_expert_part, is_routed
+from extensions.experts.expert_layer import build_expert_part, is_routed
 from extensions.experts.expert_stage import ExpertStage, total_loss
 from extensions.experts.pair_worker import PairWorker
 from extensions.experts.reference import describe, tokens_per_expert, train_with_all_experts
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
 from lab import attach
 from pipeline.collectives import Summing, open_groups
-from pipeline.command_line import positive_integer, positive_number, reject
+from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer
 from pipeline.schedule import ScheduleError
 from pipeline.schedules.from_flags import add_schedule_flags
@@ -67,19 +67,12 @@ def main():
 def read_flags():
     """The flags, and the schedule of all replicas."""
     parser = training_parser(__doc__)
-    add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add_replica_arguments(parser)
     add_schedule_flags(parser, default="1f1b")
-    add("--experts", default=4, help="routed experts of a layer", **count)
-    add("--top", default=2, help="routed experts that a token uses", **count)
-    add("--expert-ranks", help="ranks that share the experts, else as many as fit", **count)
-    add("--capacity", type=positive_number, metavar="X",
-        help="tokens that an expert takes of a sequence, over those of a balanced router")  # fmt: skip
-    add("--auxiliary", type=factor, default=0.01, metavar="X", help="of the auxiliary loss")
-    add("--exchange", type=positive_number, nargs=2, metavar="MS",
-        help="with --pace: how long a forward and a backward wait for all-to-alls")  # fmt: skip
-    add("--pairs", action="store_true", help="with --exchange: hide it behind another action")
-    add("--padding", action="store_true", help="end every row with its first full stop")
+    add_expert_flags(parser)
+    parser.add_argument(
+        "--padding", action="store_true", help="end every row with its first full stop"
+    )
     parser.set_defaults(microbatches=4)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
@@ -96,35 +89,6 @@ def read_flags():
     return arguments, schedule
 
 
-def factor(text):
-    """Convert a flag's value to a number of at least 0."""
-    return 0.0 if text.strip() == "0" else positive_number(text)
-
-
-def check_experts(arguments):
-    """Reject numbers that do not fit, and set the default of --expert-ranks."""
-    a = arguments
-    if a.top > a.experts:
-        reject(f"--top {a.top} is more than --experts {a.experts}; use at most {a.experts}")
-    a.expert_ranks = a.expert_ranks or math.gcd(a.replicas, a.experts)
-    for flag, number in (("--replicas", a.replicas), ("--experts", a.experts)):
-        if number % a.expert_ranks:
-            reject(
-                f"--expert-ranks {a.expert_ranks} does not divide {flag} {number}; use a number "
-                f"that divides both, such as {math.gcd(a.replicas, a.experts)}"
-            )
-    if (a.exchange and not a.pace) or (a.pairs and not a.exchange):
-        reject(
-            "--pairs needs --exchange, and --exchange needs --pace; give both, or leave them out"
-        )
-    if a.exchange and (a.record or a.profile or a.pace_per_layer or a.device == "cuda"):
-        reject(
-            "--exchange is for paced CPU ranks, which it times itself; leave out --record, "
-            "--profile and --pace-per-layer, and use --device cpu"
-        )
-    a.routing = Routing(a.experts, a.top, a.capacity, a.auxiliary)
-
-
 def build_stages(arguments, job, schedule, cut, group, loss_function):
     """Build this rank's stages by index, with its own experts."""
     a, stages = arguments, {}
@@ -139,12 +103,13 @@ def build_stages(arguments, job, schedule, cut, group, loss_function):
 
 def build_worker(arguments, job, schedule, stages, group):
     """Return the Worker, with the lab attached: with --exchange it paces and times all itself."""
-    if not arguments.exchange:
-        attach.observe(arguments, job, stages.values(), schedule)
-        return Worker(job, schedule, stages)
-    arguments.pace_costs = replace(arguments.pace_costs, exchange=tuple(arguments.exchange))
-    clock = attach.observe(arguments, job, [], schedule).clock
-    return PairWorker(job, schedule, stages, group, arguments.pace_costs, clock)
+    a = arguments
+    if a.exchange:
+        a.pace_costs = replace(a.pace_costs, exchange=tuple(a.exchange))
+    lab = attach.observe(a, job, [] if a.exchange else stages.values(), schedule)
+    if a.exchange:
+        return PairWorker(job, schedule, stages, group, a.pace_costs, lab.clock)
+    return Worker(job, schedule, stages)
 
 
 def sum_gradients(job, stages, peers, copies):

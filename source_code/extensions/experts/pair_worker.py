@@ -4,7 +4,6 @@ import time
 from functools import partial
 
 from extensions.experts.turns import Pace, Turns
-from lab.work import Work
 from pipeline.worker import Worker
 
 
@@ -25,6 +24,7 @@ class PairWorker(Worker):
         self.results_of_pair = []
 
     def perform(self, action):
+        """Perform an action, or with its backward the pair of which it is a part."""
         if action in self.partners:
             return  # with the backward, which is next
         forward = self.forward_of.get(action)
@@ -64,5 +64,5 @@ class PairWorker(Worker):
         costs = [self.costs.computing(each) for each in actions]
         for each, cost in zip(actions, costs):
             until = start + (end - start) * cost / sum(costs) if each is not actions[-1] else end
-            self.clock.works.append(Work(self.stages[each.stage], each, start=start, end=until))
+            self.clock.add(self.stages[each.stage], each, start, until)
             start = until

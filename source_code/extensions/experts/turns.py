@@ -7,6 +7,10 @@ NCCL demands, whichever of them arrives first.
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
 
 SPIN = 0.0003  # seconds: a sleep ends late, so the last part of it spins
 
@@ -15,34 +19,29 @@ class Turns:
     """Hands the turn from one of two threads to the other. Without a pair, `change` does nothing."""
 
     def __init__(self):
-        self.own = threading.local()  # .number is 0 or 1 in a thread of a pair
-        self.gates, self.running = None, [False, False]
+        # One thread for all pairs: torch prepares a new thread for its first computation.
+        self.pool = ThreadPoolExecutor(1, "pair", partial(torch.set_num_threads, 1))
+        self.own = threading.local()  # .number is 0 in the pool's thread and 1 in the rank's own
+        self.gates = [threading.Semaphore(0) for _ in range(2)]
+        self.running = [False, False]
 
     def run_both(self, first, second):
         """Call two functions in turns, the first one first; return when both have ended."""
-        self.gates, self.running = [threading.Semaphore(0) for _ in range(2)], [True, True]
-        errors = []
-        threads = [
-            threading.Thread(target=self.run_one, args=(number, function, errors), daemon=True)
-            for number, function in enumerate((first, second))
-        ]
-        for thread in threads:
-            thread.start()
+        self.running = [True, True]
+        ended = self.pool.submit(self.run_one, 0, first)
         self.gates[0].release()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        self.run_one(1, second)
+        ended.result()
 
-    def run_one(self, number, function, errors):
+    def run_one(self, number, function):
         self.own.number = number
         self.gates[number].acquire()
         try:
             function()
-        except BaseException as error:  # raised again by run_both, in the rank's own thread
-            errors.append(error)
-        self.running[number] = False
-        self.gates[1 - number].release()
+        finally:
+            self.running[number] = False
+            if self.running[1 - number]:
+                self.gates[1 - number].release()
 
     def change(self):
         """Let the other thread run until it calls this method or ends."""
