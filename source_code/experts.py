@@ -24,6 +24,7 @@ from extensions.experts.expert_stage import ExpertStage, total_loss
 from extensions.experts.pair_worker import PairWorker
 from extensions.experts.reference import describe, tokens_per_expert, train_with_all_experts
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
+from guard.around_main import guarded
 from lab import attach
 from pipeline.collectives import Summing, open_groups
 from pipeline.command_line import reject
@@ -35,6 +36,7 @@ from pipeline.training import LossLog, cut_layers, parse_arguments, start_job, t
 from pipeline.worker import Worker
 
 
+@guarded
 def main():
     arguments, schedule = read_flags()
     cut = cut_layers(arguments, schedule.num_stages)

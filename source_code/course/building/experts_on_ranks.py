@@ -14,8 +14,7 @@ import torch
 from course.building import ANSWER, WAITING
 from course.building.request import define
 from extensions.experts.expert_group import ExpertGroup
-from lab import attach
-from lab.presence import guarded
+from guard.around_main import guarded
 from pipeline.collectives import gather, open_groups
 from pipeline.job import join_job
 
@@ -26,18 +25,17 @@ LOSSES = [1.0, 1.5, 2.0], [1.25]  # the auxiliary loss of each sequence
 WIDTH = 4
 
 
+@guarded
 def main():
     """Call the reader's function between two ranks, and report from rank 0."""
     request = json.loads(Path(sys.argv[1]).read_text())
     reader = define(request)
-    job = join_job("cpu", WAITING, meeting=guarded)
+    job = join_job("cpu", WAITING)
     open_groups(job, [RANKS])
-    watch = attach.watch(job)
     reports = gather(job, run_layer(job, reader))
     if job.rank == 0:
         print(ANSWER + json.dumps(reports), flush=True)
     job.leave()
-    watch.stop()
     return 0
 
 
