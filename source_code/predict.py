@@ -28,6 +28,11 @@ def main():
     keep_running_unheard()
     arguments = parse_arguments()
     schedule = schedule_of(arguments)
+    if arguments.work and len(arguments.work) != schedule.num_microbatches:
+        reject(
+            f"--work has {len(arguments.work)} numbers, and {schedule.name} has "
+            f"{schedule.num_microbatches} micro-batches; give one for each"
+        )
     costs = Costs(
         arguments.forward,
         arguments.backward,
@@ -35,6 +40,7 @@ def main():
         arguments.transfer,
         arguments.recompute,
         occupancy=arguments.occupancy,
+        work=arguments.work or (),
     )
     timeline = simulate(schedule, costs)
     figures = measure(schedule, timeline)
@@ -74,6 +80,7 @@ def parse_arguments():
         "--occupancy", type=cost_or_nothing, default=0.0, metavar="T", help="of a link by a message"
     )
     add("--recompute", type=cost_or_nothing, default=0.0, metavar="T", help="on top of a backward")
+    add("--work", type=works, metavar="X,Y,...", help="of each micro-batch, as a multiple; else 1")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--terminal", action="store_true", help="print the timeline, 78 columns wide")
@@ -92,6 +99,11 @@ def parse_arguments():
         reject("--terminal prints between other lines; leave out --json and --csv -")
     check_files(arguments)
     return arguments
+
+
+def works(text):
+    """Convert a flag's value to the work of each micro-batch, as a multiple of the costs."""
+    return [cost(number) for number in text.split(",")]
 
 
 def check_files(arguments):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from lab.timeline import Event
+from lab.work import Work
 
 AT_ONCE = 0.0002  # seconds: a shorter wait counts as none
 KEPT_PASSES = 200  # the newest passes, whose events stay in memory: a training run may be long
@@ -70,6 +71,10 @@ class Clock:
         # The tensors are left out: they would otherwise stay alive until the end of the pass.
         self.works.append(replace(work, used=None, made=None))
         self.work = None
+
+    def add(self, stage, action, start, end):
+        """Add an action of this pass that the caller has timed, in milliseconds of `now`."""
+        self.works.append(Work(stage, action, start=start, end=end))
 
     @contextmanager
     def waiting(self, peer, what):

@@ -25,6 +25,7 @@ from lab.timeline import Event, Timeline
 from pipeline.command_line import positive_number
 from pipeline.schedule import message_of
 
+EXCHANGES = 2  # all-to-alls of an action: dispatch and combine
 LONGEST = 1e15  # the largest cost: sums of costs stay finite
 
 
@@ -41,6 +42,11 @@ class Costs:
     see above. Each is one number for every pair of ranks, or a dictionary {(source, destination):
     cost}; pairs that are not in it cost nothing. The sums of an update over several ranks have a
     latency but occupy no link.
+
+    `exchange` is a pair of numbers, the time for which a forward and a backward wait for their
+    all-to-alls: see experts.py. It is added to the action, but in a pair of actions (pairs.py) one
+    can compute while the other waits. `work` has a number for each micro-batch, by which its
+    forwards and backwards are longer than these costs; without it all micro-batches are equal.
     """
 
     forward: float | list = 1.0
@@ -49,9 +55,15 @@ class Costs:
     transfer: float | dict = 0.0
     recompute: float | list = 0.0
     occupancy: float | dict = 0.0
+    exchange: tuple[float, float] = (0.0, 0.0)
+    work: tuple[float, ...] | list = ()
 
     def of(self, action):
-        """The cost of one action."""
+        """The cost of one action, with its exchange."""
+        return self.computing(action) + self.exchange_of(action)
+
+    def computing(self, action):
+        """The cost of one action without its exchange."""
         forward = _of_stage(self.forward, action.stage)
         backward = _of_stage(self.backward, action.stage)
         if self.backward_weight is None:
@@ -59,11 +71,37 @@ class Costs:
         else:
             weight = _of_stage(self.backward_weight, action.stage)
         costs = {"F": forward, "B": backward, "I": backward - weight, "W": weight, "U": 0.0}
-        return costs[action.kind] + self.recompute_of(action)
+        return costs[action.kind] * self.work_of(action) + self.recompute_of(action)
 
     def recompute_of(self, action):
         """The part of the action's cost in which the stage's forward is run again."""
-        return _of_stage(self.recompute, action.stage) if action.kind in "BI" else 0.0
+        again = _of_stage(self.recompute, action.stage) if action.kind in "BI" else 0.0
+        return again * self.work_of(action)
+
+    def exchange_of(self, action):
+        """The part of the action's cost in which its rank waits for an all-to-all."""
+        forward, backward = self.exchange
+        waits = {"F": forward, "B": backward, "I": backward}
+        return waits.get(action.kind, 0.0) * self.work_of(action)
+
+    def work_of(self, action):
+        """The work of the action's micro-batch, as a multiple of the costs above."""
+        return self.work[action.microbatch] if self.work else 1.0
+
+    def of_pair(self, forward, backward):
+        """The time of two actions in turns, and the part of it that the figures give the forward.
+
+        Dispatch and combine cut each action into three equal parts. Where one action waits, the
+        other one computes its next part (see turns.py, which performs it).
+        """
+        both = forward, backward
+        now, ready = 0.0, [0.0, 0.0]
+        for _ in range(EXCHANGES + 1):
+            for number, action in enumerate(both):
+                now = max(now, ready[number]) + self.computing(action) / (EXCHANGES + 1)
+                ready[number] = now + self.exchange_of(action) / EXCHANGES
+        of_forward, of_backward = map(self.computing, both)
+        return now, now * of_forward / (of_forward + of_backward)
 
     def between(self, source, destination):
         """The latency of a message from one rank to another."""
@@ -104,8 +142,9 @@ def simulate(schedule, costs):
     made = {}  # message -> the rank that made it, and when that action ended
     links = {}  # (source, destination) -> when the link has served all its messages
     arrivals = {}  # (destination, message) -> when it arrives, of messages that occupy a link
-    cost_of = {}  # (stage, kind) -> cost
+    cost_of = {}  # (stage, kind), or with `work` the action -> cost
     events = []
+    partners, pair_ends = getattr(schedule, "partners", {}), {}
     for rank, action, needs in schedule.playable_order:
         start = free[rank]
         for need in needs:
@@ -114,14 +153,19 @@ def simulate(schedule, costs):
                 arrived += costs.between(maker, rank)
                 arrived = arrivals.get((rank, need), arrived)
             start = max(start, arrived)
-        key = action[:2]
-        if key not in cost_of:
-            cost_of[key] = costs.of(action)
-        end = start + cost_of[key]
+        if action in partners:  # its result leaves when the pair has ended
+            whole, of_forward = costs.of_pair(action, partners[action])
+            end, sends = start + of_forward, start + whole
+            pair_ends[partners[action]] = sends
+        else:
+            key = action if costs.work else action[:2]
+            if key not in cost_of:
+                cost_of[key] = costs.of(action)
+            end = sends = pair_ends.get(action, start + cost_of[key])
         free[rank] = end
-        made[message_of(action)] = rank, end
+        made[message_of(action)] = rank, sends
         if costs.occupancy:
-            serve(links, arrivals, schedule.routes_after(action), end, costs)
+            serve(links, arrivals, schedule.routes_after(action), sends, costs)
         events.append(Event(rank, action, start, end, costs.recompute_of(action)))
     return Timeline(schedule.name, tuple(events), arrivals)
 

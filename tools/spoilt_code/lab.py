@@ -23,7 +23,7 @@ FAULTS = [
     ),
     Fault(
         "input-half-costs-all",
-        "lab/simulator.py::Costs.of",
+        "lab/simulator.py::Costs.computing",
         '"I": backward - weight',
         '"I": backward',
         "A split backward costs more than the whole one.",

@@ -73,7 +73,7 @@ SCHEDULES = {
     "gpipe": Generator(gpipe),
     "1f1b": Generator(one_f_one_b, options=("depth",)),
     "pipedream": Generator(pipedream, synchronous=False, options=("microbatches_per_update",)),
-    "interleaved-1f1b": Generator(interleaved_1f1b, chunks=2, options=("ahead",)),
+    "interleaved-1f1b": Generator(interleaved_1f1b, chunks=2, options=("ahead", "more")),
     "looped-bfs": Generator(looped_bfs, chunks=2),
     "zb-h1": Generator(zb_h1),
     "zb-h2": Generator(zb_h2),

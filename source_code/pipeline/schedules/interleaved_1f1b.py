@@ -10,7 +10,7 @@ from pipeline.schedule import Action, Schedule, ScheduleError
 from pipeline.schedules.order import require_positive, require_several_chunks
 
 
-def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2):
+def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2, more=0):
     """1F1B with several chunks per rank (Megatron-LM: Narayanan et al. 2021, section 2.2.2).
 
     Micro-batches go through the chunks in groups: all of a group through one chunk, then all
@@ -18,12 +18,15 @@ def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2):
     multiple of the ranks. Larger groups work too, as in torch.distributed.pipelining, as long as
     all are equally large. `ahead` is the number of forwards in the warm-up for each later rank:
     2 in Megatron-LM, so that messages travel while ranks work. With 1 a rank holds less, and the
-    step is as short while messages take no time.
+    step is as short while messages take no time. With `more` = 1 every rank runs one more forward
+    in its warm-up, so that a forward and a backward after it can run together (see pairs.py).
     """
     require_positive(num_ranks, num_microbatches)
     require_several_chunks("interleaved-1f1b", num_chunks, "1f1b")
     if not 0 <= ahead <= 2:  # with 3 some sizes deadlock
         raise ScheduleError(f"interleaved-1f1b takes 0 to 2 forwards ahead, not {ahead}")
+    if more not in (0, 1):
+        raise ScheduleError(f"interleaved-1f1b takes 0 or 1 forward more, not {more}")
     num_groups = max(1, num_microbatches // num_ranks)
     if num_microbatches % num_groups:
         least = num_groups * num_ranks
@@ -36,7 +39,8 @@ def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2):
     passages = num_chunks * num_microbatches  # of a micro-batch through a chunk
     orders = []
     for rank in range(num_ranks):
-        warm_up = min(passages, (num_chunks - 1) * group + ahead * (num_ranks - 1 - rank))
+        warm_up = (num_chunks - 1) * group + ahead * (num_ranks - 1 - rank) + more
+        warm_up = min(passages, warm_up)
         forwards, backwards = [], []
         for passage in range(passages):
             chunk, microbatch = _chunk_and_microbatch(passage, group, num_chunks)

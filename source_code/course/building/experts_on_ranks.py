@@ -1,0 +1,110 @@
+"""Runs a reader's dispatch and combine on this rank; lesson_10d.py reads the report.
+
+One argument: a JSON file with the source of the function and its name. Each of two ranks has one
+expert, a matrix, and 3 or 5 tokens of its own.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from course.building import ANSWER, WAITING
+from course.building.request import define
+from extensions.experts.expert_group import ExpertGroup
+from guard.around_main import guarded
+from pipeline.collectives import gather, open_groups
+from pipeline.job import join_job
+
+RANKS = 0, 1
+TOKENS = 3, 5  # of each rank; some go to each expert
+CHOSEN = [1, 0, 1], [0, 1, 1, 0, 1]
+LOSSES = [1.0, 1.5, 2.0], [1.25]  # the auxiliary loss of each sequence
+WIDTH = 4
+
+
+@guarded
+def main():
+    """Call the reader's function between two ranks, and report from rank 0."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    reader = define(request)
+    job = join_job("cpu", WAITING)
+    open_groups(job, [RANKS])
+    reports = gather(job, run_layer(job, reader))
+    if job.rank == 0:
+        print(ANSWER + json.dumps(reports), flush=True)
+    job.leave()
+    return 0
+
+
+def run_layer(job, reader):
+    """Compare result, share of the loss and gradients on this rank with those of one process."""
+    rank, group = job.rank, ExpertGroup(job, RANKS)
+    tokens, weights, experts, slope = drawn()
+    x, weight = tokens[rank].clone(), weights[rank].clone()
+    expert = experts[rank].clone()
+    leaves = [each.requires_grad_() for each in (x, weight, expert)]
+    losses = torch.tensor(LOSSES[rank], dtype=torch.float64, requires_grad=True)
+    made = reader(
+        x, torch.tensor(CHOSEN[rank]), weight, lambda rows: rows @ expert,
+        partial(exchange_counts, group), group.exchange, losses, sum(map(len, LOSSES)),
+    )  # fmt: skip
+    if not (isinstance(made, (tuple, list)) and len(made) == 2 and all(map(torch.is_tensor, made))):
+        return {"wrong": "return a pair of tensors: the results, and this rank's share of the loss"}
+    mixed, share = made
+    if mixed.shape != x.shape:
+        return {"wrong": f"the results have the shape {list(mixed.shape)}, not {list(x.shape)}"}
+    if share.dim():
+        return {"wrong": "the share of the loss is not a single number"}
+    # Both ranks run the same backward, also where nothing leads back to their own tokens.
+    ((mixed * slope[rank]).sum() + share + 0 * sum(leaf.sum() for leaf in leaves)).backward()
+    right, gradients = one_process()
+    return {
+        "same": close(mixed, right[rank]),
+        "sorted": close(mixed.sort(0).values, right[rank].sort(0).values),
+        "unweighted": close(mixed, right[rank] / weights[rank][:, None]),
+        "share": round(share.item(), 9),
+        "x": close(x.grad, gradients["x"][rank]),
+        "weight": close(weight.grad, gradients["weight"][rank]),
+        "no weight": not weight.grad.any(),
+        "expert": close(expert.grad, gradients["expert"][rank]),
+        "leads back": losses.grad is not None,
+    }
+
+
+def drawn():
+    """Tokens and weights of each rank, the experts, and the gradients of the results."""
+    draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = [draw(n, WIDTH) for n in TOKENS]
+    weights = [0.5 + draw(n).sigmoid() / 2 for n in TOKENS]
+    return tokens, weights, [draw(WIDTH, WIDTH) for _ in RANKS], [draw(n, WIDTH) for n in TOKENS]
+
+
+def one_process():
+    """The results of both ranks' tokens, and the gradients, with both experts in one process."""
+    tokens, weights, experts, slope = drawn()
+    leaves = {"x": tokens, "weight": weights, "expert": experts}
+    for each in sum(leaves.values(), []):
+        each.requires_grad_()
+    results = [
+        torch.stack([x[n] @ experts[e] * w[n] for n, e in enumerate(chosen)])
+        for x, w, chosen in zip(tokens, weights, CHOSEN)
+    ]
+    sum((result * of_it).sum() for result, of_it in zip(results, slope)).backward()
+    gradients = {name: [each.grad for each in parts] for name, parts in leaves.items()}
+    return [result.detach() for result in results], gradients
+
+
+def exchange_counts(group, counts):
+    """The number of rows that arrive from each rank, for [to rank 0, to rank 1], as a list."""
+    return group.exchange_counts(torch.as_tensor(counts)).flatten().tolist()
+
+
+def close(found, right):
+    return bool((found - right).abs().max() < 1e-9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Checks of lesson 10d: dispatch and combine on two real ranks, and a schedule for an all-to-all."""
+
+from course.checks.answer import NotAttempted, checked
+from course.checks.reader_on_ranks import on_ranks
+
+SCRIPT = "course/building/experts_on_ranks.py"
+SHARES = 1.125, 0.3125  # of ranks 0 and 1: the sums 4.5 and 1.25, over 4 sequences
+MEANS = 1.5, 1.25  # over each rank's own sequences
+
+
+@checked("every token has its expert's result in its own place, and all gradients arrive.")
+def dispatch_and_combine(mix):
+    """Check `mix(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)`."""
+    reports = on_ranks(SCRIPT, mix, 2)
+    for rank, report in enumerate(reports):
+        if complaint := complaint_of(rank, report):
+            return f"on rank {rank} {complaint}"
+
+
+def complaint_of(rank, report):
+    """The first thing that is wrong in the report of a rank, or None."""
+    if "wrong" in report:
+        return report["wrong"]
+    if not report["same"]:
+        if report["sorted"]:
+            return (
+                "all results are right, but in another order: the rows come back sorted by expert, "
+                "and each belongs in the place of its token"
+            )
+        if report["unweighted"]:
+            return "each result is right but for the router's weight: multiply by it"
+        return "the results are wrong: which row belongs to which token, and to which rank?"
+    if report["no weight"]:
+        return (
+            "the results are right, but the router gets no gradient: use `weight` itself, not its "
+            "numbers"
+        )
+    for name, what in {"weight": "router's weights", "expert": "expert", "x": "tokens"}.items():
+        if not report[name]:
+            return f"the gradient of the {what} is wrong: use exchange for rows in both directions"
+    if abs(report["share"] - SHARES[rank]) > 1e-9:
+        if abs(report["share"] - MEANS[rank]) < 1e-9:
+            return (
+                "the auxiliary loss is a mean over this rank's own sequences, so the sum of both "
+                "ranks is too large: the batch has `sequences`"
+            )
+        return "the share of the auxiliary loss is wrong: add up `losses`, over all `sequences`"
+    if not report["leads back"]:
+        return "the auxiliary loss has no gradient: use `losses` itself, not its numbers"
+
+
+@checked("only pairs hide an all-to-all, and the shorter it is, the more of it they hide.")
+def hidden_parts(hidden):
+    """Check `hidden`: {ms: share of the all-to-alls that interleaved 1F1B hides in pairs}."""
+    if all(value is ... for value in hidden.values()):
+        raise NotAttempted
+    for milliseconds, right in ((5, 110 / 190), (15, 238.333 / 570)):
+        found = hidden.get(milliseconds)
+        if not isinstance(found, (int, float)):
+            return f"{milliseconds} ms: give a number from 0 to 1"
+        if abs(found - right) > 0.01:
+            return (
+                f"{milliseconds} ms: not {found:.3f}; subtract the time in pairs from the time one "
+                "after the other, and divide by what the all-to-alls add without pairs"
+            )

@@ -1,0 +1,84 @@
+"""Two threads of a rank that compute in turns: each works while the other waits for an all-to-all.
+
+Only one of them runs at any time, and it hands over at fixed points: right after it has started an
+all-to-all. So all ranks that run the same two actions start their all-to-alls in one order, as
+NCCL demands, whichever of them arrives first.
+"""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+SPIN = 0.0003  # seconds: a sleep ends late, so the last part of it spins
+
+
+class Turns:
+    """Hands the turn from one of two threads to the other. Without a pair, `change` does nothing."""
+
+    def __init__(self):
+        # One thread for all pairs: torch prepares a new thread for its first computation.
+        self.pool = ThreadPoolExecutor(1, "pair", partial(torch.set_num_threads, 1))
+        self.own = threading.local()  # .number is 0 in the pool's thread and 1 in the rank's own
+        self.gates = [threading.Semaphore(0) for _ in range(2)]
+        self.running = [False, False]
+
+    def run_both(self, first, second):
+        """Call two functions in turns, the first one first; return when both have ended."""
+        self.running = [True, True]
+        ended = self.pool.submit(self.run_one, 0, first)
+        self.gates[0].release()
+        self.run_one(1, second)
+        ended.result()
+
+    def run_one(self, number, function):
+        self.own.number = number
+        self.gates[number].acquire()
+        try:
+            function()
+        finally:
+            self.running[number] = False
+            if self.running[1 - number]:
+                self.gates[1 - number].release()
+
+    def change(self):
+        """Let the other thread run until it calls this method or ends."""
+        number = getattr(self.own, "number", None)
+        if number is not None and self.running[1 - number]:
+            self.gates[1 - number].release()
+            self.gates[number].acquire()
+
+
+class Pace:
+    """Lets the parts of an action, and its all-to-alls, last as long as `costs` say, in ms.
+
+    An action is cut into three equal parts by dispatch and combine. Each thread of a pair has an
+    action of its own.
+    """
+
+    def __init__(self, costs, exchanges=2):
+        self.costs, self.exchanges = costs, exchanges
+        self.own = threading.local()
+
+    def begin(self, action):
+        self.own.part = self.costs.computing(action) / (self.exchanges + 1) / 1000
+        self.own.exchange = self.costs.exchange_of(action) / self.exchanges / 1000
+        self.own.since = time.perf_counter()
+
+    def end_part(self):
+        """Wait until the part that computes has lasted long enough; the all-to-all begins."""
+        sleep_until(self.own.since + self.own.part)
+        self.own.sent_at = time.perf_counter()
+
+    def arrive(self):
+        """Wait until the all-to-all has lasted long enough; the next part begins."""
+        sleep_until(self.own.sent_at + self.own.exchange)
+        self.own.since = time.perf_counter()
+
+
+def sleep_until(moment):
+    time.sleep(max(0.0, moment - time.perf_counter() - SPIN))
+    while time.perf_counter() < moment:
+        pass
