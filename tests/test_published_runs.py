@@ -93,7 +93,9 @@ def test_the_page_of_measurements_shows_every_row_with_its_error():
     quick = ("BLOOM", "MPT", "torchtitan", "IBM")
     for run in published_runs():
         row = re.search(
-            rf"^\| {re.escape(f'{run.table}, {run.name}')} \| (.*) \| (.*) % \| (.*) \|$", page, re.M
+            rf"^\| {re.escape(f'{run.table}, {run.name}')} \| (.*) \| (.*) % \| (.*) \|$",
+            page,
+            re.M,
         )
         assert row, run.name
         assert float(row[1]) == pytest.approx(run.seconds, abs=0.006)
