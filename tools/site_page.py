@@ -2,6 +2,7 @@
 
 import html
 import re
+from functools import cache
 
 from pygments.formatters import HtmlFormatter
 
@@ -17,6 +18,7 @@ FAVICON = (
 LONG = 5  # headings of a page that gets a list of contents
 
 
+@cache
 def style():
     light = HtmlFormatter(style="default").get_style_defs(".highlight")
     dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
