@@ -66,8 +66,8 @@ def reject(sentence):
 def tell_launcher(sentence):
     """Let torchrun, which prints half a page when a rank fails, end it with this sentence."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
     if file:
+        reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):  # whoever reads the sentence has seen it on standard error
             Path(file).write_text(json.dumps({"message": reason}))
 
