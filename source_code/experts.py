@@ -47,6 +47,7 @@ def main():
     loss_function = ShareOfLoss()
     stages = build_stages(arguments, job, schedule, cut, group, loss_function)
     worker = build_worker(arguments, job, schedule, stages, group)
+    attach.observe(arguments, job, [] if arguments.exchange else stages.values(), schedule)
     weights = [weight for stage in stages.values() for weight in stage.part.parameters()]
     optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
     log = LossLog(arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0))
@@ -104,13 +105,11 @@ def build_stages(arguments, job, schedule, cut, group, loss_function):
 
 
 def build_worker(arguments, job, schedule, stages, group):
-    """Return the Worker, with the lab attached: with --exchange it paces and times all itself."""
+    """Return the Worker; with --exchange it paces all itself, and times it with the lab's clock."""
     a = arguments
     if a.exchange:
         a.pace_costs = replace(a.pace_costs, exchange=tuple(a.exchange))
-    lab = attach.observe(a, job, [] if a.exchange else stages.values(), schedule)
-    if a.exchange:
-        return PairWorker(job, schedule, stages, group, a.pace_costs, lab.clock)
+        return PairWorker(job, schedule, stages, group, a.pace_costs)
     return Worker(job, schedule, stages)
 
 

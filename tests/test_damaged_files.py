@@ -171,7 +171,12 @@ def test_machines_that_were_measured(tmp_path):
 
 def test_configs_of_models(tmp_path):
     path = tmp_path / "config.json"
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     path.write_text(json.dumps({**sizes, "hidden_act": "silu", "vocab_size": 300}))
     machine = Machine(2)
 

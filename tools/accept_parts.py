@@ -33,6 +33,7 @@ SCRIPTS = [
     ("vocabulary_parallel.py --spread --tied", False, 1),
     ("tensor_parallel.py --tensor 2", False, 2),
     ("inference.py --requests 5 --groups 2 --tokens 4 --seq-len 32", False, 1),
+    ("experts.py --replicas 2 --experts 4", False, 2),
     ("torch_pipelining.py --schedule Interleaved1F1B", False, 1),
     ("torch_pipelining.py --schedule ZBVZeroBubble", False, 1),
     ("pretrain_llama.py --dtype float64 --vocabulary 256 --to-hf {folder}/model", False, 1),

@@ -88,7 +88,7 @@ class Laboratory:
             self.observer.methods["acting"].append(job.watch.acting)
         self.network = attach_network(job)
         origin = shared_origin(job, self.network.nodes[job.rank])
-        self.clock = Clock(job.rank, job.device, origin, self.pace)
+        self.clock = job.clock = Clock(job.rank, job.device, origin, self.pace)
         self.memory = ActivationMemory(every_pass=bool(arguments.record))
         self.log, self.profile, further = None, None, []
         if arguments.record:

@@ -90,7 +90,7 @@ def _beyond(ordered, weight):
     """The first error at which the weights of `ordered` exceed `weight`."""
     for error, own in ordered:
         weight -= own
-        if weight < 0:
+        if weight < -1e-9:  # a sum of rounded shares
             return error
     return ordered[-1][0]
 

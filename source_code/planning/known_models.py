@@ -129,6 +129,8 @@ def from_config(config, path):
     longest = sizes.pop("positions", 0)
     built = {"gated": family.gated, "tied": tied, "norms_in_float32": family.gated}
     model = checked({**sizes, **built}, path)
+    if model.head_dim * model.head_count == model.hidden:  # which is what no head_dim means
+        model = replace(model, head_dim=0)
     layer, ends = weights_outside_matrices(family, config, model, path)
     if model.gated and (layer, ends) == (2 * model.hidden, model.hidden):
         return model

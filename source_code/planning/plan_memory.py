@@ -42,6 +42,8 @@ def weights_of(model, plan, stages):
         count += model.embedding_weights
     if len(layers) - 1 in stages and not (model.tied and 0 in stages):
         count += model.head_weights
+    if len(layers) - 1 in stages:
+        count += model.last_norm_weights
     return count / plan.tensor
 
 

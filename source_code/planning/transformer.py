@@ -89,10 +89,13 @@ class Model:
         return self.vocabulary * self.hidden
 
     @property
+    def last_norm_weights(self):
+        return self.hidden if self.gated else 0  # Megatron equation 2 leaves it out
+
+    @property
     def parameters(self):
         """Weights of the model: Megatron equation 2, for a GPT. Tied weights count once."""
-        last_norm = self.hidden if self.gated else 0  # equation 2 leaves it out
-        ends = last_norm if self.ends_rest is None else self.ends_rest
+        ends = self.last_norm_weights if self.ends_rest is None else self.ends_rest
         ends += self.embedding_weights + (0 if self.tied else self.head_weights)
         return self.layers * self.layer_weights + ends
 

@@ -44,7 +44,7 @@ def check_experts(arguments):
 def check_exchange(arguments):
     """Reject --exchange and --pairs without what they need, or with what they cannot time."""
     a = arguments
-    if (a.exchange and not a.pace) or (a.pairs and not a.exchange):
+    if (a.exchange and not getattr(a, "pace", None)) or (a.pairs and not a.exchange):
         reject(
             "--pairs needs --exchange, and --exchange needs --pace; give both, or leave them out"
         )

@@ -11,12 +11,12 @@ class PairWorker(Worker):
     """A Worker for a PairedSchedule, or for any schedule with an all-to-all that takes time.
 
     `group` is the ExpertGroup of the stages. `costs` are the simulator's, in milliseconds, with
-    an `exchange`. What was performed is added to `clock`, a Clock of the lab.
+    an `exchange`. What was performed is added to `job.clock`, the Clock of the lab.
     """
 
-    def __init__(self, job, schedule, stages, group, costs, clock):
+    def __init__(self, job, schedule, stages, group, costs):
         super().__init__(job, schedule, stages)
-        self.costs, self.clock = costs, clock
+        self.costs = costs
         self.partners = getattr(schedule, "partners", {})
         self.forward_of = {backward: forward for forward, backward in self.partners.items()}
         self.turns, self.pace = Turns(), Pace(costs)
@@ -30,12 +30,12 @@ class PairWorker(Worker):
         forward = self.forward_of.get(action)
         actions = [forward, action] if forward else [action]
         self.fetch(actions[0])
-        start = self.clock.now()
+        start = self.job.clock.now()
         if forward:
             self.turns.run_both(*(partial(self.perform_paced, each) for each in actions))
         else:
             self.perform_paced(action)
-        self.note(actions, start, self.clock.now())
+        self.note(actions, start, self.job.clock.now())
         for each, tensor in sorted(self.results_of_pair, key=lambda result: result[0] == action):
             super().give(each, tensor)
         self.results_of_pair = []
@@ -64,5 +64,5 @@ class PairWorker(Worker):
         costs = [self.costs.computing(each) for each in actions]
         for each, cost in zip(actions, costs):
             until = start + (end - start) * cost / sum(costs) if each is not actions[-1] else end
-            self.clock.add(self.stages[each.stage], each, start, until)
+            self.job.clock.add(self.stages[each.stage], each, start, until)
             start = until
