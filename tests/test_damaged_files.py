@@ -174,6 +174,7 @@ def test_configs_of_models(tmp_path):
     sizes = {
         "model_type": "llama",
         "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
     }
