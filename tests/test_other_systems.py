@@ -59,4 +59,9 @@ def test_lines_end_alike_also_where_git_is_told_to_end_them_otherwise(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, timeout=60)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 200
+    pictures = [path for path in files if path.suffix == ".png"]  # whose first bytes have them, too
+    assert all(
+        path.read_bytes() == (ROOT / path.relative_to(tmp_path)).read_bytes() for path in pictures
+    )
+    files = [path for path in files if path not in pictures]
     assert [path.name for path in files if b"\r\n" in path.read_bytes()] == []

@@ -11,7 +11,6 @@ from contextlib import suppress
 import psutil
 
 from pipeline.command_line import LauncherError, whole_number
-from pipeline.job import end_process
 
 LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
 
@@ -82,6 +81,8 @@ def end_with_killed(rank, processes):
                 killer = signal_that_ended(process_id)
                 if killer not in ("", "SIGTERM", "SIGINT"):  # with these, all ranks are ended
                     ended = f"process {process_id} was ended by {killer}"
+                    from pipeline.job import end_process  # with torch, which launch.py lacks
+
                     end_process(f"rank {rank} lost rank {other}: {ended}")
 
     threading.Thread(target=wait, daemon=True).start()
