@@ -1,10 +1,11 @@
-// The search over all pages: every word must occur in a section; if none has all, those that have
-// most come first. The index is loaded when the field is first used.
+// The search over all pages: every word must occur in a section; if none has all, or many are asked
+// for, those that have most come first. The index is loaded when the field is first used.
 
 (() => {
   const folder = new URL(".", document.currentScript.src);
   const MOST = 20;
-  const SMALL = "a an the is are of in on to do does how much many what why when which i my".split(" ");
+  const PASTED = 5; // words
+  const SMALL = "a an the is are of in on to do does how much many what why when which i my if".split(" ");
   const place = document.querySelector(".search");
   const field = make("input", { type: "search", placeholder: "search all pages",
     "aria-label": "search all pages", "aria-controls": "found" });
@@ -67,10 +68,15 @@
       .map((section) => ({ section, rank: rankOf(section, words) }))
       .filter((hit) => hit.rank > 0)
       .sort((a, b) => b.rank - a.rank);
-    if (!hits.length) hits.push(...closest(sections, words));
+    // Long text is a pasted message, of which a long page may have all words by chance.
+    if (!hits.length || isPasted(words)) hits.splice(0, hits.length, ...closest(sections, words));
     const more = hits.length > MOST ? `, the first ${MOST} of them` : "";
     count.textContent = hits.length === 1 ? "1 section" : `${hits.length} sections${more}`;
     found.replaceChildren(...hits.slice(0, MOST).map((hit) => entry(hit.section, words)));
+  }
+
+  function isPasted(words) {
+    return words.filter((word) => /[a-z0-9]/.test(word)).length >= PASTED;
   }
 
   // [address, page, heading, text, code]: a term of the glossary comes first, then headings; prose
