@@ -194,7 +194,7 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
     with open_notebook(chromium, lab, path) as (page, problems, elsewhere):
         run_all_cells(page)
         panel = page.locator(".pipeline-explorer")
-        picture = panel.locator("svg[role=img]")
+        picture = panel.locator("svg[role=img]").first  # the second: what is held
         picture.wait_for(timeout=60_000)
         assert picture.get_attribute("aria-label") == (
             "predicted: gpipe, 4 ranks, 330 ms, 27.3% idle; "
