@@ -84,9 +84,9 @@
   function rankOf([address, page, heading, text, code], words) {
     const [heads, body] = [`${page} ${heading}`.toLowerCase(), text.toLowerCase()];
     const inCode = code.toLowerCase();
-    let rank = /\.(py|sh|sbatch|env|txt|json)\.html/.test(address) ? 0 : 30;
+    let rank = /\.(py|sh|sbatch|env|txt|json)\.html/.test(address) ? 1 : 30;
     if (address.includes("/solutions/")) rank = 10;
-    if (/CONTRIBUTING|changelog/.test(address)) rank = 0;
+    if (/CONTRIBUTING|changelog/.test(address)) rank = 1;
     const isTerm = address.includes("#term-");
     if (isTerm && heading.toLowerCase() === words.join(" ")) rank += 1000;
     for (const word of words) {
