@@ -142,7 +142,9 @@ def run_traced_on(job, model, cut, inputs, targets):
     stage = pipe.build_stage(job.rank, job.device)
     schedule = ScheduleGPipe(stage, 4, loss_fn=mse_loss)
     keywords = {"target": targets, "losses": []} if job.rank else {}
-    schedule.step(*(inputs if job.rank == 0 else ()), **keywords)
+    nodes = pipe.get_stage_module(0).graph.nodes
+    taken = inputs[: sum(node.op == "placeholder" for node in nodes)]  # by the first stage
+    schedule.step(*(taken if job.rank == 0 else ()), **keywords)
     whole = type(model)(cured=True)
     mse_loss(whole(*inputs), targets).backward()
     wanted = [parameter.grad for parameter in whole.parameters()]
