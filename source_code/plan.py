@@ -232,9 +232,10 @@ def in_words(arguments, model, machine, ours, others):
         lines += table_lines(model, machine, others.best, 1 + len(ours.best))
     lines += further_lines(arguments.model, model, machine)
     lines += ["", *error_lines(machine, best)]
-    close = not_told_apart(machine, sorted(best, key=lambda one: one.update))
+    close = not_told_apart(machine, best)
     if len(close) > 1:
-        lines.append(f"The {len(close)} fastest of these plans cannot be told apart by a forecast.")
+        numbers = ", ".join(map(str, close))
+        lines.append(f"Plans {numbers} cannot be told apart by a forecast.")
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")
     if machine.error > UNSURE:

@@ -186,9 +186,9 @@ def test_a_number_of_any_length_is_rejected_in_a_short_sentence(monkeypatch, cap
 
 def test_a_word_that_is_too_long_is_cut_in_a_sentence(capsys):
     with pytest.raises(SystemExit):
-        reject(f"--data {'x' * 5000}: this is no file")
+        reject(f"--data {'x' * 5000}: this is not a file")
     said = capsys.readouterr().err
-    assert said == f"--data {'x' * 40}... (5,001 letters) this is no file\n"
+    assert said == f"--data {'x' * 40}... (5,001 letters) this is not a file\n"
 
 
 # Names.

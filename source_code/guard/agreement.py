@@ -91,7 +91,7 @@ def settings_of(arguments):
     """
     plain = (str, int, float, list, tuple, type(None))
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
-    for name in ("device", "data", "num_ranks", "meeting"):
+    for name in ("device", "data", "num_ranks"):
         own.pop(name, None)
     settings = {"--" + name.replace("_", "-"): value for name, value in own.items()}
     if getattr(arguments, "text", None) is not None:

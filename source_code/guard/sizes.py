@@ -32,7 +32,7 @@ def check_memory(arguments):
     needed = 8 * (weights + tokens + activations) + objects
     if needed > memory:
         reject(
-            f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB a rank, and "
+            f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB per rank, and "
             f"this machine has {memory / 2**30:.0f} GiB; use smaller ones, or more ranks"
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.inputs import read_json
 
 OUTSIDE = 0.1  # fraction of the errors, by weight, outside the interval
-LEAST_ROWS, LEAST_GROUPS = 5, 2  # fewer are no evidence
+LEAST_ROWS, LEAST_GROUPS = 5, 2  # with fewer, the interval is wide
 UNTESTED = (-0.3, 0.3)  # at least this wide without evidence
 GPUS = {312e12: "A100", 989e12: "H100"}  # by the peak of the data sheet
 

@@ -12,7 +12,7 @@ from planning.candidates import all_plans, search_plans
 from planning.expected_error import expected_error, kind_of, left_out_errors, mean_error
 from planning.forecast import stage_costs
 from planning.held import held_by
-from planning.known_models import is_of_the_course
+from planning.known_models import NAMED, is_of_the_course
 from planning.plan_memory import memory_per_rank
 from planning.published import error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
@@ -20,14 +20,7 @@ from planning.reasons import changes, limit_of, parts_of, rank_work
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
 STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
-SAVED_BY_NAME = (  # what --from-hf takes, once its files are here
-    "llama-2-7b",
-    "llama-3-8b",
-    "llama-3-70b",
-    "llama-3.1-405b",
-    "qwen2.5-0.5b",
-    "qwen2.5-7b",
-)
+SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what --from-hf takes, once the model's files are here
 BYTES = 256  # a larger vocabulary needs a tokenizer
 LONGEST_TOKENS = 6  # bytes in one of a tokenizer that was trained on the course's text
 HEADING = (
@@ -97,24 +90,12 @@ def error_lines(machine, found):
 
 
 def not_told_apart(machine, found):
-    """The numbers, from 1, of the plans that may be as fast as the first, given the errors.
-
-    `found` is sorted. The plans share a machine and a model, so errors of one kind of plan mostly
-    cancel: two plans of one kind are compared by half of their interval.
-    """
+    """The numbers, from 1 in the order of the table, of plans that may be as fast as the fastest."""
     if not found:
         return []
-    first = found[0]
-    _, slowest = range_of(machine, first)
-    close = []
-    for number, one in enumerate(found, 1):
-        fastest, _ = range_of(machine, one)
-        if kind_of(one.plan) == kind_of(first.plan):
-            fastest = (fastest + one.update) / 2
-            close += [number] if fastest <= (slowest + first.update) / 2 else []
-        elif fastest <= slowest:
-            close.append(number)
-    return close
+    _, slowest = range_of(machine, min(found, key=lambda one: one.update))
+    fastest = [range_of(machine, one)[0] for one in found]
+    return [number for number, seconds in enumerate(fastest, 1) if seconds <= slowest]
 
 
 def reason_lines(model, machine, found):
@@ -198,7 +179,7 @@ def further_lines(name, model, machine):
     """Lines about a model that no command of the course builds from its name alone."""
     if course_flags(name, model) is not None:
         return []
-    if name in SAVED_BY_NAME:
+    if name and name in NAMED and name.startswith(SAVED_BY_NAME):
         return ["", *lines_with_files(name, model, machine)]
     if name and Path(name).is_dir():
         return [
