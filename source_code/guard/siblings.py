@@ -2,8 +2,6 @@
 
 import multiprocessing
 import os
-import select
-import signal
 import sys
 import threading
 from contextlib import suppress
@@ -54,50 +52,6 @@ def end_siblings(process_ids):
             process = psutil.Process(process_id)
             if process.ppid() == os.getppid():  # the id has not been reused by another program
                 process.kill()
-
-
-def end_with_killed(rank, processes):
-    """Make this rank end, with a sentence, when a signal ends another rank of this machine.
-
-    `processes` are {rank: process id}. A launcher that sees a rank end asks the others to end within
-    a tenth of a second, and a rank that computes meanwhile would end without having named it.
-    """
-    if not hasattr(os, "pidfd_open"):  # not Linux
-        return
-
-    def wait():
-        ends, others = select.poll(), {}
-        for other, process_id in processes.items():
-            with suppress(OSError):
-                if other != rank:
-                    handle = os.pidfd_open(process_id)
-                    ends.register(handle, select.POLLIN)
-                    others[handle] = other, process_id
-        while others:
-            for handle, _ in ends.poll():
-                other, process_id = others.pop(handle)
-                ends.unregister(handle)
-                os.close(handle)
-                killer = signal_that_ended(process_id)
-                if killer not in ("", "SIGTERM", "SIGINT"):  # with these, all ranks are ended
-                    ended = f"process {process_id} was ended by {killer}"
-                    from pipeline.job import end_process  # with torch, which launch.py lacks
-
-                    end_process(f"rank {rank} lost rank {other}: {ended}")
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def signal_that_ended(process_id):
-    """The name of the signal that has ended a process; "" if none has, or its parent has seen it.
-
-    The last field of /proc/PID/stat is the status as `wait` gives it, with the signal in seven bits.
-    """
-    try:
-        with open(f"/proc/{process_id}/stat", "rb") as file:
-            return signal.Signals(int(file.read().split()[-1]) & 127).name
-    except (OSError, ValueError):
-        return ""
 
 
 def stopped_siblings():

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from guard.siblings import end_siblings, end_with_killed
+from guard.siblings import end_siblings
 from pipeline.job import end_process
 
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
@@ -73,7 +73,6 @@ def watch_of(job):
         watch.store = dist.PrefixStore("watch", job.store.clone())
         watch.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         watch.processes = getattr(job, "processes", {})  # set for a guarded job
-        end_with_killed(job.rank, watch.processes)
     job.explain_loss = watch.explain_loss
     job.naming_loss = watch.around_starts(job.naming_loss)
     return watch
