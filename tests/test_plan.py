@@ -51,6 +51,12 @@ def rejected(flags, capsys):
     return captured.err or str(end.value.code)
 
 
+def test_more_microbatches_than_can_be_simulated_are_rejected_with_both_numbers(capsys):
+    said = rejected("llama-3-8b --gpus 8 --batch-size 131080", capsys)
+    assert said.startswith("--batch-size 131080")
+    assert "131,080 micro-batches per update, and 16,384 are the most; use" in said
+
+
 # Models.
 
 
@@ -108,6 +114,7 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
         ("nothing", "nothing is not a model's name"),
         ("layers=4", "does not say hidden, vocabulary"),
         ("layers=4,hidden=x,vocabulary=9", "'hidden=x' is not a size"),
+        ("layers=1001,hidden=64,vocabulary=9", "1,001 layers, and plans are compared for 1,000"),
         ("layers=4,hidden=64,vocabulary=9,heads=5", "5 heads do not divide a width of 64"),
         ("layers=4,hidden=64,vocabulary=9,heads=4,kv_heads=3", "3 heads for keys do not divide"),
         ("layers=99999999,hidden=64,vocabulary=9", "layers of .* is 99999999"),
