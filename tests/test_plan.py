@@ -52,9 +52,9 @@ def rejected(flags, capsys):
 
 
 def test_more_microbatches_than_can_be_simulated_are_rejected_with_both_numbers(capsys):
-    said = rejected("llama-3-8b --gpus 8 --batch-size 131080", capsys)
-    assert said.startswith("--batch-size 131080")
-    assert "131,080 micro-batches per update, and 16,384 are the most; use" in said
+    said = rejected("llama-3-8b --gpus 8 --batch-size 1048576", capsys)
+    assert said.startswith("--batch-size 1048576")
+    assert "1,048,576 micro-batches per update, and 131,072 are the most; use" in said
 
 
 # Models.
