@@ -155,7 +155,8 @@ def slides_of(course):
 
 
 def index_page(exporter, course):
-    text = site_index.index_of(course.lives, draw_map().alt, slides_of(course).is_file())
+    teaches = site_index.PACK in course.files
+    text = site_index.index_of(course.lives, draw_map().alt, teaches, slides_of(course).is_file())
     return html_of([nbformat.v4.new_markdown_cell(text)], exporter)
 
 

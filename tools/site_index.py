@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nbformat
 
+PACK = Path("docs/instructors.md")
 PUZZLE_LESSON = Path("notebooks/12_your_own_schedule.ipynb")
 EXERCISE = r"\*\*(\d+)\. .*?\*\*"
 
@@ -57,8 +58,7 @@ orange ones split them. [All schedules on one page](images/README.md).
 - [All scripts](source_code/README.md), from a pipeline of 150 lines to the pretraining of a Llama,
   and a planner that forecasts the fastest layout.
 - [Errors of torch.distributed.pipelining](docs/torch-distributed-pipelining-errors.md), with causes.
-- [Teach it](docs/instructors.md){slides}, [glossary](docs/glossary.md), [about the
-  course](README.md).
+- {teach}[Glossary](docs/glossary.md), [about the course](README.md).
 """
 
 DOORS = """<div class="doors">
@@ -82,12 +82,17 @@ NOT_FOUND = """<h1>This page is not there</h1><p>The address may be misspelt, or
 <a href="index.html">The first page of the course</a> leads to all others.</p>"""
 
 
-def index_of(lives, map_alt, slides):
-    """The first page in Markdown. `lives`: its site has the explorer and the puzzles."""
+def index_of(lives, map_alt, teaches, slides):
+    """The first page in Markdown.
+
+    `lives`: its site has the explorer and the puzzles. `teaches`: it has the instructors' pack, and
+    a handout has not.
+    """
+    shown = " with [the slides of every lesson](slides/index.html)" if slides else ""
     return INDEX_PAGE.format(
         doors=DOORS if lives else READ,
         map_alt=map_alt,
-        slides=" with [the slides of every lesson](slides/index.html)" if slides else "",
+        teach=f"[Teach it]({PACK}){shown}. " if teaches else "",
     )
 
 
