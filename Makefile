@@ -69,6 +69,7 @@ notebooks: $(INSTALLED) ## run the notebooks and store their outputs (ONLY=FILE 
 		--ExecutePreprocessor.kernel_name=python3 --ExecutePreprocessor.timeout=560 \
 		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 	$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS)
+	$(BIN)/python tools/answers.py
 
 NOTEBOOKS = $(or $(ONLY),$(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb))
 

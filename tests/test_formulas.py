@@ -104,7 +104,7 @@ CASES = [
     ("02", r"In total, the step takes (.*?), which is", step_of_1f1b),
     ("03", r"exactly as large: (.*?)\. ", bubble_over_total(one_f_one_b)),
     ("03", r"rank r holds at most (.{1,12}?) micro-batches", held),
-    ("03", r"Together that is .* = (\(m \+ p − 1\)\(F \+ B\))\. The order", step_of_1f1b),
+    ("03", r"Together that is .* = (\(m \+ p − 1\)\(F \+ B\))\.", step_of_1f1b),
     ("05", r"bubble over ideal is (.*?)\.$", interleaved_bubble),
     ("05", r"messages rises from (2m\(p − 1\)) to", lambda p, m, v, r: len(gpipe(p, m).messages)),
     (

@@ -71,9 +71,30 @@ def test_every_schedule_has_a_row_of_names_and_interleaved_1f1b_has_seven():
     assert len(re.split(r", | or ", rows["interleaved-1f1b"])) == 6 + 1
 
 
-@pytest.mark.parametrize("number", range(len(NOTEBOOKS)), ids=list(LESSONS))
-def test_the_last_line_of_a_lesson_leads_to_its_neighbours_and_to_the_glossary(number):
-    last = json.loads(NOTEBOOKS[number].read_text())["cells"][-1]["source"][-1]
-    neighbours = [NOTEBOOKS[n].name for n in (number - 1, number + 1) if 0 <= n < len(NOTEBOOKS)]
-    assert re.findall(r"\]\((.*?)\)", last) == [*neighbours, "../docs/glossary.md"]
-    assert last.endswith("[Glossary](../docs/glossary.md)")
+def last_links(path):
+    """(before the colon, file) of each link in a lesson's last line."""
+    last = json.loads(path.read_text())["cells"][-1]["source"][-1]
+    return re.findall(
+        r"\[(Previous|Next|Further|Back to the course|Glossary)[^]]*\]\((.*?)\)", last
+    )
+
+
+def test_the_last_line_of_a_lesson_leads_along_the_course_and_to_the_glossary():
+    course, further = re.split(
+        "^## Further lessons", (ROOT / "docs" / "lessons.md").read_text(), flags=re.M
+    )
+    course, further = (
+        re.findall(r"\]\(\.\./notebooks/(\d[\w.]*)\)", part) for part in (course, further)
+    )
+    left_to = []
+    for number, name in enumerate(course):
+        links = last_links(ROOT / "notebooks" / name)
+        left_to += [(target, name) for word, target in links if word == "Further"]
+        along = [(word, target) for word, target in links if word in ("Previous", "Next")]
+        before = [("Previous", course[number - 1])] if number else []
+        assert along == before + [("Next", after) for after in course[number + 1 : number + 2]]
+        assert links[-1] == ("Glossary", "../docs/glossary.md")
+    assert sorted(target for target, _ in left_to) == sorted(further)
+    for name, home in left_to:
+        back = [("Back to the course", home), ("Glossary", "../docs/glossary.md")]
+        assert last_links(ROOT / "notebooks" / name) == back

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import answers
 import make_handout
 import nbformat
 import pytest
@@ -89,7 +90,7 @@ def test_the_website_of_the_handout_has_every_lesson_and_no_solution(handout, tm
     ],
 )
 def test_a_question_at_the_end_asks_for_a_guess(prose, asks):
-    assert make_handout.asks_for_a_guess(prose) is asks
+    assert answers.asks_for_a_guess(prose) is asks
 
 
 def test_a_link_to_a_solution_becomes_its_words():

@@ -8,7 +8,9 @@ import pytest
 
 PAGE = minutes.PAGE.read_text()
 ROW = r"^\| (\w+) \| \[.*?\]\(\.\./notebooks/([\w.]+)\) \| (\d+) \| (\d+) \| .* \| ([●◐]?) ?\| ([●◐]?) ?\| ([●◐]?) ?\|$"
-ROWS = {file: (number, *rest) for number, file, *rest in re.findall(ROW, PAGE, re.MULTILINE)}
+FURTHER = r"^\| (\w+) \| \[.*?\]\(\.\./notebooks/([\w.]+)\) \| (\d+) \| (\d+) \| [^|]*()()()\|$"
+COURSE = {file: (number, *rest) for number, file, *rest in re.findall(ROW, PAGE, re.MULTILINE)}
+ROWS = COURSE | {file: (number, *rest) for number, file, *rest in re.findall(FURTHER, PAGE, re.M)}
 
 every_lesson = pytest.mark.parametrize("path", minutes.LESSONS, ids=lambda path: path.stem)
 
@@ -35,11 +37,16 @@ def test_an_exercise_takes_5_to_20_minutes(path):
             assert 5 <= stated <= 20, title
 
 
-def test_the_hours_of_the_readme_are_those_of_all_lessons_with_their_exercises():
+def test_the_hours_of_the_readme_are_those_of_the_course_with_its_exercises():
     readme = (minutes.ROOT / "README.md").read_text()
-    stated = re.search(r"everything about (\d+) hours", readme)[1]
-    spent = sum(int(lesson) + int(exercises) for _, lesson, exercises, *_ in ROWS.values())
+    stated = re.search(r"the course takes about (\d+) hours", readme)[1]
+    spent = sum(int(lesson) + int(exercises) for _, lesson, exercises, *_ in COURSE.values())
     assert int(stated) == round(spent / 60)
+
+
+def test_the_course_has_at_most_fourteen_lessons_of_40_minutes_and_all_lessons_are_listed():
+    assert len(COURSE) <= 14 and {*ROWS} == {path.name for path in minutes.LESSONS}
+    assert all(int(lesson) <= 40 for _, lesson, *_ in COURSE.values())
 
 
 def test_the_hours_of_further_exercises_are_those_that_the_lessons_state():
@@ -50,7 +57,7 @@ def test_the_hours_of_further_exercises_are_those_that_the_lessons_state():
     assert words.index(stated) == round(more / 60)
 
 
-@pytest.mark.parametrize("route", range(3), ids=["90 minutes", "one day", "everything"])
+@pytest.mark.parametrize("route", range(3), ids=["90 minutes", "one day", "the course"])
 def test_a_route_contains_all_that_its_lessons_build_on(route):
     taken = {file for file, row in ROWS.items() if row[3 + route]}
     for file in (file for file in taken if ROWS[file][3 + route] == "●"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from answers import answers_of
 from nbval.kernel import CURRENT_ENV_KERNEL_NAME, start_new_kernel
 from nbval.plugin import IPyNbFile
 
@@ -44,6 +45,18 @@ def checked_cells(path):
 
 def change_one_digit(text, position):
     return f"{text[:position]}{(int(text[position]) + 1) % 10}{text[position + 1 :]}"
+
+
+def test_jupyterlab_folds_the_outputs_that_answer_a_question_and_no_others():
+    folded = 0
+    for path in LESSONS:
+        notebook = nbformat.read(path, as_version=4)
+        hidden = {
+            c.id for c in notebook.cells if c.metadata.get("jupyter", {}).get("outputs_hidden")
+        }
+        assert hidden == {cell.id for cell in answers_of(notebook)}, "run tools/answers.py"
+        folded += len(hidden)
+    assert folded > 30
 
 
 @every_notebook

@@ -142,6 +142,14 @@ def test_a_stored_loss_a_figure_and_a_formula_are_in_the_page_of_lesson_02(pages
     assert "<mfrac>" in page and "$$" not in page
 
 
+def test_the_answer_to_a_question_is_behind_a_click_and_on_the_page(pages):
+    page = pages["notebooks/03_1f1b.html"]
+    (answer,) = re.findall(
+        r"<details><summary>Show the output</summary>(?:(?!</details>).)*under way", page, re.S
+    )
+    assert "queued: gradient 0 from rank 1" in page.partition(answer)[2]
+
+
 def test_the_index_of_the_search_has_every_page_and_its_headings(pages):
     text = (SITE / make_site.SCRIPTS / "search_index.js").read_text()
     sections = json.loads(text.removeprefix("globalThis.searchIndex = ").removesuffix(";\n"))

@@ -14,14 +14,12 @@ import sys
 from pathlib import Path
 
 import nbformat
+from answers import answers_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HANDOUT = ROOT / "build" / "handout"
 LEFT_OUT = ("notebooks/solutions", "docs/instructors.md", "docs/lesson-plans.md", "tests")
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
-ASKS = (
-    r"[Gg]uess|[Ww]rite down|[Bb]efore you (?:run|look)|[Dd]ecide first|[Ss]ay it before|you expect"
-)
 
 
 def main():
@@ -74,21 +72,13 @@ def without_answers(notebook, file):
 
     Returns the number of cells that lost their outputs.
     """
-    hidden, asked = 0, False
+    answers = answers_of(notebook)
+    for cell in answers:
+        cell.outputs, cell.execution_count = [], None
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            asked = asks_for_a_guess(cell.source)
             cell.source = without_links(cell.source, file)
-        elif asked and cell.outputs:
-            cell.outputs, cell.execution_count = [], None
-            hidden += 1
-    return hidden
-
-
-def asks_for_a_guess(prose):
-    """Whether the last paragraph asks the reader to answer before the next cell runs."""
-    last = prose.strip().split("\n\n")[-1]
-    return last.endswith("?") or re.search(ASKS, last) is not None
+    return len(answers)
 
 
 def without_links(text, file):

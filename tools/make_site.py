@@ -24,6 +24,7 @@ import nbformat
 import search_index
 import site_index
 import site_page
+from answers import answers_of, folded
 from formulas import with_formulas
 from nbconvert import HTMLExporter
 from pygments import highlight
@@ -213,11 +214,14 @@ def body_of(file, exporter, course):
     else:
         text = (course.root / file).read_text()
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
+    answers = [cell.id for cell in answers_of(notebook)]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = with_formulas(cell.source)
         else:
             prepare_code(cell)
+            if cell.id in answers:
+                cell.outputs = [folded(cell.outputs)]
     living = []
     if course.lives and file in lessons_of(course):
         explorer = Path(os.path.relpath(address_of(EXPLORER, course.folders), file.parent))

@@ -94,7 +94,7 @@ def with_totals(page):
     """The page with the minutes of its routes added up; a part (◐) counts its stated minutes."""
     part = int(re.search(r"◐ is lesson .*?, (\d+) minutes", page)[1])
     lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", page, re.M)
-    for column, route in enumerate(("90 minutes", "one day", "everything"), 1):
+    for column, route in enumerate(("90 minutes", "one day", "the course"), 1):
         spent = {"": lambda _: 0, "●": int, "◐": lambda _: part}
         total = sum(spent[marks.split("|")[column].strip()](each) for each, marks in lessons)
         page = re.sub(rf"(?m)^(\| {route} \|) \d+ \|", rf"\1 {total} |", page)

@@ -40,7 +40,7 @@ memory, and [lesson 03](notebooks/03_1f1b.ipynb) shows why.
 - **90 minutes**: [what a pipeline is](notebooks/00_start_here.ipynb), [why three of four ranks
   wait](notebooks/01_naive_model_parallelism.ipynb), [and what GPipe does about
   it](notebooks/02_gpipe.ipynb).
-- **A day, or everything**: [all lessons with their minutes, and three routes](docs/lessons.md).
+- **A day, or the whole course**: [all lessons with their minutes, and three routes](docs/lessons.md).
 - **On your machine**: [three commands](README.md#three-ways-in) open the lessons in JupyterLab, where
   real processes perform what you write.
 

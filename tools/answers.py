@@ -1,0 +1,75 @@
+"""Fold the stored outputs that answer a question of the lesson, so that a reader can guess first.
+
+    python tools/answers.py
+
+A cell below a paragraph that asks for a guess opens in JupyterLab with its output folded; one click,
+or running the cell, shows it. The website folds the same outputs (make_site.py), and the handout
+leaves them out (make_handout.py).
+"""
+
+import html
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+ASKS = (
+    r"[Gg]uess|[Ww]rite down|[Bb]efore you (?:run|look)|[Dd]ecide first|[Ss]ay it before|you expect"
+)
+NO_ANSWER = r"^(?:explore|time_machine)\(|^check\.|^build\."  # a panel to play with, or a check
+
+
+def main():
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        answers = [cell.id for cell in answers_of(notebook)]
+        for cell in notebook.cells:
+            fold(cell, cell.id in answers)
+        nbformat.write(notebook, path)
+        print(f"{path.name:36} {len(answers):2} outputs folded")
+    return 0
+
+
+def answers_of(notebook):
+    """The cells of code whose outputs answer the question above them."""
+    found, asked = [], False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            asked = asks_for_a_guess(cell.source)
+        elif asked and cell.outputs and not re.search(NO_ANSWER, cell.source, re.M):
+            found.append(cell)
+    return found
+
+
+def asks_for_a_guess(prose):
+    """Whether the last paragraph asks the reader to answer before the next cell runs."""
+    last = prose.strip().split("\n\n")[-1]
+    return last.endswith("?") or re.search(ASKS, last) is not None
+
+
+def fold(cell, folded):
+    """Let JupyterLab open the notebook with this cell's output folded, or not."""
+    shown = cell.metadata.get("jupyter", {})
+    shown.pop("outputs_hidden", None)
+    if folded:
+        shown["outputs_hidden"] = True
+    cell.metadata.pop("jupyter", None)
+    if shown:
+        cell.metadata["jupyter"] = shown
+
+
+def folded(outputs):
+    """One output that shows the others when the reader asks for them."""
+    shown = []
+    for output in outputs:
+        data = output.get("data", {})
+        text = output.get("text") or data.get("text/plain", "")
+        shown.append(data.get("text/html") or f"<pre>{html.escape(text)}</pre>")
+    page = f"<details><summary>Show the output</summary>{''.join(shown)}</details>"
+    return nbformat.v4.new_output("display_data", {"text/html": page})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
