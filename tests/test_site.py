@@ -30,7 +30,9 @@ def pages():
         capture_output=True,
         timeout=180,
     )
-    return {path.relative_to(SITE).as_posix(): path.read_text() for path in SITE.rglob("*.html")}
+    found = {path.relative_to(SITE).as_posix(): path for path in SITE.rglob("*.html")}
+    # Slides are copied as they are, where another test has made them.
+    return {at: path.read_text() for at, path in found.items() if not at.startswith("slides/")}
 
 
 def test_every_lesson_and_every_solution_is_a_page_that_all_pages_of_lessons_lead_to(pages):
@@ -46,14 +48,11 @@ def links_at_the_end(page):
     return re.findall(r'href="([^"]*)"', re.search(r'<p class="turn">(.*?)</p>', page)[1])
 
 
-def test_below_a_lesson_is_the_way_back_on_and_to_its_solutions_and_below_these_to_the_lesson(
-    pages,
-):
-    lessons = sorted(path.with_suffix(".html").name for path in ROOT.glob("notebooks/*.ipynb"))
-    for before, lesson, after in zip([None, *lessons], lessons, [*lessons[1:], None]):
-        ways = links_at_the_end(pages[f"notebooks/{lesson}"])
-        assert ways == [way for way in (before, f"solutions/{lesson}", after) if way]
+def test_below_solutions_is_the_way_to_their_lesson_and_a_lesson_leads_to_its_solutions(pages):
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        lesson = path.with_suffix(".html").name
         assert links_at_the_end(pages[f"notebooks/solutions/{lesson}"]) == [f"../{lesson}"]
+        assert f'href="solutions/{lesson}"' in pages[f"notebooks/{lesson}"]
 
 
 def test_every_page_says_where_it_is_and_leads_to_the_first_page_and_the_glossary(pages):
@@ -120,7 +119,7 @@ def test_below_each_stored_picture_of_a_panel_stands_that_it_is_one(pages):
         page = pages[f"notebooks/{path.stem}.html"]
         assert page.count(make_site.PANEL) == shown, path.name
         panels += shown
-    assert panels > 4
+    assert panels > 3
 
 
 def test_every_link_of_the_site_leads_to_a_file_of_the_site_and_to_an_anchor_that_is_there(pages):
@@ -144,10 +143,9 @@ def test_a_stored_loss_a_figure_and_a_formula_are_in_the_page_of_lesson_02(pages
 
 def test_the_answer_to_a_question_is_behind_a_click_and_on_the_page(pages):
     page = pages["notebooks/03_1f1b.html"]
-    (answer,) = re.findall(
-        r"<details><summary>Show the output</summary>(?:(?!</details>).)*under way", page, re.S
-    )
-    assert "queued: gradient 0 from rank 1" in page.partition(answer)[2]
+    answers = re.findall(r"<details><summary>Show the output</summary>(.*?)</details>", page, re.S)
+    (rehearsed,) = [answer for answer in answers if "queued" in answer]
+    assert "queued: gradient 0 from rank 1" in rehearsed
 
 
 def test_the_index_of_the_search_has_every_page_and_its_headings(pages):

@@ -200,6 +200,8 @@ def address_of(path, folders):
     shown = Path(*(part.removeprefix(".") for part in path.parts))
     if path in folders:
         return shown / "files.html"
+    if path == SLIDES:
+        return path
     if path.suffix in PAGES:
         return shown.with_suffix(".html")
     return shown if path.suffix in PICTURES else shown.with_name(f"{shown.name}.html")
@@ -273,7 +275,7 @@ def with_links(body, file, course):
     """Links and pictures of `file`, pointed at pages of the site; names of files become links."""
 
     known = {*course.files, *course.folders, *course.titles}
-    known |= {Path("slides/index.html")} if slides_of(course).is_file() else set()
+    known |= {SLIDES} if slides_of(course).is_file() else set()
 
     def target(match):
         attribute, link = match[1], html.unescape(match[2])
@@ -327,10 +329,9 @@ def title_of(page):
 
 
 def page_of(path, body, course):
-    """A whole page: where it is, the body, what comes before and after it, the way to all others."""
+    """A whole page: where it is, the body, the way to all others."""
     start = path / "x" if path in course.folders else path
-    lessons = lessons_of(course)
-    ways = {"Lessons": lessons, "Beside the lessons": further_pages_of(course)}
+    ways = {"Lessons": lessons_of(course), "Beside the lessons": further_pages_of(course)}
     if course.lives:
         ways = {"To play with": [EXPLORER, PUZZLES]} | ways
     title = course.titles.get(path, str(path))
@@ -350,7 +351,7 @@ def page_of(path, body, course):
         home=link(INDEX, start, course, COURSE),
         here=place_of(path, start, course),
         body=site_page.with_contents(body),
-        turn=turn_of(path, lessons, course),
+        turn=turn_of(path, course),
         ways="".join(
             f"<h2>{heading}</h2><ol>{ways_to(pages, path, start, course)}</ol>"
             for heading, pages in ways.items()
@@ -375,20 +376,11 @@ def place_of(path, start, course):
     return " / ".join([link(INDEX, start, course, "course"), *above, html.escape(name)])
 
 
-def turn_of(path, lessons, course):
-    """Below a lesson: the one before, its solutions, the one after. Below solutions: the lesson."""
+def turn_of(path, course):
+    """Below solutions: the lesson, whose own last line leads along the course."""
     if path.parent == SOLUTIONS and path.suffix == ".ipynb":
         return link(SOLUTIONS.parent / path.name, path, course, "Back to the lesson")
-    if path not in lessons:
-        return ""
-    at = lessons.index(path)
-    ends = [lessons[i] if 0 <= i < len(lessons) else None for i in (at - 1, at + 1)]
-    before, after = (link(page, path, course, course.titles[page]) if page else "" for page in ends)
-    solved = SOLUTIONS / path.name
-    solutions = link(solved, path, course, "Solutions") if solved in course.files else ""
-    return (
-        f"<span>{before and '← ' + before}</span>{solutions}<span>{after and after + ' →'}</span>"
-    )
+    return ""
 
 
 COURSE = "Pipeline parallelism: predict, perform, compare"
@@ -401,6 +393,7 @@ SCRIPTS = "live"  # the folder of the site for scripts
 INDEX, EXPLORER, PUZZLES = Path("index.md"), Path("explorer.md"), Path("puzzles.md")
 GLOSSARY = Path("docs/glossary.md")
 MADE = (INDEX, EXPLORER, PUZZLES)
+SLIDES = Path("slides/index.html")  # a page of its own kind
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ class Pieces(Recomputing):
             if x.is_floating_point():  # tokens have no gradient
                 x.requires_grad_()
             output = self.run_again(partial(self.run_piece, piece, targets=targets), x)
-            torch.autograd.backward(output, gradient)
+            if output.requires_grad:  # not of the first layers, if they are frozen
+                torch.autograd.backward(output, gradient)
             gradient = x.grad
             kept.pop()
         del self.held[microbatch]

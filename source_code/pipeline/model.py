@@ -183,11 +183,22 @@ def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
     """Build layers `first` to `last` - 1 with their starting weights.
 
     The module is laid out on torch's meta device, where it has shapes but no memory; each parameter
-    gets its memory together with its weight. So a model that fits on no device can be built.
+    gets its memory together with its weight. So a model that fits on no device can be built. Only
+    a part with buffers of its own is also built on the CPU, since `__init__` fills them.
     """
     with torch.device("meta"):
         part = ModelPart(config, first, last)
+    if {name for name, _ in part.named_buffers()} > set(part.tables):
+        with torch.random.fork_rng(devices=[]):
+            fill_buffers(part, ModelPart(config, first, last))
     return materialise(part, config, seed, dtype, device)
+
+
+def fill_buffers(part, filled):
+    """Give a part's buffers, such as tables or statistics, the values that those of `filled` have."""
+    for path, module in part.named_modules():
+        for name, values in filled.get_submodule(path).named_buffers(recurse=False):
+            setattr(module, name, values)
 
 
 def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
@@ -195,7 +206,8 @@ def materialise(part, config, seed=0, dtype=torch.float64, device="cpu"):
     for path, module in part.named_modules():
         for name, layout in list(module.named_parameters(recurse=False)):
             weight = starting_weight(f"{path}.{name}", layout.shape, seed)
-            setattr(module, name, nn.Parameter(weight.to(device, dtype)))
+            weight = nn.Parameter(weight.to(device, dtype), layout.requires_grad)  # or frozen
+            setattr(module, name, weight)
     if hasattr(part, "cosine"):
         part.cosine, part.sine = (table.to(dtype) for table in rotary_tables(config))
     return part.to(device)  # other buffers keep their type

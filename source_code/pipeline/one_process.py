@@ -58,7 +58,8 @@ def train_one_process(
         inputs, targets = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
         loss = loss_of(model, inputs.to(device), targets.to(device))
         optimizer.zero_grad()
-        loss.backward()
+        if loss.requires_grad:  # not if all weights are frozen
+            loss.backward()
         if before_update:
             before_update(model, optimizer, step)
         optimizer.step()
@@ -78,7 +79,7 @@ def build_optimizer(name, parameters, learning_rate, **options):
     On a GPU AdamW updates many weights in one kernel, without copies of them (`fused`).
     """
     parameters = list(parameters)
-    if name == "sgd":
+    if name == "sgd" or not parameters:  # torch's want one at least
         return SGD(parameters, learning_rate)
     if name == "momentum":
         return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)

@@ -33,7 +33,7 @@ class SplitStage(Stage):
         self.deferred = {}  # micro-batch -> its Deferred, from I to W
         self.deferring = None  # the list that receives them during an I
         for module in part.modules():
-            if isinstance(module, nn.Linear):
+            if is_plain(module):
                 module.forward = partial(self.linear, module)
 
     def linear(self, module, inputs):
@@ -58,6 +58,16 @@ class SplitStage(Stage):
         for weight, inputs, gradient in self.deferred.pop(microbatch):
             more = weight_gradient(inputs, gradient)
             weight.grad = more if weight.grad is None else weight.grad.add_(more)
+
+
+def is_plain(module):
+    """Whether a module computes what nn.Linear does, with a weight that is a parameter.
+
+    A subclass with another forward, and a weight that is made from other parameters before each
+    forward, such as that of a weight norm, stay with autograd: I runs their whole backward.
+    """
+    computes = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    return computes and "forward" not in vars(module) and "weight" in module._parameters
 
 
 class SplitLinear(torch.autograd.Function):

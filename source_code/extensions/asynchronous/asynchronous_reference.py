@@ -20,7 +20,7 @@ def train_by_rule(arguments, device="cpu"):
     A stage of r replicas takes the mean gradient of r consecutive mini-batches for an update.
     """
     model = build_model(arguments, device)
-    parameters = dict(model.named_parameters())
+    parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     stages = [{name: parameters[name] for name in names} for names in names_of_stages(arguments)]
     optimizers = [
         build_optimizer(arguments.optimizer, stage.values(), arguments.learning_rate)
@@ -65,11 +65,10 @@ def train_by_rule(arguments, device="cpu"):
 
 
 def names_of_stages(arguments):
-    """The parameter names of each stage."""
-    return [
-        [name for name, _ in build_part(arguments.config, first, last).named_parameters()]
-        for first, last in cut_layers(arguments, len(arguments.replicas))
-    ]
+    """The names of the parameters of each stage that are trained."""
+    cut = cut_layers(arguments, len(arguments.replicas))
+    parts = [build_part(arguments.config, first, last) for first, last in cut]
+    return [[name for name, w in part.named_parameters() if w.requires_grad] for part in parts]
 
 
 def copy_of(parameters):

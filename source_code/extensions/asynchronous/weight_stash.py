@@ -60,7 +60,7 @@ class WeightStash:
     """
 
     def __init__(self, parameters, keep=True):
-        self.parameters = dict(parameters)
+        self.parameters = {name: weight for name, weight in parameters if weight.requires_grad}
         self.keep = keep  # False: no stash, every version is the current storage
         self.current = 0
         self.versions = {0: self._alias()}
@@ -162,7 +162,7 @@ class StashingStage(Stage):
         """Run one micro-batch backward as Stage does; keep the weight gradients for `update`."""
         inputs, output, version, weights = self.held.pop(minibatch)
         wanted = ([] if self.is_first else [inputs]) + list(weights.values())
-        found = torch.autograd.grad(output, wanted, gradient)
+        found = torch.autograd.grad(output, wanted, gradient) if wanted else ()  # all frozen
         input_gradient, found = (None, found) if self.is_first else (found[0], found[1:])
         # Without a stash the weights have changed since the forward.
         self.version = self.stash.current if self.stash.is_current(weights) else version

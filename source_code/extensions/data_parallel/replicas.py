@@ -164,7 +164,8 @@ class SumInBuckets:
 
     def __init__(self, job, parameters, ranks, what):
         self.job, self.ranks, self.what = job, ranks, what
-        self.buckets = buckets_of(list(parameters)[::-1], BUCKET)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.buckets = buckets_of(trained[::-1], BUCKET)
         self.missing = [set(map(id, bucket)) for bucket in self.buckets]
         self.sums = []  # those that have started
 
@@ -237,7 +238,8 @@ class AllReduce:
         """
         if self.replicas.count > 1:
             for weight, updated in zip(computing.parameters(), part.parameters()):
-                weight.register_post_accumulate_grad_hook(partial(self.note, updated))
+                if weight.requires_grad:
+                    weight.register_post_accumulate_grad_hook(partial(self.note, updated))
 
     def note(self, updated, weight):
         if self.running:

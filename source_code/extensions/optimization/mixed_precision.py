@@ -20,7 +20,7 @@ def computing_copy(master, dtype):
     among the part's `tables`, because Hugging Face's rotary frequencies in 16 bits would put tokens
     at wrong positions.
     """
-    if next(master.parameters()).dtype == dtype:
+    if all(weight.dtype == dtype for weight in master.parameters()):
         return master
     part = copy.deepcopy(master)
     for weight in part.parameters():
@@ -28,7 +28,8 @@ def computing_copy(master, dtype):
     for name in getattr(part, "tables", ()):
         setattr(part, name, getattr(part, name).to(dtype))
     for weight, updated in zip(part.parameters(), master.parameters()):
-        weight.register_post_accumulate_grad_hook(partial(hand_over, updated))
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(partial(hand_over, updated))
     return part
 
 

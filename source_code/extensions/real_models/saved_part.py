@@ -88,9 +88,9 @@ def lay_out(settings, first=0, last=None):
 def fill_part(part, weight_of, dtype, device):
     """Replace a part's meta tensors by real ones; `weight_of(name)` returns each weight."""
     for path, module in part.named_modules():
-        for name, _ in list(module.named_parameters(recurse=False)):
-            weight = weight_of(f"{path}.{name}")
-            setattr(module, name, nn.Parameter(weight.to(device, dtype)))
+        for name, layout in list(module.named_parameters(recurse=False)):
+            weight = weight_of(f"{path}.{name}").to(device, dtype)
+            setattr(module, name, nn.Parameter(weight, layout.requires_grad))
     positions = torch.arange(part.config.seq_len, dtype=torch.float32)
     angle = positions[:, None] * frequencies(part.config)
     part.cosine, part.sine = angle.cos().to(device, dtype), angle.sin().to(device, dtype)

@@ -41,7 +41,7 @@ def choose_schedule(arguments, num_ranks=None):
     options = dict(arguments.option or [])
     sizes = arguments.schedule, num_ranks, arguments.microbatches, arguments.chunks
     try:
-        return build_schedule(*sizes, **options)
+        return check_legal(build_schedule(*sizes, **options))  # a generator may be the user's own
     except ScheduleError as error:
         given = "".join(f" --option {name}={value}" for name, value in options.items())
         reject(
