@@ -296,7 +296,7 @@ NO_MOMENT = """() => {
 
 
 def test_an_exercise_answers_in_its_lesson_and_a_lesson_loads_no_python_before(site, browser):
-    page = opened(browser, site, "notebooks/03_1f1b.html")
+    page = opened(browser, site, "notebooks/02_gpipe.html")
     exercise = page.locator(".live-exercise").first
     expect(exercise.get_by_role("button", name="check")).to_be_visible()
     assert not [url for url in page.asked if "runtime.js" in url]
@@ -304,11 +304,6 @@ def test_an_exercise_answers_in_its_lesson_and_a_lesson_loads_no_python_before(s
     page.keyboard.press("Control+Enter")
     said = exercise.locator(".live-said")
     expect(said).to_have_text(re.compile("^Not attempted yet"), timeout=60_000)
-    assert is_content(page)
-
-
-def test_the_explorer_of_a_lesson_moves_and_leads_to_the_explorer_as_it_stands(site, browser):
-    page = opened(browser, site, "notebooks/02_gpipe.html")
     page.evaluate(NO_MOMENT)  # the link does not wait for it: it leads to the picture beside it
     page.locator(".live-explorer input").first.focus()
     page.keyboard.press("ArrowLeft")
