@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from extensions.pretraining.tokens import read_content
 from pipeline import data, model
 from pipeline.data import DataError, load_text
 from pipeline.model import (
@@ -340,14 +341,14 @@ def test_targets_are_the_next_byte():
 
 def test_the_last_tenth_is_held_out_and_never_trained_on(tmp_path):
     path = tmp_path / "text"
-    path.write_bytes(bytes(range(100)))
+    path.write_bytes(bytes(range(1, 101)))
     text = load_text(path, seq_len=8)
-    assert text.training.tolist() == list(range(90))
-    assert text.held_out.tolist() == list(range(90, 100))
+    assert text.training.tolist() == list(range(1, 91))
+    assert text.held_out.tolist() == list(range(91, 101))
     seen = {
         token for step in range(200) for part in text.batch(step, 8, 8) for token in part.unique()
     }
-    assert {int(token) for token in seen} == set(range(90))  # and every other byte is
+    assert {int(token) for token in seen} == set(range(1, 91))  # and every other byte is
 
 
 # The text
@@ -382,6 +383,39 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path):
     assert str(refused.value) == (
         f"--data: {missing} cannot be read (No such file or directory); name a text file"
     )
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"".join(n.to_bytes(2, "little") for n in range(400)), "not text in UTF-8"),
+        ("naïve".encode("latin-1") * 100, "not text in UTF-8"),
+        ("Straße".encode() * 100 + "ß".encode()[:1], "not text in UTF-8"),
+        (b"x" * (2**20 - 1) + "ß".encode() * 200 + b"\xff", "not text in UTF-8"),
+        (b'{"text": "a"}\n' * 100, "JSON lines"),
+        (b'{"text": "a"}' + b" " * 400, "JSON lines"),
+    ],
+    ids=["tokens of 16 bits", "Latin-1", "a cut character", "behind a mebibyte", "lines", "a line"],
+)
+def test_what_is_no_plain_text_is_refused_and_the_way_out_is_named(content, said, tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        load_text(path, seq_len=8)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        read_content(folder, seq_len=8)
+
+
+@pytest.mark.parametrize(
+    "text", ["{ int main; } " * 40, "{x}\n" * 99, "ß" * 2**20 + "x", "\ufeffa" * 99]
+)
+def test_braces_and_letters_of_several_bytes_are_text(text, tmp_path):
+    path = tmp_path / "data"
+    path.write_text(text)
+    assert load_text(path, seq_len=8).batch(0, 2, 8)[0].shape == (2, 8)
 
 
 def test_a_text_of_one_byte_less_than_10_sequences_is_refused_and_one_of_10_is_not(tmp_path):

@@ -1,6 +1,7 @@
 """What a user's module says of its weights holds: frozen, made of others, or kept in buffers."""
 
 import sys
+from functools import partial
 from unittest import mock
 
 import activation_checkpointing
@@ -13,6 +14,7 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional as F
 
+from extensions.pretraining.forward_only import nothing_kept
 from extensions.recompute import recomputing
 from pipeline import model
 from pipeline.model import ModelConfig, ModelPart, build_part, token_loss
@@ -216,3 +218,50 @@ def test_a_split_backward_leaves_what_is_no_plain_linear_layer_to_autograd(kind,
     assert all(gradient is not None for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
         assert torch.allclose(gradient, gradients[1][name], rtol=0, atol=1e-12), name
+
+
+class Dropped(ModelPart):
+    """A dropout behind every feed-forward network and within attention."""
+
+    def __init__(self, config, first, last):
+        super().__init__(config, first, last)
+        for layer in self.layers.values():
+            layer.feed_forward = nn.Sequential(layer.feed_forward, nn.Dropout(0.3))
+            layer.attention.mix = partial(drop_after, layer.attention.mix)
+
+
+def drop_after(mix, *inputs):
+    return F.dropout(mix(*inputs), 0.3)
+
+
+@pytest.mark.parametrize("stage_class", [Stage, SplitStage])
+@pytest.mark.parametrize("mode", ["layer", "stage", "selective"])
+def test_a_forward_that_runs_again_drops_what_the_first_one_dropped(mode, stage_class):
+    config = ModelConfig(layers=4, dim=16, seq_len=8)
+    tokens = torch.randint(0, 256, (3, 2, 8), generator=torch.Generator().manual_seed(1))
+    gradients, after = [], []
+    for how in ("none", mode):
+        with mock.patch.object(model, "ModelPart", Dropped):
+            stage = recomputing(stage_class(build_part(config, 0, 4), 0, 1, token_loss), how, 2)
+        torch.manual_seed(0)
+        for microbatch in range(3):
+            stage.forward(microbatch, tokens[microbatch], tokens[microbatch])
+        for microbatch in range(3):
+            stage.backward(microbatch)
+        after.append(torch.rand(3))
+        gradients.append([weight.grad for weight in stage.part.parameters()])
+    for kept, recomputed in zip(*gradients, strict=True):
+        assert torch.allclose(kept, recomputed, rtol=0, atol=1e-12)
+    assert torch.equal(*after), "the second forward takes no new numbers"
+
+
+def test_a_forward_without_a_backward_drops_nothing_and_training_goes_on_dropping():
+    config = ModelConfig(layers=2, dim=16, seq_len=8)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    part = build_part(config, 0, 2)
+    part.layers["1"].feed_forward = nn.Sequential(part.layers["1"].feed_forward, nn.Dropout(0.5))
+    stage = Stage(part, 0, 1, token_loss)
+    with nothing_kept({0: stage}):
+        losses = {stage.forward(0, tokens, tokens).item() for _ in range(3)}
+    assert len(losses) == 1
+    assert len({stage.forward(k, tokens, tokens).item() for k in range(3)}) == 3

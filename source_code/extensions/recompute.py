@@ -6,10 +6,11 @@ rest again (GPipe: Huang et al. 2019, section 2.3, "re-materialization"). The sa
 same numbers give the same results, so no digit of the training changes.
 """
 
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from pipeline.command_line import positive_integer, reject
 from pipeline.model import cut_evenly
@@ -98,22 +99,24 @@ class Pieces(Recomputing):
 
     def run_forward(self, microbatch, inputs, targets):
         """As that of Stage, without a graph: `held` has the input of every piece."""
-        kept, x = [], inputs
+        kept, states, x = [], [], inputs
         with torch.no_grad():
             for piece in self.pieces:
                 kept.append(x)
+                states.append(generators_of(x))
                 x = self.run_piece(piece, x, targets)
-        self.held[microbatch] = kept, targets
+        self.held[microbatch] = kept, targets, states
         return x
 
     def run_backward(self, microbatch, gradient):
         """As that of Stage, after running forward again what it goes back through."""
-        kept, targets = self.held[microbatch]
+        kept, targets, states = self.held[microbatch]
         for piece in reversed(self.pieces):
             x = kept[-1]
             if x.is_floating_point():  # tokens have no gradient
                 x.requires_grad_()
-            output = self.run_again(partial(self.run_piece, piece, targets=targets), x)
+            with drawing_again(states.pop()):
+                output = self.run_again(partial(self.run_piece, piece, targets=targets), x)
             if output.requires_grad:  # not of the first layers, if they are frozen
                 torch.autograd.backward(output, gradient)
             gradient = x.grad
@@ -129,6 +132,21 @@ class Pieces(Recomputing):
     def kept(self, microbatch):
         """Return the inputs of the pieces whose backward has not run yet."""
         return list(self.held[microbatch][0]) if microbatch in self.held else []
+
+
+def generators_of(x):
+    """The states of the random generators with which a forward of `x` begins: dropout uses them."""
+    return torch.get_rng_state(), get_device_states(x)
+
+
+@contextmanager
+def drawing_again(generators):
+    """A context in which the same random numbers are drawn as after `generators_of`."""
+    on_host, on_devices = generators
+    with torch.random.fork_rng(on_devices[0]):
+        torch.set_rng_state(on_host)
+        set_device_states(*on_devices)
+        yield
 
 
 class PiecewiseStage(Pieces, Stage):
@@ -153,6 +171,4 @@ def recompute_attention(stage):
 def checkpointed(stage, mix, *inputs):
     # `checkpoint` calls what it is given twice: now, and in the backward.
     calls = iter((mix, lambda *inputs: stage.run_again(mix, *inputs)))
-    # Nothing in `mix` is random; with dropout in it the generator's state has to be kept, too.
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, **options)
+    return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, use_reentrant=False)

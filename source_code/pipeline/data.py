@@ -4,13 +4,15 @@ Tokens are bytes. The last tenth of the text is held out. A batch is drawn from 
 so every rank can make the batch of any step by itself, also after a restart.
 """
 
+import codecs
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pipeline.inputs import InputError, read_bytes
+from pipeline.inputs import MEBIBYTE, InputError, read_bytes
 
 DEFAULT_TEXT = Path(__file__).with_name("field_guide.txt")
 DEFAULT_SHA256 = "cc916d82a80c1af5682c9e436e9ca1cf3d7c3e012e3f088d737b99cd18600dc0"
@@ -50,7 +52,37 @@ def load_text(path=None, seq_len=32):
             f"{source.name} has been changed, so no expected loss holds; restore it "
             "(git checkout) or pass your own text with --data"
         )
+    check_is_text(content, source)
     return split_text(content, seq_len, source)
+
+
+def check_is_text(content, source):
+    """Raise DataError for what is no plain text: its bytes would be learnt in silence."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(content), MEBIBYTE):  # a part at a time: it may be large
+            decoder.decode(content[start : start + MEBIBYTE])
+        decoder.decode(b"", final=True)
+        is_text = b"\0" not in content
+    except UnicodeDecodeError:
+        is_text = False
+    if not is_text:
+        raise DataError(
+            f"--data: {source} is not text in UTF-8; convert it, or name the text from which it was "
+            "made"
+        )
+    if content.startswith(b"{") and is_object(content.partition(b"\n")[0]):
+        raise DataError(
+            f"--data: {source} has JSON lines, and their braces would be learnt, too; make tokens of "
+            "their texts with the course's prepare_data.py, and name its folder"
+        )
+
+
+def is_object(line):
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def split_text(content, seq_len, source, flag="--data"):

@@ -26,19 +26,21 @@ def forwards_of(schedule, microbatches=None):
 
 @contextmanager
 def nothing_kept(stages, last_result=None):
-    """Return the context of forwards without backwards.
+    """Return the context of forwards without backwards, in evaluation mode: dropout does nothing.
 
     `last_result(scores, targets)`, if given, replaces the loss function.
     """
     before = {index: stage.loss_function for index, stage in stages.items()}
     for stage in stages.values():
         stage.loss_function = last_result or stage.loss_function
+        stage.part.eval()
     try:
         with torch.no_grad():
             yield
     finally:
         for index, stage in stages.items():
             stage.loss_function = before[index]
+            stage.part.train()
             stage.held.clear()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from extensions.pretraining.padding import PADDING
-from pipeline.data import DataError, Text, load_text, split_text
+from pipeline.data import DataError, Text, check_is_text, load_text, split_text
 from pipeline.inputs import LARGEST, MEBIBYTE, InputError, read_bytes, read_text
 
 BYTES = 256  # a vocabulary of this size needs no tokenizer
@@ -165,6 +165,7 @@ def read_content(path, seq_len):
     try:
         for name in names:
             parts.append(read_bytes(os.path.join(path, name), left))
+            check_is_text(parts[-1], os.path.join(path, name))
             left -= len(parts[-1])
     except InputError as error:
         raise DataError(f"--data: {error}") from None
