@@ -132,7 +132,7 @@ def test_fill_the_bubble_names_a_w_that_was_kept_while_its_rank_waited(capsys):
     "check",
     [
         lesson_05.best_chunks,
-        lesson_06.best_checkpoints,
+        lesson_06.held_with_recompute,
         lesson_07.files_to_open,
         lesson_08.placement,
     ],

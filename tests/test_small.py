@@ -9,12 +9,14 @@ from contextlib import redirect_stdout
 from unittest import mock
 
 import pytest
+import torch
 from ranks import run_on_ranks
 
-from course.launch import ROOT
+from course.launch import PRELOAD, ROOT, run
 from lab import rehearsal
 
 pytestmark = pytest.mark.processes
+PRELOAD.extend(["extensions.torch_pipelining.library", "extensions.checkpointing.checkpoint"])
 
 SMALL = ROOT / "source_code" / "small"
 STEPS = "naive", "gpipe", "1f1b", "interleaved"
@@ -58,3 +60,41 @@ def test_every_schedule_passes_the_rehearsal_of_nccl_and_has_the_losses_of_one_p
         *_, last = run_on_ranks(train, ranks, name, mode)
         losses, difference = losses_and_difference(last)
         assert losses == losses_of_one_process and difference <= EXACT, name
+
+
+def printed_by_one_process(steps):
+    """What small/library_training.py prints, from eight layers in one process."""
+    layers = []
+    for k in range(8):
+        torch.manual_seed(k)
+        layers += [torch.nn.Linear(16, 16, dtype=torch.float64), torch.nn.Tanh()]
+    model, lines = torch.nn.Sequential(*layers), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in [*range(steps), 1000]:
+        torch.manual_seed(step)
+        inputs = torch.rand(16, 16, dtype=torch.float64)
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs.flip(1))
+        lines.append(f"{f'step {step}' if step < 1000 else 'held out'}  loss {loss:.6f}")
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0.1 or step > 0, "the first gradient has to be clipped"
+        optimizer.step()
+    return lines
+
+
+def lines_of(folder, ranks, steps, chunks):
+    done = run(f"small/library_training.py {folder} {steps} {chunks}", ranks, show=False)
+    return done.output.splitlines()
+
+
+def test_the_training_with_the_library_stops_goes_on_with_other_ranks_and_is_that_of_one_process(
+    tmp_path,
+):
+    *first, held_out = lines_of(tmp_path, 2, 2, 2)
+    assert [*first, held_out] == printed_by_one_process(2)
+    assert [*first, *lines_of(tmp_path, 4, 4, 1)] == printed_by_one_process(4)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    (tmp_path / "step-000004" / ".metadata").unlink()  # as if a rank had died in that save
+    assert [*first, *lines_of(tmp_path, 2, 4, 2)] == printed_by_one_process(4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

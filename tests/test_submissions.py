@@ -49,6 +49,20 @@ def test_an_answer_may_use_what_its_notebook_imports_and_defines_and_no_cell_in_
     assert answer["answer"] == "rows_1 = rows_of(naive(2, 2))"
 
 
+def test_a_cell_that_checks_two_answers_has_two_exercises_each_with_what_its_own_check_said(
+    tmp_path,
+):
+    path = notebook(
+        tmp_path,
+        "from course.checks import lesson_12 as check",
+        f"{RIGHT}\nrows_2 = ...",
+        "check.puzzle(1, rows_1)\ncheck.puzzle(2, rows_2)",
+    )
+    first, second = make_submission.answers_of(path)
+    assert [first["exercise"], second["exercise"]] == ["puzzle 1", "puzzle 2"]
+    assert first["said"].startswith("Right: ") and second["said"].startswith("Not attempted yet")
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [

@@ -24,10 +24,11 @@ def exercises_of(cells, lesson):
     """[(index of the cell with the check, Exercise)] of a notebook's cells."""
     found = []
     for index, cell in enumerate(cells):
-        call = cell.cell_type == "code" and re.search(CALL, cell.source, re.MULTILINE)
-        if call and call[1] not in NOT_EXERCISES:
-            name = f"{call[1]} {call[2] or ''}".strip()
-            found.append((index, Exercise(lesson, name, call[0])))
+        calls = re.finditer(CALL, cell.source, re.MULTILINE) if cell.cell_type == "code" else ()
+        for call in calls:
+            if call[1] not in NOT_EXERCISES:
+                name = f"{call[1]} {call[2] or ''}".strip()
+                found.append((index, Exercise(lesson, name, call[0])))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Checks of lesson 06: the activation memory with recomputation, and the number of checkpoints."""
+"""The check of lesson 06 without ranks: the activation memory with recomputation."""
 
 from course.checks.answer import call_for_number, checked, close
 from lab.simulator import Costs, simulate
@@ -41,45 +41,3 @@ def held_with_recompute(held):
                     f"{case}; at its peak the rank has {waiting} micro-batches between forward and "
                     "backward, each with its input"
                 )
-
-
-@checked("the square root of what an inside costs over what an input costs, and never past l.")
-def best_checkpoints(best):
-    """Check `best(layers, input_bytes, inside_bytes, waiting)`: how many inputs a stage keeps.
-
-    With c checkpoints in a stage of `layers` layers, each of `waiting` micro-batches keeps c
-    inputs; the micro-batch in its backward also has the inside of layers / c layers.
-    """
-    cases = [(16, 16, 64, 1), (24, 1, 24, 4), (24, 1, 24, 16), (8, 1, 32, 1)]
-    cases += [(8, 1, 17, 64), (16, 1, 5, 16)]  # roots of 1.46 and 2.24; 2 is best for both
-    for layers, inp, inside, waiting in cases:
-        counts, root = range(1, layers + 1), (layers * inside / (waiting * inp)) ** 0.5
-        answer = call_for_number(best, layers, inp, inside, waiting)
-        case = (
-            f"{layers} layers, input {inp}, inside {inside}, {waiting} waiting: you say {answer:g}"
-        )
-        if not answer >= 1 or answer % 1:
-            return f"{case}, and a checkpoint is there or it is not: return a whole number from 1"
-        if answer > layers:
-            return f"{case}, but there are only {layers} layers to keep the inputs of"
-        least = min(held_bytes(c, layers, inp, inside, waiting) for c in counts)
-        yours = held_bytes(answer, layers, inp, inside, waiting)
-        if close(yours, least):
-            continue
-        found = f"{case}, which holds {yours:g}, and {least:g} is possible"
-        if waiting > 1 and answer == min(counts, key=lambda c: held_bytes(c, layers, inp, inside)):
-            return f"{found}; the inputs are kept for each of the {waiting} micro-batches"
-        if abs(answer - root) < 1:
-            return f"{found}; the root is {root:.2f}, so compare the whole numbers on both sides"
-        if answer == layers:
-            return f"{found}; with an input for every layer the inputs are most of it"
-        if answer == 1:
-            return f"{found}; with one input the inside of the whole stage is most of it"
-        if answer == round(layers**0.5):
-            return f"{found}; the square root of the layers is right only if an inside is an input"
-        return found
-
-
-def held_bytes(checkpoints, layers, inp, inside, waiting=1):
-    """The bytes that a stage holds: the inputs of `waiting` micro-batches, one piece's inside."""
-    return waiting * checkpoints * inp + layers / checkpoints * inside
