@@ -77,8 +77,10 @@ def encode_all(arguments, paths, out, writers):
         part = "held_out" if documents % arguments.hold_out == 0 else "training"
         text = document + SEPARATOR
         held_out_bytes += len(text.encode()) if part == "held_out" else 0
-        for piece in pieces_of(text):
-            writers[part].write(encode(tokenizer, piece) if tokenizer else list(piece.encode()))
+        for number, piece in enumerate(pieces_of(text)):
+            begins = number == 0
+            tokens = encode(tokenizer, piece, begins) if tokenizer else list(piece.encode())
+            writers[part].write(tokens)
         writers[part].end_document()
     for writer in writers.values():
         writer.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import prepare_data
 import pytest
+import tokenizers
 import torch
 
 from course.launch import PRELOAD, ROOT, run
@@ -93,6 +94,32 @@ def test_json_lines_and_folders_are_read_and_a_tokenizer_is_trained_and_kept(mak
     assert text.startswith("First one.\n\nSecond one.\n\nDocument 0 is about pipelines.\n\nIt has")
     assert corpus.bytes_per_token > 1.5
     assert corpus.encode("Document") == corpus.encode("Document")
+
+
+def test_a_token_that_begins_a_text_begins_each_document_once_however_often_it_is_cut(
+    make, tmp_path, monkeypatch
+):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<begin>"], initial_alphabet=letters, show_progress=False
+    )
+    tokenizer.train_from_iterator(["It rains again and again.\n"] * 9, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", tokenizer.token_to_id("<begin>"))]
+    )
+    tokenizer.save(str(tmp_path / "own.json"))
+    (tmp_path / "a.txt").write_text("\n\n".join(["It rains again.\n" * 20] * 20))
+    monkeypatch.setattr(prepare_data, "PIECE", 50)
+    status, _, folder = make("--data", tmp_path / "a.txt", "--tokenizer", tmp_path / "own.json")
+    assert status == 0
+    corpus = load_tokens(folder, tokenizer.get_vocab_size(), 4)
+    begins = [
+        (part[:] == tokenizer.token_to_id("<begin>")).sum()
+        for part in (corpus.training, corpus.held_out)
+    ]
+    assert begins == [18, 2]
 
 
 def test_pretraining_continues_from_the_same_tokens_and_rejects_others(make, tmp_path):

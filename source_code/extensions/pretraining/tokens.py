@@ -136,10 +136,13 @@ def as_tokens(tokenizer, text):
     return torch.tensor(tokens, dtype=torch.int64)
 
 
-def encode(tokenizer, text):
-    """Return the tokens of `text`. Raises DataError for one outside the vocabulary."""
+def encode(tokenizer, text, begins=True):
+    """Return the tokens of `text`. Raises DataError for one outside the vocabulary.
+
+    Without `begins` it continues a document, and gets none of the tokenizer's special tokens.
+    """
     with complaints_of_library("--tokenizer: it cannot encode the text"):
-        tokens = tokenizer.encode(text).ids
+        tokens = tokenizer.encode(text, add_special_tokens=begins).ids
     if tokens and max(tokens) > max(tokenizer.get_vocab().values()):
         raise DataError(f"--tokenizer: it encodes the text as {max(tokens)}, which is not a token")
     return tokens

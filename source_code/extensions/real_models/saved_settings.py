@@ -64,6 +64,12 @@ def read_settings(folder, seq_len):
         raise InputError(
             f"{path}: the model_type is {str(family)[:40]}, and not llama or qwen2; {WHOLE}"
         )
+    built = saved.get("architectures") or ["ForCausalLM"]
+    if not str(built[0] if isinstance(built, list) else built).endswith("ForCausalLM"):
+        raise InputError(
+            f"{path}: architectures is {str(built)[:60]}, and that is no language model: it would lose "
+            "its own head; name the folder of a model ForCausalLM"
+        )
     if saved.get("quantization_config") is not None:
         raise InputError(
             f"{path}: the weights are quantised, and quantised weights are not trained; name the "
