@@ -164,6 +164,7 @@ def plan_program(words):
     """Print the plan of the run that these flags of pretrain_llama.py describe. Returns 0."""
     import pretrain_llama  # only here: it imports all that trains
 
+    from extensions.pretraining.training_flags import check_training_flags
     from planning.program_plan import print_program_plan
 
     parser = pretrain_llama.program_parser()
@@ -176,6 +177,7 @@ def plan_program(words):
         reject(f"--gpus {arguments.gpus:g}: {MOST_GPUS:,} are the most")
     arguments.num_ranks = arguments.gpus
     schedule = pretrain_llama.complete_flags(parser, arguments, read_data=lambda _: None)
+    check_training_flags(arguments, schedule)
     print_program_plan(arguments, schedule, arguments.machine)
     return 0
 

@@ -71,12 +71,9 @@ from extensions.pretraining.training_flags import (
     check_training_flags,
     choose_dtype,
 )
-from extensions.real_models.library_model import check_library, library_model
-from extensions.real_models.saved_folder import take_model, tokenizer_of
-from extensions.real_models.saved_output import claim_output, save_trained
+from extensions.real_models.saved_part import empty_part, with_settings
 from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
-from guard.paths import check_new_folder
 from lab import attach
 from pipeline.command_line import positive_integer, positive_number, reject
 from pipeline.model import build_part
@@ -100,7 +97,6 @@ def main():
     if arguments.export:
         return export_newest(arguments)
     job = start_job(arguments, schedule.pairs)
-    claim_output(arguments, job, "--to-hf", arguments.to_hf)
     use_threads(arguments)
     replicas, share_of_loss = form_replicas(job, arguments.replicas), ShareOfLoss()
     stop_request = StopRequest() if arguments.checkpoints else None
@@ -149,7 +145,6 @@ def main():
             break
     if not stopped and not diverged:
         show_sample(arguments, forward_only, training.step)
-        save_for_hf(arguments, job, stages)
     metrics.print_summary()
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
@@ -162,13 +157,15 @@ def read_flags():
     parser = program_parser()
     attach.add_flags(parser)
     arguments = parser.parse_args()
+    arguments.settings = None
     schedule = complete_flags(parser, arguments, read_corpus)
     further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
-    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}
+    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "settings": None}
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)
-    if arguments.from_hf and not arguments.saved:
-        reject(f"--from-hf {arguments.from_hf} began what is continued; give it again")
+    if arguments.settings:
+        take_settings(arguments)
+    check_training_flags(arguments, schedule)
     return arguments, schedule
 
 
@@ -191,8 +188,6 @@ def program_parser():
     add("--sample", help="write N tokens, before and after", **count)
     add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
-    add("--from-hf", metavar="DIR", help="begin with a saved Llama or Qwen2 of transformers")
-    add("--to-hf", metavar="DIR", help="write the model for transformers, in --dtype; a new folder")
     add_checkpoint_arguments(parser)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, **sizes)
@@ -206,23 +201,29 @@ def complete_flags(parser, arguments, read_data):
     """
     complete_sizes(arguments)
     complete_arguments(parser, arguments, read_data)
-    if arguments.saved:
-        arguments.config = arguments.saved.settings
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
     schedule = choose_replicated_schedule(arguments)
     check_sharding(arguments)
-    check_training_flags(arguments, schedule)
     return schedule
+
+
+def take_settings(arguments):
+    """Make the config that of a model which convert.py has brought into --checkpoints."""
+    arguments.config = with_settings(arguments.config, arguments.settings)
+    if arguments.seq_len > arguments.config.longest:
+        reject(
+            f"--seq-len {arguments.seq_len} is more than the {arguments.config.longest} positions of "
+            f"the model in --checkpoints {arguments.checkpoints}; use fewer"
+        )
+    if arguments.verify:
+        reject(
+            "--verify begins with drawn weights, and those of --checkpoints came in with convert.py; "
+            "leave it out, or use finetune.py, which compares with transformers"
+        )
 
 
 def complete_sizes(arguments):
     """Fill in what --model and the machine say, and reject what does not fit together."""
-    arguments.saved = None
-    if arguments.from_hf:
-        check_library(arguments)
-        take_model(arguments, "--from-hf", arguments.from_hf)
-    if arguments.to_hf:
-        check_new_folder("--to-hf", arguments.to_hf)
     names = ("layers", "dim", "heads", "kv_heads", "vocabulary")
     for name, size in zip(names, MODELS[arguments.model]):
         if getattr(arguments, name) is None:
@@ -266,13 +267,10 @@ def read_corpus(arguments):
         content = stream_content(arguments.dataset, arguments.characters, arguments.seq_len)
     else:
         content = read_content(arguments.data, arguments.seq_len)
-    tokenizer = arguments.tokenizer or tokenizer_of(arguments.from_hf)
-    if arguments.from_hf and not tokenizer and arguments.vocabulary > BYTES:
-        reject(f"--from-hf {arguments.from_hf} has no tokenizer.json; name one with --tokenizer")
     corpus = load_corpus(
         content,
         arguments.vocabulary,
-        tokenizer,
+        arguments.tokenizer,
         arguments.documents or arguments.packed,
         arguments.seq_len,
     )
@@ -289,8 +287,8 @@ def build_model_part(arguments, first, last, device="cpu"):
     forward(x, start=0, end=None), which runs only these of them; selective wants attention.mix.
     """
     dtype = torch.float32 if arguments.dtype == "bfloat16" else arguments.torch_dtype
-    if arguments.saved:
-        return arguments.saved.build_part(first, last, dtype, device)
+    if arguments.settings:  # all weights will be those of the checkpoint
+        return empty_part(arguments.config, first, last, dtype, device)
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
 
 
@@ -363,20 +361,10 @@ def evaluate(arguments, forward_only, metrics, step):
     metrics.held_out(step, loss, arguments.text.bytes_per_token)
 
 
-def save_for_hf(arguments, job, stages):
-    """Write the model as transformers reads it, where --to-hf asks for it."""
-    if arguments.to_hf:
-        beside = arguments.from_hf or arguments.text.tokenizer
-        ranks = job.num_ranks // arguments.replicas
-        save_trained(arguments, job, stages, "--to-hf", arguments.to_hf, beside, ranks)
-
-
 def one_process(arguments, device):
     """The losses of one process with the same model, batches, clipping and rates."""
 
     def build_whole(arguments, device):
-        if arguments.saved:
-            return library_model(arguments.from_hf, arguments.torch_dtype, device)
         return build_model_part(arguments, 0, arguments.layers, device)
 
     before_update = clip_and_set_rate(arguments)

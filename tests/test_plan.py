@@ -315,7 +315,7 @@ def profile_of(layers, **further):
 
 
 def test_a_saved_model_of_the_course_s_sizes_keeps_its_norms_in_float32(tmp_path):
-    """As plan.py pretrain_llama.py --from-hf FOLDER predicts it, in 16 bits."""
+    """As pretrain_llama.py and finetune.py compute it, in 16 bits."""
     folder = write_model(tmp_path / "saved", torch.bfloat16, layers=8, hidden_dim=48)
     settings, _ = read_settings(folder, 64)
     predicted = predict_memory(settings, one_f_one_b(4, 8), cut_evenly(8, 4), 2, 2)
@@ -382,7 +382,7 @@ def test_a_malformed_profile_is_rejected_in_one_sentence(content, sentence, tmp_
 
 def test_a_named_model_s_flags_start_with_its_files(capsys):
     status, text = run("llama-3-8b --gpus 16 --count 1 --seq-len 512", capsys)
-    flags = next(line for line in text.splitlines() if line.startswith("--from-hf FOLDER"))
+    flags = next(line for line in text.splitlines() if line.startswith("--checkpoints NEW_FOLDER"))
     assert status == 0 and flags.endswith("--data FILE")
     known = {word for word in flags.split() if word.startswith("--")}
     parser = pretrain_llama.program_parser()

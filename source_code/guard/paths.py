@@ -14,13 +14,11 @@ READ = {
     "--tokenizer": "tokenizer",
     "--pretrained": "pretrained",
     "--model": "model_folder",
-    "--from-hf": "from_hf",
     "--repair": "repair",
     "FILE.csv": "file",
     "--checkpoints": "checkpoints",
 }
-WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export"}
-WRITTEN |= {"--save": "save", "--to-hf": "to_hf"}
+WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export", "--save": "save"}
 
 
 def check_paths_apart(arguments, written=WRITTEN, read=READ):

@@ -342,6 +342,15 @@ FAULTS = [
         ("test_a_model_with_a_value_that_is_not_a_number_is_not_saved",),
     ),
     Fault(
+        "settings-are-left-behind",
+        "extensions/real_models/saved_part.py::with_settings",
+        '**{**named, "rotary"',
+        '**{**named, "epsilon": 1e-6, "rotary"',
+        "A model that came in from transformers is continued as another one.",
+        "test_real_models.py",
+        ("test_a_pretraining_that_continues_it_has_the_losses_of_finetune_and_leaves_its_logits",),
+    ),
+    Fault(
         "token-above-the-vocabulary-is-read",
         "extensions/pretraining/token_files.py::check_ids",
         "largest >= num_tokens",

@@ -62,7 +62,11 @@ def check_checkpoint_arguments(arguments, further):
     saved, where = {}, None
     if arguments.begin:
         saved, where = arguments.begin.description["configuration"], arguments.begin.path
+    if saved.get("--settings") and "settings" not in further:
+        reject(f"{where} came in with convert.py; continue it with pretrain_llama.py")
     arguments.configuration = configuration_of(arguments, further, saved)
+    if where and not arguments.begin.step:  # convert.py knows the model only
+        saved = {**arguments.configuration, **saved}
     if where and (sentence := first_difference(saved, where, arguments.configuration)):
         reject(sentence)
 

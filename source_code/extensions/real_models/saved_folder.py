@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from extensions.real_models.saved_part import fill_part, lay_out, name_in_file
-from extensions.real_models.saved_settings import CONFIG_FILE, SavedSettings, read_settings
+from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, name_in_file
+from extensions.real_models.saved_settings import CONFIG_FILE, read_settings
 from extensions.real_models.tensor_files import stored_tensors
 from pipeline.command_line import reject
 from pipeline.inputs import MEBIBYTE, InputError, is_file_name, read_json
@@ -177,12 +177,3 @@ def tokenizer_of(folder):
         return None
     path = Path(folder) / TOKENIZER_OF_MODEL
     return str(path) if os.path.lexists(path) else None
-
-
-def settings_of_course(config):
-    """Return the SavedSettings of a model that the course has built from a ModelConfig."""
-    return SavedSettings(
-        **{name: getattr(config, name) for name in (*SIZE_FLAGS, "seq_len", "head_dim")},
-        hidden_dim=config.hidden_dim,
-        longest=config.seq_len,
-    )
