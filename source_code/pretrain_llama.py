@@ -40,12 +40,6 @@ from extensions.data_parallel.replicas import (
     form_replicas,
     own_microbatches,
 )
-from extensions.data_parallel.sharded_optimizer import (
-    ShardedOptimizer,
-    TrainingInShards,
-    add_sharding_flag,
-    check_sharding,
-)
 from extensions.optimization.clipping import clip_gradients
 from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
@@ -101,7 +95,7 @@ def main():
     replicas, share_of_loss = form_replicas(job, arguments.replicas), ShareOfLoss()
     stop_request = StopRequest() if arguments.checkpoints else None
     masters, stages = build_stages(arguments, job, schedule, build_model_part, share_of_loss)
-    training = build_training(arguments, masters, replicas)
+    training = build_training(arguments, masters)
     tied = tie_ends_of(job, arguments.config, training.parameters, schedule, arguments.replicas)
     checkpoints = continue_training(arguments, job, training)
     update_copies(stages, masters)
@@ -180,7 +174,6 @@ def program_parser():
     add("--characters", default=10_000_000, help="of --dataset", **count)
     add_training_flags(parser, warm_up_steps=10)
     add_replica_arguments(parser)
-    add_sharding_flag(parser)
     add("--accumulate", default=1, help="passes per update", **count)
     add_not_finite_flag(parser)
     add("--evaluate-every", default=50, help="steps", **count)
@@ -202,9 +195,7 @@ def complete_flags(parser, arguments, read_data):
     complete_sizes(arguments)
     complete_arguments(parser, arguments, read_data)
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
-    schedule = choose_replicated_schedule(arguments)
-    check_sharding(arguments)
-    return schedule
+    return choose_replicated_schedule(arguments)
 
 
 def take_settings(arguments):
@@ -292,18 +283,13 @@ def build_model_part(arguments, first, last, device="cpu"):
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
 
 
-def build_training(arguments, masters, replicas):
+def build_training(arguments, masters):
     """All that a checkpoint holds of this rank: one optimizer for the parameters of all its stages."""
     a = arguments
     parameters = dict(pair for part in masters.values() for pair in part.named_parameters())
-    if a.sharding == "optimizer":
-        kind = TrainingInShards
-        rule = ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate, **ADAMW)
-    else:
-        kind = Training
-        rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate, **ADAMW)
+    rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate, **ADAMW)
     rate = WarmUpThenCosine(rule, a.learning_rate, a.warm_up_steps, a.decay_steps)
-    return kind(parameters, rule, rate, a.configuration, a.seed)
+    return Training(parameters, rule, rate, a.configuration, a.seed)
 
 
 def build_worker(replicas, schedule, masters, stages):

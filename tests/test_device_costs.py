@@ -443,8 +443,6 @@ def test_finetune_cuts_by_counted_work(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--sharding optimizer", "--replicas 2 or more"),
-        ("--sharding optimizer --replicas 2 --optimizer sgd", "momentum or adamw"),
         ("--compile eager --schedule zb-h1", "--compile with --schedule zb-h1"),
         ("--compile eager --recompute selective", "--recompute none"),
         ("--threads 2 --dtype float64", "--dtype float32 or bfloat16"),

@@ -246,7 +246,7 @@ def test_the_command_of_a_plan_needs_and_takes_what_its_forecast_says(capsys):
         Plan("interleaved-1f1b", 2, 2, 2, microbatch=2),
         Plan("zb-v", 4, 2, 1, microbatch=4, recompute="full"),
         Plan(replicas=4, microbatch=8),
-        Plan("1f1b", 2, replicas=2, microbatch=2, sharding="optimizer"),
+        Plan("1f1b", 2, replicas=2, microbatch=2),
     ):
         words = shlex.split(command_of("1m", model, MACHINE, plan))
         at = words.index("source_code/pretrain_llama.py")
@@ -259,7 +259,8 @@ def test_the_command_of_a_plan_needs_and_takes_what_its_forecast_says(capsys):
         assert max(table) * 2**20 == pytest.approx(found.memory, rel=1e-3)
     nodes = command_of("1m", model, Machine(64), Plan("1f1b", 8, replicas=8))
     assert nodes.startswith("sbatch --nodes=8 --gres=gpu:8 slurm/train.sbatch pretrain_llama.py ")
-    assert command_of("1m", model, MACHINE, Plan(tensor=4)) is None
+    for plan in (Plan(tensor=4), Plan(replicas=4, sharding="optimizer")):
+        assert command_of("1m", model, MACHINE, plan) is None
     assert command_of("llama-3-8b", NAMED["llama-3-8b"], MACHINE, Plan(ranks=4)) is None
 
 

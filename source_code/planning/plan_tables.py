@@ -19,7 +19,6 @@ from planning.reasons import changes, limit_of, parts_of, rank_work
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
-STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
 SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what convert.py takes, once their files are here
 BYTES = 256  # a larger vocabulary needs a tokenizer
 CONVERTED = "--checkpoints", "NEW_FOLDER"
@@ -164,7 +163,7 @@ def command_of(name, model, machine, plan):
 
 def has_flags(plan):
     """Whether pretrain_llama.py has flags for a plan, of a model that it can build."""
-    if plan.tensor > 1 or plan.sharding not in STARTED:
+    if plan.tensor > 1 or plan.sharding != "none":
         return False
     if plan.recompute not in ("none", "full"):
         return False
@@ -254,7 +253,6 @@ def flags_of(model, machine, plan, sizes=None):
         "--seq-len": model.length,
         "--recompute": "layer" if plan.recompute == "full" else "none",
         "--dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[machine.bytes_per_value],
-        **({"--sharding": plan.sharding} if plan.sharding != "none" else {}),
         "--cut": ",".join(map(str, plan.layers_of(model))),
     }
     words = [str(word) for pair in flags.items() for word in pair]

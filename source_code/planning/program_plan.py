@@ -49,7 +49,6 @@ def predicted_memory(arguments, schedule):
         a.torch_dtype.itemsize,
         a.optimizer,
         a.recompute,
-        shards=a.replicas if a.sharding == "optimizer" else 1,
     )
 
 
@@ -125,6 +124,5 @@ def plan_of(arguments, schedule):
         arguments.replicas,
         microbatch=arguments.microbatch_size,
         recompute=AGAIN[arguments.recompute],
-        sharding=arguments.sharding,
         cut=tuple(arguments.cut),
     )

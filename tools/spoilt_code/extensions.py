@@ -128,8 +128,8 @@ FAULTS = [
         "place = weight[size * replica :][:size]",
         "place = weight[size * replica :][: size - 1]",
         "The last row of each share stays old on the other replicas.",
-        "test_pretrain_llama.py",
-        ("test_losses_are_those_of_one_process_to_1e_12",),
+        "test_data_parallel.py",
+        ("test_an_optimizer_in_shards_has_the_losses_of_one_process",),
     ),
     Fault(
         "clipped-by-own-norm",
