@@ -25,7 +25,7 @@ from extensions.real_models.saved_output import claim_output, config_in, config_
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, with_settings
 from guard.around_main import guarded
 from guard.paths import check_new_folder, check_paths_apart
-from pipeline.command_line import Parser, reject
+from pipeline.command_line import Parser
 from pipeline.files import not_written
 from pipeline.inputs import InputError
 from pipeline.job import join_job
@@ -53,9 +53,9 @@ def read_flags():
     )
     arguments = parser.parse_args()
     if bool(arguments.from_hf) == bool(arguments.to_hf):
-        reject("--from-hf brings a model in, and --to-hf takes one out; use one of them")
+        raise SystemExit("--from-hf brings a model in, and --to-hf takes one out; use one of them")
     if arguments.from_hf and (arguments.tokenizer or arguments.dtype):
-        reject("--tokenizer and --dtype are for --to-hf; leave them out")
+        raise SystemExit("--tokenizer and --dtype are for --to-hf; leave them out")
     flag, name = ("--checkpoints", "checkpoints") if arguments.from_hf else ("--to-hf", "to_hf")
     read = {"--from-hf": "from_hf", "--checkpoints": "checkpoints", "--tokenizer": "tokenizer"}
     read.pop(flag, None)
@@ -69,10 +69,10 @@ def bring_in(arguments):
     try:
         saved = read_model(arguments.from_hf, seq_len=1)
     except InputError as error:
-        reject(f"--from-hf: {error}")
+        raise SystemExit(f"--from-hf: {error}") from None
     settings = saved.settings
     if settings.dim % (2 * settings.heads) or settings.vocabulary < ModelConfig.vocabulary:
-        reject(
+        raise SystemExit(
             f"--from-hf {arguments.from_hf} has {settings.vocabulary} tokens and {settings.heads} "
             f"heads for a width of {settings.dim}, which pretrain_llama.py does not have; continue "
             "it with finetune.py"
@@ -82,16 +82,15 @@ def bring_in(arguments):
     weights = {name: saved.weight(name) for name, _ in lay_out(settings).named_parameters()}
     no_state = SimpleNamespace(state={})
     training = Training(weights, no_state, ConstantRate(), {**sizes, "--settings": further})
-    job = join_job("cpu")
-    checkpoints = Checkpoints(job, arguments.checkpoints, FIRST_RUN)
+    checkpoints = Checkpoints(join_job("cpu"), arguments.checkpoints, FIRST_RUN)
     problem = checkpoints.prepare()
     if problem is None:
-        state = training.state(job)
+        state = training.state(checkpoints.job)
         problem = find_not_finite_tensor(state) or checkpoints.write(state, 0, time.perf_counter())
     checkpoints.finish()
-    job.leave()
+    checkpoints.job.leave()
     if problem:
-        reject(f"--from-hf {arguments.from_hf} was not brought in: {problem}")
+        raise SystemExit(f"--from-hf {arguments.from_hf} was not brought in: {problem}")
     words = " ".join(f"{flag} {size}" for flag, size in sizes.items())
     print(f"continue with pretrain_llama.py --checkpoints {arguments.checkpoints} {words}")
     return 0
@@ -102,28 +101,33 @@ def take_out(arguments):
     try:
         checkpoint = find_checkpoint(arguments.checkpoints)
         if checkpoint is None:
-            reject(f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first")
+            raise SystemExit(
+                f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
+            )
         check_files(checkpoint, checkpoint.description["files"])
         settings, config = settings_in(checkpoint.description["configuration"])
         part = lay_out(settings)
         weights = read_weights(checkpoint, [name for name, _ in part.named_parameters()])
     except CheckpointError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     for name, layout in part.named_parameters():
         if weights[name].shape != layout.shape:
-            reject(
+            raise SystemExit(
                 f"{checkpoint.path}: {name} has the shape {tuple(weights[name].shape)}, and a Llama of "
                 f"these sizes has {tuple(layout.shape)}; only a Llama or a Qwen2 can be taken out"
             )
     dtype = DTYPES[arguments.dtype] if arguments.dtype else weights["embedding.weight"].dtype
     part = fill_part(part, weights.__getitem__, dtype, torch.device("cpu"))
     config = config_in(config, dtype) if config else config_of(settings, dtype)
-    job = join_job("cpu")
+    write(arguments, join_job("cpu"), config, part, settings)
+    return int(bool(not_written))
+
+
+def write(arguments, job, config, part, settings):
     claim_output(arguments, job, "--to-hf", arguments.to_hf)
     if save_model(job, "--to-hf", arguments.to_hf, config, [part], settings, arguments.tokenizer):
         arguments.claimed.release()
     job.leave()
-    return int(bool(not_written))
 
 
 def settings_in(configuration):

@@ -69,7 +69,7 @@ from extensions.real_models.saved_part import empty_part, with_settings
 from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import positive_integer, positive_number, reject
+from pipeline.command_line import positive_integer, positive_number
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
@@ -202,12 +202,12 @@ def take_settings(arguments):
     """Make the config that of a model which convert.py has brought into --checkpoints."""
     arguments.config = with_settings(arguments.config, arguments.settings)
     if arguments.seq_len > arguments.config.longest:
-        reject(
+        raise SystemExit(
             f"--seq-len {arguments.seq_len} is more than the {arguments.config.longest} positions of "
             f"the model in --checkpoints {arguments.checkpoints}; use fewer"
         )
     if arguments.verify:
-        reject(
+        raise SystemExit(
             "--verify begins with drawn weights, and those of --checkpoints came in with convert.py; "
             "leave it out, or use finetune.py, which compares with transformers"
         )
@@ -221,20 +221,22 @@ def complete_sizes(arguments):
             setattr(arguments, name, size)
     choose_dtype(arguments)
     if arguments.batch_size % pieces_of_batch(arguments):
-        reject(
+        raise SystemExit(
             f"--batch-size {arguments.batch_size} cannot be cut into --replicas "
             f"{arguments.replicas} times --accumulate {arguments.accumulate} times --microbatches "
             f"{arguments.microbatches} equal parts; use a multiple of {pieces_of_batch(arguments)}"
         )
     if arguments.vocabulary < BYTES:
-        reject(f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256")
+        raise SystemExit(
+            f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256"
+        )
     if is_token_folder(arguments.data) and (arguments.tokenizer or arguments.documents):
-        reject(
+        raise SystemExit(
             f"--data {arguments.data} has tokens already, one text of all documents; leave out "
             "--tokenizer, and use --packed in place of --documents"
         )
     if arguments.dataset and arguments.data:
-        reject("--dataset and --data both say what to learn; use one of them")
+        raise SystemExit("--dataset and --data both say what to learn; use one of them")
 
 
 def pieces_of_batch(arguments):

@@ -530,12 +530,12 @@ SPOILED = [
 
 
 def flags_rejected(capsys, *words):
-    """What finetune.py says before it meets other ranks; it has to be one sentence, status 2."""
+    """What finetune.py says before it meets other ranks; it has to be one sentence."""
     with mock.patch.object(sys, "argv", ["finetune.py", *map(str, words)]):
         with pytest.raises(SystemExit) as ended:
             finetune.read_flags()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and "Traceback" not in said
+    said = ended.value.code
+    assert "\n" not in said and not capsys.readouterr().err
     return said
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from extensions.checkpointing.checkpoint import Training
-from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer
 
 
@@ -28,13 +27,17 @@ def check_sharding(arguments):
     if arguments.sharding == "none":
         return
     if arguments.replicas == 1:
-        reject("--sharding optimizer needs replicas to share it; use --replicas 2 or more")
+        raise SystemExit(
+            "--sharding optimizer needs replicas to share it; use --replicas 2 or more"
+        )
     if arguments.reduce == "fsdp2":
-        reject(
+        raise SystemExit(
             "--sharding optimizer with --reduce fsdp2, which has shards of its own; leave it out"
         )
     if arguments.optimizer == "sgd":
-        reject("--sharding optimizer: --optimizer sgd keeps nothing; use momentum or adamw")
+        raise SystemExit(
+            "--sharding optimizer: --optimizer sgd keeps nothing; use momentum or adamw"
+        )
 
 
 def own_rows(tensor, replicas):

@@ -8,7 +8,6 @@ from extensions.checkpointing.checkpoint_folder import (
 )
 from extensions.checkpointing.checkpoint_reader import fill_weights
 from extensions.real_models.saved_folder import take_model
-from pipeline.command_line import reject
 from pipeline.model import build_part
 
 TRIES = 20  # while a training run replaces checkpoints
@@ -22,7 +21,7 @@ def take_sizes(arguments):
     """
     arguments.saved = None
     if arguments.model_folder and arguments.checkpoints:
-        reject("--model and --checkpoints name a model each; leave one of them out")
+        raise SystemExit("--model and --checkpoints name a model each; leave one of them out")
     if arguments.model_folder:
         vars(arguments).update(dict.fromkeys(SIZES))  # those of the folder count
         return take_model(arguments, "--model", arguments.model_folder)
@@ -31,13 +30,15 @@ def take_sizes(arguments):
     try:
         arguments.saved = newest_checkpoint(arguments.checkpoints)
     except CheckpointError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     if arguments.saved is None:
-        reject(f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first")
+        raise SystemExit(
+            f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
+        )
     arguments.from_checkpoint = arguments.saved.name  # equal on all ranks, or they are told so
     flags = arguments.saved.description["configuration"]
     if flags.get("--settings"):
-        reject(
+        raise SystemExit(
             "--checkpoints: that model came in with convert.py; take it out with convert.py --to-hf, "
             "and name that folder with --model"
         )
@@ -88,5 +89,7 @@ def load_weights(arguments, part):
         fill_weights(arguments.saved, weights)
     except (CheckpointError, FileNotFoundError) as error:
         if not arguments.saved.path.exists():
-            reject(f"{arguments.saved.path} was removed while it was read; start again")
-        reject(str(error))
+            raise SystemExit(
+                f"{arguments.saved.path} was removed while it was read; start again"
+            ) from None
+        raise SystemExit(str(error)) from None

@@ -15,7 +15,6 @@ from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
 from guard.claims import ClaimError, NewFolder
 from pipeline.collectives import gather, share
-from pipeline.command_line import reject
 from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError, read_bytes
 
@@ -46,7 +45,7 @@ def claim_output(arguments, job, flag, folder):
     problem = share(job, problem)
     if problem:
         job.leave()
-        reject(problem)
+        raise SystemExit(problem)
 
 
 def save_trained(arguments, job, stages, flag, folder, beside):

@@ -6,8 +6,9 @@ and bfloat16 results are bit-equal, including gradients. The parameters keep the
 NAMES maps them to the names in a file.
 """
 
+import dataclasses
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -49,8 +50,8 @@ class SavedSettings(ModelConfig):
 
     def further(self):
         """Return {name: value} of what ModelConfig does not have, as JSON stores it."""
-        names = {field.name for field in fields(self)} - {
-            field.name for field in fields(ModelConfig)
+        names = {field.name for field in dataclasses.fields(self)} - {
+            field.name for field in dataclasses.fields(ModelConfig)
         }
         named = {name: getattr(self, name) for name in sorted(names)}
         return {**named, "rotary": dict(self.rotary)}
@@ -58,7 +59,7 @@ class SavedSettings(ModelConfig):
 
 def with_settings(config, further):
     """Return the SavedSettings of a ModelConfig and of what `further` has returned."""
-    sizes = {field.name: getattr(config, field.name) for field in fields(ModelConfig)}
+    sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
     named = {name: value for name, value in further.items() if name != "config"}
     return SavedSettings(**sizes, **{**named, "rotary": tuple(further["rotary"].items())})
 
