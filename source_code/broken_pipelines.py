@@ -20,7 +20,6 @@ from broken.pipelines.faulty_stash import train_without_flush
 from broken.pipelines.faulty_worker import WorkerWithPieces, choose_reference
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer
 from pipeline.schedules import one_f_one_b
 from pipeline.training import (
@@ -74,11 +73,17 @@ def parse_case():
         parser.set_defaults(microbatches=1, steps=10)
     arguments = parse_arguments(parser)
     if case == 7 and arguments.microbatches > 1:
-        reject("--case 7 updates after each batch and cuts none; leave out --microbatches")
+        raise SystemExit(
+            "--case 7 updates after each batch and cuts none; leave out --microbatches"
+        )
     if arguments.cured and arguments.repair:
-        reject("--cured and --repair each replace the broken piece; leave one of the two out")
+        raise SystemExit(
+            "--cured and --repair each replace the broken piece; leave one of the two out"
+        )
     if arguments.repair is not None and not os.path.isfile(arguments.repair):
-        reject(f"--repair {arguments.repair}: there is no such file; name one that defines a piece")
+        raise SystemExit(
+            f"--repair {arguments.repair}: there is no such file; name one that defines a piece"
+        )
     return arguments
 
 

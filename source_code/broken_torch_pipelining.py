@@ -25,7 +25,7 @@ from broken.torch_pipelining import (
     traced_models,
 )
 from guard.around_main import guarded
-from pipeline.command_line import Parser, ranks_from_environment, reject
+from pipeline.command_line import Parser, ranks_from_environment
 from pipeline.job import join_job
 from pipeline.training import seconds
 
@@ -71,10 +71,12 @@ def parse_arguments():
     parser.add_argument("--timeout", type=seconds, default=2.0, metavar="S", help="longest wait")
     arguments = parser.parse_args()
     if arguments.trap not in TRAPS:
-        reject(f"--trap takes one of: {', '.join(TRAPS)}")
+        raise SystemExit(f"--trap takes one of: {', '.join(TRAPS)}")
     ranks = RANKS.get(arguments.trap, 2)
     if ranks_from_environment()[1] != ranks:
-        reject(f"--trap {arguments.trap} is set for {ranks} ranks: use --nproc-per-node {ranks}")
+        raise SystemExit(
+            f"--trap {arguments.trap} is set for {ranks} ranks: use --nproc-per-node {ranks}"
+        )
     return arguments
 
 

@@ -22,7 +22,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
-from pipeline.command_line import shortened
+from guard.one_sentence import shortened
 from pipeline.schedules import SCHEDULES
 
 SOURCE_CODE = Path(__file__).resolve().parent

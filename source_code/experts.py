@@ -27,7 +27,6 @@ from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_to
 from guard.around_main import guarded
 from lab import attach
 from pipeline.collectives import Summing, open_groups
-from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer
 from pipeline.schedule import ScheduleError
 from pipeline.schedules.from_flags import add_schedule_flags
@@ -88,7 +87,9 @@ def read_flags():
         try:
             schedule = in_pairs(schedule)
         except ScheduleError as error:
-            reject(f"--pairs: {error}; use more --microbatches or another --schedule")
+            raise SystemExit(
+                f"--pairs: {error}; use more --microbatches or another --schedule"
+            ) from None
     return arguments, schedule
 
 

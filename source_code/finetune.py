@@ -37,7 +37,6 @@ from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
 from guard.paths import check_new_folder
 from lab import attach
-from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.schedules.from_flags import choose_schedule
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
@@ -112,10 +111,12 @@ def read_corpus(arguments):
     a, tokenizer = arguments, tokenizer_of(arguments.model_folder)
     if is_token_folder(a.data):
         if a.documents:
-            reject(f"--data {a.data} is one text of all documents; use --packed for --documents")
+            raise SystemExit(
+                f"--data {a.data} is one text of all documents; use --packed for --documents"
+            )
         return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed)
     if tokenizer is None and a.vocabulary != BYTES:
-        reject(
+        raise SystemExit(
             f"--model {a.model_folder} has no tokenizer.json; put the model's own there, or make tokens "
             "for --data with the course's prepare_data.py and its --tokenizer"
         )

@@ -25,7 +25,7 @@ from extensions.pretraining.tokens import BYTES, load_corpus, read_content
 from extensions.real_models.saved_folder import tokenizer_of
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import positive_integer, ranks_from_environment, reject
+from pipeline.command_line import positive_integer, ranks_from_environment
 from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.training import complete_model, cut_layers, model_parser
@@ -211,7 +211,9 @@ def read_flags():
     arguments = parser.parse_args()
     arguments.groups = arguments.groups or ranks_from_environment()[1]
     if arguments.groups > MOST_GROUPS:
-        reject(f"--groups {arguments.groups}: at most {MOST_GROUPS} have a rank to keep busy")
+        raise SystemExit(
+            f"--groups {arguments.groups}: at most {MOST_GROUPS} have a rank to keep busy"
+        )
     # The lab's memory check uses the number of requests at a time, and that of a group.
     arguments.batch_size = arguments.groups * arguments.slots
     arguments.microbatch_size = arguments.slots
@@ -220,14 +222,16 @@ def read_flags():
     if arguments.model_folder:
         arguments.config = arguments.saved.settings
     if arguments.tokens_per_pass < arguments.slots:
-        reject(
+        raise SystemExit(
             f"--tokens-per-pass {arguments.tokens_per_pass} has no room for one token of each of "
             f"the --slots {arguments.slots}; use at least {arguments.slots}"
         )
     if not 0 <= arguments.temperature < 1000:
-        reject(f"--temperature {arguments.temperature:g} must be from 0 to 1000; use 0.8")
+        raise SystemExit(f"--temperature {arguments.temperature:g} must be from 0 to 1000; use 0.8")
     if not 0 <= arguments.arrive_every < 1_000_000:
-        reject(f"--arrive-every {arguments.arrive_every} must be from 0 to 999999; leave it out")
+        raise SystemExit(
+            f"--arrive-every {arguments.arrive_every} must be from 0 to 999999; leave it out"
+        )
     check_length(arguments)
     return arguments
 
@@ -238,7 +242,7 @@ def check_length(arguments):
     requests = len(a.prompt) if a.prompt else a.requests
     passes = requests * (a.tokens + a.arrive_every)
     if passes > MOST_PASSES:
-        reject(
+        raise SystemExit(
             f"--requests, --tokens and --arrive-every allow for {passes:,} passes, and {MOST_PASSES:,} "
             "are the most; use a smaller one"
         )
@@ -250,7 +254,9 @@ def read_corpus(arguments):
         return load_tokens(a.data, a.vocabulary, a.seq_len)
     tokenizer = a.tokenizer or tokenizer_of(a.model_folder)
     if a.model_folder and not tokenizer and a.vocabulary > BYTES:
-        reject(f"--model {a.model_folder} has no tokenizer.json; name one with --tokenizer")
+        raise SystemExit(
+            f"--model {a.model_folder} has no tokenizer.json; name one with --tokenizer"
+        )
     content = read_content(a.data, a.seq_len)
     return load_corpus(content, a.vocabulary, tokenizer, False, a.seq_len)
 

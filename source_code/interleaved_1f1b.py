@@ -11,7 +11,7 @@ from functools import partial
 
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 from pipeline.message import Message
 from pipeline.receives import OrderedReceives
 from pipeline.schedule import Action
@@ -49,10 +49,12 @@ def main():
 def group_size(num_microbatches, num_ranks, num_chunks):
     """Micro-batches pass the chunks in groups, all of a group through one chunk, then the next."""
     if num_chunks < 2:
-        reject(f"--chunks {num_chunks}: interleaving needs at least 2; with one it is 1F1B")
+        raise SystemExit(
+            f"--chunks {num_chunks}: interleaving needs at least 2; with one it is 1F1B"
+        )
     groups = max(1, num_microbatches // num_ranks)
     if num_microbatches % groups:
-        reject(
+        raise SystemExit(
             f"--microbatches {num_microbatches} do not part into {groups} equal groups of at least "
             f"{num_ranks}; use {groups * num_ranks} or {(groups + 1) * num_ranks}"
         )

@@ -14,7 +14,7 @@ import torch
 
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 from pipeline.message import Message
 from pipeline.model import build_part, token_loss
 from pipeline.one_process import build_optimizer
@@ -72,7 +72,9 @@ def run_step(job, stage, inputs, targets):
 def train_in_one_process(arguments, cut):
     """The same stages on several devices of one process; autograd finds its own way back."""
     if arguments.num_ranks > 1:
-        reject("--single-process is for one process; start it with python instead of torchrun")
+        raise SystemExit(
+            "--single-process is for one process; start it with python instead of torchrun"
+        )
     torch.set_num_threads(1)
     devices = devices_of_one_process(arguments)
     parts = [

@@ -5,7 +5,8 @@
 
 Four ranks are then two pipelines of two, each with half of the batch. Their gradients are summed
 before the update, so that the losses are those of one process on the whole batch. --reduce says
-how they are summed, and with --library torch.distributed.pipelining performs the schedule.
+how they are summed, and with --library torch.distributed.pipelining performs the schedule. With
+--sharding optimizer each replica keeps the optimizer's state for its share of the weights.
 """
 
 import sys
@@ -33,6 +34,12 @@ from extensions.data_parallel.replicas import (
     DataParallelWorker,
     form_replicas,
     own_microbatches,
+)
+from extensions.data_parallel.sharded_optimizer import (
+    ShardedOptimizer,
+    TrainingInShards,
+    add_sharding_flag,
+    check_sharding,
 )
 from extensions.optimization.clipping import clip_gradients
 from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
@@ -63,7 +70,7 @@ def main():
     replicas = form_replicas(job, arguments.replicas)
     reduction = build_reduction(arguments, replicas, schedule)
     parts = build_parts(arguments, job, schedule, cut, reduction)
-    training = build_training(arguments, parts)
+    training = build_training(arguments, parts, replicas)
     checkpoints = continue_training(arguments, job, training)
     share_of_loss = ShareOfLoss()
     worker = build_worker(arguments, replicas, schedule, parts, reduction, share_of_loss)
@@ -109,6 +116,7 @@ def read_flags():
     add = parser.add_argument
     add_replica_arguments(parser)
     add_reduction_flags(parser)
+    add_sharding_flag(parser)
     add_schedule_flags(parser, default="1f1b")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
@@ -120,6 +128,7 @@ def read_flags():
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     check_replicas(arguments)
+    check_sharding(arguments)
     if arguments.padding:
         arguments.text = Sentences(arguments.text.training, arguments.text.held_out)
     check_checkpoint_arguments(arguments, {"clip": None, "padding": False})
@@ -136,15 +145,22 @@ def build_parts(arguments, job, schedule, cut, reduction):
     return parts
 
 
-def build_training(arguments, parts):
+def build_training(arguments, parts, replicas):
     """Return the Training of this rank, with parameters by their names in the whole model."""
     parameters = {
         name.removeprefix("module."): parameter  # the prefix is DDP's
         for part in parts.values()
         for name, parameter in part.named_parameters()
     }
-    optimizer = build_optimizer(arguments.optimizer, parameters.values(), arguments.learning_rate)
-    return Training(parameters, optimizer, ConstantRate(), arguments.configuration, arguments.seed)
+    a, kind = arguments, Training
+    if a.sharding == "optimizer":
+        kind, rule = (
+            TrainingInShards,
+            ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate),
+        )
+    else:
+        rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate)
+    return kind(parameters, rule, ConstantRate(), a.configuration, a.seed)
 
 
 def build_worker(arguments, replicas, schedule, parts, reduction, loss_function):

@@ -22,9 +22,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from subprocess import SubprocessError
 
+from guard.one_sentence import in_one_sentence
 from guard.paths import check_apart, check_file
 from guard.printing import keep_running_unheard
-from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.command_line import Parser, positive_integer, positive_number
 from pipeline.files import not_written, to_json, write_output
 from pipeline.inputs import InputError
 from planning.bound import lower_bound, memory_bound
@@ -60,6 +61,7 @@ MOST_MEMORY = 1_000_000  # GB of one of them
 PROGRAM = "pretrain_llama.py"
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     if Path(*sys.argv[1:2]).name == PROGRAM:
@@ -72,9 +74,9 @@ def main():
     try:
         model = find_model(arguments.model, arguments.seq_len, arguments.batch_size)
     except InputError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     if arguments.gpus > machine.gpus_per_node and arguments.gpus % machine.gpus_per_node:
-        reject(
+        raise SystemExit(
             f"--gpus {arguments.gpus} are not whole nodes of {machine.gpus_per_node}; "
             f"use a multiple of it"
         )
@@ -84,11 +86,11 @@ def main():
     try:
         check_effort(model, plans)
     except InputError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     started = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
     here = machine.measured and not isinstance(model, ProfiledModel)
     if arguments.confirm and not here:
-        reject(
+        raise SystemExit(
             "--confirm trains the best plans on the machine that was measured, with a model of the "
             "course's kind; add --this-machine, or leave it out"
         )
@@ -142,21 +144,25 @@ def parse_arguments():
     )
     arguments = parser.parse_args()
     if arguments.model is None and not arguments.published:
-        reject(f"a model is missing; give {models}")
+        raise SystemExit(f"a model is missing; give {models}")
     if arguments.save and not arguments.this_machine:
-        reject("--save keeps what --this-machine measures; add --this-machine, or leave it out")
+        raise SystemExit(
+            "--save keeps what --this-machine measures; add --this-machine, or leave it out"
+        )
     if arguments.this_machine and arguments.machine:
-        reject("--this-machine and --machine name two machines; use one of them")
+        raise SystemExit("--this-machine and --machine name two machines; use one of them")
     if arguments.save:
         if arguments.model and os.path.lexists(arguments.model):
             check_apart("--save", arguments.save, "MODEL", arguments.model)
         check_file("--save", arguments.save)
     for flag in ("why", "bytes", "confirm"):
         if arguments.json and getattr(arguments, flag):
-            reject(f"--{flag} prints a table, and --json only JSON; leave one of them out")
+            raise SystemExit(
+                f"--{flag} prints a table, and --json only JSON; leave one of them out"
+            )
     for flag, most in (("gpus", MOST_GPUS), ("memory", MOST_MEMORY)):
         if (getattr(arguments, flag) or 0) > most:
-            reject(f"--{flag} {getattr(arguments, flag):g}: {most:,} are the most")
+            raise SystemExit(f"--{flag} {getattr(arguments, flag):g}: {most:,} are the most")
     return arguments
 
 
@@ -164,6 +170,7 @@ def plan_program(words):
     """Print the plan of the run that these flags of pretrain_llama.py describe. Returns 0."""
     import pretrain_llama  # only here: it imports all that trains
 
+    from extensions.pretraining.training_flags import check_training_flags
     from planning.program_plan import print_program_plan
 
     parser = pretrain_llama.program_parser()
@@ -173,9 +180,10 @@ def plan_program(words):
     add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; else a DGX A100")
     arguments = parser.parse_args(words)
     if arguments.gpus > MOST_GPUS:
-        reject(f"--gpus {arguments.gpus:g}: {MOST_GPUS:,} are the most")
+        raise SystemExit(f"--gpus {arguments.gpus:g}: {MOST_GPUS:,} are the most")
     arguments.num_ranks = arguments.gpus
     schedule = pretrain_llama.complete_flags(parser, arguments, read_data=lambda _: None)
+    check_training_flags(arguments, schedule)
     print_program_plan(arguments, schedule, arguments.machine)
     return 0
 
@@ -186,13 +194,15 @@ def machine_of(arguments):
     if a.this_machine:
         ranks = ranks_of_this_machine()
         if a.gpus and a.gpus > ranks:
-            reject(f"--gpus {a.gpus}: {ranks} can compute at once here; use at most {ranks}")
+            raise SystemExit(
+                f"--gpus {a.gpus}: {ranks} can compute at once here; use at most {ranks}"
+            )
         ranks = a.gpus or ranks
         print(f"measuring this machine with {ranks} at once ...", file=sys.stderr, flush=True)
         try:
             text = measure_machine(ranks, a.seq_len or 128)
         except (OSError, SubprocessError) as error:
-            reject(f"--this-machine: it could not be measured: {error}")
+            raise SystemExit(f"--this-machine: it could not be measured: {error}") from None
         if a.save:
             write_output("--save", a.save, to_json(text, indent=1) + "\n")
         machine = machine_from(text, ranks, "this machine")
@@ -200,11 +210,13 @@ def machine_of(arguments):
         try:
             machine = read_machine(a.machine or MACHINE, a.gpus or 8)
         except InputError as error:
-            reject(str(error))
+            raise SystemExit(str(error)) from None
     if machine.measured:
         most = machine.gpus_per_node
         if (a.gpus or most) != most:
-            reject(f"--gpus {a.gpus}: this machine was measured with {most} at once; use {most}")
+            raise SystemExit(
+                f"--gpus {a.gpus}: this machine was measured with {most} at once; use {most}"
+            )
         machine = replace(machine, gpus=most)
     a.gpus = machine.gpus
     a.batch_size = a.batch_size or (32 if machine.measured else 128)
@@ -243,7 +255,7 @@ def in_words(arguments, model, machine, ours, others):
     for flag, more in (("why", reason_lines), ("bytes", memory_lines)):
         number = getattr(arguments, flag)
         if number and number > len(best):
-            reject(
+            raise SystemExit(
                 f"--{flag} {number}: {len(best)} plans are shown; use one of them, or a larger --count"
             )
         if number:

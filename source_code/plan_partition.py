@@ -10,10 +10,11 @@ what was measured, for --profile or as the MODEL of plan.py.
 
 import sys
 
+from guard.one_sentence import in_one_sentence
 from guard.paths import check_file
 from guard.printing import keep_running_unheard
 from guard.sizes import check_memory
-from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.command_line import Parser, positive_integer, positive_number
 from pipeline.files import not_written, to_json, write_output
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
@@ -30,6 +31,7 @@ from planning.partition import (
 STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
@@ -44,7 +46,7 @@ def main():
             memory=arguments.memory,
         )
     except PartitionError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     if arguments.save:
         sizes = arguments.config, arguments.batch_size, arguments.torch_dtype
         text = to_json(profile_as_json(profile, *sizes), indent=1)
@@ -81,9 +83,11 @@ def parse_arguments():
     parser.set_defaults(microbatches=1, seed=0, learning_rate=None, optimizer="sgd")
     arguments = parser.parse_args()
     if arguments.bandwidth < 1:
-        reject(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte per second")
+        raise SystemExit(f"--bandwidth {arguments.bandwidth:g} must be at least 1 byte per second")
     if arguments.save and arguments.profile:
-        reject("--save keeps what is measured, and --profile measures nothing; use one of them")
+        raise SystemExit(
+            "--save keeps what is measured, and --profile measures nothing; use one of them"
+        )
     if arguments.save:
         check_file("--save", arguments.save)
     if arguments.profile is None:
@@ -97,7 +101,7 @@ def check_plan_size(arguments):
     try:
         check_size(arguments.layers, arguments.workers, arguments.straight)
     except PartitionError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
 
 
 def check_memory_of_a_layer(arguments):

@@ -7,13 +7,14 @@ import gc
 import os
 import sys
 
+from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
 from lab.figures import draw_timelines
 from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.terminal_timeline import in_text
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, positive_integer, reject
+from pipeline.command_line import Parser, positive_integer
 from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError
 from pipeline.schedule import ScheduleError, read_csv, to_csv
@@ -24,12 +25,13 @@ from pipeline.schedules.legal import check_legal
 MOST_BLOCKS = 100_000  # in a picture; a block takes about a kilobyte
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
     schedule = schedule_of(arguments)
     if arguments.work and len(arguments.work) != schedule.num_microbatches:
-        reject(
+        raise SystemExit(
             f"--work has {len(arguments.work)} numbers, and {schedule.name} has "
             f"{schedule.num_microbatches} micro-batches; give one for each"
         )
@@ -90,13 +92,15 @@ def parse_arguments():
     if arguments.backward_weight is None:
         arguments.backward_weight = arguments.backward / 2
     if arguments.backward_weight >= arguments.backward:
-        reject("--backward-weight must be less than --backward, of which it is a part")
+        raise SystemExit("--backward-weight must be less than --backward, of which it is a part")
     if arguments.csv == "-" and arguments.json:
-        reject("--csv - and --json both want standard output; name a file for the CSV")
+        raise SystemExit("--csv - and --json both want standard output; name a file for the CSV")
     if arguments.performed and not (arguments.svg or arguments.terminal):
-        reject("--performed only adds to a drawing; name one with --svg, or take --terminal")
+        raise SystemExit(
+            "--performed only adds to a drawing; name one with --svg, or take --terminal"
+        )
     if arguments.terminal and (arguments.json or arguments.csv == "-"):
-        reject("--terminal prints between other lines; leave out --json and --csv -")
+        raise SystemExit("--terminal prints between other lines; leave out --json and --csv -")
     check_files(arguments)
     return arguments
 
@@ -131,18 +135,20 @@ def schedule_of(arguments):
             return build_schedule(name, arguments.ranks, arguments.microbatches, chunks, **options)
         if chunks:
             names = ", ".join(chunked_schedules())
-            reject(f"--chunks is for {names}; a file says itself where its stages are")
+            raise SystemExit(f"--chunks is for {names}; a file says itself where its stages are")
         if options:
-            reject(
+            raise SystemExit(
                 "--option is for a schedule with a name; a file is one order, and has no options"
             )
         return check_legal(read_csv(name))
     except ScheduleError as error:
-        reject(f"{name}{sizes if name in SCHEDULES else ''}: {error}")
+        raise SystemExit(f"{name}{sizes if name in SCHEDULES else ''}: {error}") from None
     except InputError as error:
         names = ", ".join(SCHEDULES)
         why = f": {error}" if os.path.lexists(name) else ""
-        reject(f"'{name}' is neither a schedule ({names}) nor a CSV file that can be read{why}")
+        raise SystemExit(
+            f"'{name}' is neither a schedule ({names}) nor a CSV file that can be read{why}"
+        ) from None
 
 
 def measure(schedule, timeline):
@@ -185,7 +191,7 @@ def timelines_of(arguments, timeline):
     try:
         return {"predicted": timeline, "performed": read_timeline(arguments.performed)}
     except TimelineError as error:
-        reject(f"--performed {error}; name another file")
+        raise SystemExit(f"--performed {error}; name another file") from None
 
 
 def write_files(arguments, schedule, timelines):
@@ -195,7 +201,7 @@ def write_files(arguments, schedule, timelines):
     if arguments.svg:
         blocks = sum(len(each.events) for each in timelines.values())
         if blocks > MOST_BLOCKS:
-            reject(f"--svg: a picture has at most {MOST_BLOCKS:,} blocks, not {blocks:,}")
+            raise SystemExit(f"--svg: a picture has at most {MOST_BLOCKS:,} blocks, not {blocks:,}")
         write_or_reject("--svg", arguments.svg, draw_timelines(timelines).svg)
 
 
@@ -203,7 +209,9 @@ def write_or_reject(flag, path, text):
     try:
         write_whole(path, text)
     except OSError as error:
-        reject(f"{flag} {path} was not written ({error.strerror}); name another file")
+        raise SystemExit(
+            f"{flag} {path} was not written ({error.strerror}); name another file"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -40,9 +40,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from guard.free_port import free_port
+from guard.launcher import ranks_set, read_ranks
+from guard.one_sentence import in_one_sentence
 from guard.printing import keep_running_unheard
 from lab.message_checks import Check, check_two_ranks, checks_of_job
-from pipeline.command_line import Parser, positive_number, ranks_from_environment
+from pipeline.command_line import Parser, positive_number
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,10 +54,12 @@ RANK_MEMORY = 2**28  # bytes of a small rank on a CPU, torch included
 INSTALL = "install the course's versions: pip install -r requirements.txt"
 
 
+@in_one_sentence()
+@ranks_set()
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
-    prints = ranks_from_environment()[0] == 0
+    prints = read_ranks()[0] == 0
     as_text = as_json if arguments.json else as_row
     if prints and not arguments.json:
         print(HEADER, flush=True)
@@ -121,7 +125,7 @@ def run_checks(timeout=30.0, messages_only=False):
     `timeout` in seconds. In a job every rank must call it; only rank 0 gets the lines of all.
     """
     deadline = time.monotonic() + timeout
-    _, num_ranks, local_rank, local_ranks = ranks_from_environment()
+    _, num_ranks, local_rank, local_ranks = read_ranks()
     of_this_node = []
     if local_rank == 0 and not messages_only:
         for check in checks_of_this_node(in_job=num_ranks > 1, num_ranks=local_ranks):

@@ -23,9 +23,10 @@ from extensions.pretraining.token_files import (
 )
 from extensions.pretraining.tokens import BYTES, encode, read_tokenizer, train_tokenizer
 from guard.claims import ClaimError, NewFolder
+from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
 from guard.printing import keep_running_unheard
-from pipeline.command_line import Parser, positive_integer, reject
+from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
 from pipeline.files import not_written
 from pipeline.inputs import MEBIBYTE, InputError, open_input, parse_json
@@ -35,6 +36,7 @@ LARGEST_DOCUMENT = 64 * MEBIBYTE
 SEPARATOR = "\n\n"
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     arguments = read_flags()
@@ -43,11 +45,11 @@ def main():
             return check(arguments.check)
         prepare(arguments)
     except (DataError, ClaimError) as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     except InputError as error:
-        reject(f"--data: {error}")
+        raise SystemExit(f"--data: {error}") from None
     except OSError as error:
-        reject(f"--out {arguments.out} cannot be written ({error.strerror})")
+        raise SystemExit(f"--out {arguments.out} cannot be written ({error.strerror})") from None
     return int(bool(not_written))
 
 
@@ -86,7 +88,7 @@ def encode_all(arguments, paths, out, writers):
         writer.close()
     for part, writer in writers.items():
         if not writer.total:
-            reject(
+            raise SystemExit(
                 f"--data has {documents} documents, and none is left for the {part} part; use more "
                 f"text or another --hold-out than {arguments.hold_out}"
             )
@@ -197,7 +199,7 @@ def check(folder):
     try:
         description = check_folder(folder)
     except InputError as error:
-        reject(f"--check: {error}; make the folder anew")
+        raise SystemExit(f"--check: {error}; make the folder anew") from None
     print(f"{folder} is whole: {sum(map(len, description['files'].values()))} files of tokens")
     return 0
 
@@ -216,11 +218,13 @@ def read_flags():
     add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")
     arguments = parser.parse_args()
     if not arguments.check and not (arguments.data and arguments.out):
-        reject("--data and --out are both needed: texts to read, and a folder to write")
+        raise SystemExit("--data and --out are both needed: texts to read, and a folder to write")
     if arguments.vocabulary < BYTES:
-        reject(f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256")
+        raise SystemExit(
+            f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256"
+        )
     if arguments.hold_out < 2:
-        reject("--hold-out 1 would hold out every document; use at least 2")
+        raise SystemExit("--hold-out 1 would hold out every document; use at least 2")
     if arguments.out and os.path.basename(arguments.out) == "":
         arguments.out = arguments.out.rstrip("/")
     return arguments

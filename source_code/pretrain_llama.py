@@ -40,12 +40,6 @@ from extensions.data_parallel.replicas import (
     form_replicas,
     own_microbatches,
 )
-from extensions.data_parallel.sharded_optimizer import (
-    ShardedOptimizer,
-    TrainingInShards,
-    add_sharding_flag,
-    check_sharding,
-)
 from extensions.optimization.clipping import clip_gradients
 from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
@@ -71,14 +65,11 @@ from extensions.pretraining.training_flags import (
     check_training_flags,
     choose_dtype,
 )
-from extensions.real_models.library_model import check_library, library_model
-from extensions.real_models.saved_folder import take_model, tokenizer_of
-from extensions.real_models.saved_output import claim_output, save_trained
+from extensions.real_models.saved_part import empty_part, with_settings
 from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
-from guard.paths import check_new_folder
 from lab import attach
-from pipeline.command_line import positive_integer, positive_number, reject
+from pipeline.command_line import positive_integer, positive_number
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
@@ -100,12 +91,11 @@ def main():
     if arguments.export:
         return export_newest(arguments)
     job = start_job(arguments, schedule.pairs)
-    claim_output(arguments, job, "--to-hf", arguments.to_hf)
     use_threads(arguments)
     replicas, share_of_loss = form_replicas(job, arguments.replicas), ShareOfLoss()
     stop_request = StopRequest() if arguments.checkpoints else None
     masters, stages = build_stages(arguments, job, schedule, build_model_part, share_of_loss)
-    training = build_training(arguments, masters, replicas)
+    training = build_training(arguments, masters)
     tied = tie_ends_of(job, arguments.config, training.parameters, schedule, arguments.replicas)
     checkpoints = continue_training(arguments, job, training)
     update_copies(stages, masters)
@@ -149,7 +139,6 @@ def main():
             break
     if not stopped and not diverged:
         show_sample(arguments, forward_only, training.step)
-        save_for_hf(arguments, job, stages)
     metrics.print_summary()
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
@@ -162,13 +151,15 @@ def read_flags():
     parser = program_parser()
     attach.add_flags(parser)
     arguments = parser.parse_args()
+    arguments.settings = None
     schedule = complete_flags(parser, arguments, read_corpus)
     further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
-    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "from_hf": None}
+    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "settings": None}
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)
-    if arguments.from_hf and not arguments.saved:
-        reject(f"--from-hf {arguments.from_hf} began what is continued; give it again")
+    if arguments.settings:
+        take_settings(arguments)
+    check_training_flags(arguments, schedule)
     return arguments, schedule
 
 
@@ -183,7 +174,6 @@ def program_parser():
     add("--characters", default=10_000_000, help="of --dataset", **count)
     add_training_flags(parser, warm_up_steps=10)
     add_replica_arguments(parser)
-    add_sharding_flag(parser)
     add("--accumulate", default=1, help="passes per update", **count)
     add_not_finite_flag(parser)
     add("--evaluate-every", default=50, help="steps", **count)
@@ -191,8 +181,6 @@ def program_parser():
     add("--sample", help="write N tokens, before and after", **count)
     add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
-    add("--from-hf", metavar="DIR", help="begin with a saved Llama or Qwen2 of transformers")
-    add("--to-hf", metavar="DIR", help="write the model for transformers, in --dtype; a new folder")
     add_checkpoint_arguments(parser)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, **sizes)
@@ -206,43 +194,49 @@ def complete_flags(parser, arguments, read_data):
     """
     complete_sizes(arguments)
     complete_arguments(parser, arguments, read_data)
-    if arguments.saved:
-        arguments.config = arguments.saved.settings
     arguments.microbatch_size = arguments.batch_size // pieces_of_batch(arguments)
-    schedule = choose_replicated_schedule(arguments)
-    check_sharding(arguments)
-    check_training_flags(arguments, schedule)
-    return schedule
+    return choose_replicated_schedule(arguments)
+
+
+def take_settings(arguments):
+    """Make the config that of a model which convert.py has brought into --checkpoints."""
+    arguments.config = with_settings(arguments.config, arguments.settings)
+    if arguments.seq_len > arguments.config.longest:
+        raise SystemExit(
+            f"--seq-len {arguments.seq_len} is more than the {arguments.config.longest} positions of "
+            f"the model in --checkpoints {arguments.checkpoints}; use fewer"
+        )
+    if arguments.verify:
+        raise SystemExit(
+            "--verify begins with drawn weights, and those of --checkpoints came in with convert.py; "
+            "leave it out, or use finetune.py, which compares with transformers"
+        )
 
 
 def complete_sizes(arguments):
     """Fill in what --model and the machine say, and reject what does not fit together."""
-    arguments.saved = None
-    if arguments.from_hf:
-        check_library(arguments)
-        take_model(arguments, "--from-hf", arguments.from_hf)
-    if arguments.to_hf:
-        check_new_folder("--to-hf", arguments.to_hf)
     names = ("layers", "dim", "heads", "kv_heads", "vocabulary")
     for name, size in zip(names, MODELS[arguments.model]):
         if getattr(arguments, name) is None:
             setattr(arguments, name, size)
     choose_dtype(arguments)
     if arguments.batch_size % pieces_of_batch(arguments):
-        reject(
+        raise SystemExit(
             f"--batch-size {arguments.batch_size} cannot be cut into --replicas "
             f"{arguments.replicas} times --accumulate {arguments.accumulate} times --microbatches "
             f"{arguments.microbatches} equal parts; use a multiple of {pieces_of_batch(arguments)}"
         )
     if arguments.vocabulary < BYTES:
-        reject(f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256")
+        raise SystemExit(
+            f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256"
+        )
     if is_token_folder(arguments.data) and (arguments.tokenizer or arguments.documents):
-        reject(
+        raise SystemExit(
             f"--data {arguments.data} has tokens already, one text of all documents; leave out "
             "--tokenizer, and use --packed in place of --documents"
         )
     if arguments.dataset and arguments.data:
-        reject("--dataset and --data both say what to learn; use one of them")
+        raise SystemExit("--dataset and --data both say what to learn; use one of them")
 
 
 def pieces_of_batch(arguments):
@@ -266,13 +260,10 @@ def read_corpus(arguments):
         content = stream_content(arguments.dataset, arguments.characters, arguments.seq_len)
     else:
         content = read_content(arguments.data, arguments.seq_len)
-    tokenizer = arguments.tokenizer or tokenizer_of(arguments.from_hf)
-    if arguments.from_hf and not tokenizer and arguments.vocabulary > BYTES:
-        reject(f"--from-hf {arguments.from_hf} has no tokenizer.json; name one with --tokenizer")
     corpus = load_corpus(
         content,
         arguments.vocabulary,
-        tokenizer,
+        arguments.tokenizer,
         arguments.documents or arguments.packed,
         arguments.seq_len,
     )
@@ -289,23 +280,18 @@ def build_model_part(arguments, first, last, device="cpu"):
     forward(x, start=0, end=None), which runs only these of them; selective wants attention.mix.
     """
     dtype = torch.float32 if arguments.dtype == "bfloat16" else arguments.torch_dtype
-    if arguments.saved:
-        return arguments.saved.build_part(first, last, dtype, device)
+    if arguments.settings:  # all weights will be those of the checkpoint
+        return empty_part(arguments.config, first, last, dtype, device)
     return build_part(arguments.config, first, last, arguments.seed, dtype, device)
 
 
-def build_training(arguments, masters, replicas):
+def build_training(arguments, masters):
     """All that a checkpoint holds of this rank: one optimizer for the parameters of all its stages."""
     a = arguments
     parameters = dict(pair for part in masters.values() for pair in part.named_parameters())
-    if a.sharding == "optimizer":
-        kind = TrainingInShards
-        rule = ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate, **ADAMW)
-    else:
-        kind = Training
-        rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate, **ADAMW)
+    rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate, **ADAMW)
     rate = WarmUpThenCosine(rule, a.learning_rate, a.warm_up_steps, a.decay_steps)
-    return kind(parameters, rule, rate, a.configuration, a.seed)
+    return Training(parameters, rule, rate, a.configuration, a.seed)
 
 
 def build_worker(replicas, schedule, masters, stages):
@@ -363,20 +349,10 @@ def evaluate(arguments, forward_only, metrics, step):
     metrics.held_out(step, loss, arguments.text.bytes_per_token)
 
 
-def save_for_hf(arguments, job, stages):
-    """Write the model as transformers reads it, where --to-hf asks for it."""
-    if arguments.to_hf:
-        beside = arguments.from_hf or arguments.text.tokenizer
-        ranks = job.num_ranks // arguments.replicas
-        save_trained(arguments, job, stages, "--to-hf", arguments.to_hf, beside, ranks)
-
-
 def one_process(arguments, device):
     """The losses of one process with the same model, batches, clipping and rates."""
 
     def build_whole(arguments, device):
-        if arguments.saved:
-            return library_model(arguments.from_hf, arguments.torch_dtype, device)
         return build_model_part(arguments, 0, arguments.layers, device)
 
     before_update = clip_and_set_rate(arguments)

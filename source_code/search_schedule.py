@@ -13,13 +13,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
 from lab.known_schedules import TITLES
 from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, positive_integer, positive_number, reject
+from pipeline.command_line import Parser, positive_integer, positive_number
 from pipeline.files import not_written, to_json, write_output
 from pipeline.schedule import to_csv
 from planning.bounded_search import Question, search
@@ -31,13 +32,16 @@ PLACEMENTS = {
 LARGEST = 4096  # actions; with more, the search is too slow to find anything
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
     question = question_of(arguments)
     answer = search(question, arguments.seconds)
     if answer.schedule is None:
-        reject("--room leaves no schedule that can run, or none was found; allow more of it")
+        raise SystemExit(
+            "--room leaves no schedule that can run, or none was found; allow more of it"
+        )
     if arguments.csv:
         write_output("--csv", arguments.csv, to_csv(answer.schedule))
     print(to_json(figures(answer)) if arguments.json else in_words(arguments, answer))
@@ -98,7 +102,7 @@ def question_of(arguments):
         stages, m, split = a.ranks * a.chunks, a.microbatches, a.split
         check_size(stages, m)
         if a.placement == "v" and a.chunks != 2:
-            reject("--placement v has two stages per rank; add --chunks 2")
+            raise SystemExit("--placement v has two stages per rank; add --chunks 2")
         places = tuple(PLACEMENTS[a.placement](stage, a.ranks) for stage in range(stages))
         columns = [
             spread(flag, values, stages)
@@ -108,7 +112,9 @@ def question_of(arguments):
             time / 2 for time in columns[1]
         ]
         if any(part >= whole for part, whole in zip(weight, columns[1])):
-            reject("--backward-weight must be less than --backward, of which it is a part")
+            raise SystemExit(
+                "--backward-weight must be less than --backward, of which it is a part"
+            )
         given = Costs(*columns, weight if split else None)
     given = Costs(given.forward, given.backward, given.backward_weight, hops(a))
     room = tuple(spread("--room", a.room, a.ranks)) if a.room else None
@@ -117,7 +123,7 @@ def question_of(arguments):
 
 def check_size(stages, microbatches):
     if 3 * microbatches * stages > LARGEST:
-        reject(
+        raise SystemExit(
             f"{stages} stages and {microbatches} micro-batches are too many actions to search; "
             "use fewer of either"
         )
@@ -128,7 +134,7 @@ def spread(flag, values, count):
     if values is None or len(values) == count:
         return values
     if len(values) != 1:
-        reject(f"{flag} has {len(values)} values; give one, or {count}")
+        raise SystemExit(f"{flag} has {len(values)} values; give one, or {count}")
     return values * count
 
 
@@ -138,7 +144,9 @@ def hops(arguments):
     found = {(a, b): arguments.transfer for a in ranks for b in ranks if a != b}
     for pair, time in arguments.hop or []:
         if pair not in found:
-            reject(f"--hop {pair[0]},{pair[1]}: use two of the ranks 0 to {arguments.ranks - 1}")
+            raise SystemExit(
+                f"--hop {pair[0]},{pair[1]}: use two of the ranks 0 to {arguments.ranks - 1}"
+            )
         found[pair] = found[pair[::-1]] = time
     return {pair: time for pair, time in found.items() if time}
 
@@ -148,16 +156,20 @@ def from_timeline(path):
     try:
         timeline = read_timeline(path)
     except TimelineError as error:
-        reject(f"--timeline {error}; name a file that a training script wrote")
+        raise SystemExit(f"--timeline {error}; name a file that a training script wrote") from None
     kinds = {event.action.kind for event in timeline.events}
     places = {event.action.stage: event.rank for event in timeline.events}
     m = 1 + max(event.action.microbatch for event in timeline.events)
     if "U" in kinds or sorted(places) != list(range(len(places))) or not kinds & {"B", "I"}:
-        reject(f"--timeline {path} is not that of one synchronous training step; name another one")
+        raise SystemExit(
+            f"--timeline {path} is not that of one synchronous training step; name another one"
+        )
     measured = measured_costs([timeline])
     whole = [time + more for time, more in zip(measured.backward, measured.recompute)]
     if not min(*measured.forward, *whole) > 0:
-        reject(f"--timeline {path} has a stage without a forward or a backward; name another one")
+        raise SystemExit(
+            f"--timeline {path} has a stage without a forward or a backward; name another one"
+        )
     split = "I" in kinds
     weight = measured.backward_weight if split else None
     return (

@@ -31,7 +31,6 @@ from extensions.torch_pipelining.library import (
 )
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import reject
 from pipeline.model import token_loss
 from pipeline.one_process import build_optimizer
 from pipeline.training import LossLog, cut_layers, parse_arguments, training_parser
@@ -118,9 +117,11 @@ def read_flags():
         arguments.schedule, arguments.num_ranks, arguments.microbatches, chunks=1
     )
     if complaint:
-        reject(complaint)
+        raise SystemExit(complaint)
     if arguments.tied and arguments.model != "gpt2":
-        reject(f"--tied with --model {arguments.model}: only --model gpt2 ties its matrices")
+        raise SystemExit(
+            f"--tied with --model {arguments.model}: only --model gpt2 ties its matrices"
+        )
     arguments.model_config = model_config(arguments)
     if arguments.pretrained:
         take_pretrained(arguments)

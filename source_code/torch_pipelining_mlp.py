@@ -15,7 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 from extensions.torch_pipelining.library import mean_of
 from guard.around_main import guarded
-from pipeline.command_line import Parser, positive_integer, ranks_from_environment, reject
+from pipeline.command_line import Parser, positive_integer, ranks_from_environment
 from pipeline.job import join_job
 from pipeline.training import seconds
 
@@ -62,14 +62,16 @@ def read_flags():
     add("--timeout", type=seconds, default=60.0, metavar="S", help="longest wait")
     arguments = parser.parse_args()
     if arguments.batch_size % arguments.microbatches:
-        reject(
+        raise SystemExit(
             f"--microbatches {arguments.microbatches} does not divide --batch-size "
             f"{arguments.batch_size}; use a divisor"
         )
     if arguments.microbatches < 3:
-        reject(f"--microbatches {arguments.microbatches} is less than the 3 stages; use 3 or more")
+        raise SystemExit(
+            f"--microbatches {arguments.microbatches} is less than the 3 stages; use 3 or more"
+        )
     if ranks_from_environment()[1] != 3:
-        reject("the model is cut in three: use --nproc-per-node 3")
+        raise SystemExit("the model is cut in three: use --nproc-per-node 3")
     return arguments
 
 

@@ -14,7 +14,7 @@ import sys
 from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import ranks_from_environment, reject
+from pipeline.command_line import ranks_from_environment
 from pipeline.schedules.from_flags import (
     add_schedule_flags,
     choose_schedule,
@@ -59,12 +59,12 @@ def schedule_of(arguments):
         arguments.schedule = arguments.schedule or "gpipe"
         return choose_schedule(arguments)
     if arguments.schedule or arguments.chunks or arguments.option:
-        reject(
+        raise SystemExit(
             f"{arguments.file} has its own schedule; leave out --schedule, --chunks and --option"
         )
     schedule = read_schedule(arguments.file, ranks_from_environment()[1])
     if arguments.microbatches not in (None, schedule.num_microbatches):
-        reject(
+        raise SystemExit(
             f"--microbatches {arguments.microbatches} contradicts {arguments.file}, which has "
             f"{schedule.num_microbatches}; leave the flag out"
         )

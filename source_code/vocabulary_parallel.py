@@ -25,7 +25,7 @@ from extensions.vocabulary_parallel.vocabulary_stages import build_spread_stages
 from guard.around_main import guarded
 from lab import attach
 from pipeline.collectives import open_groups
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 from pipeline.model import ModelConfig, cut_evenly
 from pipeline.one_process import train_one_process
 from pipeline.schedules import one_f_one_b
@@ -78,7 +78,7 @@ def read_flags():
     arguments = parse_arguments(parser)
     least = max(ModelConfig.vocabulary, arguments.num_ranks)
     if arguments.vocabulary < least:
-        reject(
+        raise SystemExit(
             f"--vocabulary {arguments.vocabulary} has no room for all bytes, or for a row per rank; "
             f"use at least {least}"
         )

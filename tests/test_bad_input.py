@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +21,8 @@ from saved_models import write_model
 
 from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
-from pipeline import command_line, training
+from guard import one_sentence
+from pipeline import training
 from pipeline.command_line import Parser
 from pipeline.data import load_text
 from pipeline.files import write_whole
@@ -159,7 +159,7 @@ class Refusal:
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         # The other ranks of a node wait before they leave, which needs no time here.
-        monkeypatch.setattr(command_line, "time", SimpleNamespace(sleep=lambda seconds: None))
+        monkeypatch.setattr(one_sentence, "WAIT", 0.0)
         for name in [name for name in os.environ if name.startswith(("SLURM_", "LOCAL_"))]:
             monkeypatch.delenv(name)
 

@@ -17,7 +17,8 @@ from extensions.pretraining.token_files import TokenWriter, load_tokens, write_t
 from extensions.pretraining.tokens import DataError, complaints_of_library
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
-from pipeline.command_line import Parser, positive_integer, reject
+from guard.one_sentence import in_one_sentence
+from pipeline.command_line import Parser, positive_integer
 from pipeline.inputs import InputError, is_file_name, open_input
 
 
@@ -113,7 +114,7 @@ def test_ends_of_documents_lie_in_their_part_in_order(tokens, ends):
 def ends_with(main, monkeypatch, capsys, *words):
     """The one sentence with which a program rejects its arguments."""
     monkeypatch.setattr(sys, "argv", ["program", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, in_one_sentence():
         sys.exit(main())
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and len(line) < 1000
@@ -185,8 +186,8 @@ def test_a_number_of_any_length_is_rejected_in_a_short_sentence(monkeypatch, cap
 
 
 def test_a_word_that_is_too_long_is_cut_in_a_sentence(capsys):
-    with pytest.raises(SystemExit):
-        reject(f"--data {'x' * 5000}: this is not a file")
+    with pytest.raises(SystemExit), in_one_sentence():
+        raise SystemExit(f"--data {'x' * 5000}: this is not a file")
     said = capsys.readouterr().err
     assert said == f"--data {'x' * 40}... (5,001 letters) this is not a file\n"
 

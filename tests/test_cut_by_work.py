@@ -6,6 +6,7 @@ import pretrain_llama
 import pytest
 
 from extensions.pretraining.cut_by_work import cut_by_work, head_in_layers
+from extensions.pretraining.training_flags import check_training_flags
 from pipeline.model import ModelConfig
 
 
@@ -55,4 +56,5 @@ def test_pretrain_llama_counts_the_head_unless_it_is_given_a_cut(flags, ranks, c
     parser.set_defaults(num_ranks=ranks)
     arguments = parser.parse_args(flags.split())
     schedule = pretrain_llama.complete_flags(parser, arguments, lambda _: None)
+    check_training_flags(arguments, schedule)
     assert list(arguments.cut) == cut and schedule.num_stages == len(cut)

@@ -121,6 +121,23 @@ def test_without_clipping_plain_descent_on_full_rows_agrees_too(tmp_path):
     assert "as promised" in output
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    first_of(
+        [
+            (4, "--replicas 2 --schedule interleaved-1f1b --chunks 2"),
+            (3, "--replicas 3 --batch-size 48 --reduce ddp"),  # no width is a multiple of three
+            (4, "--replicas 2 --library"),
+        ],
+        2,
+    ),
+)
+def test_an_optimizer_in_shards_has_the_losses_of_one_process(tmp_path, ranks, flags):
+    common = ADAMW.replace("--batch-size 16", "--batch-size 48") if ranks == 3 else ADAMW
+    losses, _ = train(tmp_path, f"{flags} --sharding optimizer", ranks, common)
+    assert largest_difference(losses, one_process(common)) <= 1e-12
+
+
 def test_fsdp2_sums_float32_over_gloo_which_refuses_its_scaled_sums(tmp_path):
     losses, _ = train(tmp_path, "--replicas 2 --reduce fsdp2 --dtype float32")
     assert 1e-12 < largest_difference(losses, one_process()) <= 1e-4
@@ -311,6 +328,22 @@ def test_a_checkpoint_of_2_x_2_goes_on_as_1_x_4_and_as_4_x_1(tmp_path, before, a
     assert largest_difference(losses, one_process(common)) <= 1e-12
 
 
+def test_an_optimizer_in_shards_is_saved_whole_and_goes_on_in_other_shards_and_in_none(tmp_path):
+    common, losses = ADAMW.replace("--steps 3", "--steps 8"), {}
+    where = f"--checkpoints {tmp_path / 'saved'} --save-every 2"
+    for flags in (
+        "--replicas 2 --steps 2 --sharding optimizer",
+        "--replicas 4 --steps 4 --microbatches 2 --sharding optimizer",
+        "--replicas 1 --steps 6",
+        "--replicas 2 --steps 8 --sharding optimizer",
+    ):
+        some, output = train(tmp_path, f"{flags} {where}", common=common)
+        assert ("continues after" in output) == bool(losses)
+        losses.update(some)
+    assert sorted(losses) == list(range(8))
+    assert largest_difference(losses, one_process(common)) <= 1e-12
+
+
 def test_replicas_that_sum_by_themselves_save_every_tensor_once_too(tmp_path):
     train(tmp_path, f"--steps 1 --replicas 2 --checkpoints {tmp_path / 'saved'}", common=ADAMW)
     assert_saved_once(tmp_path / "saved", "all-reduce")
@@ -333,6 +366,9 @@ def test_replicas_that_sum_by_themselves_save_every_tensor_once_too(tmp_path):
         (4, "--replicas 2 --library --schedule zb-h1", "--library has no --schedule zb-h1"),
         (4, "--library --microbatches 2", "--microbatches 2 is less than the 4 stages"),
         (12, "--replicas 1", "--layers 8 is too few"),
+        (4, "--sharding optimizer", "use --replicas 2 or more"),
+        (4, "--replicas 2 --sharding optimizer", "use momentum or adamw"),
+        (4, "--replicas 2 --sharding optimizer --reduce fsdp2", "shards of its own"),
         (4, "--replicas 2 --schedule zb-v --chunks 3", "--schedule zb-v"),
     ],
 )

@@ -443,22 +443,19 @@ def test_finetune_cuts_by_counted_work(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--sharding optimizer", "--replicas 2 or more"),
-        ("--sharding optimizer --replicas 2 --optimizer sgd", "momentum or adamw"),
         ("--compile eager --schedule zb-h1", "--compile with --schedule zb-h1"),
         ("--compile eager --recompute selective", "--recompute none"),
         ("--threads 2 --dtype float64", "--dtype float32 or bfloat16"),
         ("--cut even", "--cut"),
     ],
 )
-def test_a_bad_combination_is_rejected_in_one_sentence_that_names_the_flag(flags, words, capsys):
+def test_a_bad_combination_is_rejected_in_one_sentence_that_names_the_flag(flags, words):
     with pytest.raises(SystemExit) as ended:
         flags_of(pretrain_llama, f"{SMALL} {flags}", ranks=4)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and words in said and said.count("\n") == 1
+    assert words in ended.value.code and "\n" not in ended.value.code
 
 
-def test_compile_without_a_compiler_is_rejected(capsys):
-    with mock.patch.object(compiling, "has_compiler", lambda: False), pytest.raises(SystemExit):
-        flags_of(pretrain_llama, f"{SMALL} --compile")
-    assert "a C++ compiler" in capsys.readouterr().err
+def test_compile_without_a_compiler_is_rejected():
+    with mock.patch.object(compiling, "has_compiler", lambda: False):
+        with pytest.raises(SystemExit, match="a C\\+\\+ compiler"):
+            flags_of(pretrain_llama, f"{SMALL} --compile")

@@ -35,6 +35,7 @@ KINDS = [
         r"make (slides|site|handout)\b",
         "test_instructors.py, test_site.py and test_handout.py make them",
     ),
+    (r"python source_code/convert\.py ", "test_real_models.py converts models of its own"),
     (r"python source_code/prepare_data\.py ", "test_token_files.py makes tokens of other texts"),
     (r"(torchrun .*|python )source_code/", RUN),
     (r"torchrun .* finetune\.py ", "tests/test_copy_template.py runs a copy on a model of its own"),

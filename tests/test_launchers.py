@@ -10,15 +10,15 @@ import random
 import re
 import socket
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from guard import one_sentence
+from guard.launcher import LauncherError, meeting_point, read_ranks
+from guard.one_sentence import in_one_sentence
 from guard.printing import end_quietly_when_interrupted
 from guard.siblings import launcher_lives
-from pipeline import command_line
-from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment, reject
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "200"))
 COUNTS = ["1", "2", "4", "7", "16"]
@@ -92,7 +92,7 @@ def environment(monkeypatch):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(command_line, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(one_sentence, "WAIT", 0.0)
 
     def replace(variables):
         for name in {*TORCHRUN, *SLURM}:
@@ -110,14 +110,12 @@ def place_of():
     """
     errors = io.StringIO()  # takes any character, as standard error does
     try:
-        with contextlib.redirect_stderr(errors):
-            ranks = ranks_from_environment()
-            if ranks[1] == 1:
-                return ranks, None
+        with contextlib.redirect_stderr(errors), in_one_sentence():
             try:
-                return ranks, meeting_point()
+                ranks = read_ranks()
+                return ranks, meeting_point() if ranks[1] > 1 else None
             except LauncherError as error:
-                reject(str(error))
+                raise SystemExit(str(error)) from None
     except SystemExit as end:
         said = errors.getvalue()
         assert end.code == 2
@@ -165,25 +163,18 @@ WHOLE |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
         ({"MASTER_ADDR": "a..b"}, "no place to meet"),
     ],
 )
-def test_what_is_missing_or_nonsense_is_named(environment, capsys, changed, sentence):
+def test_what_is_missing_or_nonsense_is_named(environment, changed, sentence):
     variables = {**WHOLE, **changed}
     environment({name: value for name, value in variables.items() if value is not None})
-    with pytest.raises(SystemExit):
-        reject_or_take()
-    assert sentence in capsys.readouterr().err
-
-
-def reject_or_take():
-    ranks_from_environment()
-    try:
+    with pytest.raises(LauncherError) as error:
+        read_ranks()
         meeting_point()
-    except LauncherError as error:
-        reject(str(error))
+    assert sentence in str(error.value)
 
 
 def test_a_whole_environment_is_taken(environment):
     environment(WHOLE)
-    assert (ranks_from_environment(), meeting_point()) == ((1, 2, 0, 1), ("127.0.0.1", 29500))
+    assert (read_ranks(), meeting_point()) == ((1, 2, 0, 1), ("127.0.0.1", 29500))
 
 
 def test_a_script_says_it_before_the_first_message_and_without_a_traceback(

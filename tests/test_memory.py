@@ -18,8 +18,7 @@ from course.launch import run
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred
 from extensions.pretraining.padding import ShareOfLoss
 from extensions.pretraining.weight_count import count_weights
-from extensions.real_models.saved_part import fill_part, lay_out
-from extensions.real_models.saved_settings import SavedSettings
+from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out
 from extensions.recompute import recomputing
 from lab.activation_memory import ActivationMemory
 from pipeline.model import ModelConfig, build_part, cut_evenly

@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -14,14 +13,16 @@ from course.failed_run import RunFailed
 from course.followed_run import follow
 from course.launch import ROOT, WarmRanks, launch_words, run
 from guard import free_port as free_ports
+from guard import one_sentence
 from guard.free_port import free_port
+from guard.launcher import meeting_point, read_ranks
+from guard.meeting import find_store
+from guard.one_sentence import in_one_sentence
+from guard.slurm import first_node
 from lab import slow_network, variables
 from lab.simulator import Costs, simulate
-from pipeline import command_line
-from pipeline.command_line import meeting_point, ranks_from_environment
-from pipeline.job import Job, meet
+from pipeline.job import Job
 from pipeline.schedules import gpipe
-from pipeline.slurm import first_node
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 SLURM_VARIABLES = {
@@ -68,9 +69,9 @@ def test_the_first_node_of_a_list(short_form, first):
 
 def test_under_srun_alone_the_ranks_of_an_uneven_job_find_their_numbers(environment):
     environment(**SLURM_VARIABLES)
-    assert ranks_from_environment() == (5, 7, 1, 4)  # the fullest node has four
+    assert read_ranks() == (5, 7, 1, 4)  # the fullest node has four
     environment(SLURM_STEP_TASKS_PER_NODE="4(x2),3")
-    assert ranks_from_environment()[3] == 4
+    assert read_ranks()[3] == 4
 
 
 def test_under_srun_alone_ranks_meet_on_the_first_node_at_a_port_of_the_job(environment):
@@ -118,11 +119,11 @@ def test_a_free_port_is_none_that_is_taken_and_none_that_the_system_hands_out(mo
 
 def test_a_node_name_that_leads_nowhere_is_named_with_the_cure(environment, monkeypatch, capsys):
     environment(**{**SLURM_VARIABLES, "SLURM_STEP_NODELIST": "nowhere.invalid"})
-    monkeypatch.setattr(command_line, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(one_sentence, "WAIT", 0.0)
     for local_rank, lines in [("0", 1), ("1", 0)]:  # once per node
         environment(SLURM_LOCALID=local_rank)
-        with pytest.raises(SystemExit) as ended, meet(Job(0, 4, "cpu", "gloo", 1)):
-            pass
+        with pytest.raises(SystemExit) as ended, in_one_sentence():
+            find_store(Job(0, 4, "cpu", "gloo", 1))
         said = capsys.readouterr().err
         assert ended.value.code == 2
         assert said.count("\n") == said.count("on node nowhere.invalid") == lines
@@ -153,7 +154,7 @@ def test_stages_follow_slurm_s_order_of_the_nodes_where_torchrun_s_differs(
 ):
     step = {**SLURM_VARIABLES, "SLURM_STEP_NUM_TASKS": "2"}
     environment(**{**step, **TORCHRUN, **changed})
-    assert ranks_from_environment()[0] == rank
+    assert read_ranks()[0] == rank
 
 
 def test_an_allocation_without_a_compute_node_below_starts_no_warm_ranks(environment, capsys):

@@ -22,7 +22,7 @@ from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors, write_tensors
 from guard import meeting
-from pipeline.command_line import LauncherError
+from guard.launcher import LauncherError
 from pipeline.inputs import InputError
 
 

@@ -246,7 +246,7 @@ def test_the_command_of_a_plan_needs_and_takes_what_its_forecast_says(capsys):
         Plan("interleaved-1f1b", 2, 2, 2, microbatch=2),
         Plan("zb-v", 4, 2, 1, microbatch=4, recompute="full"),
         Plan(replicas=4, microbatch=8),
-        Plan("1f1b", 2, replicas=2, microbatch=2, sharding="optimizer"),
+        Plan("1f1b", 2, replicas=2, microbatch=2),
     ):
         words = shlex.split(command_of("1m", model, MACHINE, plan))
         at = words.index("source_code/pretrain_llama.py")
@@ -259,7 +259,8 @@ def test_the_command_of_a_plan_needs_and_takes_what_its_forecast_says(capsys):
         assert max(table) * 2**20 == pytest.approx(found.memory, rel=1e-3)
     nodes = command_of("1m", model, Machine(64), Plan("1f1b", 8, replicas=8))
     assert nodes.startswith("sbatch --nodes=8 --gres=gpu:8 slurm/train.sbatch pretrain_llama.py ")
-    assert command_of("1m", model, MACHINE, Plan(tensor=4)) is None
+    for plan in (Plan(tensor=4), Plan(replicas=4, sharding="optimizer")):
+        assert command_of("1m", model, MACHINE, plan) is None
     assert command_of("llama-3-8b", NAMED["llama-3-8b"], MACHINE, Plan(ranks=4)) is None
 
 
@@ -315,7 +316,7 @@ def profile_of(layers, **further):
 
 
 def test_a_saved_model_of_the_course_s_sizes_keeps_its_norms_in_float32(tmp_path):
-    """As plan.py pretrain_llama.py --from-hf FOLDER predicts it, in 16 bits."""
+    """As pretrain_llama.py and finetune.py compute it, in 16 bits."""
     folder = write_model(tmp_path / "saved", torch.bfloat16, layers=8, hidden_dim=48)
     settings, _ = read_settings(folder, 64)
     predicted = predict_memory(settings, one_f_one_b(4, 8), cut_evenly(8, 4), 2, 2)
@@ -382,7 +383,7 @@ def test_a_malformed_profile_is_rejected_in_one_sentence(content, sentence, tmp_
 
 def test_a_named_model_s_flags_start_with_its_files(capsys):
     status, text = run("llama-3-8b --gpus 16 --count 1 --seq-len 512", capsys)
-    flags = next(line for line in text.splitlines() if line.startswith("--from-hf FOLDER"))
+    flags = next(line for line in text.splitlines() if line.startswith("--checkpoints NEW_FOLDER"))
     assert status == 0 and flags.endswith("--data FILE")
     known = {word for word in flags.split() if word.startswith("--")}
     parser = pretrain_llama.program_parser()

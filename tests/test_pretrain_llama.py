@@ -64,7 +64,7 @@ def difference_of(output):
             (
                 4,
                 "--schedule interleaved-1f1b --chunks 2 --replicas 2 --documents --microbatches 2 "
-                "--sharding optimizer --clip 0.3",
+                "--clip 0.3",
             ),
             (2, "--schedule zb-v --recompute stage --documents --accumulate 4"),
             (4, "--schedule zb-h1 --replicas 4 --recompute selective --vocabulary 300"),
@@ -171,7 +171,7 @@ def test_the_seed_of_a_sample_decides_its_tokens():
 # Continue.
 
 
-@pytest.mark.parametrize("more", first_of(["--dtype bfloat16 --sharding optimizer", ""], 1))
+@pytest.mark.parametrize("more", first_of(["--dtype bfloat16", ""], 1))
 def test_continued_on_the_same_cut_the_losses_are_the_same_bits(tmp_path, more):
     flags = f"{EXACT} --replicas 2 --accumulate 2 {more}"
     whole, _ = train(f"{flags} --steps 4")
@@ -187,8 +187,8 @@ def test_continued_with_other_ranks_replicas_and_schedule_the_losses_stay_within
     folder = f"--checkpoints {tmp_path / 'saved'} --save-every 1"
     losses = {}
     for ranks, steps, flags in [
-        (4, 2, "--replicas 2 --sharding optimizer"),
-        (4, 3, "--replicas 4 --sharding optimizer"),
+        (4, 2, "--replicas 2"),
+        (4, 3, "--replicas 4"),
         (2, 4, "--schedule zb-v --accumulate 2"),
         (3, 5, "--schedule gpipe --recompute layer"),
     ]:

@@ -196,7 +196,15 @@ BY_HAND = (
     "zero_bubble",
 )
 LONGER = {"pipeline_with_data_parallel", "pretrain_llama"}
-TOOLS = {"copy_template", "inference", "plan", "plan_partition", "predict", "preflight"} | {
+TOOLS = {
+    "convert",
+    "copy_template",
+    "inference",
+    "plan",
+    "plan_partition",
+    "predict",
+    "preflight",
+} | {
     "prepare_data",
     "search_schedule",
 }

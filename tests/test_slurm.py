@@ -571,8 +571,12 @@ def test_jupyter_listens_on_its_node_wants_a_token_and_says_how_to_get_there(clu
         cluster.wait_for_end(job, limit=30)
 
 
-def test_a_copied_folder_trains_by_its_own_job_script(cluster, tmp_path, one_machine, monkeypatch):
+@pytest.mark.parametrize("form", ["--bare", None])
+def test_a_copied_folder_trains_by_its_own_job_script(
+    cluster, tmp_path, one_machine, monkeypatch, form
+):
     words = [sys.executable, "source_code/copy_template.py", "gpipe.py", tmp_path / "mine"]
+    words += [form] if form else []
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=60)
     monkeypatch.setattr(cluster, "place", tmp_path / "mine")
     monkeypatch.setitem(cluster.environment, "PYTHON", sys.executable)

@@ -23,7 +23,7 @@ from accept_runs import Machine, OutOfTime, Part, find_nodes  # noqa: E402
 from this_machine import describe  # noqa: E402
 
 from course import launch  # noqa: E402
-from pipeline.command_line import Parser, positive_integer, positive_number, reject  # noqa: E402
+from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 from pipeline.files import to_json, write_whole  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def main():
     nodes = find_nodes()
     ranks = arguments.ranks or nodes * torch.cuda.device_count()
     if not 2 <= ranks <= 8:
-        reject(
+        raise SystemExit(
             f"--ranks {ranks}: the acceptance is for 2 to 8 ranks; give --ranks a number of them"
         )
     device = "cpu" if arguments.device == "cpu" or not torch.cuda.is_available() else "cuda"

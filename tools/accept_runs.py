@@ -94,7 +94,7 @@ class Part:
         if left < 1:
             raise OutOfTime
         script, *flags = shlex.split(command)
-        if self.machine.device == "cpu" and script != "preflight.py":
+        if self.machine.device == "cpu" and script not in ("preflight.py", "convert.py"):
             flags += ["--device", "cpu"]
         ranks, self.runs = self.machine.ranks if ranks == "all" else ranks, self.runs + 1
         try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
-from pipeline.command_line import Parser, reject  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 from pipeline.files import write_whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,9 +30,13 @@ def main():
         found = json.loads(Path(file).read_text(encoding="utf-8"))
         machine, parts = found["machine"], found["parts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reject(f"{file} is not what tools/accept.py writes ({error}); run the acceptance anew")
+        raise SystemExit(
+            f"{file} is not what tools/accept.py writes ({error}); run the acceptance anew"
+        ) from None
     if machine["device"] != "cuda" or machine["small"]:
-        reject(f"{file} has no measurements: CPUs stood in for GPUs, or its sizes were --small")
+        raise SystemExit(
+            f"{file} has no measurements: CPUs stood in for GPUs, or its sizes were --small"
+        )
     page = with_figures((ROOT / PAGE).read_text(encoding="utf-8"), machine, parts)
     write_whole(ROOT / PAGE, with_row(page, machine, parts))
     print(f"written: {PAGE}")

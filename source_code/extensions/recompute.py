@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 from pipeline.model import cut_evenly
 from pipeline.split_stage import SplitStage, stage_class_for
 from pipeline.stage import Stage
@@ -39,13 +39,15 @@ def check_pieces(arguments, cut):
     if arguments.pieces is None:
         arguments.pieces = 1
     elif arguments.recompute != "stage":
-        reject(
+        raise SystemExit(
             f"--pieces are for --recompute stage, not {arguments.recompute}; leave it out, "
             "or change --recompute"
         )
     fewest = min(last - first for first, last in cut)
     if arguments.pieces > fewest:
-        reject(f"--pieces {arguments.pieces}: a stage has {fewest} layers; use at most {fewest}")
+        raise SystemExit(
+            f"--pieces {arguments.pieces}: a stage has {fewest} layers; use at most {fewest}"
+        )
 
 
 def build_recomputing_stages(arguments, schedule, cut, job):

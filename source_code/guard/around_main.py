@@ -10,10 +10,12 @@ from contextlib import contextmanager
 
 import guard.unpickling  # noqa: F401 - objects from other ranks run no code
 from guard.agreement import settings_of
+from guard.launcher import ranks_set
+from guard.one_sentence import in_one_sentence, tell_launcher
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from guard.sizes import check_duration, check_memory
-from pipeline.job import joining
+from pipeline.job import joining, told
 from pipeline.training import checks
 
 
@@ -24,7 +26,7 @@ def guarded(main):
     def surrounded():
         keep_running_unheard()
         end_quietly_when_interrupted()
-        with attached():
+        with in_one_sentence(), ranks_set(), attached():
             return main()
 
     return surrounded
@@ -45,10 +47,12 @@ def attached():
 
     argparse.ArgumentParser.parse_args = noted
     joining.append(meeting)
+    told.append(tell_launcher)
     before, checks[:] = list(checks), [*checks, check_memory, check_duration]
     try:
         yield
     finally:
         argparse.ArgumentParser.parse_args = parse_args
         joining.remove(meeting)
+        told.remove(tell_launcher)
         checks[:] = before

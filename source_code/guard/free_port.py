@@ -3,7 +3,7 @@
 import secrets
 import socket
 
-from pipeline.slurm import FIRST_PORT, PORTS
+from guard.slurm import FIRST_PORT, PORTS
 
 
 def free_port():

@@ -10,8 +10,8 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
+from guard.launcher import LauncherError, meeting_point
 from guard.siblings import end_siblings, stopped_among
-from pipeline.command_line import LauncherError, meeting_point, reject
 from pipeline.job import GRACE, SLOW_START, end_process, store_of_one
 
 
@@ -28,7 +28,7 @@ def find_store(job):
         address, port = meeting_point()
         check_known(address)
     except LauncherError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     os.environ.setdefault("RANK", str(job.rank))
     os.environ.setdefault("WORLD_SIZE", str(job.num_ranks))
     limit = max(job.timeout, SLOW_START)

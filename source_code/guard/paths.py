@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from guard.claims import content_of
-from pipeline.command_line import reject
 from pipeline.files import new_file_beside
 
 # Every path that a run reads or writes, and its attribute; each script has some of them.
@@ -14,13 +13,11 @@ READ = {
     "--tokenizer": "tokenizer",
     "--pretrained": "pretrained",
     "--model": "model_folder",
-    "--from-hf": "from_hf",
     "--repair": "repair",
     "FILE.csv": "file",
     "--checkpoints": "checkpoints",
 }
-WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export"}
-WRITTEN |= {"--save": "save", "--to-hf": "to_hf"}
+WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export", "--save": "save"}
 
 
 def check_paths_apart(arguments, written=WRITTEN, read=READ):
@@ -43,11 +40,11 @@ def check_apart(flag, path, other, other_path):
     """Reject two paths if one is the other or lies in it."""
     real, other_real = Path(os.path.realpath(path)), Path(os.path.realpath(other_path))
     if real == other_real or same_file(real, other_real):
-        reject(f"{flag} and {other} name the same file {path}; give each its own")
+        raise SystemExit(f"{flag} and {other} name the same file {path}; give each its own")
     if real.is_relative_to(other_real):
-        reject(f"{flag} {path} lies in {other} {other_path}; name a place outside of it")
+        raise SystemExit(f"{flag} {path} lies in {other} {other_path}; name a place outside of it")
     if other_real.is_relative_to(real):
-        reject(f"{other} {other_path} lies in {flag} {path}; name a place outside of it")
+        raise SystemExit(f"{other} {other_path} lies in {flag} {path}; name a place outside of it")
 
 
 def same_file(path, other):
@@ -63,20 +60,20 @@ def check_new_folder(flag, folder):
     whole = os.path.abspath(folder)
     parent = os.path.dirname(whole)
     if not os.path.isdir(parent):
-        reject(f"{flag} {folder}: the folder {parent} does not exist; make it first")
+        raise SystemExit(f"{flag} {folder}: the folder {parent} does not exist; make it first")
     if os.path.lexists(whole) and (not os.path.isdir(whole) or content_of(whole)):
-        reject(f"{flag} {folder}: there is something already; name a new folder")
+        raise SystemExit(f"{flag} {folder}: there is something already; name a new folder")
     if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, ".model")):
-        reject(f"{flag} {folder} cannot be written; name a folder of yours")
+        raise SystemExit(f"{flag} {folder} cannot be written; name a folder of yours")
 
 
 def check_file(flag, path):
     """Reject a file that cannot be created or replaced."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
-        reject(f"{flag} {path}: the folder {folder} does not exist; make it first")
+        raise SystemExit(f"{flag} {path}: the folder {folder} does not exist; make it first")
     if not can_be_written(path):
-        reject(f"{flag} {path} cannot be written; name a file in a folder of yours")
+        raise SystemExit(f"{flag} {path} cannot be written; name a file in a folder of yours")
 
 
 def can_be_written(path):

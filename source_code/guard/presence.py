@@ -16,7 +16,6 @@ from guard.agreement import Disagreement, Missing, agree, ranks_text
 from guard.meeting import find_store, launcher_keeps_the_store
 from guard.siblings import end_siblings, launcher_lives, stopped_among
 from guard.watch import attach_watch
-from pipeline.command_line import reject
 from pipeline.job import GRACE, SLOW_START, end_process
 
 SIGN_OF_LIFE = 0.25  # seconds between two signs
@@ -52,7 +51,7 @@ def guarded_meeting(job, settings=None):
     except Disagreement as error:
         presence.store = None
         leave_together(job)
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     finally:
         presence.end_joining()
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-from pipeline.command_line import LauncherError, whole_number
+from guard.launcher import LauncherError, whole_number
 
 LAUNCHER_VARIABLE = "PIPELINE_LAUNCHER"  # process id of a launcher on this machine
 

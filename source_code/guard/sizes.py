@@ -4,8 +4,6 @@ import os
 
 import torch
 
-from pipeline.command_line import reject
-
 OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
 LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward of the narrowest layer
 FASTEST_CPU, FASTEST_GPU = 2e11, 2.5e15  # operations per second of a thread, of a device
@@ -31,7 +29,7 @@ def check_memory(arguments):
     objects = OBJECTS_OF_A_LAYER * layers + OBJECTS_OF_A_ROW * arguments.batch_size
     needed = 8 * (weights + tokens + activations) + objects
     if needed > memory:
-        reject(
+        raise SystemExit(
             f"--dim, --layers and --batch-size need more than {needed / 2**30:.0f} GiB per rank, and "
             f"this machine has {memory / 2**30:.0f} GiB; use smaller ones, or more ranks"
         )
@@ -52,7 +50,7 @@ def check_duration(arguments):
     microbatches = batch // arguments.microbatch_size
     seconds = layers * microbatches * LEAST_PER_LAYER + operations / fastest
     if seconds > 3600:
-        reject(
+        raise SystemExit(
             f"--layers {config.layers} with {microbatches:,} micro-batches of {batch:,} sequences: a "
             f"step takes more than {seconds / 3600:,.0f} hours; use smaller ones, or more ranks"
         )

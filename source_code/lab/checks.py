@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from guard.paths import WRITTEN, can_be_written, check_file, check_paths_apart
 from lab.simulator import Costs
-from pipeline.command_line import reject
 
 OUTPUTS = {"--timeline": "timeline", "--profile": "profile", "--record": "record"}
 
@@ -14,7 +13,7 @@ def check_has_ranks(arguments):
     """Reject the lab's flags for one process with several stages: the lab attaches to ranks."""
     names = "pace", "timeline", "profile", "record"
     if getattr(arguments, "single_process", None) and any(getattr(arguments, n) for n in names):
-        reject(
+        raise SystemExit(
             "--single-process has no ranks to pace or draw; leave out --pace, --timeline, "
             "--profile and --record"
         )
@@ -36,17 +35,19 @@ def check_recording(folder):
         return
     parent, whole = os.path.dirname(os.path.abspath(folder)), os.path.abspath(folder)
     if not os.path.isdir(parent):
-        reject(f"--record {folder}: the folder {parent} does not exist; make it first")
+        raise SystemExit(f"--record {folder}: the folder {parent} does not exist; make it first")
     if not os.path.isdir(whole):
         possible = not os.path.lexists(whole) and can_be_written(whole)
     elif not os.access(whole, os.R_OK | os.X_OK):
         possible = False
     elif os.listdir(whole):
-        reject(f"--record {folder}: there is something in it; name a new folder, or empty this one")
+        raise SystemExit(
+            f"--record {folder}: there is something in it; name a new folder, or empty this one"
+        )
     else:
         possible = can_be_written(os.path.join(whole, "recording"))
     if not possible:
-        reject(f"--record {folder} cannot be written; name a folder of yours")
+        raise SystemExit(f"--record {folder} cannot be written; name a folder of yours")
 
 
 def check_pace(arguments):
@@ -56,16 +57,16 @@ def check_pace(arguments):
     if pace is None:
         return
     if len(pace) not in (2, 3):
-        reject(
+        raise SystemExit(
             "--pace takes two or three times in milliseconds: forward, backward, and the weights' "
             "part of the backward"
         )
     if len(pace) == 3 and pace[2] >= pace[1]:
-        reject(
+        raise SystemExit(
             "--pace: the weights' part must be less than the full backward; lower the third time"
         )
     if max(pace) >= 1000 * timeout:
-        reject(
+        raise SystemExit(
             f"--pace: an action of {max(pace):g} ms outlasts --timeout {timeout:g} s; use a "
             "shorter time or a longer --timeout"
         )
@@ -76,7 +77,7 @@ def check_pace(arguments):
     arguments.pace_costs = costs
     longest = costs.backward + costs.recompute
     if longest >= 1000 * timeout:
-        reject(
+        raise SystemExit(
             f"--pace: a backward that recomputes takes {longest:g} ms and outlasts --timeout "
             f"{timeout:g} s; use shorter times or a longer --timeout"
         )
@@ -88,11 +89,11 @@ def check_pace_per_layer(arguments):
         return
     pace, timeout = arguments.pace_costs, arguments.timeout
     if pace is None:
-        reject("--pace-per-layer says what --pace is the time of; give --pace, too")
+        raise SystemExit("--pace-per-layer says what --pace is the time of; give --pace, too")
     most = max(arguments.cut or [-(-arguments.layers // arguments.num_ranks)])
     longest = most * max(pace.forward, pace.backward + pace.recompute)
     if longest >= 1000 * timeout:
-        reject(
+        raise SystemExit(
             f"--pace-per-layer: an action of a stage with {most} layers takes {longest:g} ms and "
             f"outlasts --timeout {timeout:g} s; use a shorter --pace"
         )

@@ -14,9 +14,9 @@ import torch
 
 from guard.around_main import attached
 from guard.free_port import free_port
+from guard.launcher import LauncherError, meeting_point, read_ranks
 from guard.siblings import LAUNCHER_VARIABLE
 from pipeline.collectives import gather
-from pipeline.command_line import LauncherError, meeting_point, ranks_from_environment
 from pipeline.job import join_job
 
 PREFLIGHT = Path(__file__).resolve().parents[1] / "preflight.py"
@@ -103,7 +103,7 @@ def failed_to_meet(reason):
 def checks_of_job(timeout, of_this_node):
     """On rank 0, the lines of the other nodes and of the messages between all neighbours."""
     try:
-        if ranks_from_environment()[1] > 1:
+        if read_ranks()[1] > 1:
             meeting_point()
         with attached():
             job = join_job("auto", timeout)

@@ -12,7 +12,6 @@ import sys
 from guard.around_main import guarded
 from lab import attach
 from lab.simulator import Costs
-from pipeline.command_line import reject
 from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
 from pipeline.schedule import ScheduleError, from_csv
 from pipeline.split_stage import stage_class_for
@@ -41,7 +40,7 @@ def main():
     try:
         schedule, costs = read_times(arguments.times, 1000 * arguments.timeout)
     except (InputError, ScheduleError) as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     arguments.layers = schedule.num_stages
     arguments.batch_size = arguments.microbatches = schedule.num_microbatches
     complete_arguments(parser, arguments)

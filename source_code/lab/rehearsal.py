@@ -30,7 +30,6 @@ from torch.distributed import ProcessGroup
 
 from guard.watch import pending_texts
 from pipeline import job as jobs
-from pipeline.command_line import reject
 
 MODES = "lazy", "warmed", "eager", "strict"
 COLLECTIVES = (
@@ -62,7 +61,7 @@ def check_rehearsal(arguments):
     if not arguments.rehearse:
         return
     if arguments.device == "cuda" or (arguments.device == "auto" and torch.cuda.is_available()):
-        reject("--rehearse plays NCCL's rules on a CPU; use --device cpu")
+        raise SystemExit("--rehearse plays NCCL's rules on a CPU; use --device cpu")
     begin(arguments.rehearse)
 
 

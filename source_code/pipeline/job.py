@@ -22,18 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported early: its functions bind an existing default group
 
-from pipeline.command_line import (
-    LauncherError,
-    meeting_point,
-    ranks_from_environment,
-    reject,
-    tell_launcher,
-)
+from pipeline.command_line import ranks_from_environment
 from pipeline.message import Message
 
 SLOW_START = 60.0  # least seconds that ranks have to find each other
 GRACE = 5.0  # seconds after the longest wait, when the transport ends it
 ending = threading.Lock()
+told = []  # functions that hear the sentence with which this process ends
 joining = []  # contexts in which a job of this process is joined; the last one counts
 
 
@@ -179,10 +174,6 @@ def meet(job):
         if job.num_ranks == 1:
             job.store = store_of_one()
         else:
-            try:
-                meeting_point()
-            except LauncherError as error:
-                reject(str(error))
             limit = timedelta(seconds=max(job.timeout, SLOW_START))
             ranks = {"rank": job.rank, "world_size": job.num_ranks}
             job.store = next(dist.rendezvous("env://", **ranks, timeout=limit))[0]
@@ -252,7 +243,8 @@ def end_process(sentence, before_leaving=lambda: None):
     ending.acquire()  # never released: only one thread prints and ends the process
     sys.stderr.write(f"{sentence}\n")  # in one piece: other ranks may write at the same moment
     sys.stderr.flush()
-    tell_launcher(sentence)
+    for tell in told:
+        tell(sentence)
     sys.stdout.flush()
     before_leaving()
     time.sleep(0.3)  # other ranks may still read the reason from this rank's store

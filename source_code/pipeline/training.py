@@ -11,7 +11,6 @@ from pipeline.command_line import (
     positive_integer,
     positive_number,
     ranks_from_environment,
-    reject,
 )
 from pipeline.data import DataError, load_text
 from pipeline.files import json_line, not_written, write_output
@@ -83,7 +82,7 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
     a = arguments
     a.learning_rate = a.learning_rate or LEARNING_RATES[a.optimizer]
     if a.batch_size % a.microbatches:
-        reject(
+        raise SystemExit(
             f"--microbatches {a.microbatches} does not divide --batch-size {a.batch_size}; use a "
             f"--batch-size that is a multiple of {a.microbatches}"
         )
@@ -97,16 +96,18 @@ def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.se
     a.num_ranks = getattr(a, "num_ranks", None) or ranks_from_environment()[1]
     a.vocabulary = getattr(a, "vocabulary", ModelConfig.vocabulary)
     if a.dim % (2 * a.heads):
-        reject(
+        raise SystemExit(
             f"--heads {a.heads} does not cut --dim {a.dim} into parts of even width; use a --dim "
             f"that is a multiple of {2 * a.heads}"
         )
     if a.heads % a.kv_heads:
-        reject(f"--kv-heads {a.kv_heads} does not divide --heads {a.heads}; use a divisor of it")
+        raise SystemExit(
+            f"--kv-heads {a.kv_heads} does not divide --heads {a.heads}; use a divisor of it"
+        )
     if not 0 <= a.seed < 2**31:
-        reject(f"--seed {a.seed} is out of range; use a number from 0 to {2**31 - 1}")
+        raise SystemExit(f"--seed {a.seed} is out of range; use a number from 0 to {2**31 - 1}")
     if a.device == "cuda" and not torch.cuda.is_available():
-        reject("--device cuda: this machine has no usable GPU; use --device cpu or auto")
+        raise SystemExit("--device cuda: this machine has no usable GPU; use --device cpu or auto")
     a.config = ModelConfig(a.layers, a.dim, a.heads, a.kv_heads, a.seq_len, a.vocabulary)
     a.torch_dtype = DTYPES[a.dtype]
     for check in [*parser.checks, *checks]:
@@ -114,7 +115,7 @@ def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.se
     try:
         a.text = read_data(a)
     except DataError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     return a
 
 
@@ -129,13 +130,13 @@ def cut_layers(arguments, num_stages):
     """Return each stage's (first, last) layer, `last` excluded: --cut, or as even as possible."""
     layers, cut = arguments.layers, arguments.cut
     if cut is None and layers < num_stages:
-        reject(
+        raise SystemExit(
             f"--layers {layers} is too few for {num_stages} stages; use at least one layer per "
             "stage, or fewer stages"
         )
     if cut and (len(cut) != num_stages or sum(cut) != layers):
         wanted = f"{num_stages} stages with {layers} layers in all"
-        reject(f"--cut {','.join(map(str, cut))} must name {wanted}")
+        raise SystemExit(f"--cut {','.join(map(str, cut))} must name {wanted}")
     return cut_as(cut) if cut else cut_evenly(layers, num_stages)
 
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from extensions.optimization.clipping import clip_gradients
 from guard.around_main import guarded
 from pipeline.collectives import Summing, gather, open_groups
-from pipeline.command_line import reject
 from pipeline.files import write_whole
 from pipeline.job import join_job
 from pipeline.message import Message
@@ -56,7 +55,7 @@ MESSAGES = (2**10, 2**17, 2**21)  # numbers
 def main():
     """Measure on all ranks; rank 0 fits the coefficients and writes them."""
     if len(sys.argv) != 3 or not sys.argv[1].isdecimal() or int(sys.argv[1]) < 2:
-        reject("give the length of the sequences, from 2, and the file to write")
+        raise SystemExit("give the length of the sequences, from 2, and the file to write")
     job = join_job()
     rows = measure_stages(job, int(sys.argv[1]))
     links = measure_links(job) if job.num_ranks > 1 else ((1e-6, 0.0), (1e-6, 0.0))

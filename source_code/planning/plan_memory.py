@@ -8,7 +8,7 @@ the gaps of an allocator.
 
 from functools import lru_cache
 
-from extensions.real_models.saved_settings import SavedSettings
+from extensions.real_models.saved_part import SavedSettings
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import build_schedule
 from planning.footprint import predict_memory

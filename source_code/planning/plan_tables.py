@@ -19,9 +19,9 @@ from planning.reasons import changes, limit_of, parts_of, rank_work
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
-STARTED = ("none", "optimizer")  # shardings that pretrain_llama.py has
-SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what --from-hf takes, once the model's files are here
+SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what convert.py takes, once their files are here
 BYTES = 256  # a larger vocabulary needs a tokenizer
+CONVERTED = "--checkpoints", "NEW_FOLDER"
 LONGEST_TOKENS = 6  # bytes in one of a tokenizer that was trained on the course's text
 HEADING = (
     "    replicas x stages x tensor  schedule           size  recompute  sharding   "
@@ -149,6 +149,7 @@ def command_of(name, model, machine, plan):
     flags = course_flags(name, model)
     if flags is None or not has_flags(plan):
         return None
+    first = f"{convert_command(name)} && " if name and Path(name).is_dir() else ""
     start = f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
     if plan.gpus > machine.gpus_per_node:  # torchrun --standalone starts one node
         nodes = plan.gpus // machine.gpus_per_node
@@ -157,12 +158,12 @@ def command_of(name, model, machine, plan):
             "slurm/train.sbatch pretrain_llama.py"
         )
     text = [] if own_text_is_enough(model) else ["--data", "FILE"]
-    return " ".join([start, *flags_of(model, machine, plan, flags), *text])
+    return first + " ".join([start, *flags_of(model, machine, plan, flags), *text])
 
 
 def has_flags(plan):
     """Whether pretrain_llama.py has flags for a plan, of a model that it can build."""
-    if plan.tensor > 1 or plan.sharding not in STARTED:
+    if plan.tensor > 1 or plan.sharding != "none":
         return False
     if plan.recompute not in ("none", "full"):
         return False
@@ -184,7 +185,7 @@ def further_lines(name, model, machine):
     if name and Path(name).is_dir():
         return [
             "",
-            f"No command, as --from-hf cannot read this folder: {why_not_saved(name, model)}.",
+            f"No command, as convert.py cannot read this folder: {why_not_saved(name, model)}.",
         ]
     return [
         "",
@@ -199,16 +200,22 @@ def lines_with_files(name, model, machine):
     best = search_plans(model, machine, plans, 1).best
     if not best:
         return [f"Nothing that pretrain_llama.py can start with a saved {name} fits."]
-    flags = flags_of(model, machine, best[0].plan, ["--from-hf", "FOLDER"])
+    flags = flags_of(model, machine, best[0].plan, [*CONVERTED, *sizes_of(model)])
     return [
         f"With a saved {name} in FOLDER and a text in FILE, the fastest that a script of the course",
-        f"starts takes {best[0].update:.3g} s per update: pretrain_llama.py with",
+        f"starts takes {best[0].update:.3g} s per update: {convert_command('FOLDER')},",
+        "then pretrain_llama.py with",
         " ".join([*flags, "--data", "FILE"]),
     ]
 
 
+def convert_command(folder):
+    """The command whose checkpoint pretrain_llama.py continues."""
+    return f"python source_code/convert.py --from-hf {folder} {' '.join(CONVERTED)}"
+
+
 def why_not_saved(folder, model):
-    """Return why --from-hf does not take a folder, or "" if it does."""
+    """Return why convert.py does not take a folder, or "" if it does."""
     try:
         read_settings(folder, model.length)
         find_tensors(Path(folder))
@@ -223,9 +230,12 @@ def course_flags(name, model):
     if name in OF_THE_COURSE:
         return ["--model", name]
     if name and Path(name).is_dir():
-        return None if why_not_saved(name, model) else ["--from-hf", name]
-    if not is_of_the_course(model):
-        return None
+        return None if why_not_saved(name, model) else [*CONVERTED, *sizes_of(model)]
+    return sizes_of(model) if is_of_the_course(model) else None
+
+
+def sizes_of(model):
+    """The flags of a model's sizes."""
     sizes = model.layers, model.hidden, model.head_count, model.kv_heads or model.head_count
     words = zip(("--layers", "--dim", "--heads", "--kv-heads"), map(str, sizes))
     return [*(word for pair in words for word in pair), "--vocabulary", str(model.vocabulary)]
@@ -243,7 +253,6 @@ def flags_of(model, machine, plan, sizes=None):
         "--seq-len": model.length,
         "--recompute": "layer" if plan.recompute == "full" else "none",
         "--dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[machine.bytes_per_value],
-        **({"--sharding": plan.sharding} if plan.sharding != "none" else {}),
         "--cut": ",".join(map(str, plan.layers_of(model))),
     }
     words = [str(word) for pair in flags.items() for word in pair]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from extensions.pretraining.weight_count import count_weights
 from lab.held_bytes import memory_table
-from pipeline.command_line import reject
 from pipeline.inputs import InputError
 from pipeline.training import cut_layers
 from planning.expected_error import expected_error
@@ -28,7 +27,9 @@ def print_program_plan(arguments, schedule, machine=None):
     `machine` a name or a JSON file of a machine, by default a DGX A100.
     """
     if arguments.cut == "auto":
-        reject("--cut auto is measured by the ranks, and a plan starts none; leave it out")
+        raise SystemExit(
+            "--cut auto is measured by the ranks, and a plan starts none; leave it out"
+        )
     read = machine_of(arguments.num_ranks, machine)
     memory = predicted_memory(arguments, schedule)
     print(f"{arguments.model}: {count_weights(arguments.config)[0]:,} weights, {schedule.name}")
@@ -49,7 +50,6 @@ def predicted_memory(arguments, schedule):
         a.torch_dtype.itemsize,
         a.optimizer,
         a.recompute,
-        shards=a.replicas if a.sharding == "optimizer" else 1,
     )
 
 
@@ -89,9 +89,9 @@ def machine_of(gpus, name):
     try:
         machine = read_machine(name, gpus)
     except InputError as error:
-        reject(f"--machine: {error}")
+        raise SystemExit(f"--machine: {error}") from None
     if machine.measured and gpus != machine.gpus_per_node:
-        reject(
+        raise SystemExit(
             f"--gpus {gpus}: {name} was measured with {machine.gpus_per_node} at once; "
             f"use {machine.gpus_per_node}"
         )
@@ -125,6 +125,5 @@ def plan_of(arguments, schedule):
         arguments.replicas,
         microbatch=arguments.microbatch_size,
         recompute=AGAIN[arguments.recompute],
-        sharding=arguments.sharding,
         cut=tuple(arguments.cut),
     )

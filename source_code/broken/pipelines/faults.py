@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import torch
 
-from pipeline.command_line import reject
 from pipeline.inputs import InputError, read_text
 from pipeline.job import end_process
 
@@ -112,7 +111,7 @@ def choose_pieces(arguments):
     That one is broken, with --cured right, and with --repair the one that FILE defines.
     """
     if arguments.num_ranks != RANKS:
-        reject(
+        raise SystemExit(
             f"--case {arguments.case} is a pipeline of {RANKS} ranks, and this job has "
             f"{arguments.num_ranks}; start it with --nproc-per-node {RANKS}"
         )
@@ -131,11 +130,13 @@ def piece_in(file, name):
         text = read_text(file)
         defined = runpy.run_path(file, {"math": math, "torch": torch}) if text else {}
     except InputError as error:
-        reject(f"--repair {error}; name a file of yours")
+        raise SystemExit(f"--repair {error}; name a file of yours") from None
     except (Exception, SystemExit) as error:  # whatever the reader's code raises
-        reject(f"--repair {file} cannot be run ({type(error).__name__}: {error}); mend it")
+        raise SystemExit(
+            f"--repair {file} cannot be run ({type(error).__name__}: {error}); mend it"
+        ) from None
     if not callable(defined.get(name)):
-        reject(f"--repair {file} defines no function {name}; give it that name")
+        raise SystemExit(f"--repair {file} defines no function {name}; give it that name")
 
     def piece(*arguments):
         try:

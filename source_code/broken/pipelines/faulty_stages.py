@@ -3,7 +3,6 @@
 from broken.pipelines.faults import RANKS
 from broken.pipelines.faulty_tying import start_tied
 from lab.simulator import Costs
-from pipeline.command_line import reject
 from pipeline.model import token_loss
 from pipeline.training import build_stage, cut_layers
 
@@ -12,7 +11,7 @@ def cut_by_piece(arguments, pieces):
     """Cut the model as the piece says, and pace every stage in proportion to its layers."""
     layers = pieces.layers_of_stages(arguments.layers, RANKS)
     if len(layers) != RANKS or sum(layers) != arguments.layers or min(layers) < 1:
-        reject(
+        raise SystemExit(
             f"--repair: layers_of_stages({arguments.layers}, {RANKS}) returned {layers}; give each "
             "stage at least one layer, and all of them together"
         )

@@ -2,7 +2,7 @@
 
 from extensions.asynchronous.weight_stash import MODES
 from pipeline.collectives import gather
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 
 
 def add_pipedream_flags(parser):
@@ -24,27 +24,27 @@ def check_pipedream(arguments):
     ranks, weights, microbatches = arguments.num_ranks, arguments.weights, arguments.microbatches
     replicas = arguments.replicas = arguments.replicas or [1] * ranks
     if sum(replicas) != ranks:
-        reject(
+        raise SystemExit(
             f"--replicas {'-'.join(map(str, replicas))} adds up to {sum(replicas)} ranks, and this "
             f"job has {ranks}; name as many as there are"
         )
     if weights != "double-buffered" and microbatches > 1:
-        reject(
+        raise SystemExit(
             f"--weights {weights} has no use for --microbatches; leave it out, or use --weights "
             "double-buffered"
         )
     if weights == "double-buffered" and microbatches < ranks:
-        reject(
+        raise SystemExit(
             f"--weights double-buffered needs --microbatches of at least the {ranks} ranks, not "
             f"{microbatches}; use more micro-batches or fewer ranks"
         )
     if weights != "stashed" and max(replicas) > 1:
-        reject(
+        raise SystemExit(
             f"--weights {weights} has no rule for stages with several --replicas; leave one of the "
             "two out"
         )
     if arguments.steps * microbatches < ranks:
-        reject(
+        raise SystemExit(
             f"--steps {arguments.steps} is less than the warm-up of {ranks} ranks; train at least "
             "one mini-batch per rank"
         )

@@ -153,6 +153,7 @@ def read_state(job, training, checkpoint, group=None):
         for name in training.parameters
     }
     state["random"] = {}
+    del state["configuration"]  # compared already, in checkpoint.json
     if any(name.startswith(f"random.{random_name(job)}.") for name in saved):
         state["random"] = {
             random_name(job): room_for(saved, f"random.{random_name(job)}.", torch.empty(0))

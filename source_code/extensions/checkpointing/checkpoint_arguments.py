@@ -22,7 +22,7 @@ from extensions.checkpointing.checkpoint_folder import (
 from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.checkpointing.stop_request import status_when_stopped
 from guard.paths import can_be_written, check_paths_apart
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 from pipeline.files import replace_file
 
 # What a continued run must share with the run that it continues. The number of ranks and stages,
@@ -58,30 +58,38 @@ def check_checkpoint_arguments(arguments, further):
         if arguments.checkpoints:
             look_into_folder(arguments)
     except CheckpointError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     saved, where = {}, None
     if arguments.begin:
         saved, where = arguments.begin.description["configuration"], arguments.begin.path
+    if saved.get("--settings") and "settings" not in further:
+        raise SystemExit(f"{where} came in with convert.py; continue it with pretrain_llama.py")
     arguments.configuration = configuration_of(arguments, further, saved)
+    if where and not arguments.begin.step:  # convert.py knows the model only
+        saved = {**arguments.configuration, **saved}
     if where and (sentence := first_difference(saved, where, arguments.configuration)):
-        reject(sentence)
+        raise SystemExit(sentence)
 
 
 def check_combinations(arguments):
     """Reject flags that need another flag, and flags that contradict each other."""
     for flag in ("save-every", "keep", "asynchronous", "fresh", "from-step", "export"):
         if getattr(arguments, flag.replace("-", "_")) and not arguments.checkpoints:
-            reject(f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out")
+            raise SystemExit(
+                f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out"
+            )
     beginnings = {"--fresh": arguments.fresh, "--from-step": arguments.from_step}
     if all(beginnings.values()):
-        reject("--fresh begins anew and --from-step from a checkpoint; use one of them")
+        raise SystemExit("--fresh begins anew and --from-step from a checkpoint; use one of them")
     if arguments.export:
         if not can_be_written(arguments.export):
-            reject(
+            raise SystemExit(
                 f"--export {arguments.export} cannot be written; name a file in a folder of yours"
             )
         if arguments.num_ranks > 1:
-            reject("--export is the work of one process; start it with python instead of torchrun")
+            raise SystemExit(
+                "--export is the work of one process; start it with python instead of torchrun"
+            )
 
 
 def look_into_folder(arguments):
@@ -89,9 +97,11 @@ def look_into_folder(arguments):
     folder = arguments.checkpoints
     parent = os.path.dirname(os.path.abspath(folder))
     if not os.path.isdir(parent):
-        reject(f"--checkpoints {folder}: the folder {parent} does not exist; make it first")
+        raise SystemExit(
+            f"--checkpoints {folder}: the folder {parent} does not exist; make it first"
+        )
     if os.path.exists(folder) and not os.path.isdir(folder):
-        reject(f"--checkpoints {folder} is not a folder; name one")
+        raise SystemExit(f"--checkpoints {folder} is not a folder; name one")
     newest = None if arguments.fresh else find_newest(arguments)
     arguments.begin = newest
     if arguments.from_step and (newest is None or newest.step != arguments.from_step):
@@ -99,12 +109,12 @@ def look_into_folder(arguments):
     arguments.run = run_to_write(folder, arguments.begin, arguments.begin is newest)
     if arguments.export:
         if arguments.begin is None:
-            reject(f"--export: there is no checkpoint in {folder}; train first")
+            raise SystemExit(f"--export: there is no checkpoint in {folder}; train first")
         return
     # Rank 0 creates a folder that does not exist yet, so its parent must be writable.
     inside = folder if os.path.isdir(folder) else parent
     if not can_be_written(os.path.join(inside, "checkpoint")):
-        reject(f"--checkpoints {folder} cannot be written to; name a folder of yours")
+        raise SystemExit(f"--checkpoints {folder} cannot be written to; name a folder of yours")
 
 
 def find_newest(arguments):
@@ -155,7 +165,7 @@ def continue_training(arguments, job, training):
             problem = checkpoints.restore(training)
         if problem:
             job.leave()
-            reject(problem)
+            raise SystemExit(problem)
     if training.step and job.rank == 0:
         print(f"continues after {training.step} steps, from {arguments.begin.path}", flush=True)
     return checkpoints
@@ -194,7 +204,7 @@ def export_newest(arguments):
     try:
         export(arguments.begin, arguments.export)
     except (CheckpointError, OSError) as error:
-        reject(f"--export {arguments.export}: {error}")
+        raise SystemExit(f"--export {arguments.export}: {error}") from None
     print(f"{arguments.begin.path} is now also in {arguments.export}")
     return 0
 

@@ -143,6 +143,28 @@ def read_whole(checkpoint):
     return state
 
 
+def read_weights(checkpoint, names):
+    """Return {name: tensor} of the model in a Checkpoint, in one process. Raises CheckpointError."""
+    saved = PlainReader(checkpoint).read_metadata().state_dict_metadata
+    weights = {}
+    for name in names:
+        entry = saved.get(f"model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{checkpoint.path} has no weight {name}")
+        weights[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    fill_weights(checkpoint, weights)
+    return weights
+
+
+def fill_weights(checkpoint, weights):
+    """Fill `weights`, tensors by name, from a Checkpoint; no others are read."""
+    reader, planner = PlainReader(checkpoint), PlainPlanner()
+    try:
+        _load_state_dict({"model": weights}, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
+
+
 def reason_of(error):
     """Return in one line the first failure that torch.distributed.checkpoint collected."""
     rank, (failure, _) = min(error.failures.items())

@@ -5,7 +5,6 @@ import statistics
 from extensions.data_parallel.replica_arguments import pipeline_ranks
 from extensions.data_parallel.replicas import AllReduce, replicate
 from pipeline.collectives import gather
-from pipeline.command_line import reject
 
 
 def add_reduction_flags(parser):
@@ -20,12 +19,12 @@ def check_reduction(arguments, schedule):
     """Reject unsupported combinations of flags. Returns the schedule that will be performed."""
     splits = any(action.kind == "I" for order in schedule.orders for action in order)
     if arguments.reduce == "ddp" and splits:
-        reject(
+        raise SystemExit(
             f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves passes "
             "by the hooks of DDP, which would sum nothing and say nothing; use all-reduce or fsdp2"
         )
     if arguments.reduce == "fsdp2" and getattr(arguments, "record", None):
-        reject(
+        raise SystemExit(
             "--record with --reduce fsdp2: no rank has a whole weight or gradient to take a "
             "fingerprint of; use --reduce all-reduce or ddp"
         )
@@ -40,7 +39,7 @@ def check_reduction(arguments, schedule):
     from extensions.torch_pipelining.library_worker import LIBRARY_NAMES
 
     if arguments.schedule not in LIBRARY_NAMES:
-        reject(
+        raise SystemExit(
             f"--library has no --schedule {arguments.schedule}; use one of "
             f"{', '.join(LIBRARY_NAMES)}"
         )
@@ -48,7 +47,7 @@ def check_reduction(arguments, schedule):
     ranks = pipeline_ranks(arguments)
     sizes = name, ranks, arguments.microbatches, schedule.num_stages // ranks
     if complaint := complaint_about(*sizes):
-        reject(complaint)
+        raise SystemExit(complaint)
     arguments.device = device_without_sharing(arguments.device)
     return replicate(schedule_as_data(*sizes), arguments.replicas)
 

@@ -1,7 +1,7 @@
 """The flag --replicas, and the values of it that are rejected."""
 
 from extensions.data_parallel.replicas import replicate
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 from pipeline.schedules.from_flags import choose_schedule
 
 
@@ -21,7 +21,7 @@ def pipeline_ranks(arguments):
     """Return the number of ranks of one pipeline. Rejects replicas that do not divide the ranks."""
     if arguments.num_ranks % arguments.replicas:
         fitting = [n for n in range(1, arguments.num_ranks + 1) if arguments.num_ranks % n == 0]
-        reject(
+        raise SystemExit(
             f"--replicas {arguments.replicas} does not divide the {arguments.num_ranks} ranks of "
             f"this job into equal pipelines; use one of {', '.join(map(str, fitting))}"
         )
@@ -33,7 +33,7 @@ def check_replicas(arguments):
     pipeline_ranks(arguments)
     pieces = arguments.replicas * arguments.microbatches
     if arguments.batch_size % pieces:
-        reject(
+        raise SystemExit(
             f"--batch-size {arguments.batch_size} cannot be cut into --replicas "
             f"{arguments.replicas} times --microbatches {arguments.microbatches} equal parts; use "
             f"a multiple of {pieces}"

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from extensions.checkpointing.checkpoint import Training
-from pipeline.command_line import reject
 from pipeline.one_process import build_optimizer
 
 
@@ -24,13 +23,21 @@ def add_sharding_flag(parser):
 
 
 def check_sharding(arguments):
-    """Reject a sharding without optimizer state to shard, or with a single replica."""
+    """Reject a sharding without optimizer state to shard, or with shards already."""
     if arguments.sharding == "none":
         return
     if arguments.replicas == 1:
-        reject("--sharding optimizer needs replicas to share it; use --replicas 2 or more")
+        raise SystemExit(
+            "--sharding optimizer needs replicas to share it; use --replicas 2 or more"
+        )
+    if arguments.reduce == "fsdp2":
+        raise SystemExit(
+            "--sharding optimizer with --reduce fsdp2, which has shards of its own; leave it out"
+        )
     if arguments.optimizer == "sgd":
-        reject("--sharding optimizer: --optimizer sgd keeps nothing; use momentum or adamw")
+        raise SystemExit(
+            "--sharding optimizer: --optimizer sgd keeps nothing; use momentum or adamw"
+        )
 
 
 def own_rows(tensor, replicas):

@@ -3,7 +3,7 @@
 import math
 
 from extensions.experts.expert_layer import Routing
-from pipeline.command_line import positive_integer, positive_number, reject
+from pipeline.command_line import positive_integer, positive_number
 
 
 def add_expert_flags(parser):
@@ -29,11 +29,13 @@ def check_experts(arguments):
     """Reject numbers that do not fit, and set `routing` and the default of --expert-ranks."""
     a = arguments
     if a.top > a.experts:
-        reject(f"--top {a.top} is more than --experts {a.experts}; use at most {a.experts}")
+        raise SystemExit(
+            f"--top {a.top} is more than --experts {a.experts}; use at most {a.experts}"
+        )
     a.expert_ranks = a.expert_ranks or math.gcd(a.replicas, a.experts)
     for flag, number in (("--replicas", a.replicas), ("--experts", a.experts)):
         if number % a.expert_ranks:
-            reject(
+            raise SystemExit(
                 f"--expert-ranks {a.expert_ranks} does not divide {flag} {number}; use a number "
                 f"that divides both, such as {math.gcd(a.replicas, a.experts)}"
             )
@@ -45,18 +47,18 @@ def check_exchange(arguments):
     """Reject --exchange and --pairs without what they need, or with what they cannot time."""
     a = arguments
     if (a.exchange and not getattr(a, "pace", None)) or (a.pairs and not a.exchange):
-        reject(
+        raise SystemExit(
             "--pairs needs --exchange, and --exchange needs --pace; give both, or leave them out"
         )
     if not a.exchange:
         return
     if a.record or a.profile or a.pace_per_layer or a.device == "cuda":
-        reject(
+        raise SystemExit(
             "--exchange is for paced CPU ranks, which it times itself; leave out --record, "
             "--profile and --pace-per-layer, and use --device cpu"
         )
     if max(a.exchange) >= 1000 * a.timeout:
-        reject(
+        raise SystemExit(
             f"--exchange: {max(a.exchange):g} ms outlast --timeout {a.timeout:g} s; use a shorter "
             "time or a longer --timeout"
         )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.command_line import reject
 from pipeline.job import end_process
 
 
@@ -34,7 +33,9 @@ def read_requests(arguments):
     if a.prompt:
         for number, text in enumerate(a.prompt):
             if not is_unicode(text):
-                reject(f"--prompt: request {number} is not text in UTF-8; type it in UTF-8")
+                raise SystemExit(
+                    f"--prompt: request {number} is not text in UTF-8; type it in UTF-8"
+                )
         prompts = [tuple(a.text.encode(text)) for text in a.prompt]
     else:  # different lengths, so that the requests end at different times
         held_out = a.text.held_out
@@ -43,9 +44,9 @@ def read_requests(arguments):
     requests = [Request(p, a.tokens, k * a.arrive_every) for k, p in enumerate(prompts)]
     for number, request in enumerate(requests):
         if not request.prompt:
-            reject(f"--prompt: request {number} is empty; give it at least one character")
+            raise SystemExit(f"--prompt: request {number} is empty; give it at least one character")
         if request.positions > a.seq_len:
-            reject(
+            raise SystemExit(
                 f"request {number} needs {request.positions} positions for its prompt and --tokens "
                 f"{a.tokens}, and the cache has --seq-len {a.seq_len}; use fewer tokens or a "
                 "larger --seq-len"

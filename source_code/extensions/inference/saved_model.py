@@ -1,17 +1,13 @@
 """A saved model of a training run: its sizes, and the weights of the layers of a rank."""
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     current_run,
     find_checkpoint,
     steps_of,
 )
-from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
+from extensions.checkpointing.checkpoint_reader import fill_weights
 from extensions.real_models.saved_folder import take_model
-from pipeline.command_line import reject
 from pipeline.model import build_part
 
 TRIES = 20  # while a training run replaces checkpoints
@@ -25,7 +21,7 @@ def take_sizes(arguments):
     """
     arguments.saved = None
     if arguments.model_folder and arguments.checkpoints:
-        reject("--model and --checkpoints name a model each; leave one of them out")
+        raise SystemExit("--model and --checkpoints name a model each; leave one of them out")
     if arguments.model_folder:
         vars(arguments).update(dict.fromkeys(SIZES))  # those of the folder count
         return take_model(arguments, "--model", arguments.model_folder)
@@ -34,14 +30,17 @@ def take_sizes(arguments):
     try:
         arguments.saved = newest_checkpoint(arguments.checkpoints)
     except CheckpointError as error:
-        reject(str(error))
+        raise SystemExit(str(error)) from None
     if arguments.saved is None:
-        reject(f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first")
+        raise SystemExit(
+            f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
+        )
     arguments.from_checkpoint = arguments.saved.name  # equal on all ranks, or they are told so
     flags = arguments.saved.description["configuration"]
-    if flags.get("--from-hf"):
-        reject(
-            "--checkpoints: that model was begun with --from-hf; write it out with --to-hf, and name that with --model"
+    if flags.get("--settings"):
+        raise SystemExit(
+            "--checkpoints: that model came in with convert.py; take it out with convert.py --to-hf, "
+            "and name that folder with --model"
         )
     for name in SIZES:
         setattr(arguments, name, flags.get(f"--{name.replace('_', '-')}", getattr(arguments, name)))
@@ -87,15 +86,10 @@ def load_weights(arguments, part):
         return
     weights = {name: parameter.detach() for name, parameter in part.named_parameters()}
     try:
-        _load_state_dict(
-            {"model": weights},
-            storage_reader=PlainReader(arguments.saved),
-            planner=PlainPlanner(),
-            no_dist=True,
-        )
-    except (CheckpointException, FileNotFoundError) as error:
+        fill_weights(arguments.saved, weights)
+    except (CheckpointError, FileNotFoundError) as error:
         if not arguments.saved.path.exists():
-            reject(f"{arguments.saved.path} was removed while it was read; start again")
-        reject(f"{arguments.saved.path}: {reason_of(error)}")
-    except CheckpointError as error:
-        reject(str(error))
+            raise SystemExit(
+                f"{arguments.saved.path} was removed while it was read; start again"
+            ) from None
+        raise SystemExit(str(error)) from None

@@ -10,8 +10,6 @@ import subprocess
 
 import torch
 
-from pipeline.command_line import reject
-
 BACKENDS = ("inductor", "aot_eager", "eager")
 
 
@@ -27,16 +25,20 @@ def check_compile(arguments, schedule):
     if a.compile is None:
         return
     if any(action.kind == "I" for order in schedule.orders for action in order):
-        reject(
+        raise SystemExit(
             f"--compile with --schedule {a.schedule}: a compiled backward does not come in halves; "
             "use gpipe, 1f1b, interleaved-1f1b or looped-bfs"
         )
     if a.recompute == "selective":
-        reject("--compile with --recompute selective: use --recompute none, layer or stage")
+        raise SystemExit(
+            "--compile with --recompute selective: use --recompute none, layer or stage"
+        )
     on_gpu = a.device != "cpu" and torch.cuda.is_available()
     if a.compile == "inductor" and not (has_triton() if on_gpu else has_compiler()):
         missing = "the package triton" if on_gpu else "a C++ compiler"
-        reject(f"--compile needs {missing} on this machine; install it, or leave --compile out")
+        raise SystemExit(
+            f"--compile needs {missing} on this machine; install it, or leave --compile out"
+        )
 
 
 def has_triton():

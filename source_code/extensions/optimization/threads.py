@@ -5,7 +5,7 @@ Several threads divide a sum into as many parts, which changes its last digits.
 
 import torch
 
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 
 
 def add_thread_flag(parser):
@@ -17,7 +17,7 @@ def add_thread_flag(parser):
 def check_threads(arguments):
     """Reject several threads for float64, where the course promises the same digits."""
     if arguments.threads > 1 and arguments.dtype == "float64":
-        reject(
+        raise SystemExit(
             f"--threads {arguments.threads} with --dtype float64, whose digits are promised for one "
             "thread; use --dtype float32 or bfloat16, or leave --threads out"
         )

@@ -2,7 +2,7 @@
 
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from extensions.optimization.learning_rate import share_of_peak
-from pipeline.command_line import positive_integer, positive_number, reject
+from pipeline.command_line import positive_integer, positive_number
 
 
 def add_update_flags(parser, warm_up_steps):
@@ -16,7 +16,7 @@ def add_update_flags(parser, warm_up_steps):
 def check_rate(arguments):
     """Reject a cosine that would end before the warm-up ends."""
     if arguments.decay_steps <= arguments.warm_up_steps:
-        reject(
+        raise SystemExit(
             f"--decay-steps {arguments.decay_steps} must be more than --warm-up-steps "
             f"{arguments.warm_up_steps}, where the cosine begins; lower the one or raise the other"
         )

@@ -4,8 +4,6 @@ import os
 
 from torch import nn
 
-from pipeline.command_line import reject
-
 
 def check_library(arguments):
     """Reject --verify if transformers, which only --verify needs, is not installed."""
@@ -16,7 +14,9 @@ def check_library(arguments):
     try:
         import transformers  # noqa: F401
     except ImportError:
-        reject("--verify needs the package transformers; install it, or leave --verify out")
+        raise SystemExit(
+            "--verify needs the package transformers; install it, or leave --verify out"
+        ) from None
 
 
 def library_model(folder, dtype, device):

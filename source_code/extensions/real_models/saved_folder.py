@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from extensions.real_models.saved_part import fill_part, lay_out, name_in_file
-from extensions.real_models.saved_settings import CONFIG_FILE, SavedSettings, read_settings
+from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, name_in_file
+from extensions.real_models.saved_settings import CONFIG_FILE, read_settings
 from extensions.real_models.tensor_files import stored_tensors
-from pipeline.command_line import reject
 from pipeline.inputs import MEBIBYTE, InputError, is_file_name, read_json
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -153,19 +152,19 @@ def take_model(arguments, flag, folder):
     try:
         arguments.saved = read_model(folder, arguments.seq_len)
     except InputError as error:
-        reject(f"{flag}: {error}")
+        raise SystemExit(f"{flag}: {error}") from None
     settings = arguments.saved.settings
     sizes = {name: getattr(settings, name) for name in SIZE_FLAGS}
     given = {name: getattr(arguments, name, None) for name in sizes}
     other = next((name for name in sizes if given[name] not in (None, sizes[name])), None)
     if other:
-        reject(
+        raise SystemExit(
             f"--{other.replace('_', '-')} {given[other]} contradicts {flag} {folder}, which has "
             f"{sizes[other]}; leave out --layers, --dim, --heads and --kv-heads"
         )
     vars(arguments).update(sizes)
     if arguments.seq_len > settings.longest:
-        reject(
+        raise SystemExit(
             f"--seq-len {arguments.seq_len} is more than the {settings.longest} positions of {flag} "
             f"{folder}; use fewer"
         )
@@ -177,12 +176,3 @@ def tokenizer_of(folder):
         return None
     path = Path(folder) / TOKENIZER_OF_MODEL
     return str(path) if os.path.lexists(path) else None
-
-
-def settings_of_course(config):
-    """Return the SavedSettings of a model that the course has built from a ModelConfig."""
-    return SavedSettings(
-        **{name: getattr(config, name) for name in (*SIZE_FLAGS, "seq_len", "head_dim")},
-        hidden_dim=config.hidden_dim,
-        longest=config.seq_len,
-    )

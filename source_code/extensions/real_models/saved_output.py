@@ -9,19 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from extensions.real_models.saved_folder import (
-    INDEX,
-    ONE_FILE,
-    TOKENIZER_OF_MODEL,
-    is_tied_copy,
-    settings_of_course,
-)
+from extensions.real_models.saved_folder import INDEX, ONE_FILE, TOKENIZER_OF_MODEL, is_tied_copy
 from extensions.real_models.saved_part import name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors
 from guard.claims import ClaimError, NewFolder
 from pipeline.collectives import gather, share
-from pipeline.command_line import reject
 from pipeline.files import not_written, to_json, write_whole
 from pipeline.inputs import InputError, read_bytes
 
@@ -52,34 +45,30 @@ def claim_output(arguments, job, flag, folder):
     problem = share(job, problem)
     if problem:
         job.leave()
-        reject(problem)
+        raise SystemExit(problem)
 
 
-def save_trained(arguments, job, stages, flag, folder, beside, writers=None):
-    """Write the model of `stages`, which began as a saved one or as the course's; all ranks call it.
+def save_trained(arguments, job, stages, flag, folder, beside):
+    """Write the model of `stages`, which began as a saved one; all ranks call it.
 
-    `arguments` are those of a training run, with `saved` and `config`. The others are those of
-    `save_model`.
+    `arguments` are those of a training run, with `saved`. The others are those of `save_model`.
     """
-    saved, dtype = arguments.saved, arguments.torch_dtype
-    settings = saved.settings if saved else settings_of_course(arguments.config)
-    config = config_in(saved.config, dtype) if saved else config_of(settings, dtype)
-    parts = [stage.part for stage in stages.values()]
-    written = save_model(job, flag, folder, config, parts, settings, beside, writers)
+    saved, parts = arguments.saved, [stage.part for stage in stages.values()]
+    config = config_in(saved.config, arguments.torch_dtype)
+    written = save_model(job, flag, folder, config, parts, saved.settings, beside)
     if arguments.claimed:
         (arguments.claimed.release if written else arguments.claimed.give_up)()
 
 
-def save_model(job, flag, folder, config, parts, settings, beside=None, writers=None):
+def save_model(job, flag, folder, config, parts, settings, beside=None):
     """Write the model whose layers on this rank are `parts`; all ranks call it.
 
-    `config` is the JSON object of config.json. `beside` is where the tokenizer comes from: a folder,
-    or a tokenizer with a method `save`. The first `writers` ranks, by default all, have the model.
+    `config` is the JSON object of config.json. `beside` is the folder that the tokenizer comes from.
     Returns whether it was written; a model with NaN or infinity is not.
     """
-    folder, writers = Path(folder), writers or job.num_ranks
+    folder, writers = Path(folder), job.num_ranks
     own, problem = {}, None
-    for part in parts if job.rank < writers else ():
+    for part in parts:
         named = part.named_parameters()
         own |= {name_in_file(n): w.detach() for n, w in named if not is_tied_copy(settings, n)}
     file = f"model-{job.rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ONE_FILE
@@ -98,7 +87,7 @@ def save_model(job, flag, folder, config, parts, settings, beside=None, writers=
         problem = f"{flag} {folder}: {file} was not written ({error.strerror})"
     written = gather(job, (file, list(own), total, problem))
     if job.rank == 0 and not any(each[3] for each in written):
-        problem = finish_folder(flag, folder, config, beside, written[:writers])
+        problem = finish_folder(flag, folder, config, beside, written)
         if problem is None:
             print(f"the model is in {folder}", flush=True)
     if problem:
@@ -120,12 +109,9 @@ def finish_folder(flag, folder, config, beside, written):
         for file, *_ in written:
             if not (folder / file).is_file():
                 return f"{flag} {folder}: {file} of another node is not there; use a shared folder"
-        if hasattr(beside, "save"):
-            beside.save(str(folder / TOKENIZER_OF_MODEL))
-        elif beside:
-            for name in BESIDE:
-                if os.path.lexists(Path(beside) / name):
-                    (folder / name).write_bytes(read_bytes(Path(beside) / name))
+        for name in BESIDE if beside else ():
+            if os.path.lexists(Path(beside) / name):
+                (folder / name).write_bytes(read_bytes(Path(beside) / name))
         if len(written) > 1:
             file_of = {name: file for file, names, *_ in written for name in names}
             index = {

@@ -6,11 +6,15 @@ and bfloat16 results are bit-equal, including gradients. The parameters keep the
 NAMES maps them to the names in a file.
 """
 
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import nn
 
-from extensions.real_models.saved_settings import frequencies
-from pipeline.model import DecoderLayer, ModelPart, RMSNorm
+from pipeline.model import DecoderLayer, ModelConfig, ModelPart, RMSNorm
 
 NAMES = {  # the course's name of a module: that in a file
     "embedding": "model.embed_tokens",
@@ -26,6 +30,38 @@ NAMES = {  # the course's name of a module: that in a file
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
 }
+
+
+@dataclass(frozen=True)
+class SavedSettings(ModelConfig):
+    """The sizes of ModelConfig, of which two are free here, and the other settings."""
+
+    head_dim: int = 8
+    hidden_dim: int = 96
+    epsilon: float = 1e-6  # in the root of a norm
+    rotary_base: float = 10000.0
+    rotary: tuple = (("type", "default"),)  # pairs, so that it can be compared and hashed
+    query_bias: bool = False  # of the projections to queries, keys and values
+    output_bias: bool = False
+    feed_forward_bias: bool = False
+    tied: bool = False  # embedding and head are one matrix
+    longest: int = 2048  # positions
+    norms_in_float32: ClassVar[bool] = True  # for every dtype, as transformers computes them
+
+    def further(self):
+        """Return {name: value} of what ModelConfig does not have, as JSON stores it."""
+        names = {field.name for field in dataclasses.fields(self)} - {
+            field.name for field in dataclasses.fields(ModelConfig)
+        }
+        named = {name: getattr(self, name) for name in sorted(names)}
+        return {**named, "rotary": dict(self.rotary)}
+
+
+def with_settings(config, further):
+    """Return the SavedSettings of a ModelConfig and of what `further` has returned."""
+    sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
+    named = {name: value for name, value in further.items() if name != "config"}
+    return SavedSettings(**sizes, **{**named, "rotary": tuple(further["rotary"].items())})
 
 
 def name_in_file(name):
@@ -95,3 +131,32 @@ def fill_part(part, weight_of, dtype, device):
     angle = positions[:, None] * frequencies(part.config)
     part.cosine, part.sine = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
     return part
+
+
+def empty_part(settings, first, last, dtype, device):
+    """Build layers `first` to `last` - 1, whose weights are zero until a checkpoint fills them."""
+    part = lay_out(settings, first, last)
+    shapes = {name: weight.shape for name, weight in part.named_parameters()}
+    return fill_part(part, lambda name: torch.zeros(shapes[name]), dtype, device)
+
+
+def frequencies(settings):
+    """Return the rotary frequencies, float32, (head_dim / 2,), bit-equal to transformers.
+
+    Type llama3 divides low frequencies by `factor`, keeps high ones, and interpolates between.
+    """
+    steps = torch.arange(0, settings.head_dim, 2, dtype=torch.float32) / settings.head_dim
+    plain = 1.0 / (settings.rotary_base**steps)
+    said = dict(settings.rotary)
+    if said["type"] == "default":
+        return plain
+    if said["type"] == "linear":
+        return plain / said["factor"]
+    low, high = said["low_freq_factor"], said["high_freq_factor"]
+    before = said["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / plain
+    stretched = torch.where(wavelength > before / low, plain / said["factor"], plain)
+    share = (before / wavelength - low) / (high - low)
+    blended = (1 - share) * stretched / said["factor"] + share * stretched
+    is_between = ~(wavelength < before / high) & ~(wavelength > before / low)
+    return torch.where(is_between, blended, stretched)

@@ -4,15 +4,10 @@ Both have the architecture of model.py with other settings: the width of the gat
 of a head, biases, the frequencies of the rotary embedding, one matrix at both ends.
 """
 
-import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-import torch
-
+from extensions.real_models.saved_part import SavedSettings
 from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
-from pipeline.model import ModelConfig
 
 CONFIG_FILE = "config.json"
 LARGEST_CONFIG = 16 * MEBIBYTE
@@ -28,23 +23,6 @@ ROTARY_TYPES = {
         "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     ),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class SavedSettings(ModelConfig):
-    """The sizes of ModelConfig, of which two are free here, and the other settings."""
-
-    head_dim: int = 8
-    hidden_dim: int = 96
-    epsilon: float = 1e-6  # in the root of a norm
-    rotary_base: float = 10000.0
-    rotary: tuple = (("type", "default"),)  # pairs, so that it can be compared and hashed
-    query_bias: bool = False  # of the projections to queries, keys and values
-    output_bias: bool = False
-    feed_forward_bias: bool = False
-    tied: bool = False  # embedding and head are one matrix
-    longest: int = 2048  # positions
-    norms_in_float32: ClassVar[bool] = True  # for every dtype, as transformers computes them
 
 
 def read_settings(folder, seq_len):
@@ -185,25 +163,3 @@ def rotary_in(path, saved):
             )
         pairs.append((name, value))
     return pairs[1][1], (pairs[0], *pairs[2:])
-
-
-def frequencies(settings):
-    """Return the rotary frequencies, float32, (head_dim / 2,), bit-equal to transformers.
-
-    Type llama3 divides low frequencies by `factor`, keeps high ones, and interpolates between.
-    """
-    steps = torch.arange(0, settings.head_dim, 2, dtype=torch.float32) / settings.head_dim
-    plain = 1.0 / (settings.rotary_base**steps)
-    said = dict(settings.rotary)
-    if said["type"] == "default":
-        return plain
-    if said["type"] == "linear":
-        return plain / said["factor"]
-    low, high = said["low_freq_factor"], said["high_freq_factor"]
-    before = said["original_max_position_embeddings"]
-    wavelength = 2 * math.pi / plain
-    stretched = torch.where(wavelength > before / low, plain / said["factor"], plain)
-    share = (before / wavelength - low) / (high - low)
-    blended = (1 - share) * stretched / said["factor"] + share * stretched
-    is_between = ~(wavelength < before / high) & ~(wavelength > before / low)
-    return torch.where(is_between, blended, stretched)

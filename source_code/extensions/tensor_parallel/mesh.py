@@ -6,7 +6,7 @@ neighbours, because they communicate most: several times per layer, a pipeline o
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipeline.command_line import positive_integer, reject
+from pipeline.command_line import positive_integer
 from pipeline.job import join_job
 from pipeline.schedule import Schedule
 
@@ -32,7 +32,7 @@ def stage_ranks(arguments):
         a.tensor = 1 if a.num_ranks // a.replicas % 2 else 2
     t = a.tensor
     if a.num_ranks % (a.replicas * t):
-        reject(
+        raise SystemExit(
             f"--replicas {a.replicas} times --tensor {t} does not divide the {a.num_ranks} ranks of "
             "this job; use numbers whose product does"
         )
@@ -42,7 +42,7 @@ def stage_ranks(arguments):
         parts["--seq-len"] = a.seq_len
     for name, size in parts.items():
         if size % t:
-            reject(f"--tensor {t} does not divide {name} ({size}); use a divisor of it")
+            raise SystemExit(f"--tensor {t} does not divide {name} ({size}); use a divisor of it")
     return a.num_ranks // (a.replicas * t)
 
 

@@ -1,7 +1,7 @@
 """The flags of torch_pipelining.py, and the combinations of them that it rejects."""
 
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, complaint_about
-from pipeline.command_line import positive_integer, positive_number, reject
+from pipeline.command_line import positive_integer, positive_number
 
 
 def add_library_flags(parser):
@@ -26,14 +26,14 @@ def check_library_flags(arguments):
         arguments.schedule, arguments.num_ranks, arguments.microbatches, arguments.chunks
     )
     if complaint:
-        reject(complaint)
+        raise SystemExit(complaint)
     if arguments.documents and arguments.split != "manual":
-        reject(
+        raise SystemExit(
             f"--documents with --split {arguments.split}: the tracer would send the mask through "
             "all stages, and the library has no backward for that; use --split manual"
         )
     if arguments.warm_up and arguments.warm_up >= arguments.steps:
-        reject(
+        raise SystemExit(
             f"--warm-up {arguments.warm_up} leaves none of --steps {arguments.steps} for the "
             "cosine; use fewer, or more steps"
         )

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from guard.unpickling import allow
 from pipeline.collectives import connect_group
-from pipeline.command_line import ranks_from_environment, reject
+from pipeline.command_line import ranks_from_environment
 from pipeline.job import join_job
 from pipeline.schedule import Action, Schedule
 from pipeline.schedules import gpipe, one_f_one_b
@@ -88,7 +88,7 @@ def device_without_sharing(wanted):
     if wanted == "cpu" or not 0 < gpus < local_ranks:
         return wanted
     if wanted == "cuda":
-        reject(
+        raise SystemExit(
             f"--device cuda: {local_ranks} ranks would share {gpus} GPUs, and the library cannot "
             "send between them; use --device cpu, or one rank for each GPU"
         )

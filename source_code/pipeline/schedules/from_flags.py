@@ -2,7 +2,7 @@
 
 import argparse
 
-from pipeline.command_line import positive_integer, ranks_from_environment, reject
+from pipeline.command_line import positive_integer, ranks_from_environment
 from pipeline.inputs import InputError
 from pipeline.schedule import ScheduleError, read_csv
 from pipeline.schedules import (
@@ -44,9 +44,9 @@ def choose_schedule(arguments, num_ranks=None):
         return check_legal(build_schedule(*sizes, **options))  # a generator may be the user's own
     except ScheduleError as error:
         given = "".join(f" --option {name}={value}" for name, value in options.items())
-        reject(
+        raise SystemExit(
             f"--schedule {arguments.schedule} --microbatches {arguments.microbatches}{given}: {error}"
-        )
+        ) from None
 
 
 def read_schedule(path, num_ranks):
@@ -54,15 +54,15 @@ def read_schedule(path, num_ranks):
     try:
         schedule = check_legal(read_csv(path))
     except ScheduleError as error:
-        reject(f"{path}: {error}; mend that row")
+        raise SystemExit(f"{path}: {error}; mend that row") from None
     except InputError as error:
-        reject(f"{error}; name a CSV file with a row of actions per rank")
+        raise SystemExit(f"{error}; name a CSV file with a row of actions per rank") from None
     if any(action.kind == "U" for order in schedule.orders for action in order):
-        reject(
+        raise SystemExit(
             f"{path} has updates (U) in the middle of the step; only pipedream.py performs those"
         )
     if schedule.num_ranks != num_ranks:
-        reject(
+        raise SystemExit(
             f"{path} is for {schedule.num_ranks} ranks, one per row, and this job has "
             f"{num_ranks}; start it with --nproc-per-node {schedule.num_ranks}"
         )

@@ -12,7 +12,6 @@ from pathlib import Path  # noqa: E402
 import torch  # noqa: E402
 
 from guard.unpickling import UNPICKLING_ERRORS  # noqa: E402
-from pipeline.command_line import reject  # noqa: E402
 from pipeline.data import Text, load_text  # noqa: E402
 from pipeline.inputs import MEBIBYTE, InputError, read_json  # noqa: E402
 
@@ -94,7 +93,9 @@ def take_pretrained(arguments):
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         arguments.text = tokenized(arguments, tokenizer)
     elif config.vocab_size < arguments.config.vocabulary:
-        reject(f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes")
+        raise SystemExit(
+            f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes"
+        )
 
 
 def read_configuration(arguments, folder):
@@ -118,7 +119,9 @@ def complaints_about(folder):
         yield
     except (*UNPICKLING_ERRORS, OSError, SafetensorError, StrictDataclassError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        reject(f"--pretrained {folder} cannot be read ({reason}); name another folder")
+        raise SystemExit(
+            f"--pretrained {folder} cannot be read ({reason}); name another folder"
+        ) from None
 
 
 def check_saved_configuration(arguments, folder):
@@ -126,26 +129,30 @@ def check_saved_configuration(arguments, folder):
     try:
         config = read_json(folder / "config.json", LARGEST_CONFIGURATION)
     except InputError as error:
-        reject(f"--pretrained {folder}: {error}; name a folder with a saved model")
+        raise SystemExit(
+            f"--pretrained {folder}: {error}; name a folder with a saved model"
+        ) from None
     found = config.get("model_type") if isinstance(config, dict) else None
     wanted = {"gpt2-classifier": "gpt2"}.get(arguments.model, arguments.model)
     if found != wanted:
-        reject(f"--pretrained {folder} holds a {str(found)[:40]}; it fits no --model {wanted}")
+        raise SystemExit(
+            f"--pretrained {folder} holds a {str(found)[:40]}; it fits no --model {wanted}"
+        )
     sizes = [value for value in config.values() if isinstance(value, int)]
     if not all(abs(size) < LARGEST_SIZE for size in sizes):
-        reject(f"--pretrained {folder}: config.json has a size of {max(sizes, key=abs)}")
+        raise SystemExit(f"--pretrained {folder}: config.json has a size of {max(sizes, key=abs)}")
 
 
 def check_sizes(arguments, folder, config):
     """Reject a saved model whose sizes differ from the flags."""
     sizes = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
     if sizes != (arguments.layers, arguments.dim, arguments.heads):
-        reject(
+        raise SystemExit(
             f"--pretrained {folder} has other sizes than the flags; "
             "use --layers {} --dim {} --heads {}".format(*sizes)
         )
     if arguments.seq_len > config.max_position_embeddings:
-        reject(
+        raise SystemExit(
             f"--seq-len {arguments.seq_len} is more than the {config.max_position_embeddings} "
             f"positions of --pretrained {folder}; use fewer"
         )
@@ -158,7 +165,7 @@ def tokenized(arguments, tokenizer):
     tokens = torch.tensor(tokenizer(content)["input_ids"])
     cut = len(tokens) - len(tokens) // 10
     if len(tokens) // 10 <= arguments.seq_len:
-        reject(
+        raise SystemExit(
             f"--data has {len(tokens)} tokens, too few for --seq-len {arguments.seq_len}; "
             "use a longer text or a smaller --seq-len"
         )

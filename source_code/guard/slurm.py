@@ -1,6 +1,6 @@
 """Reads SLURM's environment variables if srun, not torchrun, has started the ranks.
 
-`whole_number(name, default, least, most)` is the function of command_line.py that reads a variable.
+`whole_number(name, default, least, most)` is the function of launcher.py that reads a variable.
 """
 
 import os

@@ -1,0 +1,147 @@
+"""Brings a model of Hugging Face's transformers into the course, and takes one out of it.
+
+    python source_code/convert.py --from-hf DIR --checkpoints NEW_FOLDER
+    python source_code/convert.py --checkpoints FOLDER --to-hf NEW_DIR --tokenizer DIR
+
+The first writes a checkpoint that pretrain_llama.py continues, from a folder with a Llama or a
+Qwen2. The second writes the newest checkpoint as a folder that AutoModelForCausalLM loads. One
+process does it, with memory for the whole model; no weight changes, unless --dtype rounds it.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from extensions.checkpointing.checkpoint import Checkpoints, Training, find_not_finite_tensor
+from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
+from extensions.checkpointing.checkpoint_reader import read_weights
+from extensions.optimization.learning_rate import ConstantRate
+from extensions.real_models.saved_folder import SIZE_FLAGS, read_model
+from extensions.real_models.saved_output import claim_output, config_in, config_of, save_model
+from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, with_settings
+from guard.around_main import guarded
+from guard.paths import check_new_folder, check_paths_apart
+from pipeline.command_line import Parser
+from pipeline.files import not_written
+from pipeline.inputs import InputError
+from pipeline.job import join_job
+from pipeline.model import ModelConfig
+from pipeline.training import DTYPES
+
+FIRST_RUN = "run-0001"
+
+
+@guarded
+def main():
+    arguments = read_flags()
+    return (bring_in if arguments.from_hf else take_out)(arguments)
+
+
+def read_flags():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--from-hf", metavar="DIR", help="a saved Llama or Qwen2 of transformers")
+    add("--checkpoints", metavar="FOLDER", required=True, help="of pretrain_llama.py")
+    add("--to-hf", metavar="DIR", help="write the newest checkpoint there; a new folder")
+    add("--tokenizer", metavar="DIR", help="the folder whose tokenizer goes into --to-hf")
+    add(
+        "--dtype", choices=list(DTYPES), help="of the weights in --to-hf, else as in the checkpoint"
+    )
+    arguments = parser.parse_args()
+    if bool(arguments.from_hf) == bool(arguments.to_hf):
+        raise SystemExit("--from-hf brings a model in, and --to-hf takes one out; use one of them")
+    if arguments.from_hf and (arguments.tokenizer or arguments.dtype):
+        raise SystemExit("--tokenizer and --dtype are for --to-hf; leave them out")
+    flag, name = ("--checkpoints", "checkpoints") if arguments.from_hf else ("--to-hf", "to_hf")
+    read = {"--from-hf": "from_hf", "--checkpoints": "checkpoints", "--tokenizer": "tokenizer"}
+    read.pop(flag, None)
+    check_paths_apart(arguments, {flag: name}, read)
+    check_new_folder(flag, getattr(arguments, name))
+    return arguments
+
+
+def bring_in(arguments):
+    """Write the saved model as the first checkpoint of a new folder. Returns the exit status."""
+    try:
+        saved = read_model(arguments.from_hf, seq_len=1)
+    except InputError as error:
+        raise SystemExit(f"--from-hf: {error}") from None
+    settings = saved.settings
+    if settings.dim % (2 * settings.heads) or settings.vocabulary < ModelConfig.vocabulary:
+        raise SystemExit(
+            f"--from-hf {arguments.from_hf} has {settings.vocabulary} tokens and {settings.heads} "
+            f"heads for a width of {settings.dim}, which pretrain_llama.py does not have; continue "
+            "it with finetune.py"
+        )
+    sizes = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in SIZE_FLAGS}
+    further = {**settings.further(), "config": json.dumps(saved.config)}
+    weights = {name: saved.weight(name) for name, _ in lay_out(settings).named_parameters()}
+    no_state = SimpleNamespace(state={})
+    training = Training(weights, no_state, ConstantRate(), {**sizes, "--settings": further})
+    checkpoints = Checkpoints(join_job("cpu"), arguments.checkpoints, FIRST_RUN)
+    problem = checkpoints.prepare()
+    if problem is None:
+        state = training.state(checkpoints.job)
+        problem = find_not_finite_tensor(state) or checkpoints.write(state, 0, time.perf_counter())
+    checkpoints.finish()
+    checkpoints.job.leave()
+    if problem:
+        raise SystemExit(f"--from-hf {arguments.from_hf} was not brought in: {problem}")
+    words = " ".join(f"{flag} {size}" for flag, size in sizes.items())
+    print(f"continue with pretrain_llama.py --checkpoints {arguments.checkpoints} {words}")
+    return 0
+
+
+def take_out(arguments):
+    """Write the newest checkpoint as a folder of transformers. Returns the exit status."""
+    try:
+        checkpoint = find_checkpoint(arguments.checkpoints)
+        if checkpoint is None:
+            raise SystemExit(
+                f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
+            )
+        check_files(checkpoint, checkpoint.description["files"])
+        settings, config = settings_in(checkpoint.description["configuration"])
+        part = lay_out(settings)
+        weights = read_weights(checkpoint, [name for name, _ in part.named_parameters()])
+    except CheckpointError as error:
+        raise SystemExit(str(error)) from None
+    for name, layout in part.named_parameters():
+        if weights[name].shape != layout.shape:
+            raise SystemExit(
+                f"{checkpoint.path}: {name} has the shape {tuple(weights[name].shape)}, and a Llama of "
+                f"these sizes has {tuple(layout.shape)}; only a Llama or a Qwen2 can be taken out"
+            )
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else weights["embedding.weight"].dtype
+    part = fill_part(part, weights.__getitem__, dtype, torch.device("cpu"))
+    config = config_in(config, dtype) if config else config_of(settings, dtype)
+    write(arguments, join_job("cpu"), config, part, settings)
+    return int(bool(not_written))
+
+
+def write(arguments, job, config, part, settings):
+    claim_output(arguments, job, "--to-hf", arguments.to_hf)
+    if save_model(job, "--to-hf", arguments.to_hf, config, [part], settings, arguments.tokenizer):
+        arguments.claimed.release()
+    job.leave()
+
+
+def settings_in(configuration):
+    """Return (SavedSettings, JSON object of its config.json or None) of a checkpoint's flags."""
+    names = [*SIZE_FLAGS, "seq_len"]
+    flags = {name: configuration.get(f"--{name.replace('_', '-')}") for name in names}
+    config = ModelConfig(**{name: value for name, value in flags.items() if value is not None})
+    further = dict(configuration.get("--settings") or {})
+    if further:
+        text = further.pop("config")
+        return with_settings(config, further), json.loads(text)
+    sizes = {name: getattr(config, name) for name in (*names, "head_dim", "hidden_dim")}
+    return replace(SavedSettings(**sizes), longest=config.seq_len), None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

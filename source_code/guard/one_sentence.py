@@ -1,0 +1,52 @@
+"""Ends a program with the sentence of a SystemExit: printed once per node, with status 2."""
+
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from guard.launcher import LauncherError, read_ranks
+
+LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
+WAIT = 5.0  # a launcher ends all ranks when the first one ends, so the first one prints
+
+
+@contextmanager
+def in_one_sentence():
+    """A context, and the decorator of a main(), in which SystemExit(sentence) ends a program so."""
+    try:
+        yield
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        say(end.code)
+        raise SystemExit(2) from None
+
+
+def say(sentence):
+    """Print a sentence on the first rank of this node; the others wait to be ended."""
+    try:
+        first = read_ranks()[2] == 0
+    except LauncherError:
+        first = True
+    if not first:
+        return time.sleep(WAIT)
+    sentence = " ".join(map(shortened, sentence.split()))
+    print(sentence, file=sys.stderr, flush=True)
+    tell_launcher(sentence)
+
+
+def tell_launcher(sentence):
+    """Let torchrun, which prints half a page when a rank fails, end it with this sentence."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):  # whoever reads the sentence has seen it on standard error
+            Path(file).write_text(json.dumps({"message": reason}))
+
+
+def shortened(word):
+    """Return a word of a sentence; of one that is longer than any path, its beginning."""
+    return word if len(word) <= LONGEST_WORD else f"{word[:40]}... ({len(word):,} letters)"
