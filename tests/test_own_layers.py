@@ -14,6 +14,7 @@ from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional as F
 
+from extensions.data_parallel.wrappers import WithDDP
 from extensions.pretraining.forward_only import nothing_kept
 from extensions.recompute import recomputing
 from pipeline import model
@@ -265,3 +266,12 @@ def test_a_forward_without_a_backward_drops_nothing_and_training_goes_on_droppin
         losses = {stage.forward(0, tokens, tokens).item() for _ in range(3)}
     assert len(losses) == 1
     assert len({stage.forward(k, tokens, tokens).item() for k in range(3)}) == 3
+
+
+def test_ddp_leaves_a_stage_without_trained_weights_as_it_is():
+    part = nn.Linear(2, 2).requires_grad_(False)
+    reduction = WithDDP.__new__(WithDDP)
+    reduction.replicas, reduction.parts, reduction.last = mock.Mock(), {}, {}
+    assert reduction.wrap(part, 0) is part
+    with reduction.around(mock.Mock(stage=0)):
+        assert part(torch.ones(1, 2)).requires_grad is False

@@ -98,6 +98,7 @@ class Pieces(Recomputing):
     def __init__(self, num_pieces, part, index, num_stages, loss_function):
         super().__init__(part, index, num_stages, loss_function)
         self.pieces = cut_evenly(len(part.layers), num_pieces)
+        self.generators = {}  # micro-batch -> their states before each piece
 
     def run_forward(self, microbatch, inputs, targets):
         """As that of Stage, without a graph: `held` has the input of every piece."""
@@ -107,12 +108,12 @@ class Pieces(Recomputing):
                 kept.append(x)
                 states.append(generators_of(x))
                 x = self.run_piece(piece, x, targets)
-        self.held[microbatch] = kept, targets, states
+        self.held[microbatch], self.generators[microbatch] = (kept, targets), states
         return x
 
     def run_backward(self, microbatch, gradient):
         """As that of Stage, after running forward again what it goes back through."""
-        kept, targets, states = self.held[microbatch]
+        (kept, targets), states = self.held[microbatch], self.generators.pop(microbatch)
         for piece in reversed(self.pieces):
             x = kept[-1]
             if x.is_floating_point():  # tokens have no gradient

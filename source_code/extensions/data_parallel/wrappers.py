@@ -9,7 +9,7 @@ DDP and FSDP2 average gradients by default. Here a micro-batch's loss is its sha
 batch over all replicas, so both are configured to sum instead.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -45,6 +45,8 @@ class WithDDP:
     def wrap(self, part, index):
         """Return `part` inside DDP, which gives its parameters' names the prefix `module.`."""
         group = self.replicas.mesh.get_group("replica")
+        if not any(weight.requires_grad for weight in part.parameters()):
+            return part  # DDP refuses a module without gradients
         self.parts[index] = DistributedDataParallel(part, process_group=group)
         self.parts[index].register_comm_hook(group, add_up)
         return self.parts[index]
@@ -52,9 +54,9 @@ class WithDDP:
     @contextmanager
     def around(self, action):
         """Around each action of the worker."""
-        part = self.parts[action.stage]
-        if action not in self.last:
-            with part.no_sync():
+        part = self.parts.get(action.stage)
+        if part is None or action not in self.last:
+            with part.no_sync() if part else nullcontext():
                 yield
             return
         # A forward outside of no_sync would make DDP take the next backward for the last, and with

@@ -42,6 +42,7 @@ def nothing_kept(stages, last_result=None):
             stage.loss_function = before[index]
             stage.part.train()
             stage.held.clear()
+            getattr(stage, "generators", {}).clear()
 
 
 @contextmanager

@@ -25,16 +25,8 @@ ROTARY_TYPES = {
 }  # fmt: skip
 
 
-def read_settings(folder, seq_len):
-    """Return (SavedSettings, JSON object) of a folder, for sequences of `seq_len` tokens.
-
-    Raises InputError for a model that the course's layers cannot compute.
-    """
-    path = Path(folder) / CONFIG_FILE
-    try:
-        saved = read_json(path, LARGEST_CONFIG)
-    except InputError as error:
-        raise InputError(f"{error}; {WHOLE}") from None
+def check_family(path, saved):
+    """Raise InputError for a kind of model that the course's layers cannot compute."""
     if not isinstance(saved, dict):
         raise InputError(f"{path} is not a JSON object; {WHOLE}")
     family = saved.get("model_type")
@@ -69,6 +61,19 @@ def read_settings(folder, seq_len):
             f"{path}: attention_dropout is {str(dropout)[:40]}, and the course's attention has none; "
             "set it to 0.0 in a copy of the folder"
         )
+
+
+def read_settings(folder, seq_len):
+    """Return (SavedSettings, JSON object) of a folder, for sequences of `seq_len` tokens.
+
+    Raises InputError for a model that the course's layers cannot compute.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        saved = read_json(path, LARGEST_CONFIG)
+    except InputError as error:
+        raise InputError(f"{error}; {WHOLE}") from None
+    check_family(path, saved)
     sizes = sizes_in(path, saved)
     base, rotary = rotary_in(path, saved)
     biases = {name: saved.get(name, False) for name in ("attention_bias", "mlp_bias")}
@@ -82,7 +87,7 @@ def read_settings(folder, seq_len):
         raise InputError(
             f"{path}: rms_norm_eps is {str(epsilon)[:40]}, and not between 0 and 1; {MENDED}"
         )
-    is_qwen = family == "qwen2"
+    is_qwen = saved["model_type"] == "qwen2"
     settings = SavedSettings(
         **sizes,
         seq_len=seq_len,

@@ -20,7 +20,8 @@ class TiedEnds:
 
     def __init__(self, job, parameters, ranks):
         self.job, self.parameters, self.ranks = job, parameters, ranks
-        self.copies = [parameters[n] for n in ENDS if n in parameters] if ranks else []
+        copies = [parameters[n] for n in ENDS if n in parameters] if ranks else []
+        self.copies = [weight for weight in copies if weight.requires_grad]  # both or none
 
     def sum_gradients(self):
         """Set both copies' gradients to their sum; call it between last backward and update."""

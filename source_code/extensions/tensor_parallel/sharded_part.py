@@ -109,7 +109,7 @@ def build_sharded_part(config, first, last, group, seed, dtype, device):
             dimension = split_dimension(f"{path}.{name}")
             if dimension is not None:
                 weight = weight.chunk(group.size, dimension)[group.index].contiguous()
-            setattr(module, name, nn.Parameter(weight.to(device, dtype)))
+            setattr(module, name, nn.Parameter(weight.to(device, dtype), layout.requires_grad))
     part.cosine, part.sine = rotary_tables(config)
     part.group = group
     return part.to(device, dtype)
