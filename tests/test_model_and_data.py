@@ -387,7 +387,7 @@ def test_a_text_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"".join(n.to_bytes(2, "little") for n in range(400)), "not text in UTF-8"),
+        (b"".join((n % 100).to_bytes(2, "little") for n in range(400)), "not text in UTF-8"),
         ("naïve".encode("latin-1") * 100, "not text in UTF-8"),
         ("Straße".encode() * 100 + "ß".encode()[:1], "not text in UTF-8"),
         (b"x" * (2**20 - 1) + "ß".encode() * 200 + b"\xff", "not text in UTF-8"),

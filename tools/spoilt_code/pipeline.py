@@ -264,4 +264,43 @@ FAULTS = [
         "test_inputs_and_outputs.py",
         ("test_numbers_of_json_are_finite_and_no_truth_values",),
     ),
+    Fault(
+        "frozen-weights-thaw",
+        "pipeline/model.py::materialise",
+        "layout.requires_grad",
+        "True",
+        "A weight that the user's module has frozen is trained.",
+        "test_own_layers.py",
+        ("test_what_is_frozen_stays_frozen_when_a_part_is_built",),
+    ),
+    Fault(
+        "subclass-of-linear-bypassed",
+        "pipeline/split_stage.py::is_plain",
+        "isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward",
+        "isinstance(module, nn.Linear)",
+        "A split backward never runs the forward of a LoRA layer.",
+        "test_own_layers.py",
+        (
+            "test_a_split_backward_leaves_what_is_no_plain_linear_layer_to_autograd"
+            "[another forward-none]",
+        ),
+    ),
+    Fault(
+        "buffer-not-filled",
+        "pipeline/model.py::build_part",
+        "> set(part.tables)",
+        "< set(part.tables)",
+        "A table that __init__ computes is lost when a part is built.",
+        "test_own_layers.py",
+        ("test_a_buffer_keeps_what_init_gave_it_and_nothing_else_is_drawn_for_it",),
+    ),
+    Fault(
+        "binary-learnt-as-text",
+        "pipeline/data.py::check_is_text",
+        'b"\\0" not in content',
+        "True",
+        "Token files of 16 bits are learnt byte by byte.",
+        "test_model_and_data.py",
+        ("test_what_is_no_plain_text_is_refused_and_the_way_out_is_named[tokens of 16 bits]",),
+    ),
 ]
