@@ -106,8 +106,9 @@ class Pieces(Recomputing):
         with torch.no_grad():
             for piece in self.pieces:
                 kept.append(x)
-                states.append(generators_of(x))
+                before = generators_of(x)
                 x = self.run_piece(piece, x, targets)
+                states.append(needed_again(before, x))
         self.held[microbatch], self.generators[microbatch] = (kept, targets), states
         return x
 
@@ -138,13 +139,23 @@ class Pieces(Recomputing):
 
 
 def generators_of(x):
-    """The states of the random generators with which a forward of `x` begins: dropout uses them."""
+    """The states of the random generators, on the host and on the device of `x`."""
     return torch.get_rng_state(), get_device_states(x)
+
+
+def needed_again(before, x):
+    """The states `before` a forward to `x` if it has drawn random numbers, such as dropout's."""
+    on_host, (_, on_devices) = generators_of(x)
+    same = torch.equal(on_host, before[0]) and all(map(torch.equal, on_devices, before[1][1]))
+    return None if same else before
 
 
 @contextmanager
 def drawing_again(generators):
-    """A context in which the same random numbers are drawn as after `generators_of`."""
+    """A context in which the random numbers are those that followed `generators`, if any."""
+    if generators is None:
+        yield
+        return
     on_host, on_devices = generators
     with torch.random.fork_rng(on_devices[0]):
         torch.set_rng_state(on_host)
@@ -173,5 +184,17 @@ def recompute_attention(stage):
 
 def checkpointed(stage, mix, *inputs):
     # `checkpoint` calls what it is given twice: now, and in the backward.
-    calls = iter((mix, lambda *inputs: stage.run_again(mix, *inputs)))
-    return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, use_reentrant=False)
+    states = [generators_of(inputs[0])]
+
+    def first(*inputs):
+        output = mix(*inputs)
+        states[0] = needed_again(states[0], output)
+        return output
+
+    def again(*inputs):
+        with drawing_again(states[0]):
+            return stage.run_again(mix, *inputs)
+
+    calls = iter((first, again))
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # `again` sees to it
+    return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, **options)
