@@ -312,7 +312,7 @@ def test_a_recording_goes_into_a_new_folder_or_an_empty_one(refusal, monkeypatch
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_no_output_may_overwrite_another_or_the_text(refusal, tmp_path, script):
     text = tmp_path / "text"
-    text.write_bytes(bytes(1000))
+    text.write_text("x" * 1000)
     one, same = str(tmp_path / "file"), str(tmp_path / "." / "file")
     refusal.check(script, "--timeline", one, "--losses", same, names="--losses and --timeline")
     refusal.check(script, "--data", str(text), "--losses", str(text), names="--losses and --data")

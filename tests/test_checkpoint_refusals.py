@@ -71,7 +71,7 @@ def test_a_checkpoint_of_another_training_is_refused_with_the_first_mismatch_and
     refusal, saved, tmp_path, flags, now, was
 ):
     before = content_of(saved)
-    (tmp_path / "text").write_bytes(bytes(1000))
+    (tmp_path / "text").write_text("x" * 1000)
     flags = f"--optimizer adamw {flags}".replace("TEXT", str(tmp_path / "text")).split()
     sentence = refusal.check(SCRIPT, "--checkpoints", str(saved), *flags, names=now, ranks=4)
     assert f"{now}" in sentence and f"step-00000010 was made with {was}" in sentence
