@@ -183,6 +183,7 @@ def recompute_attention(stage):
 
 
 def checkpointed(stage, mix, *inputs):
+    """What `mix(*inputs)` returns, (batch, heads, length, head_dim); the backward mixes again."""
     # `checkpoint` calls what it is given twice: now, and in the backward.
     states = [generators_of(inputs[0])]
 
