@@ -22,6 +22,7 @@ from ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.failed_run import RunFailed
+from guard.launcher import ranks_set
 from guard.watch import FLIGHT_VARIABLE, Watch, flight_record
 from lab import rehearsal
 from lab.clock import Clock
@@ -240,10 +241,11 @@ def test_the_device_is_bound_to_its_rank_however_it_was_started(launcher, monkey
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    rank, num_ranks, local_rank, _ = jobs.ranks_from_environment()
-    job = jobs.Job(rank, num_ranks, jobs.choose_device("cuda", local_rank), "gloo", 60.0)
-    job.store = store_with_gpus(monkeypatch, range(8), own=5)
-    jobs.open_channels(job, [])
+    with ranks_set():  # as the guard does before main()
+        rank, num_ranks, local_rank, _ = jobs.ranks_from_environment()
+        job = jobs.Job(rank, num_ranks, jobs.choose_device("cuda", local_rank), "gloo", 60.0)
+        job.store = store_with_gpus(monkeypatch, range(8), own=5)
+        jobs.open_channels(job, [])
     assert opened.call_args.args == ("cpu:gloo,cuda:nccl",)
     assert opened.call_args.kwargs["device_id"] == torch.device("cuda", 1)
     assert opened.call_args.kwargs["rank"] == 5
