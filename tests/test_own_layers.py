@@ -275,3 +275,16 @@ def test_ddp_leaves_a_stage_without_trained_weights_as_it_is():
     assert reduction.wrap(part, 0) is part
     with reduction.around(mock.Mock(stage=0)):
         assert part(torch.ones(1, 2)).requires_grad is False
+
+
+def test_a_part_without_the_course_s_tables_keeps_its_buffers_too():
+    class Own(nn.Module):
+        def __init__(self, config, first, last):
+            super().__init__()
+            self.layer = nn.BatchNorm1d(config.dim)
+            self.register_buffer("places", torch.arange(first, last))
+
+    with mock.patch.object(model, "ModelPart", Own):
+        part = build_part(ModelConfig(), 2, 5)
+    assert part.places.tolist() == [2, 3, 4]
+    assert part.layer.running_var.tolist() == [1.0] * 32

@@ -57,7 +57,7 @@ def load_text(path=None, seq_len=32):
 
 
 def check_is_text(content, source):
-    """Raise DataError for what is no plain text: its bytes would be learnt in silence."""
+    """Raise DataError if `content` is not plain text, whose bytes would be trained on silently."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, len(content), MEBIBYTE):  # a part at a time: it may be large

@@ -188,7 +188,7 @@ def build_part(config, first, last, seed=0, dtype=torch.float64, device="cpu"):
     """
     with torch.device("meta"):
         part = ModelPart(config, first, last)
-    if {name for name, _ in part.named_buffers()} > set(part.tables):
+    if {name for name, _ in part.named_buffers()} - set(getattr(part, "tables", ())):
         with torch.random.fork_rng(devices=[]):
             fill_buffers(part, ModelPart(config, first, last))
     return materialise(part, config, seed, dtype, device)

@@ -288,8 +288,8 @@ FAULTS = [
     Fault(
         "buffer-not-filled",
         "pipeline/model.py::build_part",
-        "> set(part.tables)",
-        "< set(part.tables)",
+        '- set(getattr(part, "tables", ()))',
+        '& set(getattr(part, "none", ()))',
         "A table that __init__ computes is lost when a part is built.",
         "test_own_layers.py",
         ("test_a_buffer_keeps_what_init_gave_it_and_nothing_else_is_drawn_for_it",),

@@ -37,8 +37,8 @@ def check_family(path, saved):
     built = saved.get("architectures") or ["ForCausalLM"]
     if not str(built[0] if isinstance(built, list) else built).endswith("ForCausalLM"):
         raise InputError(
-            f"{path}: architectures is {str(built)[:60]}, and that is no language model: it would lose "
-            "its own head; name the folder of a model ForCausalLM"
+            f"{path}: architectures is {str(built)[:60]}, which is not a language model, and its own head "
+            "would be lost; name a folder that was saved as ...ForCausalLM"
         )
     if saved.get("quantization_config") is not None:
         raise InputError(
