@@ -98,3 +98,6 @@ def test_the_training_with_the_library_stops_goes_on_with_other_ranks_and_is_tha
     (tmp_path / "step-000004" / ".metadata").unlink()  # as if a rank had died in that save
     assert [*first, *lines_of(tmp_path, 2, 4, 2)] == printed_by_one_process(4)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+    saved = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert lines_of(tmp_path, 2, 4, 1) == printed_by_one_process(4)[-1:]  # nothing left to train
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == saved

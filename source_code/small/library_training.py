@@ -97,7 +97,8 @@ else:
     schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4, loss_fn=loss_of)
 optimizers = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in modules]
 
-for step in range(restore(), given.steps):
+first = restore()
+for step in range(first, given.steps):
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss = run_batch(schedule.step, step)
@@ -110,5 +111,6 @@ with torch.no_grad():  # without this, eval() keeps what a backward would need
     loss = run_batch(schedule.eval, 1000)
 if loss is not None:
     print(f"held out  loss {loss:.6f}", flush=True)
-dcp.save(state_of_rank(given.steps)[0], checkpoint_id=given.folder / f"step-{given.steps:06}")
+if first < given.steps:  # never into a folder that has a checkpoint
+    dcp.save(state_of_rank(given.steps)[0], checkpoint_id=given.folder / f"step-{given.steps:06}")
 dist.destroy_process_group()
