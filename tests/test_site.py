@@ -64,6 +64,17 @@ def test_every_page_says_where_it_is_and_leads_to_the_first_page_and_the_glossar
             assert re.search(r'<p class="place"><a href="[^"]*">course</a> / ', page), address
 
 
+def test_every_page_lists_the_course_and_the_further_lessons_apart(pages):
+    course, further = (
+        re.findall(r'href="[^"]*notebooks/(\w+)\.html"', part)
+        for part in re.search(
+            "<h2>The course</h2>(.*?)<h2>Further lessons</h2>(.*?)<h2>", pages["README.html"], re.S
+        ).groups()
+    )
+    assert (len(course), len(further)) == (14, 8)
+    assert "03_1f1b" in course and "10d_experts" in further
+
+
 def test_every_page_has_a_preview_a_description_and_an_icon_that_are_there(pages):
     for address, page in pages.items():
         picture = re.search(r'<meta property="og:image" content="([^"]*)">', page)[1]

@@ -172,6 +172,12 @@ def lessons_of(course):
     return sorted(page for page in course.titles if page.match("notebooks/*.ipynb"))
 
 
+def further_lessons_of(course):
+    """The lessons that docs/lessons.md lists below the course."""
+    listed = (course.root / "docs/lessons.md").read_text().partition("## Further lessons")[2]
+    return [lesson for lesson in lessons_of(course) if f"/{lesson.name})" in listed]
+
+
 def further_pages_of(course):
     """The pages beside the lessons that the way on every page names, by title."""
     pages = [page for page in course.titles if page.suffix == ".md" and len(page.parts) <= 2]
@@ -331,7 +337,9 @@ def title_of(page):
 def page_of(path, body, course):
     """A whole page: where it is, the body, the way to all others."""
     start = path / "x" if path in course.folders else path
-    ways = {"Lessons": lessons_of(course), "Beside the lessons": further_pages_of(course)}
+    lessons, further = lessons_of(course), further_lessons_of(course)
+    ways = {"The course": [lesson for lesson in lessons if lesson not in further]}
+    ways |= {"Further lessons": further, "Beside the lessons": further_pages_of(course)}
     if course.lives:
         ways = {"To play with": [EXPLORER, PUZZLES]} | ways
     title = course.titles.get(path, str(path))
