@@ -1,5 +1,6 @@
 """The changes that docs/your-own-model.md shows are made to fresh copies, which then train."""
 
+import functools
 import math
 import re
 import shutil
@@ -8,11 +9,14 @@ import sys
 
 import pytest
 import torch
-from test_copy_template import FLAGS, SMALL, copy, train
+from ranks import run_on_ranks
+from saved_models import write_model
+from test_copy_template import FLAGS, SMALL, copy, perform, train
 
 from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.bundle import Bundle
+from extensions.real_models.saved_folder import read_model
 
 pytestmark = pytest.mark.further  # whole programs of a page
 
@@ -102,6 +106,77 @@ def test_31_lines_make_a_vision_transformer_that_learns_labels_of_images(tmp_pat
     ).groups()
     assert f"{math.log(4):.2f}" == guess and math.log(4) < losses[0] < 1.2 * math.log(4)
     assert losses[-1] < float(stated)
+
+
+OWN_MODELS = ROOT / "docs" / "own-models"
+FILES = sorted(path.stem for path in OWN_MODELS.glob("*.diff"))
+NAMES = [name for name in FILES if name != "lora-finetune"]  # changes of train.py
+WAYS = "1f1b", "interleaved-1f1b", "zb-v", "1f1b --recompute layer", "zb-v --recompute layer"
+
+
+def changes_of(name):
+    """{file: its diff} of the file in docs/own-models."""
+    diffs = re.split(r"^(?=--- )", (OWN_MODELS / f"{name}.diff").read_text(), flags=re.MULTILINE)
+    return {diff.split()[1]: diff for diff in diffs if diff}
+
+
+@pytest.fixture(scope="module")
+def changed_copies(tmp_path_factory):
+    """A function: the folder of a copy with the changes of a model."""
+
+    @functools.cache
+    def of(name, script="train.py"):
+        folder = tmp_path_factory.mktemp(name) / "mine"
+        assert copy(script, folder) == 0
+        if "bundle" in (OWN_MODELS / f"{name}.diff").read_text():
+            shutil.copy(ROOT / "source_code" / "extensions" / "bundle.py", folder / "extensions")
+        change(folder, changes_of(name))
+        return folder
+
+    return of
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_the_table_trains_as_one_process_with_every_cut(
+    name, ranks, changed_copies, tmp_path
+):
+    script = changed_copies(name) / "train.py"
+    small = "--steps 3 --batch-size 8 --microbatches 4 --dim 16 --seq-len 8 --layers 8"
+    for number, way in enumerate(WAYS):
+        flags = f"{small} --device cpu --verify --schedule {way}".split()
+        printed = tmp_path / f"{number}.txt"
+        run_on_ranks(perform, ranks, script, flags, str(printed))
+        assert "as promised" in printed.read_text(), way
+        losses = re.findall(r"^step \d+  loss (\S+)$", printed.read_text(), re.MULTILINE)
+        assert len(losses) == 3 and losses[0] != losses[2], way
+
+
+@pytest.mark.parametrize("flags", ["", "--schedule zb-v --recompute layer", "--dtype bfloat16"])
+def test_lora_in_finetune_trains_adapters_only_and_saves_a_model_without_them(
+    flags, changed_copies, tmp_path
+):
+    script, saved = changed_copies("lora-finetune", "finetune.py") / "finetune.py", tmp_path / "new"
+    started = write_model(tmp_path / "old", layers=8)
+    small = f"--steps 6 --batch-size 4 --microbatches 4 --seq-len 8 --model {started}"
+    flags = f"{small} --device cpu --learning-rate 0.009 --dtype float64 {flags} --verify --save {saved}"
+    printed = tmp_path / "printed.txt"
+    run_on_ranks(perform, 4, script, flags.split(), str(printed))
+    assert "as promised" in printed.read_text()
+    before, after = read_model(started, 8), read_model(saved, 8)
+    assert before.tensors.keys() == after.tensors.keys()
+    for name in before.tensors:
+        pair = [model.tensors[name].read().double() for model in (before, after)]
+        largest = (pair[0] - pair[1]).abs().max()
+        rounded = 0.01 if "bfloat16" in flags else 0.0
+        assert (largest > 0.003) if "q_proj" in name else (largest <= rounded), name
+
+
+def test_the_table_names_every_model_and_how_many_lines_it_changes():
+    rows = re.findall(r"\[(\d+) lines\]\(own-models/(.*?)\.diff\)", PAGE.read_text())
+    assert sorted(name for _, name in rows) == FILES
+    for lines, name in rows:
+        assert int(lines) == changed_lines(changes_of(name)), name
 
 
 def test_two_tensors_travel_between_stages_that_a_copy_declares_once(tmp_path):

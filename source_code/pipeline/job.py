@@ -34,7 +34,11 @@ joining = []  # contexts in which a job of this process is joined; the last one 
 
 @dataclass
 class Job:
-    """A rank's view of its job. Activations and gradients have `shape` and `dtype`."""
+    """A rank's view of its job.
+
+    Activations and gradients have `dtype` and `shape`. `shape` may be a function of the stage:
+    then `shape(s)` is the shape of what stage s hands to the next one, and of its gradient.
+    """
 
     rank: int
     num_ranks: int
@@ -42,7 +46,7 @@ class Job:
     backend: str
     timeout: float  # seconds that a rank may wait for another
     store: object = None  # the key-value store that all ranks share
-    shape: tuple | None = None
+    shape: object = None  # a tuple, or a function of the stage
     dtype: torch.dtype | None = None
     channels: dict = field(default_factory=dict)  # the pairs of `join_job` -> process group
     groups: dict = field(default_factory=dict)  # ranks that sum tensors -> process group
@@ -57,17 +61,26 @@ class Job:
         """Send without waiting. Raises ValueError for an activation or gradient of another shape,
         of which the receiver would take a part for the whole, or wait for ever."""
         declared = self.shape and getattr(message, "what", None) in ("activation", "gradient")
-        if declared and (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
-            made = f"{tuple(tensor.shape)} in {tensor.dtype}"
-            raise ValueError(f"{message} is {made}, but has to be {self.shape} in {self.dtype}")
+        if declared and (tensor.shape, tensor.dtype) != (self.shape_of(message), self.dtype):
+            made, wanted = f"{tuple(tensor.shape)} in {tensor.dtype}", self.shape_of(message)
+            raise ValueError(f"{message} is {made}, but has to be {wanted} in {self.dtype}")
         buffer = tensor.detach().to(self.wire).contiguous()
         self.sent.append(Transfer(self, dist.isend, buffer, destination, message))
         return self.sent[-1]
 
     def receive(self, source, message, shape=None, dtype=None):
         """Expect a tensor; its `wait` returns it. `shape` and `dtype` are the job's unless given."""
-        buffer = torch.empty(shape or self.shape, dtype=dtype or self.dtype, device=self.wire)
+        buffer = torch.empty(
+            shape or self.shape_of(message), dtype=dtype or self.dtype, device=self.wire
+        )
         return Transfer(self, dist.irecv, buffer, source, message)
+
+    def shape_of(self, message):
+        """Return the shape of an activation or a gradient."""
+        if not callable(self.shape):
+            return self.shape
+        # The gradient that stage s makes is that of what stage s - 1 has handed to it.
+        return tuple(self.shape(message.stage - (message.what == "gradient")))
 
     def release_sent(self, message):
         """Let go of a sent tensor, once the arrival of another message shows that it was taken.

@@ -120,7 +120,11 @@ def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.se
 
 
 def start_job(arguments, pairs=None, shape=None):
-    """Meet the other ranks, see `join_job`. An activation is (micro-batch size, length, dim)."""
+    """Meet the other ranks, see `join_job`.
+
+    An activation is (micro-batch size, length, dim), or has the `shape` given: a tuple, or a
+    function of the stage that makes it.
+    """
     a = arguments
     shape = shape or (a.microbatch_size, a.seq_len, a.dim)
     return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype)
