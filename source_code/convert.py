@@ -3,8 +3,8 @@
     python source_code/convert.py --from-hf DIR --checkpoints NEW_FOLDER
     python source_code/convert.py --checkpoints FOLDER --to-hf NEW_DIR --tokenizer DIR
 
-The first writes a checkpoint that pretrain_llama.py continues, from a folder with a Llama or a
-Qwen2. The second writes the newest checkpoint as a folder that AutoModelForCausalLM loads. One
+The first writes a checkpoint that pretrain_llama.py continues, from a folder with a Llama,
+Mistral, Qwen2 or Qwen3. The second writes the newest checkpoint as a folder that AutoModelForCausalLM loads. One
 process does it, with memory for the whole model; no weight changes, unless --dtype rounds it.
 """
 
@@ -44,7 +44,7 @@ def main():
 def read_flags():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--from-hf", metavar="DIR", help="a saved Llama or Qwen2 of transformers")
+    add("--from-hf", metavar="DIR", help="a saved Llama, Mistral, Qwen2 or Qwen3 of transformers")
     add("--checkpoints", metavar="FOLDER", required=True, help="of pretrain_llama.py")
     add("--to-hf", metavar="DIR", help="write the newest checkpoint there; a new folder")
     add("--tokenizer", metavar="DIR", help="the folder whose tokenizer goes into --to-hf")
@@ -114,7 +114,7 @@ def take_out(arguments):
         if weights[name].shape != layout.shape:
             raise SystemExit(
                 f"{checkpoint.path}: {name} has the shape {tuple(weights[name].shape)}, and a Llama of "
-                f"these sizes has {tuple(layout.shape)}; only a Llama or a Qwen2 can be taken out"
+                f"these sizes has {tuple(layout.shape)}; only a Llama or a relative can be taken out"
             )
     dtype = DTYPES[arguments.dtype] if arguments.dtype else weights["embedding.weight"].dtype
     part = fill_part(part, weights.__getitem__, dtype, torch.device("cpu"))

@@ -1,12 +1,12 @@
-"""Continues the training of a Hugging Face Llama or Qwen2: reads a folder, writes a folder.
+"""Continues the training of a saved Llama, Mistral, Qwen2 or Qwen3 of Hugging Face.
 
     torchrun --standalone --nproc-per-node 4 source_code/finetune.py --model DIR --data FILE \\
         --save NEW_DIR
 
-Each rank reads its own layers from DIR and writes them to NEW_DIR, which transformers loads; no
-rank ever has the whole model, and nothing is downloaded. Any number of ranks, any synchronous
-schedule. --verify compares every loss with transformers in one process. A file of --data is read
-with the tokenizer of DIR, a folder that prepare_data.py has made as it is.
+Each rank reads its own layers from the folder DIR and writes them to the folder NEW_DIR, which
+transformers loads; no rank ever has the whole model, and nothing is downloaded. Any number of ranks,
+any synchronous schedule. --verify compares every loss with transformers in one process. A file of
+--data is read with the tokenizer of DIR, a folder that prepare_data.py has made as it is.
 """
 
 import sys
@@ -84,7 +84,7 @@ def read_flags():
     parser = training_parser(__doc__)
     add = parser.add_argument
     saved = {"dest": "model_folder", "required": True, "metavar": "DIR"}
-    add("--model", help="folder with a saved Llama or Qwen2", **saved)
+    add("--model", help="folder with a saved Llama, Mistral, Qwen2 or Qwen3", **saved)
     add("--save", metavar="DIR", help="write the trained model there, in --dtype; a new folder")
     add_training_flags(parser, warm_up_steps=1)
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "dtype"])

@@ -6,8 +6,8 @@ Each rank keeps the keys and values of its own layers. Requests are in --groups,
 flight at the same time; a group has --slots places, which a finished request leaves to the next.
 A pass has at most --tokens-per-pass tokens, so a long prompt is read in chunks. --checkpoints
 FOLDER takes the newest model that pretrain_llama.py or distributed_checkpointing.py has saved
-there, and --model DIR a Llama or Qwen2 that finetune.py or transformers has left. Without either the
-weights are those with which a training run starts.
+there, and --model DIR a Llama, Mistral, Qwen2 or Qwen3 that finetune.py or transformers has left.
+Without either the weights are those with which a training run starts.
 """
 
 import sys
@@ -203,7 +203,7 @@ def read_flags():
     add("--tokens-per-pass", default=16, help="most tokens of a pass, prompts included", **count)
     add("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
     add("--checkpoints", metavar="FOLDER", help="of a training run whose newest model is taken")
-    folder = "folder with a Llama or Qwen2, of finetune.py or transformers"
+    folder = "folder with a Llama, Mistral, Qwen2 or Qwen3, of finetune.py or transformers"
     add("--model", dest="model_folder", metavar="DIR", help=folder)
     add("--tokenizer", metavar="FILE", help="the tokenizer.json with which it was trained")
     parser.set_defaults(seq_len=64, vocabulary=256)

@@ -18,11 +18,15 @@ SIZES = {
 
 
 def library_config(family, **changes):
-    """A configuration of transformers: `llama`, or a `qwen2` whose ends are one matrix."""
+    """A configuration of transformers; the ends of a `qwen2` are one matrix."""
     import transformers
 
     if family == "llama":
         return transformers.LlamaConfig(**{**SIZES, "rms_norm_eps": 1e-5, **changes})
+    if family == "mistral":
+        return transformers.MistralConfig(**{**SIZES, "sliding_window": None, **changes})
+    if family == "qwen3":
+        return transformers.Qwen3Config(**{**SIZES, "head_dim": 12, **changes})
     rope = {"rope_type": "default", "rope_theta": 500_000.0}
     options = {"tie_word_embeddings": True, "rope_parameters": rope}
     return transformers.Qwen2Config(**{**SIZES, **options, **changes})

@@ -1,4 +1,4 @@
-"""A Hugging Face Llama or Qwen2 goes through a pipeline and comes out as one, to the last digit."""
+"""A saved Llama, Mistral, Qwen2 or Qwen3 goes through a pipeline and comes out as one, to the last digit."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from extensions.pretraining.forward_only import forwards_of, nothing_kept
 from extensions.real_models import saved_output, tensor_files
 from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_part import fill_part, frequencies, lay_out, name_in_file
-from extensions.real_models.saved_settings import read_settings
+from extensions.real_models.saved_settings import LEFT_OUT, read_settings
 from extensions.real_models.tensor_files import StoredTensor, stored_tensors, write_tensors
 from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
 from pipeline.inputs import InputError
@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
         (family, shards): save_library_model(
             tmp_path_factory.mktemp(f"{family}-{shards}"), family, shards
         )
-        for family in ("llama", "qwen2")
+        for family in ("llama", "mistral", "qwen2", "qwen3")
         for shards in (1, 3)
     }
 
@@ -115,6 +115,8 @@ def largest_difference(printed):
         ("llama", 3, 1),
         ("llama", 1, 2),
         ("llama", 3, 4),
+        ("qwen3", 1, 4),
+        ("mistral", 3, 2),
         *(
             pytest.param(*others, marks=further)
             for others in [("qwen2", 1, 1), ("qwen2", 3, 2), ("qwen2", 1, 4)]
@@ -193,11 +195,12 @@ def test_in_bfloat16_the_saved_model_has_the_pipeline_s_logits_and_float32_maste
             ("qwen2", 2, "--schedule zb-v"),  # both ends are on rank 0
             ("qwen2", 2, "--schedule interleaved-1f1b --chunks 2 --recompute layer"),
             ("qwen2", 3, "--schedule zb-h2 --recompute selective --optimizer sgd"),
+            ("qwen3", 2, "--schedule zb-v --recompute layer --cut 1,1,1,1"),
             ("llama", 2, "--schedule gpipe --recompute stage --documents --cut auto"),
             ("llama", 2, "--schedule zb-v --recompute layer --packed"),
             ("qwen2", 2, "--cut 3,1 --warm-up-steps 2 --decay-steps 3 --compile aot_eager"),
         ],
-        2,
+        4,
     ),
 )
 def test_every_kind_of_schedule_and_recomputation_has_the_losses_of_transformers(
@@ -258,6 +261,8 @@ def sizes_in(printed):
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
         ("qwen2", {"num_key_value_heads": 4}),
+        ("qwen3", {"head_dim": 16, "attention_bias": True}),
+        ("mistral", {"tie_word_embeddings": True}),
     ],
 )
 def test_a_model_that_comes_in_and_goes_out_has_the_logits_and_the_config_that_it_had(
@@ -400,12 +405,33 @@ def test_a_file_of_an_older_transformers_says_the_same_in_other_words(tmp_path):
     assert after == before and torch.equal(frequencies(after), frequencies(before))
 
 
+@pytest.mark.parametrize("family", list(LEFT_OUT))
+def test_what_a_config_leaves_out_is_what_transformers_takes(family, tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 32, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 96, "model_type": family}
+    theirs = transformers.AutoConfig.for_model(**sizes)
+    needed = {} if family != "mistral" else {"sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **needed}))
+    ours = read_settings(tmp_path, 16)[0]
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    assert ours.longest == theirs.max_position_embeddings
+    assert ours.epsilon == theirs.rms_norm_eps and ours.tied == theirs.tie_word_embeddings
+    assert ours.rotary_base == theirs.rope_parameters["rope_theta"]
+    assert LEFT_OUT[family].get("sliding_window") == getattr(theirs, "sliding_window", None)
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("llama", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
         ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
         ("qwen2", {"num_key_value_heads": 4}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 16, "attention_bias": True}),
+        ("mistral", {"head_dim": 16}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

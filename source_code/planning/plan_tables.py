@@ -189,8 +189,8 @@ def further_lines(name, model, machine):
         ]
     return [
         "",
-        "No script of the course builds this model. For a saved Llama or Qwen2, name its folder",
-        "as MODEL; for any other, docs/your-own-model.md shows how to change a copy of a script.",
+        "No script of the course builds this model. For a saved Llama, Mistral, Qwen2 or Qwen3, name",
+        "its folder as MODEL; for any other, docs/your-own-model.md shows how to change a copy.",
     ]
 
 

@@ -10,8 +10,8 @@ def count_weights(config, first=0, last=None):
     kv_dim = config.kv_heads * config.head_dim
     attention = 2 * config.dim * (config.heads * config.head_dim + kv_dim)
     layer = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
-    biases = biases_of_layer(config)
-    numbers, tensors = (last - first) * (layer + sum(biases)), (last - first) * (9 + len(biases))
+    more = vectors_of_layer(config)
+    numbers, tensors = (last - first) * (layer + sum(more)), (last - first) * (9 + len(more))
     if first == 0:
         numbers, tensors = numbers + config.vocabulary * config.dim, tensors + 1
     if last == config.layers:
@@ -19,12 +19,13 @@ def count_weights(config, first=0, last=None):
     return numbers, tensors
 
 
-def biases_of_layer(config):
-    """The lengths of the biases in a layer; only saved models have some (saved_settings.py)."""
+def vectors_of_layer(config):
+    """The lengths of a layer's biases and of its norms of queries and keys, if it has some."""
     width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
     lengths = {
         "query_bias": [width, kv_width, kv_width],
         "output_bias": [config.dim],
+        "head_norms": [config.head_dim, config.head_dim],
         "feed_forward_bias": [config.hidden_dim, config.hidden_dim, config.dim],
     }
     return [n for name, each in lengths.items() if getattr(config, name, False) for n in each]

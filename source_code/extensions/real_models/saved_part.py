@@ -9,6 +9,7 @@ NAMES maps them to the names in a file.
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,7 +23,9 @@ NAMES = {  # the course's name of a module: that in a file
     "head": "lm_head",
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",
+    "attention.query.norm": "self_attn.q_norm",
     "attention.key": "self_attn.k_proj",
+    "attention.key.norm": "self_attn.k_norm",
     "attention.value": "self_attn.v_proj",
     "attention.output": "self_attn.o_proj",
     "feed_forward_norm": "post_attention_layernorm",
@@ -44,6 +47,7 @@ class SavedSettings(ModelConfig):
     query_bias: bool = False  # of the projections to queries, keys and values
     output_bias: bool = False
     feed_forward_bias: bool = False
+    head_norms: bool = False  # of the queries and keys of each head
     tied: bool = False  # embedding and head are one matrix
     longest: int = 2048  # positions
     norms_in_float32: ClassVar[bool] = True  # for every dtype, as transformers computes them
@@ -86,6 +90,19 @@ class NormInFloat32(RMSNorm):
         return self.weight * h.to(x.dtype)
 
 
+class NormedHeads(nn.Linear):
+    """A projection to queries or keys (..., heads * head_dim), and a norm of each head."""
+
+    def __init__(self, dim, width, bias, settings):
+        super().__init__(dim, width, bias)
+        self.norm = NormInFloat32(settings.head_dim, settings.epsilon)
+
+    def forward(self, x):
+        return self.norm(super().forward(x).unflatten(-1, (-1, *self.norm.weight.shape))).flatten(
+            -2
+        )
+
+
 class SavedLayer(DecoderLayer):
     """A DecoderLayer with the widths, biases and norms of `settings`."""
 
@@ -96,8 +113,9 @@ class SavedLayer(DecoderLayer):
         attention, feed_forward = self.attention, self.feed_forward
         self.attention_norm = NormInFloat32(dim, settings.epsilon)
         self.feed_forward_norm = NormInFloat32(dim, settings.epsilon)
-        attention.query = nn.Linear(dim, width, bias=settings.query_bias)
-        attention.key = nn.Linear(dim, kv_width, bias=settings.query_bias)
+        heads = partial(NormedHeads, settings=settings) if settings.head_norms else nn.Linear
+        attention.query = heads(dim, width, bias=settings.query_bias)
+        attention.key = heads(dim, kv_width, bias=settings.query_bias)
         attention.value = nn.Linear(dim, kv_width, bias=settings.query_bias)
         attention.output = nn.Linear(width, dim, bias=settings.output_bias)
         feed_forward.gate = nn.Linear(dim, inner, bias=settings.feed_forward_bias)

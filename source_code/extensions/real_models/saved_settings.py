@@ -1,7 +1,8 @@
-"""Reads the settings of a Llama or a Qwen2 for the course's layers from a config.json.
+"""Reads the settings of a saved model for the course's layers from a config.json.
 
-Both have the architecture of model.py with other settings: the width of the gated layer, the width
-of a head, biases, the frequencies of the rotary embedding, one matrix at both ends.
+A Llama, a Mistral without a sliding window, a Qwen2 and a Qwen3 have the architecture of model.py
+with other settings: the width of the gated layer, the width of a head, biases, norms of queries and
+keys, the frequencies of the rotary embedding, one matrix at both ends.
 """
 
 from pathlib import Path
@@ -13,8 +14,17 @@ CONFIG_FILE = "config.json"
 LARGEST_CONFIG = 16 * MEBIBYTE
 MOST = 2**31  # the largest size
 # What to do about a folder that is rejected.
-WHOLE = "name the folder of a Llama or a Qwen2"
+WHOLE = "name the folder of a Llama, a Mistral, a Qwen2 or a Qwen3"
 MENDED = "take config.json from the folder of the published model again"
+# What transformers takes where a family's config.json leaves a setting out.
+LEFT_OUT = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
+    },
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}  # fmt: skip
 # The settings that a rotary embedding of each type needs.
 ROTARY_TYPES = {
     "default": (),
@@ -30,10 +40,11 @@ def check_family(path, saved):
     if not isinstance(saved, dict):
         raise InputError(f"{path} is not a JSON object; {WHOLE}")
     family = saved.get("model_type")
-    if family not in ("llama", "qwen2"):
+    if not isinstance(family, str) or family not in LEFT_OUT:
         raise InputError(
-            f"{path}: the model_type is {str(family)[:40]}, and not llama or qwen2; {WHOLE}"
+            f"{path}: the model_type is {str(family)[:40]}, and none of {', '.join(LEFT_OUT)}; {WHOLE}"
         )
+    saved = {**LEFT_OUT[family], **saved}
     built = saved.get("architectures") or ["ForCausalLM"]
     if not str(built[0] if isinstance(built, list) else built).endswith("ForCausalLM"):
         raise InputError(
@@ -50,10 +61,16 @@ def check_family(path, saved):
             f"{path}: the hidden_act is {str(saved['hidden_act'])[:40]}, and not silu; change "
             "FeedForward in a copy of the script (docs/your-own-model.md)"
         )
-    if family == "qwen2" and saved.get("use_sliding_window"):
+    if family in ("qwen2", "qwen3") and saved.get("use_sliding_window"):
         raise InputError(
             f"{path}: use_sliding_window is set, and the course's attention has none; for sequences "
             "no longer than sliding_window, set it to false in a copy of the folder"
+        )
+    if family == "mistral" and saved["sliding_window"] is not None:
+        raise InputError(
+            f"{path}: the sliding_window is {str(saved['sliding_window'])[:40]}, and the course's "
+            "attention has none; for sequences no longer than that, set it to null in a copy of the "
+            "folder"
         )
     dropout = saved.get("attention_dropout") or 0.0
     if dropout != 0:
@@ -74,6 +91,8 @@ def read_settings(folder, seq_len):
     except InputError as error:
         raise InputError(f"{error}; {WHOLE}") from None
     check_family(path, saved)
+    config, family = saved, saved["model_type"]
+    saved = {**LEFT_OUT[family], **config}
     sizes = sizes_in(path, saved)
     base, rotary = rotary_in(path, saved)
     biases = {name: saved.get(name, False) for name in ("attention_bias", "mlp_bias")}
@@ -87,19 +106,20 @@ def read_settings(folder, seq_len):
         raise InputError(
             f"{path}: rms_norm_eps is {str(epsilon)[:40]}, and not between 0 and 1; {MENDED}"
         )
-    is_qwen = saved["model_type"] == "qwen2"
+    attention_bias = biases["attention_bias"] and family in ("llama", "qwen3")
     settings = SavedSettings(
         **sizes,
         seq_len=seq_len,
         epsilon=epsilon,
         rotary_base=base,
         rotary=rotary,
-        query_bias=is_qwen or biases["attention_bias"],
-        output_bias=not is_qwen and biases["attention_bias"],
-        feed_forward_bias=not is_qwen and biases["mlp_bias"],
+        query_bias=family == "qwen2" or attention_bias,
+        output_bias=attention_bias,
+        feed_forward_bias=biases["mlp_bias"] and family == "llama",
+        head_norms=family == "qwen3",
         tied=tied,
     )
-    return settings, saved
+    return settings, config
 
 
 def sizes_in(path, saved):
@@ -129,7 +149,7 @@ def sizes_in(path, saved):
         "head_dim": head_dim,
         "hidden_dim": size("intermediate_size"),
         "vocabulary": size("vocab_size"),
-        "longest": size("max_position_embeddings", 2048),
+        "longest": size("max_position_embeddings"),
     }
 
 
