@@ -1,6 +1,7 @@
-"""Activation checkpointing: keep less of every forward, and run it again (lesson 06).
+# SPDX-License-Identifier: Apache-2.0
+"""Activation checkpointing: keep less of every forward, and run it again.
 
-    torchrun --standalone --nproc-per-node 4 source_code/activation_checkpointing.py --verify
+    torchrun --standalone --nproc-per-node 4 activation_checkpointing.py --verify
 
 --recompute says what a stage keeps between a forward and its backward, --schedule in which order
 they run: any of the synchronous ones, with --chunks stages per rank where there are several.

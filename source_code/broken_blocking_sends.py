@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broken on purpose: 1F1B's first messages with sends that wait until they are taken (lesson 03).
 
     torchrun --standalone --nproc-per-node 2 source_code/broken_blocking_sends.py --timeout 5

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broken on purpose: two ranks that each wait for the other first (lesson 01).
 
 torchrun --standalone --nproc-per-node 2 source_code/broken_mutual_wait.py --timeout 5

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eight pipelines with one fault each, to be found in their recordings (lesson 12b).
 
     mkdir -p build

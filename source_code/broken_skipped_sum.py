@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broken on purpose: one rank leaves out a sum, and the flight recorder of torch names it (lesson 12b).
 
     torchrun --standalone --nproc-per-node 4 source_code/broken_skipped_sum.py --recorder build/flight

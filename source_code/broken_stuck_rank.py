@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broken on purpose: one rank waits for a disk, and all others wait for that rank (lesson 11).
 
 torchrun --standalone --nproc-per-node 4 source_code/broken_stuck_rank.py --timeout 5

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broken on purpose: the traps of torch.distributed.pipelining, one per run (lessons 08 and 08b).
 
     torchrun --standalone --nproc-per-node 2 source_code/broken_torch_pipelining.py --trap LIST

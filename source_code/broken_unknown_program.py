@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run on torch.distributed.pipelining that is not the course's own, with one fault (lesson 12b).
 
     torchrun --standalone --nproc-per-node 2 source_code/broken_unknown_program.py

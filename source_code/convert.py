@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brings a model of Hugging Face's transformers into the course, and takes one out of it.
 
     python source_code/convert.py --from-hf DIR --checkpoints NEW_FOLDER

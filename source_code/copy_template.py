@@ -1,10 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies a training script as the start of a program of your own.
 
     python source_code/copy_template.py gpipe.py my-program        a folder, laid out as source_code/
     python source_code/copy_template.py gpipe.py my_program.py     one file, and the text beside it
     python source_code/copy_template.py train.py --schedules 1f1b,zb-h1 my-program
 
-A copy has the script and the files of the course that it imports; no line is rewritten. A copy
+A copy has the script and the files of the course that it imports; no line is rewritten. A folder
+has LICENSE and a README, too: put your name on what you change. A copy
 leaves out the script's calls of the lab (--with-lab keeps them, in a folder), and with --schedules
 the files and rows of all other schedules but the script's default. --bare leaves out the guard, too,
 the two lines that name bad input and lost ranks in one sentence. A copy in one file is bare, and
@@ -38,6 +40,20 @@ TRIED_BY_TORCH = set(
     "pydot pynvml redis sniffio socksio torchcomms torchdistx trio triton z3".split()
 )
 JOB_SCRIPT = ROOT / "slurm" / "program.sbatch"
+LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0"
+README = """\
+# A copy of {script}
+
+{what}
+
+    python -m pip install -r requirements.txt
+    torchrun --standalone --nproc-per-node 4 {script} --verify
+    sbatch job.sbatch {script} --verify
+
+The code comes from the course "Pipeline parallelism: predict, perform, compare", by its authors,
+under the Apache License 2.0 (LICENSE). Say here what you have changed. The text
+pipeline/field_guide.txt is under CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/).
+"""
 
 
 class CannotCopy(Exception):
@@ -232,6 +248,9 @@ def folder(destination, modules):
     """{path: text} of a copy in the layout of source_code."""
     files = {module.path: module.text_without(module.left_out) for module in modules}
     files[TEXT], files["job.sbatch"] = read(SOURCE_CODE / TEXT), read(JOB_SCRIPT)
+    script, docstring = modules[-1].path, ast.get_docstring(ast.parse(modules[-1].text))
+    files["LICENSE"] = read(ROOT / "LICENSE")
+    files["README.md"] = README.format(script=script, what=docstring.splitlines()[0])
     needed = {package_of(node) for module in modules for node in module.imports}
     needed.add("numpy")  # torch needs it to send Python objects
     pins = read(ROOT / "requirements.txt").splitlines(keepends=True)
@@ -244,12 +263,12 @@ def one_file(destination, modules):
     check_names(modules)
     script = modules[-1]
     docstring = ast.get_source_segment(script.text, script.body[0])  # --help shows it
-    sections = [f"{docstring}\n\n{gathered_imports(modules)}"]
+    sections = [f"{LICENCE_LINE}\n{docstring}\n\n{gathered_imports(modules)}"]
     for module in modules:
         exports = [n for n in module.body if isinstance(n, ast.Assign) and "__all__" in ast.dump(n)]
         comment = module.body[:1] if module is script or not module.meanings else []
         left_out = [*comment, *exports, *module.own, *module.others, *module.left_out]
-        sections.append(module.text_without(left_out).strip())
+        sections.append(module.text_without(left_out).removeprefix(LICENCE_LINE).strip())
     text = "\n\n\n".join(filter(None, sections)) + "\n"
     return {destination: text, destination.with_name(TEXT.name): read(SOURCE_CODE / TEXT)}
 

@@ -1,6 +1,7 @@
-"""Distributed checkpointing: save a pipeline, lose a rank, go on with fewer (lesson 07).
+# SPDX-License-Identifier: Apache-2.0
+"""Distributed checkpointing: save a pipeline, lose a rank, go on with fewer.
 
-    torchrun --standalone --nproc-per-node 4 source_code/distributed_checkpointing.py \\
+    torchrun --standalone --nproc-per-node 4 distributed_checkpointing.py \\
         --checkpoints build/run --steps 20 --verify
 
 Started again with the same folder, it continues from the newest checkpoint there, on any number of
@@ -22,7 +23,7 @@ A loss, gradient norm or weight that is not finite ends every rank with status 1
 from then on, so the checkpoints before it stay. With --on-nan skip the update of that step is left
 out, and the training continues.
 
-    python source_code/distributed_checkpointing.py --checkpoints build/run --export build/model.pt
+    python distributed_checkpointing.py --checkpoints build/run --export build/model.pt
 
 writes the newest checkpoint as one file for torch.load.
 """

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in a pipeline: replicas x stages, and experts that are spread over the replicas.
 
-    torchrun --standalone --nproc-per-node 4 source_code/experts.py --replicas 2 --verify
+    torchrun --standalone --nproc-per-node 4 experts.py --replicas 2 --verify
 
 Four ranks are then two pipelines of two stages. In every layer each token uses 2 of 4 experts,
 and each of the two ranks of a stage has 2 of them. Rows of tokens go to their experts and back by

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continues the training of a saved Llama, Mistral, Qwen2 or Qwen3 of Hugging Face.
 
-    torchrun --standalone --nproc-per-node 4 source_code/finetune.py --model DIR --data FILE \\
+    torchrun --standalone --nproc-per-node 4 finetune.py --model DIR --data FILE \\
         --save NEW_DIR
 
 Each rank reads its own layers from the folder DIR and writes them to the folder NEW_DIR, which

@@ -1,6 +1,7 @@
-"""GPipe: a batch in micro-batches, all forwards, all backwards, one update (lesson 02).
+# SPDX-License-Identifier: Apache-2.0
+"""GPipe: a batch in micro-batches, all forwards, all backwards, one update.
 
-torchrun --standalone --nproc-per-node 4 source_code/gpipe.py --verify
+torchrun --standalone --nproc-per-node 4 gpipe.py --verify
 """
 
 import sys

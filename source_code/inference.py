@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inference: several texts continued by a pipeline at once, each token computed once.
 
-    torchrun --standalone --nproc-per-node 4 source_code/inference.py --groups 4 --verify
+    torchrun --standalone --nproc-per-node 4 inference.py --groups 4 --verify
 
 Each rank keeps the keys and values of its own layers. Requests are in --groups, which are in
 flight at the same time; a group has --slots places, which a finished request leaves to the next.

@@ -1,6 +1,7 @@
-"""Interleaved 1F1B: several stages per rank, and less bubble (lesson 05).
+# SPDX-License-Identifier: Apache-2.0
+"""Interleaved 1F1B: several stages per rank, and less bubble.
 
-    torchrun --standalone --nproc-per-node 4 source_code/interleaved_1f1b.py --chunks 2 --verify
+    torchrun --standalone --nproc-per-node 4 interleaved_1f1b.py --chunks 2 --verify
 
 Each rank has --chunks stages of the model that do not follow each other: with four ranks and two
 chunks, rank 1 has stages 1 and 5. `train.py --schedule looped-bfs` runs them breadth first.

@@ -1,7 +1,8 @@
-"""Naive model parallelism: a model cut in stages, one rank works at a time (lesson 01).
+# SPDX-License-Identifier: Apache-2.0
+"""Naive model parallelism: a model cut in stages, one rank works at a time.
 
-    torchrun --standalone --nproc-per-node 4 source_code/naive_model_parallelism.py --verify
-    python source_code/naive_model_parallelism.py --single-process 4
+    torchrun --standalone --nproc-per-node 4 naive_model_parallelism.py --verify
+    python naive_model_parallelism.py --single-process 4
 
 Activations travel forward and gradients backward, sent and received by hand. With
 --single-process N one process moves each activation with .to(device) from stage to stage.

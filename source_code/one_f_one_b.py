@@ -1,6 +1,7 @@
-"""1F1B: one forward, one backward, so that few activations are held (lesson 03).
+# SPDX-License-Identifier: Apache-2.0
+"""1F1B: one forward, one backward, so that few activations are held.
 
-torchrun --standalone --nproc-per-node 4 source_code/one_f_one_b.py --verify
+torchrun --standalone --nproc-per-node 4 one_f_one_b.py --verify
 """
 
 import sys

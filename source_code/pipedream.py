@@ -1,7 +1,8 @@
-"""PipeDream: 1F1B without a flush, with real weight stashing (lesson 04).
+# SPDX-License-Identifier: Apache-2.0
+"""PipeDream: 1F1B without a flush, with real weight stashing.
 
-    torchrun --standalone --nproc-per-node 4 source_code/pipedream.py --verify
-    torchrun --standalone --nproc-per-node 4 source_code/pipedream.py --replicas 2-1-1 --verify
+    torchrun --standalone --nproc-per-node 4 pipedream.py --verify
+    torchrun --standalone --nproc-per-node 4 pipedream.py --replicas 2-1-1 --verify
 
 --steps counts mini-batches, each of --batch-size and with an update of its own; a stage of several
 --replicas updates once for as many mini-batches. --weights chooses which version of the weights a

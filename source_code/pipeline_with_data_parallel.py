@@ -1,6 +1,7 @@
-"""Pipelines meet data parallelism: a mesh of replicas x stages (lesson 10).
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines meet data parallelism: a mesh of replicas x stages.
 
-    torchrun --standalone --nproc-per-node 4 source_code/pipeline_with_data_parallel.py \\
+    torchrun --standalone --nproc-per-node 4 pipeline_with_data_parallel.py \\
         --replicas 2 --verify
 
 Four ranks are then two pipelines of two, each with half of the batch. Their gradients are summed

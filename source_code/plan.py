@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan a training run: which use of these GPUs is fastest, what limits it, and how sure that is.
 
     python source_code/plan.py llama-3-8b --machine dgx-a100-80gb --gpus 16 --batch-size 128

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plan a pipeline: which layers make a stage, and how many workers replicate it (lesson 04b).
 
     python source_code/plan_partition.py --workers 4 --bandwidth 1e9 --straight

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predict a schedule without running it: makespan, bubble, held micro-batches, messages.
 
 python source_code/predict.py gpipe --ranks 4 --microbatches 8

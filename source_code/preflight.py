@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Check this machine before a course or a job: software, hardware, messages between ranks.
 
     python source_code/preflight.py

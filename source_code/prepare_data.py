@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes tokens of texts once, so that no training has to.
 
     python source_code/prepare_data.py --data a.txt b.jsonl --vocabulary 4096 --out build/tokens

@@ -1,12 +1,13 @@
-"""Pretrain a small Llama: what the lessons built, in one program (lesson 12c).
+# SPDX-License-Identifier: Apache-2.0
+"""Pretrain a small Llama: everything at once, in one program.
 
-    torchrun --standalone --nproc-per-node 4 source_code/pretrain_llama.py --steps 200 --sample 100
+    torchrun --standalone --nproc-per-node 4 pretrain_llama.py --steps 200 --sample 100
 
 By name from one million parameters to one billion; any synchronous schedule, replicas,
 recomputation, bfloat16 with float32 master weights (the default on a GPU), accumulation over
 several passes, held-out perplexity, checkpoints that continue on any number of ranks.
 
-    python source_code/plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
+    python plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
 
 says what each of eight ranks would have to hold and how long an update would take, and starts none.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a program of your own by NCCL's rules, on CPU ranks (lesson 03).
 
     torchrun --standalone --nproc-per-node 4 source_code/rehearse.py strict source_code/small/pipeline.py 1f1b

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Search the best order of actions for a pipeline: uneven stages, slow hops, little room.
 
     python source_code/search_schedule.py --ranks 3 --microbatches 4 --forward 4,9,4 \\

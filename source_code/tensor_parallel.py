@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three dimensions: replicas x pipeline stages x ranks that share every layer.
 
-    torchrun --standalone --nproc-per-node 8 source_code/tensor_parallel.py \\
+    torchrun --standalone --nproc-per-node 8 tensor_parallel.py \\
         --replicas 2 --tensor 2 --clip 0.5 --padding --verify
 
 Eight ranks are then 2 replicas of a pipeline of 2 stages, and each stage is 2 ranks with half of

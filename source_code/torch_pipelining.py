@@ -1,6 +1,7 @@
-"""The course's model through torch.distributed.pipelining, as a full training program (lesson 08).
+# SPDX-License-Identifier: Apache-2.0
+"""The course's model through torch.distributed.pipelining, as a full training program.
 
-    torchrun --standalone --nproc-per-node 4 source_code/torch_pipelining.py --verify
+    torchrun --standalone --nproc-per-node 4 torch_pipelining.py --verify
 
 The stages are cut by hand (--split manual) or by torch's tracer (--split spec, --split calls); each
 of the library's seven schedules performs them. The rest is what a training run needs around it.

@@ -1,6 +1,7 @@
-"""Hugging Face models through torch.distributed.pipelining (lesson 08).
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face models through torch.distributed.pipelining.
 
-    torchrun --standalone --nproc-per-node 4 source_code/torch_pipelining_gpt2.py --verify
+    torchrun --standalone --nproc-per-node 4 torch_pipelining_gpt2.py --verify
 
 GPT-2 is cut by torch's tracer. A classifier and a Llama, which the tracer cannot train, are cut by
 hand. Weights are random, drawn from the seed and their names; --pretrained takes those of a folder

@@ -1,6 +1,7 @@
-"""A three-stage network that is not a transformer, cut by torch's tracer (lesson 08).
+# SPDX-License-Identifier: Apache-2.0
+"""A three-stage network that is not a transformer, cut by torch's tracer.
 
-    torchrun --standalone --nproc-per-node 3 source_code/torch_pipelining_mlp.py --verify
+    torchrun --standalone --nproc-per-node 3 torch_pipelining_mlp.py --verify
 
 The simplest case of torch.distributed.pipelining: write the model as for one device, name the
 submodules after which to cut, and train.

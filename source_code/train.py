@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains with any synchronous schedule: by name, or one of your own from a CSV file.
 
-    torchrun --standalone --nproc-per-node 4 source_code/train.py --schedule zb-v --verify
-    torchrun --standalone --nproc-per-node 4 source_code/train.py mine.csv --verify
+    torchrun --standalone --nproc-per-node 4 train.py --schedule zb-v --verify
+    torchrun --standalone --nproc-per-node 4 train.py mine.csv --verify
 
 A file has one row per rank, with cells such as 0F3: stage, kind (F, B, or I and W for a backward in
 two halves) and micro-batch. --option sets an option of a named schedule, such as depth=2 of 1f1b,

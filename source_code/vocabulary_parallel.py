@@ -1,7 +1,8 @@
-"""Unequal ends: a head that is worth several layers, and three cures (lesson 10c).
+# SPDX-License-Identifier: Apache-2.0
+"""Unequal ends: a head that is worth several layers, and three cures.
 
-    torchrun --standalone --nproc-per-node 4 source_code/vocabulary_parallel.py --verify
-    torchrun --standalone --nproc-per-node 4 source_code/vocabulary_parallel.py --spread --verify
+    torchrun --standalone --nproc-per-node 4 vocabulary_parallel.py --verify
+    torchrun --standalone --nproc-per-node 4 vocabulary_parallel.py --spread --verify
 
 The last rank has the head, so 1F1B runs at its pace. --cut gives it fewer layers, --tied makes
 embedding and head one matrix, whose two gradients are added up, and --spread cuts both over the

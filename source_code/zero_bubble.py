@@ -1,6 +1,7 @@
-"""Zero bubble: the backward in two halves, of which the second fills the bubble (lesson 09).
+# SPDX-License-Identifier: Apache-2.0
+"""Zero bubble: the backward in two halves, of which the second fills the bubble.
 
-    torchrun --standalone --nproc-per-node 4 source_code/zero_bubble.py --schedule zb-h1 --verify
+    torchrun --standalone --nproc-per-node 4 zero_bubble.py --schedule zb-h1 --verify
 
 ZB-H1 has the warm-up of 1F1B and its memory; ZB-H2 a warm-up twice as long and no bubble.
 """

@@ -107,6 +107,33 @@ def statements_in(text, *packages):
     return [ast.dump(node) for node in Without(*packages).visit(ast.parse(text)).body]
 
 
+def test_what_is_copied_speaks_of_no_folder_lesson_or_page_of_the_course():
+    modules = {m.path: m.text for name in SCRIPTS for m in copy_template.modules_of(Path(name), ())}
+    assert len(modules) > 100
+    words = r"source_code|[Ll]esson|git checkout|(?<!\.co/)docs/|notebooks|slurm/|tools/|images/"
+    for path, text in modules.items():
+        assert not re.findall(f".*(?:{words}).*", text), path
+
+
+def test_every_file_of_the_course_s_code_names_its_licence_which_a_folder_copy_has(tmp_path):
+    line = copy_template.LICENCE_LINE
+    for path in SOURCE.rglob("*.py"):
+        assert path.read_text().startswith(line + "\n"), path
+    assert copy("gpipe.py", tmp_path / "mine") == copy("gpipe.py", tmp_path / "mine.py") == 0
+    assert (tmp_path / "mine.py").read_text().count(line) == 1
+    assert (tmp_path / "mine/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    readme = (tmp_path / "mine/README.md").read_text()
+    assert "Apache License" in readme and "CC BY 4.0" in readme and len(readme.splitlines()) <= 12
+    added = {path.name for path in (tmp_path / "mine").iterdir() if path.is_file()}
+    assert added == {"gpipe.py", "LICENSE", "README.md", "job.sbatch", "requirements.txt"}
+
+
+def test_a_copy_without_the_lab_says_where_it_runs(tmp_path):
+    assert copy("gpipe.py", tmp_path / "mine") == 0
+    train(tmp_path / "mine/gpipe.py", "gpipe.py", tmp_path)
+    assert "2 ranks on cpu, gloo messages, float64\n" in (tmp_path / "printed.txt").read_text()
+
+
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory):
     """A function: the script's copies, as a folder and as one file, made at its first call."""
@@ -126,7 +153,7 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     folder, file = copied(script)
     files = [path for path in folder.rglob("*") if path.is_file()]
     others = {path.name for path in files if path.suffix != ".py"}
-    assert others == {"field_guide.txt", "requirements.txt", "job.sbatch"}
+    assert others == {"LICENSE", "README.md", "field_guide.txt", "requirements.txt", "job.sbatch"}
     sources = [path.relative_to(folder) for path in files if path.suffix == ".py"]
     for path in sources:
         assert path.parts[0] != "lab"

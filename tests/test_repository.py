@@ -211,7 +211,7 @@ TOOLS = {
 
 
 def test_a_training_script_has_at_most_150_lines_and_one_with_a_loop_by_hand_at_least_60():
-    lines = {path.stem: len(path.read_text().splitlines()) for path in SCRIPTS}
+    lines = {path.stem: len(path.read_text().splitlines()) - 1 for path in SCRIPTS}  # the licence
     assert {stem for stem, count in lines.items() if count > 150} - TOOLS == LONGER
     assert all(60 <= lines[stem] for stem in BY_HAND)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lesson 11's access to a SLURM cluster: a real one, one on this machine, or a transcript.
 
 Inside a cluster, the lesson uses that cluster. The notebook may itself be a job there: the lesson's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes a failed run: the error messages of its ranks, and the rank that failed first."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows a run until its ranks have ended: shows and keeps what they print, and ends it if it fails."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Freezes what the fork server has imported, so that no garbage collection searches it again.
 
 The server imports this module last. A collection in a rank would copy the server's memory, page by

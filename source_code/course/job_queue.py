@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures how long a job of lesson 11 has waited in SLURM's queue, and how long it has run."""
 
 import time

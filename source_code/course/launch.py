@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a notebook starts a script on several ranks.
 
 `run("gpipe.py --steps 3", ranks=4)` prints the command that does the same in a terminal, starts it,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Notes a reader's progress: the checks write one line per call, into one file per person.
 
 COURSE_PROGRESS names the folder, which has to be there; in a workshop, all readers must be able to

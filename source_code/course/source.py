@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows the scripts' code in a notebook, so that the notebook needs no copy of it."""
 
 import ast

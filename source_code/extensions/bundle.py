@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several tensors between two stages, sent as one.
 
 A stage may pass on more than one activation: two streams, the output of an encoder beside the state

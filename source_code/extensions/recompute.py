@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation recomputation: keeps little of a forward, and runs it again before its backward.
 
 A backward needs the intermediate results of its forward. Most of a step lies between the two, and

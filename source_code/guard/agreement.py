@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares what must be equal on all ranks before the first message: flags, text, torch, code."""
 
 import ctypes

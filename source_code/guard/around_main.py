@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Surrounds a program's main(): ranks agree before the first message, and a lost one is named.
 
 `@guarded` above `def main()` and its import are all that attaches it. Without these two lines a

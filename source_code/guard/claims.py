@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Claims a folder for one job, so that two jobs never mix what they write into it."""
 
 import os

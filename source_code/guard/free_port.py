@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds a free port on which ranks of this machine can meet."""
 
 import secrets

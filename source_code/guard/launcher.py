@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a launcher says in the environment: the ranks, and where they meet; of torchrun or of srun."""
 
 import os

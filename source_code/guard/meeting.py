@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the store that all ranks of a job share; a loopback address keeps it on this machine."""
 
 import os

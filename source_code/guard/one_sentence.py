@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends a program with the sentence of a SystemExit: printed once per node, with status 2."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the paths of a run: outputs must be writable, and must not overwrite other paths."""
 
 import os

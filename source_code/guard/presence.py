@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guards the joining of a job: a missing, stopped or different rank ends the job and is named.
 
 A thread of every rank writes signs of life into the store; a stopped process writes none. During

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps a run alive when standard output cannot be written: its reader has ended or a disk is full.
 
 Without this, Python would end a training run of hours with a traceback at the next printed line. An

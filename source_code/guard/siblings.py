@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The processes around a rank: its launcher, and the other ranks on the same machine."""
 
 import multiprocessing

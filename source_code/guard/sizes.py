@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rejects models and batches that no machine could hold, or compute within an hour per step."""
 
 import os

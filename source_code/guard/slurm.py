@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads SLURM's environment variables if srun, not torchrun, has started the ranks.
 
 `whole_number(name, default, least, most)` is the function of launcher.py that reads a variable.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpickles objects from other ranks and from files without running code in them.
 
 A pickle may name any function to be called with any arguments, and torch.distributed pickles the

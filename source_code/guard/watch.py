@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends a job in which a rank waits too long, and names the rank that it waits for.
 
 A watch is a thread of every rank, and an instrument: it is called at every wait. After half of the

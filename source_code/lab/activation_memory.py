@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts activation memory: the bytes that forwards save for their backwards.
 
 Autograd saves tensors for the backward of every operation. Hooks count each tensor as it is saved,

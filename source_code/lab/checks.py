@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rejects flags of the lab before a run starts: outputs that cannot be written, a wrong pace."""
 
 import os

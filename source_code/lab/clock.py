@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures when a rank's actions start and end, and paces them.
 
 Pacing makes every action last at least a given time, in which the real work is done. A waiting rank

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bars and curves as SVG elements, with the standard library alone, so that they work in a browser.
 
 Notebooks whose curves need no browser use matplotlib (figures.py). A bar has its number beside it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The course's one visual language: a timeline as SVG elements, in a figure and in the explorer.
 
 Time runs to the right, rank 0 is on top, timelines in one picture share one scale. Colours are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures for notebooks and pages: timelines, predicted or performed, and curves.
 
 Each picture has a text with the same content. drawing.py draws the timelines.

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flight log of a run: what every action of every rank used and made, and every message.
 
-    torchrun --standalone --nproc-per-node 4 source_code/gpipe.py --record build/monday
+    torchrun --standalone --nproc-per-node 4 gpipe.py --record build/monday
 
 The folder then has `run.json` (the schedule) and `rankN.jsonl`, with one line of JSON per event on
 rank N, in its order; flight_log_reader.py reads them. A line is written before the rank waits for

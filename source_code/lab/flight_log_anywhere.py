@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A flight log for any program: three lines attach it to modules that are called stage by stage.
 
     from lab.flight_log_anywhere import record

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the form of the lines of a recording.
 
 flight_log.py writes the lines, and flight_log_reader.py puts them together.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a recording of a run and describes what its ranks waited for at its end.
 
 flight_log.py writes recordings. A recording may be incomplete if the run was killed or hung.

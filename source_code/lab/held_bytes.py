@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes each rank of a training run holds: weights, gradients, optimizer, activations."""
 
 from dataclasses import dataclass

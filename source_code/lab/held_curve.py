@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank holds over time, in micro-batches, and its drawing below a timeline.
 
 A rank holds the activation of a stage from the start of its forward to the end of its backward, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the published name of a schedule by comparing it with the results of all generators."""
 
 from lab.simulator import Costs, simulate

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explains the length of a step: its longest path, and a reason for every idle time.
 
 The longest path leads from the first start to the last end. Each of its actions started when the

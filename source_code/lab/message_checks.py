@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures messages between ranks, for the last lines of the table of preflight.py."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attaches instruments to stages and to a job's messages, without changes to their code.
 
 An instrument has any of five methods, all optional:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performs a schedule with given times on a small model: real ranks, real messages, real losses.
 
     cd source_code; torchrun --standalone --nproc-per-node 4 -m lab.paced_schedule TIMES.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles one step of a run with torch.profiler and joins the traces of all ranks.
 
 Each rank's profiler uses the clock of its machine, and the lab's clock is shared. Both record the

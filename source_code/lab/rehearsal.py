@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rehearses on a CPU what NCCL would do with the order of a program's messages.
 
 Gloo hides what NCCL would not forgive, so a program that passes on gloo may hang on GPUs. Here a

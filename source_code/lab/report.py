@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The summary of a run: a predicted and a performed step, idle time, memory, and files of both."""
 
 import statistics

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The map of the synchronous schedules: idle share of a step over micro-batches held, a dot for each.
 
     draw_map(ranks=8, microbatches=32)

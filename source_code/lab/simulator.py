@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts a schedule: the start and end of each action, given the costs of actions and messages.
 
 A rank starts its next action as soon as it is free and all messages for the action have arrived. A

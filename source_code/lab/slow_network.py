@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nodes of ranks, and a pretended slow network between nodes."""
 
 import os

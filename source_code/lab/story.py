@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes each block of a timeline and its wait, and what each rank does at a given time.
 
 Both need only the timeline, so they work for a predicted run and for a performed one.

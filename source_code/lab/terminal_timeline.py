@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A timeline as text for a terminal, at most 78 columns wide.
 
 A block starts with the last digit of its micro-batch. It goes on with > in a forward, < in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A timeline: when every action of a run started and ended.
 
 A predicted run (simulator.py) and a performed one (clock.py) have the same form, so the same code

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows the stages of torch.distributed.pipelining to the instruments.
 
 The library calls each of three methods of a stage as soon as the message for it has arrived, as the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment variables with which the program that starts a run pretends slow nodes."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One action as the instruments see it."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums and gathers over several ranks."""
 
 from datetime import timedelta

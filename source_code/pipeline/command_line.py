@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inputs of a process at its start: its rank from the launcher, its flags from the user."""
 
 import argparse

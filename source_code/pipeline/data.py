@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text, the tokens, the batches.
 
 Tokens are bytes. The last tenth of the text is held out. A batch is drawn from (seed, step) alone,
@@ -49,8 +50,8 @@ def load_text(path=None, seq_len=32):
         raise DataError(f"--data: {error}; name a text file") from None
     if path is None and hashlib.sha256(content).hexdigest() != DEFAULT_SHA256:
         raise DataError(
-            f"{source.name} has been changed, so no expected loss holds; restore it "
-            "(git checkout) or pass your own text with --data"
+            f"{source.name} has been changed, so no expected loss holds; restore it, "
+            "or pass your own text with --data"
         )
     check_is_text(content, source)
     return split_text(content, seq_len, source)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes files: each whole or not at all, and JSON that every program can read."""
 
 import errno

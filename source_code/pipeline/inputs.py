@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Opens every file that a run reads, which must be a regular file of a bounded size.
 
 A read from a named pipe or a terminal may block for ever, and a device such as /dev/zero has no

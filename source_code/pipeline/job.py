@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How ranks meet, on which device each computes, and how a message travels from one to another.
 
 Each ordered pair of ranks has a channel, a process group of its own, so that the messages of one
@@ -70,9 +71,8 @@ class Job:
 
     def receive(self, source, message, shape=None, dtype=None):
         """Expect a tensor; its `wait` returns it. `shape` and `dtype` are the job's unless given."""
-        buffer = torch.empty(
-            shape or self.shape_of(message), dtype=dtype or self.dtype, device=self.wire
-        )
+        shape, dtype = shape or self.shape_of(message), dtype or self.dtype
+        buffer = torch.empty(shape, dtype=dtype, device=self.wire)
         return Transfer(self, dist.irecv, buffer, source, message)
 
     def shape_of(self, message):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The course's model, a small Llama-style decoder, and how a stage of it is built.
 
 Parameters keep their names in the whole model and are drawn from (seed, name): every cut of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains the whole model in one process, and compares a pipeline's losses with it."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one order of messages, in which all ranks issue their sends, receives and sums.
 
 Every rank has the whole schedule. A simulation with messages that take no time gives the end of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A schedule is data: for each rank, the actions it takes, in order.
 
 The simulator predicts it, the worker performs it and the figures draw it, whichever way it was

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage with a split backward: first for the input, later for the weights.
 
 The backward of a linear layer y = x Wᵀ is two independent matrix products: g W, the gradient of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by all training scripts: their flags, their batches, and the loop over steps."""
 
 import argparse
@@ -46,6 +47,7 @@ def training_parser(description):
 def model_parser(description):
     """Return the parser with the flags of every script that runs the model."""
     parser = Parser(description)
+    parser.set_defaults(describe=say_where_it_runs)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--layers", default=8, help="decoder layers", **count)
     add("--dim", default=32, help="width of the model", **count)
@@ -127,7 +129,19 @@ def start_job(arguments, pairs=None, shape=None):
     """
     a = arguments
     shape = shape or (a.microbatch_size, a.seq_len, a.dim)
-    return join_job(a.device, a.timeout, pairs, shape, a.torch_dtype)
+    job = join_job(a.device, a.timeout, pairs, shape, a.torch_dtype)
+    if job.rank == 0:
+        a.describe(job)
+    return job
+
+
+def say_where_it_runs(job):
+    """Say where a job runs, so that nobody takes gloo on a CPU for a run on GPUs."""
+    many = "ranks" if job.num_ranks > 1 else "rank"
+    kind = str(job.dtype).removeprefix("torch.")
+    print(
+        f"{job.num_ranks} {many} on {job.device.type}, {job.backend} messages, {kind}", flush=True
+    )
 
 
 def cut_layers(arguments, num_stages):

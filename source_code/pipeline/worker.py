@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performs a rank's list of actions, with real tensors and real messages.
 
 Receives are posted in the one order of messages that follows from the schedule: see receives.py.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lower bounds on the seconds of an update, and the memory of a plan, without a simulation.
 
 A search compares thousands of plans, too many to simulate all of them. The bound never exceeds the

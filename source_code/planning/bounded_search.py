@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches for the shortest schedule within a time limit, with a lower bound on all schedules.
 
 The search first simulates every named schedule; the shortest one that fits is the one to beat. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bytes that a plan sends per update: from one GPU, and out of one node.
 
 The bytes per GPU show which kind of parallelism sends least. On a cluster the bytes per node

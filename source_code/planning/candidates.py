@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All plans that use every GPU of a machine, and the forecasts of the fastest.
 
 Candidates are compared by lower bounds, which need no simulation: first by `work_bound`, then by

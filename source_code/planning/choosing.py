@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares data, sharded, hybrid, tensor and pipeline parallelism on a given machine.
 
 Each of them is compared at its best settings: size of a micro-batch, recomputation, 1F1B or

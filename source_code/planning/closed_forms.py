@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The closed forms of Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473, "Megatron" below).
 
 They need neither a schedule nor a machine. Times are in seconds unless a name says days.

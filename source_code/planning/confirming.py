@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs plans on this machine with paced actions, to compare them with their forecasts.
 
 A run has the pipeline of one replica: its ranks, its order of actions, its uneven stages and its

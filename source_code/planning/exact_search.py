@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the shortest schedule of a pipeline, and proves that no shorter one exists.
 
 The state of a pipeline at one moment is what is in front of its stations: how many micro-batches

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The error to expect of a forecast: how wrong it was for plans of this kind that others carried out.
 
 left_out.json has, for each published training run, the error of a forecast whose constants were

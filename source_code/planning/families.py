@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families of language models: what a config.json of transformers says of their weights.
 
 A file leaves out what equals the default of its family, so the defaults are here, too. They are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes a rank needs to train: weights, gradients, optimizer, activations.
 
 All bytes are counted from the sizes of the model and the order of the schedule; nothing is run.

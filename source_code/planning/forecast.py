@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forecasts one update on a large machine: its seconds, where they go, and its memory.
 
 Each stage has its own forward and backward times: matrix products at the machine's rate, all other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The largest number of micro-batches that each rank of a schedule holds for its backwards.
 
 The papers' formulas give it for GPipe, looped BFS, 1F1B and interleaved 1F1B. For other schedules

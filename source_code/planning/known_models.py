@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner's models: by name, by sizes, or from a config.json of Hugging Face.
 
 Sizes are those of the papers and of the published config files. The course's own sizes are those of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine that a forecast is made for: GPUs in nodes, and the links between them.
 
 Rates and bandwidths are those that programs reach, not those of data sheets. A machine is a JSON

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of a stage's actions on a machine, fitted to measurements on that machine.
 
     seconds = a per action + b per layer + c per operation + d per byte

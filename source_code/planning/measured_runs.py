@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures this machine, and runs plans on it at full speed.
 
 No run is both fitted and forecast. A separate program, measuring.py, measures stages, links and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures a machine under the load of a training run: all ranks run stages at the same time.
 
     cd source_code

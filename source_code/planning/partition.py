@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles layers, and cuts a model into replicated stages.
 
 The planner of PipeDream (Narayanan et al., SOSP 2019, section 3.1). A plan gives each stage a run

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes each rank of a plan needs: weights, gradients, optimizer, activations.
 
 For the course's own models footprint.py counts the bytes, which equal the measured ones. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What plan.py prints: tables of plans, the reasons of one, its memory, and the command for it."""
 
 from functools import lru_cache

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that is known only by a measured profile: the seconds and bytes of each layer.
 
 The file is that of plan_partition.py: times in milliseconds and sizes in bytes, for each layer and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forecasts the training run that one command of pretrain_llama.py describes.
 
 plan.py compares many plans. This module forecasts exactly one, and starts no rank.

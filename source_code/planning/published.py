@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published training runs, their forecasts, and the one constant that is fitted to some of them.
 
 published.json has the runs with their sources. A published rate is what a run reached from end to

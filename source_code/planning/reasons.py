@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explains a forecast: its seconds in parts, the limiting part, and the effect of changes."""
 
 from dataclasses import replace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds of messages and collectives: within a node, between nodes, and over both.
 
 A ring that passes through several nodes enters and leaves each node once, however many of its

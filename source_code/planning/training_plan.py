@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Plan: how the GPUs of a machine are used, and in which node each rank is."""
 
 from dataclasses import dataclass

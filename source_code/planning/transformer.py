@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much a transformer computes and moves, counted from its sizes.
 
 Matrix products are counted in operations, everything between them in bytes that go through the

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """A complete training with torch.distributed.pipelining, and nothing besides (lesson 08).
 
-torchrun --standalone --nproc-per-node 4 source_code/small/library.py
+torchrun --standalone --nproc-per-node 4 library.py
 """
 
 import torch

@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training with torch.distributed.pipelining and nothing besides: clip, evaluate, save (lesson 08).
 
-torchrun --standalone --nproc-per-node 2 source_code/small/library_training.py FOLDER STEPS CHUNKS
+torchrun --standalone --nproc-per-node 2 library_training.py FOLDER STEPS CHUNKS
 
 Trains until STEPS, from the newest checkpoint in FOLDER if there is one, with CHUNKS stages per
 rank: 1F1B with one, interleaved 1F1B with two.

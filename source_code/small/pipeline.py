@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A pipeline in one file: naive, GPipe, 1F1B and interleaved 1F1B. It needs torch and nothing else.
 
     torchrun --standalone --nproc-per-node 4 pipeline.py 1f1b --verify

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backward of a linear layer in two halves: for its input, and later for its weight (lesson 09).
 
     python split_backward.py

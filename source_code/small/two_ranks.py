@@ -1,6 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two ranks and one tensor, in torch's own words (lesson 01).
 
-torchrun --standalone --nproc-per-node 2 source_code/small/two_ranks.py
+torchrun --standalone --nproc-per-node 2 two_ranks.py
 """
 
 import torch

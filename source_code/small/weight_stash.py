@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PipeDream: training without a flush, with a stash of the weights that are in use (lesson 04).
 
     torchrun --standalone --nproc-per-node 4 weight_stash.py --verify

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The faults of the broken pipelines, and their cures. Stop here if you want to find them.
 
 A case is a correct pipeline in which one function, its piece, has a fault: the one in `Broken`. The

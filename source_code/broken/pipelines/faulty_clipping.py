@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clipping by the norm of the whole model, with the piece of case 6."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cutting the model, and the loss of a micro-batch, with the pieces of the cases 3 and 2."""
 
 from broken.pipelines.faults import RANKS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PipeDream with a stash that asks the piece of case 7 before every update."""
 
 from broken.pipelines.faults import RANKS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An embedding and a head that share one matrix, with the piece of case 8."""
 
 from broken.pipelines.faults import RANKS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that asks a piece in the cases 1, 4, 5, 6 and 8, and what one process does in its place."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: DDP around stages (section "With DistributedDataParallel")."""
 
 from types import SimpleNamespace

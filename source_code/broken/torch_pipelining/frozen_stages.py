@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps: what requires a gradient (section "Frozen stages and examples")."""
 
 import torch

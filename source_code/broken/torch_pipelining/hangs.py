@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: nothing happens, on any rank (section "It hangs")."""
 
 import os

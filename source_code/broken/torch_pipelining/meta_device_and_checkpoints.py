@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: weights and buffers (section "The meta device and checkpoints")."""
 
 import torch

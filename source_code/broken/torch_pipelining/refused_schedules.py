@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: the library rejects the schedule (section "The schedule is rejected")."""
 
 import torch

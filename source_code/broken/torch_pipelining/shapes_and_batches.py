@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: shapes, types and masks (section "Shapes and batches")."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The small pipeline that every trap of lesson 08 breaks, and the comparison with one process.
 
 The model has two layers per rank, in float64. What is compared is the gradient of every parameter

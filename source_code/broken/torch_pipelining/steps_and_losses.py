@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: steps, losses and gradients (section "Steps, losses, evaluation")."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: models that the tracer cuts (section "The tracer")."""
 
 import os

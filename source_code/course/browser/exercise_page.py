@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exercises of the website: a reader's code is run, and the lesson's own check answers."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The explorer of the website: its controls, and its answers when the reader moves one of them."""
 
 from dataclasses import fields

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Answers the requests of a page of the website: JSON in, JSON out.
 
 The worker of a page (tools/browser/worker.js) calls `answer`. Nothing here needs a browser, so the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The drawing of rows that have only begun to be a schedule: a board with a fixed axis and a target.
 
 All ranks of the puzzle are there. An action that is written and cannot start yet is dashed, with an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pipeline that readers build in lessons 01 to 05, and how their functions are examined."""
 
 MARK = "\x1e"  # starts the report of an event, up to the end of the line

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the text with which a notebook's cells, or a file, define a function, a class or a value."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's comparison of gradients on three ranks; build_comparison.py reads the report.
 
 One argument: a JSON file with the source of the function. The ranks take one step with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls a reader's decode loop on this rank and prints its result, which lesson_11b.py reads.
 
 One argument: a JSON file with the source of the function, its name, the groups and the tokens.

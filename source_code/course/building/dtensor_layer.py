@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer cut over two ranks by torch's own tensor parallelism, DTensor (lesson 10b).
 
 torchrun --standalone --nproc-per-node 2 source_code/course/building/dtensor_layer.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's function on warm ranks with a time limit, and notes what each rank did.
 
 An examination always ends and leaves no process behind: as soon as no rank can continue, all ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's dispatch and combine on this rank; lesson_10d.py reads the report.
 
 One argument: a JSON file with the source of the function and its name. Each of two ranks has one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs pretrain_llama.py with a reader's feed-forward network; build_llama.py reads the output.
 
 One argument: a JSON file with the function and the program's flags (see request.py).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a layer with a reader's collectives on this rank; lesson_10b.py reads the report.
 
 One argument: a JSON file with the source of the function and its name. The layer is a feed-forward

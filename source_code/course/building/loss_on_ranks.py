@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's loss over a split vocabulary on this rank; lesson_10c.py reads the report.
 
 One argument: a JSON file with the source of the function and its name. A vocabulary of 50 tokens is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports what a rank of an examination does: its messages, its waits, and its collectives.
 
 Every event is one line of JSON after MARK on standard output, with the reader's line at which it

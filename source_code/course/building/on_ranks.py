@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of an examination: runs the reader's function and reports its events as they happen.
 
 `examining.py` starts it on each rank with the path of a request. messages.py says how events are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reader's own file: small/pipeline.py with the functions that the reader has written."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's whole program on this rank; build_library.py reads what it prints.
 
 One argument: a JSON file with the text of the program. The text is not changed. Only the timeout of

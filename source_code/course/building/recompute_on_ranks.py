@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's recomputing backward on two ranks; build_recompute.py reads the report.
 
 One argument: a JSON file with the source of the function. Each rank has half of the model of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the request of an exercise on a rank and prints the report (lessons 06 to 12c)."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains two ranks with a reader's save and restore, and kills one of them; see build_save.py.
 
 One argument: a JSON file with the sources, the folder to save into, the number of steps, and the

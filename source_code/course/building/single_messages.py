@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPipe and 1F1B as a reader first writes them: each message travels on its own (lessons 02, 03).
 
 That is enough for gloo. At the end of lesson 03 messages become batches, as in small/pipeline.py:

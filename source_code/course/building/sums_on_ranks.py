@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's hook that starts the gradient sums on four ranks; build_sums.py reads the report.
 
 One argument: a JSON file with the source of the hook. Two pipelines of two ranks, with two stages

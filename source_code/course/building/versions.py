@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports the versions of the weights that a rank of an examination uses (lesson 04).
 
 Version t of a stage's weights is its first weights after t updates. In PipeDream's rule,

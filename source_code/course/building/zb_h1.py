@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZB-H1 with the functions of lesson 02 and the split backward (lesson 09).
 
 Zero Bubble: Qi et al. 2023, arXiv 2401.10241, section 2.

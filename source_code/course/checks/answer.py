@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a check into a function that answers at once, in one line and without a traceback.
 
 A check is a function that takes the learner's answer and returns a sentence if something is wrong,

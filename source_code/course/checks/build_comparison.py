@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of a comparison with one process, on three real ranks (lesson 08b)."""
 
 import math

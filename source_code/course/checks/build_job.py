@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 11's job script: with a stand-in for srun, and on a cluster as a real job."""
 
 import contextlib

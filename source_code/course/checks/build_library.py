@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of whole programs with torch.distributed.pipelining, on real ranks (lesson 08)."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of lesson 12c's builds: flags that fit a machine, a layer in a verified training."""
 
 import re

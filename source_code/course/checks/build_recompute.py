@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of a backward that recomputes, on two real ranks (lesson 06)."""
 
 from course.checks.answer import checked

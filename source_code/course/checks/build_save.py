@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of a save and a restore that survive a SIGKILL at any moment (lesson 07)."""
 
 import random

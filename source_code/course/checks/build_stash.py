@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of the stash of lesson 04: PipeDream's loop, run on four ranks, version by version."""
 
 from course.building.examining import examine

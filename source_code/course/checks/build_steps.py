@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the pipeline steps that a reader builds, on real ranks (lessons 01 to 05)."""
 
 from functools import partial

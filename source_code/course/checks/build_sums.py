@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of a hook that starts the sums of gradients early enough (lesson 10)."""
 
 from course.checks.answer import WrongAnswer, checked

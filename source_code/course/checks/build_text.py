@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects the source of a reader's function and of the reader's other definitions that it uses."""
 
 import ast

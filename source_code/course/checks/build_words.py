@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes the first error in an examination of a reader's function, in one sentence."""
 
 from collections import Counter

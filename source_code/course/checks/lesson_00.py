@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 00: a pipeline of two stations, and the memory wall."""
 
 from course.checks.answer import call_for_number, checked, close, require_number

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 01's backward in two pieces. build_steps.py has the lesson's other checks."""
 
 from course.checks.answer import WrongAnswer, call, checked

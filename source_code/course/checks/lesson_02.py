@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 02: the reader's own GPipe schedule, and the number of micro-batches."""
 
 import math

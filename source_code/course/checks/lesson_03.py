@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 03 without ranks: how many micro-batches fit into the memory."""
 
 from course.checks.answer import call_for_number, checked

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 04's versions of the weights. build_stash.py has that of the stash."""
 
 from course.checks.answer import call_for_number, checked

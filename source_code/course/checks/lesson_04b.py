@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 04b: the cut with the shortest slowest stage, and the stages of spare ranks."""
 
 import numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 05's best number of chunks. build_steps.py has that of the step."""
 
 from course.checks.answer import call_for_number, checked, many

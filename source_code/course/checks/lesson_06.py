@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 06 without ranks: the activation memory with recomputation."""
 
 from course.checks.answer import call_for_number, checked, close

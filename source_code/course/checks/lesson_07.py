@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 07: the order of the calls in a save, and the files that each rank reads."""
 
 from course.checks.answer import WrongAnswer, call, checked

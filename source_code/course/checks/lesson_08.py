@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 08: which stages lie on which rank."""
 
 from course.checks.answer import WrongAnswer, call, checked

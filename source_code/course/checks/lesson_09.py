@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 09: a backward in two halves, and a schedule whose weights' halves move."""
 
 from course.checks.answer import WrongAnswer, call, checked

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 10: the weight of a token."""
 
 from course.checks.answer import WrongAnswer, call_for_number, checked, close

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 10b: the collectives of a layer on two real ranks, and a mesh for a machine."""
 
 from course.checks.answer import NotAttempted, checked, close, many

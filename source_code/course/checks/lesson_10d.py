@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 10d: dispatch and combine on two real ranks, and a schedule for an all-to-all."""
 
 from course.checks.answer import NotAttempted, checked

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The check of lesson 11's search for the rank to look at. build_job.py has the other check."""
 
 from course.checks.answer import call, checked

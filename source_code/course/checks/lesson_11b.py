@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 11b: a decode loop on three real ranks, and the number of groups for a chat."""
 
 from course.checks.answer import call_for_number, checked, many

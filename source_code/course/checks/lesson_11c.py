@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 11c: a stage's cost model, the way to train on a machine, the number of GPUs."""
 
 import math

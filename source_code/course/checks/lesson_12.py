@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 12: the reader's own schedule is checked, drawn, and performed by real ranks."""
 
 from course.checks.answer import NOT_ATTEMPTED, NotAttempted, WrongAnswer

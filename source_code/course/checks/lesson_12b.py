@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 12b: the fault and its ranks, and whether the repair gives the right losses."""
 
 import ast

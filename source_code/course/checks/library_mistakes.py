@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the mistake that explains the losses printed by a program with the library (lesson 08).
 
 Each typical mistake is trained here in one process. The program makes the mistake whose losses it

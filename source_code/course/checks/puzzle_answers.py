@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks and draws an answer to a puzzle of lesson 12.
 
 This file needs only the standard library, so the puzzles also run in a browser.

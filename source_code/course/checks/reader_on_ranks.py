@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a reader's functions on real ranks, through a script of course/building."""
 
 import inspect

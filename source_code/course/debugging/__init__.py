@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Analysis of recordings: what ranks waited for, where two runs first differ, the time machine."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of lesson 12b: the fault and its ranks, its traces in a recording, and hints."""
 
 # What each fault would show; printed for a reader who names it in the wrong case.

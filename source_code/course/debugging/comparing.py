@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares two recordings and finds their first difference in the order of cause and effect."""
 
 from typing import NamedTuple

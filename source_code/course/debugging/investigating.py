@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records a broken pipeline of lesson 12b and a healthy one, and compares them."""
 
 import shutil

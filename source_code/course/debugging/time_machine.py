@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The time machine: steps through a recording forwards and backwards, with all ranks together.
 
     time_machine("build/monday")

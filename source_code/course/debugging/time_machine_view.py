@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The content of the time machine for one recorded step: the drawing as SVG, the tables as HTML."""
 
 from functools import cached_property

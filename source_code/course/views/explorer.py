@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule explorer: the reader chooses a schedule and costs and sees what every rank does.
 
     explore("gpipe", compare="1f1b")

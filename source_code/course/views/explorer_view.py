@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The content of the explorer as text: the drawing as SVG, the tables as HTML, without widgets."""
 
 from dataclasses import dataclass, replace

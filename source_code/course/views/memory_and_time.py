@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory and time in the explorer: whether each rank's memory suffices, and curves over a slider.
 
 The memory of a rank is its activation memory, counted on the predicted timeline, plus its weights,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps through a timeline in a notebook: picture or table, a cursor, and the state at its time.
 
 The explorer steps through predictions, the time machine through recordings; this file has what they

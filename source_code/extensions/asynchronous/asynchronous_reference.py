@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process that follows an asynchronous pipeline's own update rule, written out.
 
 The rule of weight stashing (PipeDream: Narayanan et al. 2019, section 3.3), with stages counted

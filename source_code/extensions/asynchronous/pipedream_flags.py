@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of pipedream.py, the values that it rejects, and the versions that it prints."""
 
 from extensions.asynchronous.weight_stash import MODES

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The versions of the weights that an asynchronous pipeline keeps, and a stage that uses them.
 
 Without a flush, a stage updates its weights while earlier mini-batches are still on their way. A
@@ -70,7 +71,7 @@ class WeightStash:
     def _alias(self):
         # .data has a version counter of its own: autograd does not see a later update in place.
         # That silences an error on purpose. With a stash it is safe, since a version in use is
-        # never updated; without one it is the very fault that lesson 04 shows.
+        # never updated; without one a backward would use weights that its forward has not used.
         return {name: p.data.requires_grad_() for name, p in self.parameters.items()}
 
     def take(self, version):

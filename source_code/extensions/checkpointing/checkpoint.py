@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves a training run that lies on many ranks, and restores it, also onto another number of ranks.
 
 No rank has the whole model, so each rank writes its own parameters under their names in the whole

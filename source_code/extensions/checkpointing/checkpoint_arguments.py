@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags that save and continue a training run, their checks, and the steps that follow from them.
 
 Whatever the names, sizes and flags in a folder reveal is checked before the first message.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where checkpoints lie, and how one appears: whole, or not at all.
 
     FOLDER/latest                                the newest one's name: run-0001/step-00000020

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the files of torch.distributed.checkpoint without running code that they contain.
 
 Torch stores the metadata of a checkpoint, and each value that is not a tensor, as a pickle. This

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a training run saves: every --save-every updates, after the last one, and when it has to stop."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A signal that asks a job to stop while there is time to save.
 
 SLURM sends SIGTERM before it ends a job at its time limit, and with `sbatch --signal=USR1@120`

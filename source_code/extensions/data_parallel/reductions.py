@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags that choose how replicas sum their gradients, and a report of when the sums end."""
 
 import statistics

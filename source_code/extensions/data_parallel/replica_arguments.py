@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flag --replicas, and the values of it that are rejected."""
 
 from extensions.data_parallel.replicas import replicate

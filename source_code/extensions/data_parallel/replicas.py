@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several equal pipelines side by side: a mesh of replicas x ranks of a pipeline.
 
 Every replica has the whole model, cut over its own ranks, and takes its own rows of each batch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer whose state lies in shards over the replicas: ZeRO's first stage.
 
 AdamW keeps two numbers for each weight, and without sharding all replicas keep the same numbers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DDP and FSDP2 around the stages of a pipeline, told which backward is a stage's last.
 
 Both were made for a model that runs one forward and one backward per step. In a pipeline a stage

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixture-of-experts layers whose experts are spread over the replicas of a pipeline."""

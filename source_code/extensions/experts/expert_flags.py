@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of experts.py, and which of their values are rejected."""
 
 import math

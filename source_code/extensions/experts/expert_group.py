@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that share the experts of a layer, and the all-to-all between them.
 
 With E experts on g ranks, rank i of the group has experts i x E / g to (i + 1) x E / g - 1. Each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A feed-forward network of which each token uses a few experts, and one shared expert.
 
 A router gives each token a probability per expert. The token goes to the `top` experts with the

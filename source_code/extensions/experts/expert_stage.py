@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage with expert layers: their auxiliary losses enter its own backward.
 
 The loss of a batch is the mean over its tokens plus the auxiliary losses of all layers of all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performs a schedule whose forwards and backwards run in pairs, and paces the all-to-alls."""
 
 import time

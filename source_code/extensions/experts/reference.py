@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What --verify of experts.py compares with: one process with all experts, and its counts."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two threads of a rank that compute in turns: each works while the other waits for an all-to-all.
 
 Only one of them runs at any time, and it hands over at fixed points: right after it has started an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage that keeps the keys and values of all tokens that have passed it.
 
 Attention needs the query of the current token, and the keys and values of all tokens before it. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens go through the pipeline together: a plan as data, like a schedule of a training run.
 
 A pass takes some tokens of one group of requests through all stages. The tokens that are chosen

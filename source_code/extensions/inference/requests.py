@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests to a model: prompts, each to be continued by a number of tokens."""
 
 from dataclasses import dataclass

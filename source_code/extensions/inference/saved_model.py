@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A saved model of a training run: its sizes, and the weights of the layers of a rank."""
 
 from extensions.checkpointing.checkpoint_folder import (

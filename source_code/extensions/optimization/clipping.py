@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clips the gradients of a model on many ranks by the norm of the whole model's gradient.
 
 Clipping scales a gradient that is too long to the allowed length and keeps its direction. The

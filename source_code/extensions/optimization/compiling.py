@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile for the layers of a stage: one kernel where there would be many.
 
 Each layer is compiled separately; all layers have the same code and shapes, so torch compiles once.

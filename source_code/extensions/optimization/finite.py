@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks on all ranks, before each update, whether the loss and the gradient are finite.
 
 Only the rank of the last stage has the loss, but all ranks must skip the same update or end after

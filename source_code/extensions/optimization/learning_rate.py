@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A learning rate that changes from update to update: warm-up, then half a cosine.
 
 The rate rises in equal steps to its peak, so that the first updates stay small: their gradients are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixed precision: forwards and backwards in 16 bits, master weights in 32 bits.
 
 A bfloat16 number has 8 significant bits. An update is often smaller than a 256th of its weight and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The number of threads of a rank: one by default, more with --threads.
 
 Several threads divide a sum into as many parts, which changes its last digits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps between backward and update in a long training run: clipping and the learning rate."""
 
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes batches during the step before, and only on the ranks that need them.
 
 The first stage needs the inputs and the last stage the targets. A rank with neither needs only the

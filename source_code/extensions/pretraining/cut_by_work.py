@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a model into stages of even work, where the head counts as a number of layers.
 
 The work is counted as in planning/transformer.py: the multiplications of one token's forward. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a pipeline forward only, for the held-out loss and for generated text.
 
 The forward actions of a schedule, in their order, are also a schedule. The stages and the worker

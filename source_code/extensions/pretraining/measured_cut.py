@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a model by a short measurement on the ranks, before the first step.
 
 cut_by_work.py counts multiplications. The time on a device also depends on the shapes of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The log of a long training run: one JSON object per line, written during the run, and a summary.
 
 A line is a step (loss, learning rate, norm of the gradient, tokens, seconds, tokens per second,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that hold several documents, and a mask that separates the documents.
 
 Documents of unequal length need padding, which wastes computation; packed one after the other they

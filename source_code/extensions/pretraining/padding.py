@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of unequal length: padding, and a loss that counts every real token once.
 
 The rows of a batch have one length, and texts differ in length. Shorter rows are filled with

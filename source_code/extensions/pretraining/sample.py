@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sample of what a model has learnt: it continues the first words of the held-out text."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast a training run is: tokens per second, and useful work as a share of the machine's peak.
 
 Model FLOPs are those of the model itself, with one forward and one backward per token:

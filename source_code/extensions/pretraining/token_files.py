@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder of tokens, written once by one process and read by every rank where it needs them.
 
     FOLDER/tokens.json         what is in the folder; its checksum, and one of each file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts for pretraining: files or a streamed data set, bytes or a tokenizer, rows or documents.
 
 Each is a `Corpus`, whose batches depend on (seed, step) alone like those of a Text (data.py), so

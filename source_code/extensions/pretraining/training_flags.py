@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags that pretrain_llama.py and finetune.py share, and which values are rejected."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many weights some layers of a model have, by its sizes; no layer is built."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same model built by transformers in one process, with which --verify compares."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder with a saved model: which file has which tensor, and whether all are present.
 
 Every rank reads the headers of all files, so all ranks find the same errors before the first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a model on many ranks as a folder in which every rank writes one file.
 
 No rank has the whole model, so each rank writes its own layers, and rank 0 the index of all files.

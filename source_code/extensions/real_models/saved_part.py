@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The course's layers with the settings of a saved model, bit-equal to transformers.
 
 transformers computes a norm in float32 even in a float64 model, and computes the tables of the

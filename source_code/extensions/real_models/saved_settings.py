@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the settings of a saved model for the course's layers from a config.json.
 
 A Llama, a Mistral without a sliding window, a Qwen2 and a Qwen3 have the architecture of model.py
@@ -59,7 +60,7 @@ def check_family(path, saved):
     if saved.get("hidden_act", "silu") != "silu":
         raise InputError(
             f"{path}: the hidden_act is {str(saved['hidden_act'])[:40]}, and not silu; change "
-            "FeedForward in a copy of the script (docs/your-own-model.md)"
+            "FeedForward in a copy of the script"
         )
     if family in ("qwen2", "qwen3") and saved.get("use_sliding_window"):
         raise InputError(

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes safetensors files, one tensor at a time.
 
     8 bytes   the length of the header, a whole number, little-endian

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One matrix at both ends of a pipeline: the embedding of the first stage, the head of the last.
 
 Each end has a copy. Copies that start equal stay equal if both are updated by the sum of the two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicas x stages x tensor-parallel ranks: each rank's position in the mesh, and its actions.
 
 Rank = (replica x stages + stage) x t + index in its tensor group. The ranks of a tensor group are

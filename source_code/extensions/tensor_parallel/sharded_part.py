@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stage's layers, of which each rank of a tensor group has a part of every matrix.
 
     query, key, value, gate, up    split by rows, the outputs: each rank has some heads, and some

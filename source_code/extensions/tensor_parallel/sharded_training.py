@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run with sharded parameters, which a checkpoint stores as DTensors.
 
 A DTensor records which part of a whole tensor a rank has. So torch.distributed.checkpoint writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that share every layer of a stage, and the collectives between them.
 
 Each rank has a part of every matrix. A layer needs four collectives, two in the forward and two in

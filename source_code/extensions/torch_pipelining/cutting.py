@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts the course's model into stages of the library: by hand, or by torch's tracer."""
 
 import warnings

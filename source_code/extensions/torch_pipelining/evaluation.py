@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs forwards only, with the training's schedule, for the held-out loss and generated text."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags of torch_pipelining.py, and the combinations of them that it rejects."""
 
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, complaint_about

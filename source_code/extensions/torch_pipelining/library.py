@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Connects torch.distributed.pipelining to the course's tools.
 
 The library performs a schedule by itself. This module says on which rank a schedule expects which

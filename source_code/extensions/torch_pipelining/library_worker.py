@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses torch.distributed.pipelining instead of the course's worker, in each of several replicas."""
 
 import torch

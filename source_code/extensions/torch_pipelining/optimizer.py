@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer and the learning rate of torch_pipelining.py, both torch's own."""
 
 import math
@@ -9,8 +10,8 @@ from torch.optim.lr_scheduler import LambdaLR
 def build_optimizer_and_rates(arguments, parameters):
     """Return the optimizer and its learning-rate scheduler.
 
-    With --warm-up N the rate rises for N steps, then falls along half a cosine. Lesson 07's script
-    implements that curve (WarmUpThenCosine) with a floor and in a form that a checkpoint can store.
+    With --warm-up N the rate rises for N steps, then falls along half a cosine. WarmUpThenCosine
+    in learning_rate.py has a floor, and a form that a checkpoint can store.
     """
     if arguments.optimizer == "adamw":
         optimizer = torch.optim.AdamW(parameters, lr=arguments.learning_rate)

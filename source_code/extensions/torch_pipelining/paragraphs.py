@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mask that restricts attention to the position's own paragraph."""
 
 import torch

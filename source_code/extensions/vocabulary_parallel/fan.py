@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schedule of a pipeline with the vocabulary spread over all ranks: a line, a fan at each end.
 
 Rank r of p ranks has its layers, and its rows of the embedding and of the head. Each of these is a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performs the schedule of a pipeline whose vocabulary is spread over all ranks."""
 
 from functools import reduce

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Embedding and head with the same weights, at the two ends of a pipeline (Press and Wolf 2017).
 
 Each end has a copy and a gradient of its own, and the gradient of the weights is their sum: one sum

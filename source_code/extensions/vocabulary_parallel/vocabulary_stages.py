@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stages of a rank that has its layers and its rows of the embedding and of the head.
 
 The cross-entropy of a token is log(sum of exp(scores)) - score of the target. A rank has the scores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The generators: each returns one published schedule as data; SCHEDULES has a row for each.
 
 A new schedule is one file here, its import below and one row. Every generator takes the number of

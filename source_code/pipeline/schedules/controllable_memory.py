@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """V-Half and V-Min: the V of ZB-V with about half and a third of 1F1B's activation memory.
 
 Controllable Memory: Qi et al. 2024, arXiv 2405.15362.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DualPipeV: forwards and backwards in pairs, from both ends of a V.
 
 As in ZB-V, rank i has stage i and, counted from the end, stage i again: a micro-batch turns round

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags that choose a schedule: by name with its options, or from a CSV file."""
 
 import argparse

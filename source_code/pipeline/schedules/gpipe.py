@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPipe: one stage per rank, all forwards, then all backwards, then one update."""
 
 from pipeline.schedule import Action, Schedule

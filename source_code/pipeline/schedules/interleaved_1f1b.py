@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interleaved 1F1B: several stages (chunks) per rank, in loops.
 
 Chunk c of rank i is stage c * num_ranks + i. A micro-batch passes all ranks once for each chunk.

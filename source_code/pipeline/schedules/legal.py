@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks whether a schedule can be performed; the error names the rank, the step and the reason.
 
 A schedule from a user is checked before it is performed. The generators' schedules are legal for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looped breadth first: GPipe with several stages (chunks) per rank, in loops.
 
 Chunk c of rank i is stage c * num_ranks + i, as in interleaved_1f1b.py.

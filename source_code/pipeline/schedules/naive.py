@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Naive model parallelism: one stage per rank, and one rank works at a time."""
 
 from pipeline.schedule import Action, Schedule

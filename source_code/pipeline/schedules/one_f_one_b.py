@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1F1B: one stage per rank, each forward followed by the backward that makes room for the next."""
 
 from pipeline.schedule import Action, Schedule, ScheduleError

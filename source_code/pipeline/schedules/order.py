@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the generators: a builder for the order of one rank, and the checks of sizes."""
 
 from collections import Counter, deque

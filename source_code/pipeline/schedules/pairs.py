@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forwards and backwards in pairs, of which each computes while the other waits for an all-to-all.
 
 A layer of experts waits for other ranks in the middle of an action (expert_group.py). If a rank has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PipeDream: 1F1B without a flush, an update after each backward, stages on one rank or several."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZB-V: zero bubble with the memory of 1F1B.
 
 Two stages per rank, placed in a V: rank i has stage i and, counted from the end, stage i again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ZB-H1 and ZB-H2: one stage per rank and a backward in two parts.
 
 Zero Bubble: Qi et al. 2023, arXiv 2401.10241.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face models in stages of torch.distributed.pipelining, without any download."""
 
 # What a rank imports only when it builds or traces a model: with these in the server that ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A classification task: whether a text is in its original or in reversed order."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Hugging Face model of a run, its sizes and its text. Nothing is downloaded."""
 
 import os

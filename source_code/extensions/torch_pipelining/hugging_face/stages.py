@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One stage of a Hugging Face model: GPT-2 traced, a Llama and a classifier cut by hand."""
 
 import warnings

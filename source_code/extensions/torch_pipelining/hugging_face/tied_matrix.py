@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One matrix in two places: the embedding of the first stage is the head of the last."""
 
 from pipeline.collectives import Summing, open_groups

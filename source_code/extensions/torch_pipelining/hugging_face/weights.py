@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The starting weights of a Hugging Face model: from a checkpoint, or drawn by seed and name."""
 
 import zlib
