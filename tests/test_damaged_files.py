@@ -20,7 +20,6 @@ from saved_models import write_model
 from test_measured import MODEL, text_of_here
 
 from course import launch, progress
-from course.debugging.comparing import compare
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
 from extensions.checkpointing.checkpoint_reader import read_whole
@@ -28,6 +27,7 @@ from extensions.pretraining.token_files import check_folder, load_tokens
 from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
 from extensions.real_models.saved_folder import read_model
 from lab.figures import draw_timelines
+from lab.flight_log_comparing import compare
 from lab.flight_log_reader import RecordingError, describe_unanswered_waits, read_recording
 from lab.simulator import Costs, simulate
 from lab.timeline import TimelineError, read_timeline, to_chrome_trace

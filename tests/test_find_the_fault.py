@@ -14,8 +14,8 @@ from broken.pipelines.faults import PIECES, Broken, Cured
 from course import launch
 from course.checks import lesson_12b as check
 from course.checks.answer import NOT_ATTEMPTED
-from course.debugging.comparing import compare
 from course.failed_run import RunFailed
+from lab.flight_log_comparing import compare
 from lab.flight_log_reader import read_recording
 
 # What is the first difference from a healthy run: step, ranks, action.

@@ -13,12 +13,12 @@ import torch
 from further import first_of
 
 from course import launch
-from course.debugging.comparing import compare
 from course.debugging.time_machine import TimePanel, time_machine
 from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.asynchronous.weight_stash import forward_version
 from lab.flight_log import fingerprint
+from lab.flight_log_comparing import compare
 from lab.flight_log_reader import (
     RecordingError,
     describe_unanswered_waits,

@@ -1,5 +1,11 @@
 """The flight log of programs that are not the course's: eight faults by their first difference."""
 
+import shutil
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import compare_logs
 import plain_program as program
 import pytest
 import torch
@@ -8,11 +14,12 @@ from ranks import run_on_ranks
 from torch import nn
 
 from course import launch
-from course.debugging.comparing import compare
 from course.debugging.time_machine import time_machine
 from course.failed_run import RunFailed
 from lab.flight_log_anywhere import NotRecorded, record
-from lab.flight_log_reader import RecordingError, read_recording
+from lab.flight_log_comparing import _factor_of_all, compare
+from lab.flight_log_reader import Fingerprint, RecordingError, read_recording
+from pipeline.schedule import Action
 
 ORDERS = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"
 
@@ -114,6 +121,52 @@ def test_two_ranks_and_one_process_are_laid_side_by_side(recorded, tmp_path):
 def test_a_fault_is_found_by_its_first_difference(recorded, broken, healthy, place, words):
     found_place, found = first_difference(recorded(*broken), recorded(*healthy))
     assert found_place == place and words in found.sentence
+
+
+@pytest.mark.processes
+def test_a_loss_that_is_not_divided_is_named_by_its_one_factor(recorded):
+    _, found = first_difference(recorded("scale forgotten"), recorded())
+    assert f"is {program.MICROBATCHES} times that of the other, as if one of" in found.sentence
+    _, found = first_difference(recorded(), recorded("scale forgotten"))
+    assert f"is {1 / program.MICROBATCHES:.6g} times that of the other" in found.sentence
+    _, found = first_difference(recorded("swapped messages"), recorded())
+    assert "times that of the other" not in found.sentence
+
+
+def test_only_a_factor_of_all_micro_batches_is_a_hint():
+    def made(*factors):
+        prints = [Fingerprint("a", factor * (k + 1.5), factor * (k - 7)) for k, factor in factors]
+        entries = [SimpleNamespace(used=None, made=each) for each in prints]
+        return {Action(1, "F", k): entry for (k, _), entry in zip(factors, entries)}
+
+    def hint(*factors):
+        return _factor_of_all(made(*factors), made((0, 1), (1, 1), (2, 1)), Action(1, "F", 0))
+
+    assert "what stage 1 made is 4 times" in hint((0, 4), (1, 4), (2, 4))
+    assert hint((0, 4), (1, 4), (2, 1)) == hint((0, 1), (1, 1), (2, 1)) == hint((0, 4)) == ""
+
+
+@pytest.mark.processes
+def test_the_command_compares_two_folders_and_says_so_in_its_status(recorded, tmp_path, capsys):
+    healthy, broken = recorded(), recorded("scale forgotten")
+    shutil.copytree(healthy, tmp_path / "again")
+
+    def status_of(*words):
+        with mock.patch.object(sys, "argv", ["compare_logs.py", *map(str, words)]):
+            try:
+                return compare_logs.main()
+            except SystemExit as end:
+                return end.code
+
+    assert status_of(healthy, tmp_path / "again") == 0
+    assert f"no difference in {program.STEPS} steps of 2 stages" in capsys.readouterr().out
+    assert status_of(healthy, broken) == 1
+    assert "1B0 on rank 1: used " in capsys.readouterr().out
+    assert status_of(healthy, broken, "--tolerance", "1e-9") == 1
+    capsys.readouterr()
+    assert status_of(healthy, tmp_path / "missing") == 2
+    said = capsys.readouterr().err
+    assert "missing" in said and "Traceback" not in said
 
 
 @pytest.mark.processes

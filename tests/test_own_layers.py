@@ -18,6 +18,8 @@ from extensions.data_parallel.wrappers import WithDDP
 from extensions.pretraining.forward_only import nothing_kept
 from extensions.recompute import recomputing
 from pipeline import model
+from pipeline.job import Job
+from pipeline.message import Message
 from pipeline.model import ModelConfig, ModelPart, build_part, token_loss
 from pipeline.split_stage import SplitStage
 from pipeline.stage import Stage
@@ -151,6 +153,14 @@ def test_with_replicas_clipping_decay_and_16_bits_nothing_frozen_moves(part):
     flags = f"{SMALL} {flags} --microbatches 4 --heads 4 --kv-heads 2 --vocabulary 256"
     for more in ("--dtype float64", "--dtype bfloat16"):
         assert run_on_ranks(be_main, 4, part, "pretrain", f"{flags} {more}") == [0] * 4
+
+
+def test_a_message_has_the_shape_of_what_left_the_stage_before_it():
+    job = Job(0, 1, torch.device("cpu"), "gloo", 1.0, shape=lambda stage: [2, 10 + stage])
+    assert job.shape_of(Message("activation", 3, 0)) == (2, 13)
+    assert job.shape_of(Message("gradient", 3, 0)) == (2, 12)
+    job.shape = 4, 5
+    assert job.shape_of(Message("gradient", 3, 0)) == (4, 5)
 
 
 def test_what_is_frozen_stays_frozen_when_a_part_is_built():

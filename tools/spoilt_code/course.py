@@ -119,7 +119,7 @@ FAULTS = [
     ),
     Fault(
         "difference-without-a-cause",
-        "course/debugging/comparing.py::_first_action",
+        "lab/flight_log_comparing.py::_first_action",
         "roots = causes_among(differing, one, other, number) or list(differing)",
         "roots = list(differing)",
         "The time machine names what follows from a fault, by clocks that may disagree.",

@@ -395,4 +395,22 @@ FAULTS = [
         "test_other_peoples_files.py",
         ("test_each_folder_that_is_not_read_has_its_own_remedy",),
     ),
+    Fault(
+        "norms-of-heads-left-out",
+        "extensions/real_models/saved_part.py::NormedHeads.forward",
+        "return self.norm(heads).flatten(-2)",
+        "return heads.flatten(-2)",
+        "A Qwen3 is trained without the norms of its queries and keys.",
+        "test_real_models.py",
+        ("test_logits_are_those_of_transformers_bit_by_bit_and_gradients_to_rounding",),
+    ),
+    Fault(
+        "defaults-of-one-family-for-all",
+        "extensions/real_models/saved_settings.py::read_settings",
+        "saved = {**LEFT_OUT[family], **config}",
+        'saved = {**LEFT_OUT["llama"], **config}',
+        "A Qwen2 whose file leaves out a setting is read with that of a Llama.",
+        "test_real_models.py",
+        ("test_what_a_config_leaves_out_is_what_transformers_takes[qwen2]",),
+    ),
 ]

@@ -153,4 +153,13 @@ FAULTS = [
         "test_pairs.py",
         ("test_the_three_schedules_of_the_lesson",),
     ),
+    Fault(
+        "factor-of-one-micro-batch",
+        "lab/flight_log_comparing.py::_factor_of_all",
+        "if all(_is_times(here, there, factors[0]) for here, there in pairs):",
+        "if any(_is_times(here, there, factors[0]) for here, there in pairs):",
+        "One swapped tensor is taken for a loss that is not divided.",
+        "test_flight_log_anywhere.py",
+        ("test_only_a_factor_of_all_micro_batches_is_a_hint",),
+    ),
 ]

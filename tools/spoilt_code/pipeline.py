@@ -303,4 +303,13 @@ FAULTS = [
         "test_model_and_data.py",
         ("test_what_is_no_plain_text_is_refused_and_the_way_out_is_named[tokens of 16 bits]",),
     ),
+    Fault(
+        "gradient-with-the-shape-of-the-next-stage",
+        "pipeline/job.py::Job.shape_of",
+        'message.stage - (message.what == "gradient")',
+        "message.stage",
+        "A gradient is received in the shape of another stage's activation.",
+        "test_own_layers.py",
+        ("test_a_message_has_the_shape_of_what_left_the_stage_before_it",),
+    ),
 ]

@@ -12,9 +12,9 @@ from course import launch
 from course.building import WAITING
 from course.checks.answer import NotAttempted, WrongAnswer, call, checked, close, many
 from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
-from course.debugging.comparing import compare
 from course.failed_run import RunFailed
 from course.source import source_of
+from lab.flight_log_comparing import compare
 from lab.flight_log_reader import RecordingError, read_recording
 
 SCRIPT = "broken_pipelines.py"

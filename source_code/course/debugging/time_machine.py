@@ -13,9 +13,9 @@ from html import escape
 
 import ipywidgets as widgets
 
-from course.debugging.comparing import compare as compare_recordings
 from course.debugging.time_machine_view import RecordedView
 from course.views.stepping import STYLE, Shown, Stepper
+from lab.flight_log_comparing import compare as compare_recordings
 from lab.flight_log_reader import (
     Recording,
     RecordingError,

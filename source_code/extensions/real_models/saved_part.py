@@ -99,9 +99,8 @@ class NormedHeads(nn.Linear):
         self.norm = NormInFloat32(settings.head_dim, settings.epsilon)
 
     def forward(self, x):
-        return self.norm(super().forward(x).unflatten(-1, (-1, *self.norm.weight.shape))).flatten(
-            -2
-        )
+        heads = super().forward(x).unflatten(-1, (-1, *self.norm.weight.shape))
+        return self.norm(heads).flatten(-2)
 
 
 class SavedLayer(DecoderLayer):

@@ -173,7 +173,33 @@ def _first_action(one, other, number, tolerance):
         return _never_taken(one, other, number, roots)
     event = ours[root].event
     sentence = f"step {number}, {event.action} on rank {event.rank}: " + "; ".join(differing[root])
+    sentence += _factor_of_all(ours, theirs, root)
     return Difference(number, (event.rank,), event, sentence)
+
+
+def _factor_of_all(ours, theirs, root):
+    """A hint if every micro-batch of a stage has the other's tensor times one factor, else ""."""
+    alike = [r for r in ours if (r.kind, r.stage) == (root.kind, root.stage) and r in theirs]
+    for verb in ("used", "made"):
+        pairs = [(getattr(ours[r], verb), getattr(theirs[r], verb)) for r in alike]
+        pairs = [(here, there) for here, there in pairs if here and there and there.norm]
+        factors = [here.norm / there.norm for here, there in pairs]
+        if len(factors) < 2 or abs(factors[0] - 1) < 1e-3:
+            continue
+        if all(_is_times(here, there, factors[0]) for here, there in pairs):
+            return (
+                f"; for every micro-batch, what stage {root.stage} {verb} is {factors[0]:.6g} times "
+                "that of the other, as if one of the two did not divide its loss by the number of "
+                "micro-batches"
+            )
+    return ""
+
+
+def _is_times(here, there, factor):
+    """Whether a tensor is `factor` times another, as far as their Fingerprints tell."""
+    close = 1e-4 * abs(here.norm)
+    norm, weighted = here.norm - factor * there.norm, here.weighted - factor * there.weighted
+    return abs(norm) <= close and abs(weighted) <= close
 
 
 def _in_both_kinds(one, other):
