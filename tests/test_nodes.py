@@ -4,8 +4,12 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -264,3 +268,57 @@ def test_what_is_pretended_ends_with_its_block(monkeypatch):
         assert variables.PRETENDED_VARIABLE not in os.environ
     with variables.pretended_nodes(2, occupancy=30):
         assert (slow_network.node_delay(), slow_network.node_occupancy()) == (0, 0.030)
+
+
+def start_launchers(folder, flags, numbered):
+    """Two launchers of torchrun, as on two machines without SLURM; returns their processes."""
+    port, started = free_port(), []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for node in range(2):
+        how = f"--node-rank {node}" if numbered else "--rdzv-backend c10d --rdzv-id monday"
+        words = f"--nnodes 2 --nproc-per-node 2 {how} --rdzv-endpoint localhost:{port}"
+        command = [sys.executable, "-m", "torch.distributed.run", *words.split()]
+        command += [ROOT / "source_code" / "gpipe.py", *SMALL.split(), *flags.split()]
+        with open(folder / f"{node}.txt", "w") as out:
+            options = {"stdout": out, "stderr": out, "env": environment, "start_new_session": True}
+            started.append(subprocess.Popen(command, **options))
+    return started
+
+
+def end_launchers(launchers):
+    for launcher in launchers:
+        with suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait(20)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize("numbered", [False, True], ids=["c10d", "node ranks"])
+def test_two_launchers_without_slurm_train_one_pipeline(numbered, tmp_path):
+    launchers = start_launchers(tmp_path, "--steps 2 --verify", numbered)
+    try:
+        ends = [launcher.wait(100) for launcher in launchers]
+    finally:
+        end_launchers(launchers)
+    said = (tmp_path / "0.txt").read_text() + (tmp_path / "1.txt").read_text()
+    assert ends == [0, 0], said
+    assert "4 ranks on cpu" in said and "as promised" in said
+
+
+@pytest.mark.further
+def test_if_one_machine_is_lost_the_other_launcher_ends_and_names_a_rank(tmp_path):
+    launchers = start_launchers(tmp_path, "--steps 100000", numbered=False)
+    try:
+        limit = time.monotonic() + 100
+        while "step 3 " not in "".join(path.read_text() for path in tmp_path.glob("*.txt")):
+            assert time.monotonic() < limit and all(one.poll() is None for one in launchers)
+            time.sleep(0.2)
+        lost = 0 if "step 3 " in (tmp_path / "1.txt").read_text() else 1
+        for process in psutil.Process(launchers[lost].pid).children(recursive=True):
+            process.kill()
+        launchers[lost].kill()
+        other = launchers[1 - lost].wait(100)
+    finally:
+        end_launchers(launchers)
+    said = (tmp_path / f"{1 - lost}.txt").read_text()
+    assert other != 0 and re.search(r"rank \d lost rank \d|rank \d was killed", said), said
