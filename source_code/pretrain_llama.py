@@ -155,7 +155,7 @@ def read_flags():
     arguments.settings = None
     schedule = complete_flags(parser, arguments, read_corpus)
     further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
-    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "settings": None}
+    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "shuffle": 0, "settings": None}
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)
     if arguments.settings:

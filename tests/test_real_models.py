@@ -197,7 +197,7 @@ def test_in_bfloat16_the_saved_model_has_the_pipeline_s_logits_and_float32_maste
             ("qwen2", 3, "--schedule zb-h2 --recompute selective --optimizer sgd"),
             ("qwen3", 2, "--schedule zb-v --recompute layer --cut 1,1,1,1"),
             ("llama", 2, "--schedule gpipe --recompute stage --documents --cut auto"),
-            ("llama", 2, "--schedule zb-v --recompute layer --packed"),
+            ("llama", 2, "--schedule zb-v --recompute layer --packed --shuffle"),
             ("qwen2", 2, "--cut 3,1 --warm-up-steps 2 --decay-steps 3 --compile aot_eager"),
         ],
         4,

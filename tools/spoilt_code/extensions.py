@@ -413,4 +413,13 @@ FAULTS = [
         "test_real_models.py",
         ("test_what_a_config_leaves_out_is_what_transformers_takes[qwen2]",),
     ),
+    Fault(
+        "every-epoch-in-the-same-order",
+        "extensions/pretraining/epochs.py::shuffled",
+        "(seed * 2654435769 + epoch)",
+        "(seed * 2654435769)",
+        "Each epoch repeats the order of the first one.",
+        "test_epochs.py",
+        ("test_every_row_comes_once_per_epoch_in_an_order_of_its_own",),
+    ),
 ]

@@ -39,6 +39,10 @@ class PackedDocuments(Corpus):
         starts = torch.randint(last_start + 1, (batch_size,), generator=generator).tolist()
         return self.rows(self.training, self.ends[0], starts, seq_len)
 
+    def rows_at(self, indices, seq_len):
+        starts = [index * seq_len for index in indices]
+        return self.rows(self.training, self.ends[0], starts, seq_len)
+
     def windows(self, seq_len, most):
         count = min(most, (len(self.held_out) - 1) // seq_len)
         starts = range(0, count * seq_len, seq_len)

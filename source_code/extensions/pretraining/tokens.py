@@ -37,6 +37,16 @@ class Corpus(Text):
         row = self.held_out[: count * seq_len + 1]
         return row[:-1].view(count, seq_len), row[1:].view(count, seq_len)
 
+    def num_rows(self, seq_len):
+        """How many rows the training part has, none of which contains a part of another."""
+        return (len(self.training) - 1) // seq_len
+
+    def rows_at(self, indices, seq_len):
+        """Return inputs and targets of these rows, counted from 0."""
+        starts = [index * seq_len for index in indices]
+        rows = torch.stack([self.training[start : start + seq_len + 1] for start in starts])
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
     def encode(self, text):
         return as_tokens(self.tokenizer, text).tolist()
 
@@ -61,7 +71,13 @@ class Documents(Corpus):
         generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
         count = len(self.training_documents)
         drawn = torch.randint(count, (batch_size,), generator=generator).tolist()
-        documents = [self.training_documents[index] for index in drawn]
+        return self.rows_at(drawn, seq_len)
+
+    def num_rows(self, seq_len):
+        return len(self.training_documents)
+
+    def rows_at(self, indices, seq_len):
+        documents = [self.training_documents[index] for index in indices]
         longest = max(len(document) for document in documents) - 1  # of what has a next token
         return in_rows(documents, max(1, min(seq_len, longest)))
 

@@ -6,6 +6,7 @@ import torch
 from extensions.optimization.compiling import add_compile_flag, check_compile
 from extensions.optimization.threads import add_thread_flag, check_threads
 from extensions.optimization.update import add_update_flags
+from extensions.pretraining.epochs import take_epochs
 from extensions.pretraining.measured_cut import add_measured_cut, complete_cut
 from extensions.recompute import MODES
 from pipeline.schedules.from_flags import add_schedule_flags
@@ -21,6 +22,7 @@ def add_training_flags(parser, warm_up_steps):
     add(
         "--packed", action="store_true", help="the same with several to a row, kept apart by a mask"
     )
+    add("--shuffle", action="store_true", help="each row once per epoch, not drawn with repeats")
     add_schedule_flags(parser, default="1f1b")
     add_measured_cut(parser)
     add_compile_flag(parser)
@@ -37,7 +39,8 @@ def choose_dtype(arguments):
 
 
 def check_training_flags(arguments, schedule):
-    """Reject what cannot be compiled, computed or cut; without --cut choose one by counted work."""
+    """Reject what cannot be compiled, computed or cut; choose a cut by counted work, and epochs."""
+    take_epochs(arguments)
     check_compile(arguments, schedule)
     check_threads(arguments)
     complete_cut(arguments, schedule.num_stages)
