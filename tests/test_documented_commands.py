@@ -17,7 +17,7 @@ from course.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (
-    r"(\.|\.ci/run|\.venv/bin/\w+|apptainer|docker|python3|touch|[A-Z_]+=\S+|bash|cd|chmod|done|eval|export|for \w+ in|git|make|mkdir"
+    r"(\.|\.ci/run|\.venv/bin/\w+|apptainer|docker|python3|touch|[A-Z_]+=\S+|bash|cd|chmod|cp|done|eval|export|for \w+ in|git|make|mkdir"
     r"|patch|pip|python|sacctmgr|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source"
     r"|squeue|srun|ssh|sudo|tail|torchrun)"
 )
@@ -74,7 +74,14 @@ KINDS = [
     (r"\. \.venv/bin/activate$", ELSEWHERE),
     (r"(\. slurm/site\.env|(srun|sinfo|source|slurm/local_cluster\.sh|eval)\b)", ON_SLURM),
     (r"for i in .*sbatch", ON_SLURM),
-    (r"patch( -p0)?$", "tests/test_own_model.py applies the changes"),
+    (r"patch( -p0)?( < \.\./docs/own-models/.*)?$", "tests/test_own_model.py applies the changes"),
+    (r"cp source_code/extensions/bundle\.py ", "tests/test_own_model.py copies it"),
+    (r"torchrun .* 4 train\.py --schedule zb-v ", "tests/test_own_model.py trains changed copies"),
+    (r"torchrun --nnodes 2 .* gpipe\.py", "tests/test_nodes.py starts two launchers"),
+    (
+        r"PYTHONPATH=/path/to/course/source_code |python /path/to/course/source_code/compare_logs",
+        "tests/test_flight_log_anywhere.py records programs and compares their logs",
+    ),
     (r"(sudo|scontrol|scancel|squeue|sacctmgr|ssh|git|pip|chmod|sed|export|cd|mkdir)\b", ELSEWHERE),
     (r"(for name in|tail|done)\b", "test_instructors.py runs the loop over participants"),
     (r"(bash|python3|\.venv/bin/pip|\.ci/run)$", ELSEWHERE),

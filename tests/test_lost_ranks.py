@@ -172,6 +172,7 @@ class BareJob:
     def send(self, number, rank):
         """Send a signal to a rank within a step; what all others say, and after how long."""
         output = self.ranks.streams["stdout"]
+        assert output.readline().startswith("4 ranks on cpu")
         assert output.readline().startswith("step 0")
         threading.Thread(target=output.read, daemon=True).start()  # a full pipe would hold them up
         os.kill(self.ranks.process_of(rank), number)

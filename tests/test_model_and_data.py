@@ -369,7 +369,7 @@ def test_the_default_text_that_has_been_changed_is_refused(tmp_path, monkeypatch
     with pytest.raises(DataError) as refused:
         load_text()
     assert str(refused.value) == (
-        "field_guide.txt has been changed, so no expected loss holds; restore it (git checkout) "
+        "field_guide.txt has been changed, so no expected loss holds; restore it, "
         "or pass your own text with --data"
     )
     assert len(load_text(changed).training) == len(content) - len(content) // 10

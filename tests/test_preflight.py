@@ -373,7 +373,7 @@ def test_a_changed_text_fails(monkeypatch, tmp_path):
     changed = tmp_path / "field_guide.txt"
     changed.write_bytes(data.DEFAULT_TEXT.read_bytes().replace(b"pipeline", b"Pipeline", 1))
     monkeypatch.setattr(data, "DEFAULT_TEXT", changed)
-    assert_fails(preflight.check_text(), "text", "git checkout")
+    assert_fails(preflight.check_text(), "text", "restore it")
 
 
 def test_another_version_of_a_package_warns(monkeypatch):

@@ -96,8 +96,8 @@ FAULTS = [
     Fault(
         "shape-of-message-unchecked",
         "pipeline/job.py::Job.send",
-        "if declared and (tensor.shape, tensor.dtype) != (self.shape, self.dtype):",
-        "if declared and len(tensor.shape) != len(self.shape):",
+        "if declared and (tensor.shape, tensor.dtype) != (self.shape_of(message), self.dtype):",
+        "if declared and len(tensor.shape) != len(self.shape_of(message)):",
         "A tensor of another length is sent, and the receiver waits for the rest.",
         "test_message_order.py",
         ("test_an_activation_of_another_length_or_type_is_not_sent",),
