@@ -7,7 +7,8 @@
 Each rank reads its own layers from the folder DIR and writes them to the folder NEW_DIR, which
 transformers loads; no rank ever has the whole model, and nothing is downloaded. Any number of ranks,
 any synchronous schedule. --verify compares every loss with transformers in one process. A file of
---data is read with the tokenizer of DIR, a folder that prepare_data.py has made as it is.
+--data is read with the tokenizer of DIR, a folder that prepare_data.py has made as it is. Of JSON
+lines with "prompt" and "completion" only the completions are learnt.
 """
 
 import sys
@@ -23,6 +24,7 @@ from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import activations_of
 from extensions.pretraining.packing import masked_loss, packed
 from extensions.pretraining.padding import ShareOfLoss
+from extensions.pretraining.prompts import has_prompts, load_prompts
 from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import BYTES, load_corpus, read_content
 from extensions.pretraining.trained_stages import build_stages, update_copies
@@ -121,6 +123,12 @@ def read_corpus(arguments):
             f"--model {a.model_folder} has no tokenizer.json; put the model's own there, or make tokens "
             "for --data with the course's prepare_data.py and its --tokenizer"
         )
+    if has_prompts(a.data):
+        if a.documents or a.packed:
+            raise SystemExit(
+                f"--data {a.data} has a prompt per row; leave out --documents and --packed"
+            )
+        return load_prompts(a.data, a.vocabulary, tokenizer, a.seq_len)
     content = read_content(a.data, a.seq_len)
     corpus = load_corpus(content, a.vocabulary, tokenizer, a.documents or a.packed, a.seq_len)
     return packed(corpus, a.seq_len) if a.packed else corpus

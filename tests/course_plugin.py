@@ -146,6 +146,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if not isinstance(item, pytest.Function) or any(map(starts_processes, code_of(item))):
             item.add_marker("processes")  # a cell of a notebook has a kernel
+        if "chromium" in getattr(item, "fixturenames", ()):  # `make test` needs no browser
+            item.add_marker("further")
+            item.add_marker("processes")
         if item.path.parent.name == "solutions":  # test_builds*.py and test_checks*.py try the same
             item.add_marker("further")
 
