@@ -51,8 +51,8 @@ define LINT
 $(BIN)/python -m ruff format --check .
 $(BIN)/python -m ruff check .
 endef
-# Three at a time also on two cores, because many tests wait: for a rank, a limit, a cluster.
-RUN_TESTS = -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Four at a time also on two cores, because many tests wait: for a rank, a limit, a cluster.
+RUN_TESTS = -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 TESTS = $(BIN)/python $(RUN_TESTS)
 
 run: $(INSTALLED) ## train on four processes, and draw prediction and run
