@@ -311,6 +311,23 @@ def test_a_data_set_of_no_use_is_refused(rows, sentence, monkeypatch):
         stream_content("somebody/stories", 1000, 8)
 
 
+@pytest.mark.parametrize("form", ["dataset_dict.json", "state.json"])
+def test_a_folder_of_save_to_disk_is_read_by_its_own_function(form, tmp_path, monkeypatch):
+    rows = [{"text": f"story {number} " * 20} for number in range(100)]
+    module = stand_in([{"text": "of load_dataset"}], [])
+    parts = {"train": rows} if form == "dataset_dict.json" else rows
+    module.load_from_disk = lambda path: {str(tmp_path): parts}[path]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    (tmp_path / form).write_text("{}")
+    text = stream_content(str(tmp_path), 1000, 8)
+    content = bytes(torch.cat([text.training, text.held_out]).tolist()).decode()
+    assert content == "\n\n".join(row["text"] for row in rows[:7])[:1000]
+    if form == "dataset_dict.json":
+        module.load_from_disk = lambda path: {"test": rows, "dev": rows}
+        with pytest.raises(DataError, match="has the parts test, dev and no train"):
+            stream_content(str(tmp_path), 1000, 8)
+
+
 # Speed and precision.
 
 

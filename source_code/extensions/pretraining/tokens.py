@@ -180,7 +180,10 @@ def read_content(path, seq_len):
     except OSError as error:
         raise DataError(f"--data: {path} cannot be read ({error.strerror})") from None
     if not names:
-        raise DataError(f"--data: {path} has no .txt files; name a folder that does, or a file")
+        raise DataError(
+            f"--data: {path} has no .txt files; name a folder that does, or a file, and a folder of "
+            "the library datasets with --dataset"
+        )
     parts, left = [], LARGEST
     try:
         for name in names:
@@ -195,8 +198,8 @@ def read_content(path, seq_len):
 def stream_content(name, characters, seq_len):
     """Return a Text in bytes: the first `characters` of a Hugging Face data set's column `text`.
 
-    `name` names a data set of the hub or a local folder, followed by a colon and a configuration if
-    it needs one. Only the part that is read is downloaded.
+    `name` names a data set of the hub or a local folder, also one that save_to_disk has written,
+    followed by a colon and a configuration if it needs one. Only what is read is downloaded.
     """
     try:
         import datasets
@@ -209,8 +212,7 @@ def stream_content(name, characters, seq_len):
     library_error = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
     texts, length = [], 0
     try:
-        rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
-        for row in rows:
+        for row in training_rows(datasets, path, configuration):
             if not isinstance(row.get("text"), str):
                 raise DataError(f"--dataset {name} has no column named text; use one that has")
             texts.append(row["text"])
@@ -226,6 +228,22 @@ def stream_content(name, characters, seq_len):
             "a local copy"
         ) from None
     return split_text("\n\n".join(texts)[:characters].encode(), seq_len, name, "--dataset")
+
+
+def training_rows(datasets, path, configuration):
+    """Return the rows of a data set's part `train`; the library reads its two kinds of folders by
+    two functions."""
+    if os.path.isfile(os.path.join(path, "dataset_dict.json")):
+        parts = datasets.load_from_disk(path)
+        if "train" not in parts:
+            raise DataError(
+                f"--dataset {path} has the parts {', '.join(parts)} and no train; name the folder "
+                "of one of them"
+            )
+        return parts["train"]
+    if os.path.isfile(os.path.join(path, "state.json")):
+        return datasets.load_from_disk(path)
+    return datasets.load_dataset(path, configuration or None, split="train", streaming=True)
 
 
 def train_tokenizer(text, vocabulary):
