@@ -33,6 +33,8 @@ FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tool
 PACKAGES = ("pipeline", "guard", "extensions", "lab")  # in this order in one file
 LAB, GUARD = "lab.", "guard.around_main."  # what is attached to a program, in lines of its own
 TEXT = Path("pipeline", "field_guide.txt")
+TOKEN_FILES = Path("extensions", "pretraining", "token_files.py")
+PREPARATION = Path("prepare_data.py")  # writes what they read
 ROWS = Path("pipeline", "schedules", "__init__.py")
 # Packages that torch and transformers import if present: a file of that name would be imported.
 TRIED_BY_TORCH = set(
@@ -78,6 +80,8 @@ def main():
         if arguments.bare or destination.suffix == ".py":
             without += (GUARD,)
         modules = modules_of(script, without)
+        if destination.suffix != ".py":
+            modules = [*preparation_for(modules, without), *modules]
         if arguments.schedules is not None:
             modules = keep_schedules(modules, arguments.schedules.split(","), arguments.with_lab)
         make = one_file if destination.suffix == ".py" else folder
@@ -190,6 +194,14 @@ def modules_of(script, without):
     return sorted(modules.values(), key=lambda module: places.index(module.path.parts[0]))
 
 
+def preparation_for(modules, without):
+    """Return what a script needs besides its imports: prepare_data.py, if it reads its tokens."""
+    paths = {module.path for module in modules}
+    if TOKEN_FILES not in paths:
+        return []
+    return [one for one in modules_of(PREPARATION, without) if one.path not in paths]
+
+
 def keep_schedules(modules, names, with_lab):
     """Return the modules without the files, imports and rows of schedules that are not in `names`.
 
@@ -214,7 +226,7 @@ def keep_schedules(modules, names, with_lab):
     ]
     names_gone = {name for node in gone for name, _ in names_of(node)}
     rows.leave_out(gone, names_gone)
-    kept, waiting = set(), [modules[-1]]
+    kept, waiting = set(), [one for one in modules if len(one.path.parts) == 1]
     places = {module.path: module for module in modules}
     while waiting:
         module = waiting.pop()

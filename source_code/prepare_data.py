@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes tokens of texts once, so that no training has to.
 
-    python source_code/prepare_data.py --data a.txt b.jsonl --vocabulary 4096 --out build/tokens
-    torchrun ... source_code/pretrain_llama.py --data build/tokens --vocabulary 4096
+    python prepare_data.py --data a.txt b.jsonl --vocabulary 4096 --out build/tokens
+    torchrun ... pretrain_llama.py --data build/tokens --vocabulary 4096
 
 --data takes text files, files of JSON lines (.jsonl) with one document per line under --field, and
 folders of either. Documents are separated by an empty line. Each ends up whole in the training part

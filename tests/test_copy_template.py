@@ -108,7 +108,8 @@ def statements_in(text, *packages):
 
 
 def test_what_is_copied_speaks_of_no_folder_lesson_or_page_of_the_course():
-    modules = {m.path: m.text for name in SCRIPTS for m in copy_template.modules_of(Path(name), ())}
+    names = [*SCRIPTS, "prepare_data.py"]
+    modules = {m.path: m.text for name in names for m in copy_template.modules_of(Path(name), ())}
     assert len(modules) > 100
     words = r"source_code|[Ll]esson|git checkout|(?<!\.co/)docs/|notebooks|slurm/|tools/|images/"
     for path, text in modules.items():
@@ -126,6 +127,20 @@ def test_every_file_of_the_course_s_code_names_its_licence_which_a_folder_copy_h
     assert "Apache License" in readme and "CC BY 4.0" in readme and len(readme.splitlines()) <= 12
     added = {path.name for path in (tmp_path / "mine").iterdir() if path.is_file()}
     assert added == {"gpipe.py", "LICENSE", "README.md", "job.sbatch", "requirements.txt"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("more", [[], ["--bare"]])
+def test_a_copy_that_reads_tokens_can_make_them(more, tmp_path):
+    assert copy("finetune.py", tmp_path / "mine", *more) == 0
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n\n" * 50)
+    words = f"prepare_data.py --data {tmp_path / 'text.txt'} --vocabulary 300 --out tokens".split()
+    command = [sys.executable, *words]
+    ended = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "mine" / "tokens" / "tokens.json").is_file()
+    assert copy("gpipe.py", tmp_path / "other") == 0
+    assert not (tmp_path / "other" / "prepare_data.py").exists()
 
 
 def test_a_copy_without_the_lab_says_where_it_runs(tmp_path):
