@@ -155,6 +155,16 @@ def test_with_replicas_clipping_decay_and_16_bits_nothing_frozen_moves(part):
         assert run_on_ranks(be_main, 4, part, "pretrain", f"{flags} {more}") == [0] * 4
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("part", ["FrozenFirst", "FrozenLast"])
+def test_a_run_with_a_frozen_rank_goes_on_from_its_checkpoint_on_other_ranks(part, tmp_path):
+    flags = f"--batch-size 8 --dim 16 --layers 8 --seq-len 8 --checkpoints {tmp_path / 'saved'}"
+    flags += " --heads 4 --kv-heads 2 --vocabulary 256 --dtype float64 --microbatches 4"
+    flags += " --warm-up-steps 1 --decay-steps 9 --device cpu"
+    assert run_on_ranks(be_main, 4, part, "pretrain", f"{flags} --steps 2") == [0] * 4
+    assert run_on_ranks(be_main, 2, part, "pretrain", f"{flags} --steps 5") == [0] * 2
+
+
 def test_a_message_has_the_shape_of_what_left_the_stage_before_it():
     job = Job(0, 1, torch.device("cpu"), "gloo", 1.0, shape=lambda stage: [2, 10 + stage])
     assert job.shape_of(Message("activation", 3, 0)) == (2, 13)
