@@ -18,8 +18,8 @@ from accept_runs import Machine, OutOfTime  # noqa: E402
 
 pytestmark = pytest.mark.further  # the acceptance of a machine, tool by tool
 
-NO_TRAINING = {"plan", "plan_partition", "predict", "preflight", "prepare_data", "copy_template", "convert",
-               "rehearse", "search_schedule", "torch_pipelining_mlp"}  # fmt: skip
+NO_TRAINING = {"plan", "plan_partition", "predict", "preflight", "prepare_data", "copy_template",
+               "convert", "compare_logs", "rehearse", "search_schedule", "torch_pipelining_mlp"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
