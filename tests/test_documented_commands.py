@@ -56,7 +56,7 @@ KINDS = [
         r"PYTHONPATH=source_code torchrun .* build/08_mine\.py$",
         "the checks of lesson 08 run the reader's program",
     ),
-    (r"python$", "is only a part of a command"),
+    (r"python( -I)?$", "is only a part of a command"),
     (r"make wall\b", "tests/test_progress.py runs what it calls"),
     (r"(make measurements FROM=|python tools/accept\.py$)", "test_accept.py runs what they run"),
     (
