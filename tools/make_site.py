@@ -265,7 +265,7 @@ def wide_if_many(table):
 
 def code_of(file, course):
     """The HTML of a file that is not a page, with its colours where it is Python or a shell's."""
-    language = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".env": "bash"}
+    language = {".py": "python", ".diff": "diff", ".sh": "bash", ".sbatch": "bash", ".env": "bash"}
     lexer = get_lexer_by_name(language.get(file.suffix, "text"))
     code = highlight((course.root / file).read_text(), lexer, HtmlFormatter())
     return f"<h1>{html.escape(str(file))}</h1>{code}"
