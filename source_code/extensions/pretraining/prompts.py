@@ -14,7 +14,7 @@ import torch
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.tokens import Documents, encode, read_tokenizer
 from pipeline.data import DataError
-from pipeline.inputs import InputError, parse_json, read_text
+from pipeline.inputs import MEBIBYTE, InputError, open_input, parse_json, read_text
 
 PARTS = "prompt", "completion"
 
@@ -45,8 +45,8 @@ def without_prompts(targets, lengths):
 def has_prompts(path):
     """Return whether a file has JSON lines with prompts, by its first line."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            row = parse_json(file.readline(2**20), path)
+        with open_input(path) as file:
+            row = parse_json(file.readline(MEBIBYTE).decode("utf-8-sig"), path)
     except (OSError, TypeError, ValueError):  # another reader says what is wrong with it
         return False
     return isinstance(row, dict) and "prompt" in row
