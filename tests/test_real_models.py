@@ -581,7 +581,9 @@ def test_flags_that_do_not_fit_the_model_are_rejected(tmp_path, capsys):
     model = ("--model", folder, "--seq-len", 16)
     assert "--layers 5 contradicts" in flags_rejected(capsys, *model, "--layers", 5)
     assert "64 positions" in flags_rejected(capsys, *model, "--seq-len", 65)
-    assert "something already" in flags_rejected(capsys, *model, "--save", folder)
+    assert "name the same file" in flags_rejected(capsys, *model, "--save", folder)
+    (tmp_path / "taken" / "notes").mkdir(parents=True)
+    assert "something already" in flags_rejected(capsys, *model, "--save", tmp_path / "taken")
     beyond = tmp_path / "no" / "folder"
     assert "does not exist" in flags_rejected(capsys, *model, "--save", beyond)
     inside = folder / "out"
