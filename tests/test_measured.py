@@ -27,7 +27,7 @@ from planning.measured import (
     layer_quantities,
 )
 from planning.measured_runs import measure_machine, perform_here
-from planning.plan_tables import flags_of
+from planning.plan_commands import flags_of
 from planning.training_plan import Plan
 
 pytestmark = pytest.mark.further  # it measures this machine

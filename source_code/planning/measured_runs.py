@@ -23,8 +23,8 @@ from planning.confirming import SOURCE, first_sentence
 from planning.forecast import forecast
 from planning.known_models import of_the_course
 from planning.machine import machine_from
+from planning.plan_commands import flags_of
 from planning.plan_memory import memory_per_rank
-from planning.plan_tables import flags_of
 from planning.training_plan import Plan
 
 STEPS = 9  # steps of a training run; the first two are not counted

@@ -56,7 +56,7 @@ def shard_group(machine, plan):
 
 def memory_per_rank(model, machine, plan):
     """Bytes of each rank of a pipeline: weights, gradients, optimizer, activations, losses."""
-    if is_of_the_course(model) and plan.gradient_bytes == 4:
+    if is_of_the_course(model) and plan.kernels == "plain" and plan.gradient_bytes == 4:
         if plan.tensor == 1 and plan.sharding in ("none", "optimizer"):
             return [sum(parts) for parts in counted_memory(model, machine, plan)]
     if isinstance(model, ProfiledModel):
