@@ -33,12 +33,12 @@ from planning.bound import lower_bound, memory_bound
 from planning.candidates import all_plans, check_effort, check_precision, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names
 from planning.machine import SHORT, machine_from, machine_names, read_machine
-from planning.measured_runs import (
+from planning.narrow import command_lines, lines_of
+from planning.performed_runs import (
     measure_machine,
     perform_here,
     ranks_of_this_machine,
 )
-from planning.narrow import command_lines, lines_of
 from planning.plan_commands import command_of, further_lines, own_text_is_enough
 from planning.plan_tables import (
     error_lines,

@@ -20,7 +20,7 @@ from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import one_f_one_b
 from planning.candidates import all_plans, forecasts, search_plans
-from planning.footprint import predict_memory
+from planning.counted_memory import predict_memory
 from planning.forecast import forecast, stage_costs
 from planning.known_models import NAMED, find_model
 from planning.machine import Link, Machine, read_machine

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
-from planning.measured import Measured, measured_from
+from planning.time_coefficients import TimeCoefficients, coefficients_from
 
 MACHINES = Path(__file__).parent / "machines"
 SHORT = {  # a GPU's name, for the machine that is full of it
@@ -60,7 +60,7 @@ class Machine:
     fp8_flops: float = 0.0
     attention_flops: float = 213e12
     hidden: float = 1.0
-    measured: Measured | None = None
+    measured: TimeCoefficients | None = None
     bytes_per_value: int = 2
     gpus_per_host: int = 0
 
@@ -127,7 +127,7 @@ def machine_from(text, gpus, name):
         memory_speed=values["memory_gigabytes_per_second"],
         peak=values["peak_teraflops"],
         error=values["error"],
-        measured=measured_from(text["measured"], name) if "measured" in text else None,
+        measured=coefficients_from(text["measured"], name) if "measured" in text else None,
         bytes_per_value=_bytes_per_value(text, name),
         **further,
     )

@@ -9,7 +9,7 @@ from planning.expected_error import (
     was_compared,
 )
 from planning.forecast import stage_costs
-from planning.held import held_by
+from planning.microbatches_held import held_by
 from planning.narrow import WIDTH, columns, lines_of
 from planning.plan_memory import memory_per_rank
 from planning.published import error_of, published_runs

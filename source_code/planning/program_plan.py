@@ -10,8 +10,8 @@ from extensions.pretraining.weight_count import count_weights
 from lab.held_bytes import memory_table
 from pipeline.inputs import InputError
 from pipeline.training import cut_layers
+from planning.counted_memory import predict_memory
 from planning.expected_error import expected_error
-from planning.footprint import predict_memory
 from planning.forecast import forecast
 from planning.machine import Machine, read_machine
 from planning.narrow import lines_of
