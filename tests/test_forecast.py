@@ -13,15 +13,15 @@ from planning.bound import lower_bound, memory_bound
 from planning.bytes_sent import bytes_per_gpu, bytes_per_node
 from planning.candidates import PLANNED
 from planning.closed_forms import bubble_over_ideal
-from planning.footprint import predict_memory
+from planning.counted_memory import predict_memory
 from planning.forecast import (
     forecast,
     layer_times,
     stage_costs,
 )
-from planning.held import held_by
 from planning.known_models import find_model
 from planning.machine import Link, Machine, machine_names, read_machine
+from planning.microbatches_held import held_by
 from planning.plan_memory import memory_per_rank, weights_of
 from planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
 from planning.training_plan import Plan, balanced_cut
@@ -305,7 +305,7 @@ def test_the_bound_of_1f1b_and_interleaved_1f1b_is_exact_where_messages_are_free
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("name", "ranks", "width"), [("10m", 2, 4), ("125m", 4, 2)])
 def test_memory_is_what_the_course_s_training_counts(schedule, recompute, name, ranks, width):
-    """footprint.py equals the measured bytes; here for all micro-batches, there for a few rounds."""
+    """counted_memory.py equals the measured bytes; here for all micro-batches, there for a few rounds."""
     model, machine = find_model(name, 128, 96), replace(Machine(ranks), bytes_per_value=width)
     chunks = SCHEDULES[schedule].chunks or 1
     plan = Plan(schedule, ranks, chunks, microbatch=2, recompute=recompute)

@@ -4,7 +4,7 @@
 A search compares thousands of plans, too many to simulate all of them. The bound never exceeds the
 forecast. It equals the forecast if messages take no time and ranks idle only while the pipeline
 fills and drains. The memory is that of the forecast: it needs only the number of micro-batches that
-each rank of a schedule holds (held.py).
+each rank of a schedule holds (microbatches_held.py).
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ from planning.forecast import (
     optimizer_time,
     stage_costs,
 )
-from planning.held import held_by
+from planning.microbatches_held import held_by
 from planning.plan_memory import SPLIT, memory_per_rank
 from planning.profiled import ProfiledModel, seconds_of_all_layers
 

@@ -21,6 +21,8 @@ from planning.training_plan import Plan, balanced_cut
 
 SIZES = (1, 2, 4, 8, 16, 32)  # sequences per micro-batch
 CHUNKS = (2, 3, 4, 5, 6, 8)
+# Not planned: looped-bfs, which holds as much as gpipe and is as idle as interleaved-1f1b; and
+# dualpipe-v, which pays off only for models with experts, and no plan covers them.
 PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
@@ -60,13 +62,14 @@ def search_plans(model, machine, plans, count=8, most=200):
     return Search(best, len(by_work), proven)
 
 
-def all_plans(model, machine, schedules=PLANNED):
+def all_plans(model, machine, schedules=PLANNED, precision="bf16"):
     """Every Plan that uses all GPUs and suits the model's layers, heads and batch.
 
     The plans vary in replicas, stages, tensor group, schedule, chunks, micro-batch, cut,
     recomputation, sharding, and in what fills a node. Their memory is not checked.
     """
-    kernels = "plain" if is_of_the_course(model) else "fused"
+    kernels = "plain" if is_of_the_course(model) and precision == "bf16" else "fused"
+    shared = {"kernels": kernels, "precision": precision}
     for tensor in divisors(min(machine.gpus, machine.gpus_per_node)):
         groups = machine.gpus // tensor
         if model.head_count % tensor or machine.gpus % tensor:
@@ -75,7 +78,7 @@ def all_plans(model, machine, schedules=PLANNED):
             replicas = groups // ranks
             if ranks > model.layers or model.batch % replicas:
                 continue
-            base = Plan(ranks=ranks, replicas=replicas, tensor=tensor, kernels=kernels)
+            base = Plan(ranks=ranks, replicas=replicas, tensor=tensor, **shared)
             for shape in shapes(model, base, schedules):
                 yield from shardings(machine, shape)
 
@@ -87,6 +90,17 @@ def check_effort(model, plans):
         raise InputError(
             f"--batch-size {model.batch} gives a replica {most:,} micro-batches per update, and "
             f"{MOST_MICROBATCHES:,} are the most; use a smaller one, or more GPUs"
+        )
+
+
+def check_precision(precision, model, machine):
+    """Raise InputError if nothing says how fast this machine computes in this precision."""
+    if precision == "fp8" and isinstance(model, ProfiledModel):
+        raise InputError("--precision fp8: a profile has the times of its own precision; use bf16")
+    if precision == "fp8" and not machine.fp8_flops:
+        raise InputError(
+            "--precision fp8: this machine's file has no 'fp8_teraflops'; use bf16, or a machine "
+            "such as dgx-h100"
         )
 
 

@@ -15,13 +15,13 @@ from functools import lru_cache
 from lab.simulator import Costs, simulate
 from pipeline.schedules import build_schedule
 from planning.closed_forms import SECONDS_PER_DAY
-from planning.measured import (
+from planning.plan_memory import SPLIT, memory_per_rank, shard_group, weights_of
+from planning.profiled import ProfiledModel, activation_bytes, stage_times
+from planning.time_coefficients import (
     embedding_quantities,
     head_quantities,
     layer_quantities,
 )
-from planning.plan_memory import SPLIT, memory_per_rank, shard_group, weights_of
-from planning.profiled import ProfiledModel, activation_bytes, stage_times
 from planning.traffic import all_reduce_time, gather_time, message_costs
 from planning.training_plan import Plan
 from planning.transformer import (
@@ -165,7 +165,7 @@ def all_hops(model, machine, plan):
 
 
 def measured_costs(model, machine, plan):
-    """Costs for the simulator on a machine that was measured: see measured.py."""
+    """Costs for the simulator on a machine that was measured: see time_coefficients.py."""
     b, split = plan.microbatch, plan.schedule in SPLIT
     times = {kind: [] for kind in "FBIW"}
     again = []

@@ -2,6 +2,8 @@
 """A Plan: how the GPUs of a machine are used, and in which node each rank is."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
 
 from pipeline.model import cut_evenly
 from planning.profiled import ProfiledModel, fastest_cut
@@ -111,6 +113,7 @@ class Plan:
         return min(machine.gpus_per_node, self.tensor * self.replicas)
 
 
+@lru_cache(maxsize=10_000)
 def balanced_cut(model, stages):
     """The number of layers of each stage that minimizes the time of the slowest, head included.
 
@@ -121,8 +124,10 @@ def balanced_cut(model, stages):
         return fastest_cut(model, stages)
     work, cut = [1.0] * stages, [1] * stages
     work[-1] += model.head_flops(1) / model.layer_flops(1)
+    least = [(own, stage) for stage, own in enumerate(work)]
+    heapify(least)
     for _ in range(model.layers - stages):
-        least = min(range(stages), key=lambda stage: (work[stage] + 1, stage))
-        work[least] += 1
-        cut[least] += 1
+        own, stage = least[0]
+        heapreplace(least, (own + 1, stage))
+        cut[stage] += 1
     return tuple(cut)

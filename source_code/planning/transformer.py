@@ -160,7 +160,7 @@ def kept_bytes(
 
     A GPT keeps s b h (34 + 5 a s/h) bytes (Korthikanti equations 1 to 6); a fused or recomputed
     attention does not keep the scores. A gated layer in plain torch keeps 9 values of the width,
-    keys and values, the middle four times, and a sum per head, as footprint.py counts and as
+    keys and values, the middle four times, and a sum per head, as counted_memory.py counts and as
     measurements show. With "fused" kernels it keeps neither the inside of a norm nor the gate's
     result. With recomputation per "operator" it keeps its input, the result of attention, and every
     second matrix product: queries, values, one half of the gate, and the last. With "full"
