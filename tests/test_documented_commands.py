@@ -45,6 +45,7 @@ KINDS = [
         "tests/test_copy_template.py runs a copy on one rank and more",
     ),
     (r"python tools/architecture\.py$", RUN),
+    (r"cp( build/handout/course\.bundle /shared)?$", "test_room.py runs the pack's lines"),
     (
         r"python tools/certificates\.py$",
         "takes minutes; test_search_schedule.py compares the page with the search",
