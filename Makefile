@@ -1,4 +1,4 @@
-# make lab, make test: the two commands of the README. `make` alone lists all.
+# `make lab` opens the lessons, and `make` lists all commands.
 
 PYTHON ?= python3
 BIN = .venv/bin
@@ -11,7 +11,7 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
-	@$(BIN)/python -m nbformat.sign notebooks/*.ipynb notebooks/solutions/*.ipynb >/dev/null # or it draws no stored picture
+	@$(BIN)/python -m nbformat.sign $(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb) >/dev/null # or it draws no stored picture
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb # lessons link to scripts
 
 check: $(INSTALLED) ## the linter, and the tests that start no process: two minutes
