@@ -16,11 +16,6 @@ import torch
 from guard.inputs import InputError, open_input
 
 PACKAGES = ("pipeline", "guard", "lab", "extensions", "planning", "broken")
-# The flags that name what a run only reads, a file or a folder, which a node may have of its own.
-READ = {
-    "FILE.csv": "file", "--model": "model_folder", "--pretrained": "pretrained",
-    "--repair": "repair", "--tokenizer": "tokenizer",
-}  # fmt: skip
 MOST_FILES = 1000  # of a folder
 SAMPLES, SAMPLE = 64, 4096  # pieces of a file, and their bytes
 
@@ -93,11 +88,12 @@ def version():
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def settings_of(arguments):
-    """{name: value} of what must be equal on all ranks: the flags, the text and the files in READ.
+def settings_of(arguments, read=None):
+    """{name: value} of what must be equal on all ranks: the flags, the text, and the files that the
+    flags in `read`, {flag: attribute}, name, of which each node may have its own.
 
     --device may differ. --data may also differ, since a node may have another path; the content of
-    the text is compared.
+    the text is compared. The checkpoint of --checkpoints has a checksum, which is among the flags.
     """
     plain = (str, int, float, list, tuple, type(None))
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
@@ -106,8 +102,8 @@ def settings_of(arguments):
     settings = {"--" + name.replace("_", "-"): value for name, value in own.items()}
     if getattr(arguments, "text", None) is not None:
         settings["the text"] = checksum_of(arguments.text)
-    for flag, name in READ.items():
-        if isinstance(own.get(name), str):
+    for flag, name in (read or {}).items():
+        if flag != "--checkpoints" and isinstance(own.get(name), str):
             settings[f"the content of {flag}"] = digest_of(own[name])
     return json.loads(json.dumps(settings))  # as other ranks read it: a tuple becomes a list
 
