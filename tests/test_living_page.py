@@ -83,7 +83,17 @@ def settings_on_a_grid():
     for schedule in CHOICES["schedule"]:
         for ranks, microbatches, costs in [
             (4, 8, {}),
-            (3, 7, {"forward": 7.5, "backward": 16, "weight": 5.5, "transfer": 2.5}),
+            (
+                3,
+                7,
+                {
+                    "forward": 7.5,
+                    "backward": 16,
+                    "weight": 5.5,
+                    "transfer": 2.5,
+                    "work": "one long, last",
+                },
+            ),
             (8, 32, {"occupancy": 1.5, "compare": "zb-h2"}),
             (1, 1, {"weight": 30, "chunks": 3}),
         ]:
