@@ -79,8 +79,8 @@ def cut_off_legend(root):
     kinds = [kind for kind in FILL if f"{LEGEND[kind]} of" in stories]
     recomputed = root.find(f".//{{{SVG}}}g[@class='recomputed']") is not None
     entries = [(f"background:{FILL[kind]}", LEGEND[kind]) for kind in kinds]
-    entries += [(f"background:{FILL['F']};outline:2px dashed #555", "run again")] * recomputed
-    entries.append(("background:#e3e3e3", "waiting"))
+    entries += [(f"background:{FILL['F']};border:2px dashed #555", "run again")] * recomputed
+    entries.append(("background:#dedede", "waiting"))
     boxes = [f'<i style="{style}"></i>{words}' for style, words in entries]
     return f"<figcaption>{'&ensp;'.join(boxes)}</figcaption>"
 
