@@ -70,6 +70,7 @@ notebooks: $(INSTALLED) ## run the notebooks and store their outputs (ONLY=FILE 
 		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 	$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS)
 	$(BIN)/python tools/answers.py
+	$(BIN)/python tools/stored_pictures.py $(NOTEBOOKS)
 
 NOTEBOOKS = $(or $(ONLY),$(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb))
 

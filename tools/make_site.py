@@ -252,6 +252,7 @@ def prepare_code(cell):
     for output in cell.outputs:
         picture = output.get("data", {}).pop("image/svg+xml", None)
         if picture:
+            output.data.pop("image/png", None)
             # As a part of the page it takes the page's colours and keeps its words.
             panel = PANEL if re.search(r"^(explore|time_machine)\(", cell.source, re.M) else ""
             output.data["text/html"] = picture[picture.index("<svg") :] + panel
