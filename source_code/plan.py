@@ -277,7 +277,7 @@ def in_billions(count):
 
 def print_performed(model, machine, plans, found, count):
     """Train a few steps of the best plans and of the worst, and print each beside its forecast."""
-    print("\nPerformed here: training runs at full speed, no part of which was measured before")
+    print("\nTraining runs performed here, at full speed; no part was measured before")
     print(f"{'layout':14}  {'schedule':20}  {'forecast':>10}  {'performed':>10}  difference")
     worst = max(plans, key=lambda plan: lower_bound(model, machine, plan))
     for plan in [*(one.plan for one in found.best[:count]), worst]:

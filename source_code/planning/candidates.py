@@ -16,7 +16,6 @@ from pipeline.schedules import SCHEDULES
 from planning.bound import lower_bound, memory_bound, work_bound
 from planning.forecast import forecast
 from planning.known_models import is_of_the_course
-from planning.profiled import ProfiledModel
 from planning.training_plan import Plan, balanced_cut
 
 SIZES = (1, 2, 4, 8, 16, 32)  # sequences per micro-batch
@@ -95,7 +94,7 @@ def check_effort(model, plans):
 
 def check_precision(precision, model, machine):
     """Raise InputError if nothing says how fast this machine computes in this precision."""
-    if precision == "fp8" and isinstance(model, ProfiledModel):
+    if precision == "fp8" and model.known_sizes:
         raise InputError("--precision fp8: a profile has the times of its own precision; use bf16")
     if precision == "fp8" and not machine.fp8_flops:
         raise InputError(
@@ -113,8 +112,9 @@ def shapes(model, plan, schedules):
     orders = [("1f1b", 1)]
     if plan.ranks > 1:
         orders = [pair for name in schedules for pair in chunked(model, plan, name)]
-    known = (model.rows,) if isinstance(model, ProfiledModel) else SIZES
-    sizes = [size for size in known if model.batch // plan.replicas % size == 0]
+    sizes = [
+        size for size in model.known_sizes or SIZES if model.batch // plan.replicas % size == 0
+    ]
     modes = ("none", "operator", "full") if plan.kernels == "fused" else ("none", "full")
     for (name, chunks), size, recompute in product(orders, sizes, modes):
         rounds = model.batch // plan.replicas // size

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text and tables that fit into a terminal of 80 columns."""
 
+import re
 import textwrap
 
 WIDTH = 80
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
 def lines_of(text, indent=""):
@@ -18,10 +20,14 @@ def lines_of(text, indent=""):
 
 
 def command_lines(command):
-    """The lines of a shell command: all but the last end with a backslash."""
+    """The lines of a shell command: all but the last end with a backslash.
+
+    A flag and its value are on one line.
+    """
+    bound = re.sub(r"(?<= )(--\S+) (?!-)", rf"\1{NO_BREAK}", command)
     wide = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "    "}
-    *first, last = textwrap.wrap(command, WIDTH - 2, **wide)
-    return [*(f"{line} \\" for line in first), last]
+    *first, last = textwrap.wrap(bound, WIDTH - 2, **wide)
+    return [line.replace(NO_BREAK, " ") for line in [*(f"{line} \\" for line in first), last]]
 
 
 def columns(rows, names, to_the_right):

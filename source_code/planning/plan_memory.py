@@ -15,7 +15,7 @@ from pipeline.schedules import build_schedule
 from planning.counted_memory import predict_memory
 from planning.known_models import is_of_the_course
 from planning.microbatches_held import held_by
-from planning.profiled import ProfiledModel, kept_per_stage, layers_of_stages
+from planning.profiled import ProfiledModel, kept_per_stage
 from planning.transformer import (
     BYTES_PER_VALUE,
     deferred_by_loss,
@@ -33,19 +33,7 @@ ROUNDS = 4  # rounds of p micro-batches, after which no other schedule holds mor
 
 def weights_of(model, plan, stages):
     """The number of weights that a GPU with these stages (a list of indices) computes with."""
-    layers = plan.layers_of(model)
-    if isinstance(model, ProfiledModel):
-        parts = layers_of_stages(model, plan)
-        size = sum(layer.parameter_bytes for stage in stages for layer in parts[stage])
-        return size / model.bytes_per_value
-    count = sum(layers[stage] for stage in stages) * model.layer_weights
-    if 0 in stages:
-        count += model.embedding_weights
-    if len(layers) - 1 in stages and not (model.tied and 0 in stages):
-        count += model.head_weights
-    if len(layers) - 1 in stages:
-        count += model.last_norm_weights
-    return count / plan.tensor
+    return model.stage_weights(plan.layers_of(model), stages) / plan.tensor
 
 
 def shard_group(machine, plan):

@@ -2,11 +2,16 @@
 """What plan.py prints: tables of plans, the error to expect, the reasons of a plan, its memory."""
 
 from planning.expected_error import (
+    ExpectedError,
     expected_error,
+    interval,
     kind_of,
     left_out_errors,
     mean_error,
+    runs_of,
+    size_within,
     was_compared,
+    weighted_mean,
 )
 from planning.forecast import stage_costs
 from planning.microbatches_held import held_by
@@ -202,4 +207,27 @@ def published_lines():
         without = left_out.get((run.table, run.name))
         without = "not counted" if without is None else f"{without:+.1%}"
         lines.append(f" {run.name:49} {run.seconds:7.2f} {error_of(run):+8.1%} {without:>11}")
-    return lines
+    return [*lines, "", *error_table()]
+
+
+def error_table():
+    """The errors that are left out of the fit, by type of GPU and kind of plan.
+
+    Each publication has the same weight. "took" is the time of an update over its forecast.
+    """
+    rows = []
+    for gpu, kind in dict.fromkeys((one["gpu"], one["kind"]) for one in left_out_errors()):
+        runs = runs_of(gpu, kind)
+        rows.append(
+            {
+                "GPU": gpu,
+                "kind of plan": kind,
+                "runs": str(len(runs)),
+                "by": str(len({one["group"] for one in runs})),
+                "median": f"{size_within(runs, 0.5):.1%}",
+                "9 of 10": f"{size_within(runs, 0.9):.1%}",
+                "mean": f"{weighted_mean(runs):+.1%}",
+                "took": ExpectedError(*interval(runs), 0, 0).text,
+            }
+        )
+    return columns(rows, list(rows[0]), ("runs", "by", "median", "9 of 10", "mean"))
