@@ -10,6 +10,8 @@ INSTALLED = .venv/installed
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
+# Without the pop-up that offers news before the first lesson.
+lab: export JUPYTER_CONFIG_PATH := $(CURDIR)/tools/jupyter$(JUPYTER_CONFIG_PATH:%=:%)
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
 	@$(BIN)/python -m nbformat.sign $(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb) >/dev/null # or it draws no stored picture
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb # lessons link to scripts
