@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "publication-not-weighed",
-        "planning/expected_error.py::interval",
+        "planning/expected_error.py::_ordered",
         '1 / members.count(one["group"])',
         "1",
         "The publication with the most runs decides the error to expect.",
