@@ -24,7 +24,7 @@ SLIDERS = {
     "chunks": ("stages per rank", 2, 4, 1),
     "forward": ("forward of a rank, ms", 0.5, 50, 0.5),
     "backward": ("backward of a rank, ms", 1, 100, 0.5),
-    "weight": ("of this, for weights, ms", 0.5, 99, 0.5),
+    "weight": ("backward for weights, ms", 0.5, 99, 0.5),
     "transfer": ("transfer, ms", 0, 60, 0.5),
     "occupancy": ("occupancy of a link, ms", 0, 60, 0.5),
 }

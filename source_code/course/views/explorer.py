@@ -127,7 +127,7 @@ class Panel(Stepper):
             "chunks": _whole("stages per rank", chosen.chunks, 2, 4),
             "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
             "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
-            "weight": _time("of this, for weights, ms", chosen.weight, 0.5, 99),
+            "weight": _time("backward for weights, ms", chosen.weight, 0.5, 99),
             "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
             "occupancy": _time(
                 "occupancy of a link, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)
