@@ -2,6 +2,7 @@
 """A Plan: how the GPUs of a machine are used, and in which node each rank is."""
 
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from pipeline.model import cut_evenly
 from planning.profiled import ProfiledModel, fastest_cut
@@ -119,10 +120,11 @@ def balanced_cut(model, stages):
     """
     if isinstance(model, ProfiledModel):
         return fastest_cut(model, stages)
-    work, cut = [1.0] * stages, [1] * stages
-    work[-1] += model.head_flops(1) / model.layer_flops(1)
+    cut, head = [1] * stages, model.head_flops(1) / model.layer_flops(1)
+    work = [(1.0 + head * (stage == stages - 1), stage) for stage in range(stages)]
+    heapify(work)
     for _ in range(model.layers - stages):
-        least = min(range(stages), key=lambda stage: (work[stage] + 1, stage))
-        work[least] += 1
-        cut[least] += 1
+        least, stage = work[0]
+        heapreplace(work, (least + 1, stage))
+        cut[stage] += 1
     return tuple(cut)
