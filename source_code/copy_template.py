@@ -24,7 +24,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
+from guard.files import not_written
 from guard.one_sentence import shortened
+from guard.printing import keep_running_unheard
 from pipeline.schedules import SCHEDULES
 
 SOURCE_CODE = Path(__file__).resolve().parent
@@ -63,6 +65,7 @@ class CannotCopy(Exception):
 
 
 def main():
+    keep_running_unheard()
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
@@ -95,7 +98,7 @@ def main():
     except (CannotCopy, OSError, UnicodeDecodeError) as reason:
         print(" ".join(map(shortened, str(reason).split())), file=sys.stderr)
         return 2
-    return 0
+    return int(bool(not_written))
 
 
 def read(path):

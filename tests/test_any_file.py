@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import exercises
 import grade_submissions
@@ -13,8 +14,10 @@ import make_submission
 import nbformat
 import pytest
 import wall
+import write_measurements
 
 from course import progress
+from course.launch import ROOT
 
 GOOD = '{"exercise": "puzzle 1", "outcome": "right", "time": 1.0}\n'
 LINE = '{"exercise": "puzzle 1", "outcome": "right", "time": %s}\n'
@@ -146,3 +149,46 @@ def test_a_read_only_course_and_one_without_git_are_one_sentence(tmp_path, monke
     monkeypatch.setenv("PATH", "")
     assert "git does not list" in sentence_of(make_handout.main, monkeypatch)
     assert (tmp_path / "handout" / "course").is_dir(), "the older handout stays"
+
+
+def test_a_pipe_or_what_is_no_folder_is_one_sentence_for_a_tool(tmp_path, monkeypatch, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    said = sentence_of(write_measurements.main, monkeypatch, tmp_path / "pipe")
+    assert "is not a regular file" in said
+    words = ["make_site.py", "--of", str(tmp_path / "pipe"), "--into", str(tmp_path / "site")]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit):
+        make_site.main()
+    assert "pipe is not a folder" in capsys.readouterr().err
+    assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.processes
+def test_a_wall_goes_on_and_a_copy_is_whole_when_nobody_reads_what_they_print(tmp_path):
+    (tmp_path / "progress").mkdir()
+    words = ["wall.py", "progress", "--into", "wall"]
+    with open("/dev/full", "w") as full:
+        shown = subprocess.Popen(
+            [sys.executable, ROOT / "tools" / words[0], *words[1:]],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert "standard output was not written" in shown.stderr.readline()
+            wait_for(tmp_path / "wall" / "wall_data.js")
+            assert shown.poll() is None
+        finally:
+            shown.kill()
+            shown.communicate(timeout=20)
+        copied = subprocess.run(
+            [sys.executable, ROOT / "source_code/copy_template.py", "gpipe.py", "mine"],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert copied.returncode == 1 and copied.stderr.count("\n") == 1
+    assert (tmp_path / "mine" / "requirements.txt").exists()  # the last file
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert path.exists()

@@ -4,12 +4,14 @@ Seeded damage: 200 inputs per reader here, 10,000 with `make soak`. What has a c
 unchanged or not at all.
 """
 
+import io
 import itertools
 import json
 import resource
 import shutil
 import time
 
+import copy_template
 import grade_submissions
 import make_submission
 import pytest
@@ -359,3 +361,48 @@ def test_submissions(tmp_path):
         return text.startswith("name,file,made") and page.encode(errors="backslashreplace")
 
     assert attack("submissions", file, read, ())[0] == INPUTS
+
+
+# What one types to get a copy of a script.
+
+SCRIPTS = ("gpipe.py", "gpipe", "train.py", "finetune.py", "naive_model_parallelism.py", "plan.py")
+PLACES = ("new", "new.py", "below/new", "there", "there/new.py", "file/new", "loop", "random.py")
+ODD = ("", " ", ".", "/", "..", "a\nb", "\udcff", "x" * 300, "-", "--", "*", "zb-v,", "é.py")
+
+
+def words_of_a_copy(rng):
+    """Arguments of copy_template.py, of which most are right."""
+    words = [rng.choice(SCRIPTS), rng.choice(PLACES)]
+    words += rng.choice([[], [], ["--bare"], ["--with-lab"], ["--schedules", "zb-h1,1f1b"]])
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        words[rng.randrange(len(words))] = rng.choice(ODD)
+    if rng.random() < 0.1:
+        words.insert(rng.randrange(3), rng.choice(["--bare", "more", *ODD]))
+    return words
+
+
+@further
+def test_arguments_of_a_copy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    before, made = set(tmp_path.rglob("*")), 0
+    for number in range(INPUTS):
+        words = words_of_a_copy(generator("copies", number))
+        monkeypatch.setattr("sys.argv", ["copy_template.py", *words])
+        said = io.StringIO()  # takes any character, as standard error does
+        monkeypatch.setattr("sys.stdout", io.StringIO())
+        monkeypatch.setattr("sys.stderr", said)
+        try:
+            status = copy_template.main()
+        except SystemExit as end:
+            status = end.code
+        said, new = said.getvalue(), set(tmp_path.rglob("*")) - before
+        assert status in (0, 2) and (status == 0) == bool(new or "-h" in words), (words, said)
+        assert "Traceback" not in said and bool(said) == bool(status), (words, said)
+        made += status == 0
+        for path in sorted(new, reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        assert (tmp_path / "file").read_text() == "mine", words
+    assert made

@@ -34,26 +34,30 @@ from pipeline.message import Message
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = ["--steps", "1000", "--pace", "10", "20"]  # minutes, if nobody ends it
+REQUESTS = "--requests 300 --tokens 200 --seq-len 256".split()  # minutes, too
 TIMEOUT = 4  # seconds, of --timeout
 WITHIN = 15  # seconds, for all that follows
 
 
 class Job:
-    """Ranks of gpipe.py, four or torchrun's two, one of which gets a signal after the first step."""
+    """Ranks of gpipe.py, four or torchrun's two, one of which gets a signal after the first step.
 
-    def __init__(self, number, rank, torchrun=False):
-        flags = [*LONG, "--timeout", str(TIMEOUT)]
+    With another `script`, `begin` is how the line begins after which it gets the signal.
+    """
+
+    def __init__(self, number, rank, torchrun=False, script="gpipe.py", flags=LONG, begin="step 0"):
+        self.begin, flags = begin, [*flags, "--timeout", str(TIMEOUT)]
         if torchrun:
-            self.ranks = LaunchedRanks(launch_words("gpipe.py", flags, 2))
+            self.ranks = LaunchedRanks(launch_words(script, flags, 2))
         else:
-            self.ranks = WarmRanks(SCRIPTS / "gpipe.py", flags, 4)
+            self.ranks = WarmRanks(SCRIPTS / script, flags, 4)
         self.number, self.rank, self.count = number, rank, 2 if torchrun else 4
         self.processes = []
         self.ranks.streams["stdout"] = self.signalled_after_a_step(self.ranks.streams["stdout"])
 
     def signalled_after_a_step(self, lines):
         for line in lines:
-            if line.startswith("step 0"):
+            if line.startswith(self.begin):
                 self.processes = self.find_processes()
                 os.kill(self.processes[self.rank].pid, self.number)
                 self.signalled = time.monotonic()
@@ -91,6 +95,14 @@ def test_a_killed_rank_ends_the_job_under_torchrun_and_is_named():
     message, took = Job(signal.SIGKILL, 1, torchrun=True).end()
     assert message.endswith("(rank 1 was ended by SIGKILL)")
     assert "Traceback" not in message
+    assert took < WITHIN
+
+
+@pytest.mark.parametrize("rank", first_of([0, 3], 1))
+def test_a_killed_rank_of_inference_ends_the_job_and_is_named(rank):
+    served = {"script": "inference.py", "flags": REQUESTS, "begin": "inference: 4 ranks"}
+    message, took = Job(signal.SIGKILL, rank, **served).end()
+    assert message.endswith(f"(rank {rank} was ended by SIGKILL)")
     assert took < WITHIN
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import finetune
 import grade_submissions
@@ -27,6 +28,7 @@ from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors, write_tensors
 from guard import meeting
+from guard.files import write_whole
 from guard.inputs import InputError
 from guard.launcher import LauncherError
 from pipeline.data import DataError
@@ -239,6 +241,21 @@ def test_a_log_is_written_by_one_run_at_a_time(tmp_path, monkeypatch):
     first.close()
     metrics.open_for_one(tmp_path / "log").close()
     assert metrics.open_for_one(tmp_path / "no" / "log") is None
+
+
+def test_a_file_that_several_write_at_once_is_whole_at_any_moment(tmp_path):
+    """As the page of two walls, or --losses of two runs."""
+    file, texts = tmp_path / "wall_data.js", [f"{letter}" * 50_000 for letter in "abcd"]
+    write_whole(file, texts[0])
+
+    def write(text):
+        for _ in range(20):
+            write_whole(file, text)
+            assert file.read_text() in texts
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(write, texts))
+    assert os.listdir(tmp_path) == [file.name]
 
 
 def test_an_address_that_no_name_server_knows_is_a_sentence(monkeypatch):

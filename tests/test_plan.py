@@ -19,7 +19,7 @@ from guard.inputs import InputError
 from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import one_f_one_b
-from planning.candidates import all_plans, forecasts, search_plans
+from planning.candidates import DEEPEST, all_plans, forecasts, search_plans
 from planning.counted_memory import predict_memory
 from planning.forecast import forecast, stage_costs
 from planning.known_models import NAMED, find_model
@@ -412,3 +412,9 @@ def test_a_gpu_s_name_is_a_machine():
     assert read_machine("h100", 8) == read_machine("dgx-h100", 8)
     assert read_machine("A100-40GB", 8).memory == 40e9
     assert read_machine("a100", 8) == Machine(8)
+
+
+def test_no_plan_has_a_pipeline_that_is_deeper_than_can_be_compared():
+    model, machine = find_model("layers=1000,hidden=64,vocabulary=100", 64, 1024), Machine(1024)
+    depths = {plan.ranks for plan in all_plans(model, machine)}
+    assert max(depths) == DEEPEST == 128

@@ -90,6 +90,8 @@ def parse_arguments():
     kind.add_argument("--static", action="store_true", help="no Python in the pages")
     kind.add_argument("--live", action="store_true", help="fail where Pyodide cannot be had")
     arguments = parser.parse_args()
+    if not arguments.of.is_dir():
+        parser.error(f"--of {arguments.of} is not a folder; name that of the course")
     if arguments.address:
         if not re.match(r"https?://[^\s\"<>]+$", arguments.address):
             parser.error(f"--address must start with https://, not '{arguments.address}'")

@@ -24,6 +24,7 @@ from exercises import all_exercises  # noqa: E402
 
 from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
 from guard.files import write_whole  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 
 WALL = ROOT / "build" / "wall"
 EVERY = 0.5  # seconds
@@ -59,6 +60,7 @@ class Count(NamedTuple):
 
 
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     if not arguments.folder.is_dir():
         sys.exit(

@@ -5,7 +5,6 @@
 It replaces what stands between two marks, and its own row in the table of machines.
 """
 
-import json
 import re
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
+from guard.inputs import read_json  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ def main():
     parser.add_argument("file", metavar="FILE", help="what accept.py has written")
     file = parser.parse_args().file
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        found = read_json(file)
         machine, parts = found["machine"], found["parts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(

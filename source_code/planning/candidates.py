@@ -24,7 +24,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 # dualpipe-v, which pays off only for models with experts, and no plan covers them.
 PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
-
+DEEPEST = 128  # ranks of a pipeline: the work to write v-half and v-min grows with the square
 MOST_MICROBATCHES = 131_072  # of an update of one replica, planned in 40 s for Llama 3 8B on 8 GPUs
 
 
@@ -65,7 +65,8 @@ def all_plans(model, machine, schedules=PLANNED, precision="bf16"):
     """Every Plan that uses all GPUs and suits the model's layers, heads and batch.
 
     The plans vary in replicas, stages, tensor group, schedule, chunks, micro-batch, cut,
-    recomputation, sharding, and in what fills a node. Their memory is not checked.
+    recomputation, sharding, and in what fills a node. Their memory is not checked. A pipeline has
+    at most DEEPEST ranks.
     """
     kernels = "plain" if is_of_the_course(model) and precision == "bf16" else "fused"
     shared = {"kernels": kernels, "precision": precision}
@@ -75,7 +76,7 @@ def all_plans(model, machine, schedules=PLANNED, precision="bf16"):
             continue
         for ranks in divisors(groups):
             replicas = groups // ranks
-            if ranks > model.layers or model.batch % replicas:
+            if ranks > min(model.layers, DEEPEST) or model.batch % replicas:
                 continue
             base = Plan(ranks=ranks, replicas=replicas, tensor=tensor, **shared)
             for shape in shapes(model, base, schedules):
