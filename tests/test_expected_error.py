@@ -82,7 +82,7 @@ def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_
     for row in rows:
         shown = [re.sub(r"([\d.]+)%$", r"\1 %", cell) for cell in row[:-1]]
         assert f"| {' | '.join([*shown, row[-1]])} |" in page, row
-    assert len(rows) == 6
+    assert len(rows) == 8
     runs = left_out_errors()
     sharded = [one for one in runs if one["kind"] == "sharded"]
     others = [one for one in runs if one["kind"] != "sharded"]
@@ -117,6 +117,16 @@ def test_seconds_follow_from_the_errors_of_forecasts_to_both_sides():
     error = ExpectedError(-0.2, 0.25, 5, 2)
     assert error.seconds(100.0) == (80.0, 125.0)
     assert error.text == "-20% to +25%"
+
+
+def test_replicas_of_the_whole_model_have_no_evidence_of_their_own():
+    """Few published runs are of this kind, and those with a tensor group say little about it."""
+    for gpu in ("a100", "h100"):
+        machine = read_machine(gpu, 16)
+        for sharding in ("none", "optimizer"):
+            error = expected_error(machine, Plan(replicas=16, sharding=sharding))
+            assert error.rows == 0 and error.least <= -0.3 and error.most >= 0.3
+        assert expected_error(machine, Plan(tensor=8)).rows >= 5
 
 
 def test_without_evidence_the_interval_is_wide_and_the_output_says_so():

@@ -11,14 +11,14 @@ from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
 from planning import forecast as forecasting
 from planning.bound import lower_bound, memory_bound
 from planning.bytes_sent import bytes_per_gpu, bytes_per_node
-from planning.candidates import PLANNED
+from planning.candidates import PLANNED, all_plans
 from planning.closed_forms import bubble_over_ideal
 from planning.counted_memory import predict_memory
 from planning.forecast import (
     forecast,
     stage_costs,
 )
-from planning.known_models import find_model
+from planning.known_models import NAMED, find_model
 from planning.machine import Link, Machine, machine_names, read_machine
 from planning.microbatches_held import held_by
 from planning.plan_memory import memory_per_rank, weights_of
@@ -93,6 +93,35 @@ def test_zero_2_shards_gradients_and_scatters_them_after_each_backward():
     alone = gather_time(machine, 4 * weights / 96, 16, 8) * 96
     backward = sum(stages_of(GPT3, machine, plan).layer()[:3]) * 96
     assert four - two > 2 * (alone + backward)
+
+
+def test_a_sharded_pipeline_with_chunks_gathers_as_many_bytes_and_holds_as_many_shards():
+    machine = Machine(32, hidden=0.0)
+    plain = Plan(ranks=4, replicas=8, sharding="full", microbatch=1)
+    chunked = replace(plain, schedule="interleaved-1f1b", chunks=2)
+    alone = [replace(plan, sharding="none") for plan in (plain, chunked)]
+    gathered = [
+        sum(stage_costs(GPT3, machine, plan).forward) - sum(stage_costs(GPT3, machine, one).forward)
+        for plan, one in zip((plain, chunked), alone)
+    ]
+    assert gathered[0] > 0 and gathered[1] == pytest.approx(gathered[0], rel=1e-9)
+    saved = [
+        memory_per_rank(GPT3, machine, one)[1] - memory_per_rank(GPT3, machine, plan)[1]
+        for plan, one in zip((plain, chunked), alone)
+    ]
+    assert saved[0] == pytest.approx(saved[1]) and saved[0] > 0
+    plans = all_plans(replace(GPT3, batch=32), machine)
+    assert any(plan.chunks > 1 and plan.sharding == "full" for plan in plans)
+
+
+def test_zero_1_on_paper_scatters_its_gradients_and_the_course_s_own_does_not():
+    machine = Machine(16)
+    for model, scatters in ((replace(GPT3, batch=64), True), (NAMED["1b"], False)):
+        plans = [one for one in all_plans(model, machine) if one.sharding == "optimizer"]
+        assert plans and {one.scatters for one in plans} == {scatters}
+        assert not any(
+            one.scatters for one in all_plans(model, machine) if one.sharding != "optimizer"
+        )
 
 
 def test_a_reduce_scatter_and_a_gather_of_zero_1_take_as_long_as_an_all_reduce():

@@ -152,7 +152,13 @@ def shardings(machine, plan):
     varied = several and plan.replicas > 1 < plan.ranks
     orders = ("stages", "replicas") if varied else ("stages",)
     for sharding, neighbours in product(dict.fromkeys(kinds), orders):
-        yield replace(plan, sharding=sharding, neighbours=neighbours)
+        yield replace(sharded(plan, sharding), neighbours=neighbours)
+
+
+def sharded(plan, sharding):
+    """The plan with another sharding: ZeRO-1 scatters gradients, unless the course trains it."""
+    scatters = sharding == "optimizer" and plan.kernels == "fused"
+    return replace(plan, sharding=sharding, scatters=scatters)
 
 
 def pipelines_over_nodes(model, machine, schedules, base=None, chunk_counts=(2, 3, 4)):

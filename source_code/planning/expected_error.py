@@ -49,7 +49,7 @@ def kind_of(plan):
         return "sharded"
     if plan.ranks > 1:
         return "pipelined"
-    return "data or tensor parallel"
+    return "tensor parallel" if plan.tensor > 1 else "data parallel"
 
 
 def was_compared(machine):
@@ -70,11 +70,15 @@ def _of_kind(gpu, kind, without=""):
     known = [one for one in left_out_errors() if one["group"] != without]
     runs = [one for one in known if one["kind"] == kind]
     here = [one for one in runs if one["gpu"] == gpu]
-    groups = {one["group"] for one in here}
-    if len(here) >= LEAST_ROWS and len(groups) >= LEAST_GROUPS:
-        return ExpectedError(*interval(here), len(here), len(groups))
+    if enough(here):
+        return ExpectedError(*interval(here), len(here), len({one["group"] for one in here}))
     least, most = interval(runs or known)
     return ExpectedError(min(least, UNTESTED[0]), max(most, UNTESTED[1]), 0, 0)
+
+
+def enough(runs):
+    """Whether so many runs by so many publications are evidence for an interval."""
+    return len(runs) >= LEAST_ROWS and len({one["group"] for one in runs}) >= LEAST_GROUPS
 
 
 def mean_error(machine, kind):

@@ -3,6 +3,7 @@
 
 from planning.expected_error import (
     ExpectedError,
+    enough,
     expected_error,
     interval,
     kind_of,
@@ -125,7 +126,7 @@ def error_lines(machine, found):
         evidence = "few or no such runs on this GPU"
         if error.rows:
             evidence = f"{error.rows} runs by {error.groups} publications"
-        lines.append(f"  {kind:23}  {error.text:14}  {evidence}")
+        lines.append(f"  {kind:15}  {error.text:14}  {evidence}")
     means = {kind: mean_error(machine, kind) for kind in ("pipelined", "sharded")}
     if means.keys() <= kinds.keys() and None not in means.values():
         if max(means.values()) - min(means.values()) > BIASED:
@@ -227,7 +228,7 @@ def error_table():
                 "median": f"{size_within(runs, 0.5):.1%}",
                 "9 of 10": f"{size_within(runs, 0.9):.1%}",
                 "mean": f"{weighted_mean(runs):+.1%}",
-                "took": ExpectedError(*interval(runs), 0, 0).text,
+                "took": ExpectedError(*interval(runs), 0, 0).text if enough(runs) else "too few",
             }
         )
     return columns(rows, list(rows[0]), ("runs", "by", "median", "9 of 10", "mean"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from lab.simulator import simulate
 from pipeline.schedule import ScheduleError
 from planning.bound import memory_bound
+from planning.candidates import sharded
 from planning.forecast import forecast, known_schedule, stage_costs
 from planning.machine import Link
 from planning.training_plan import balanced_cut
@@ -76,7 +77,7 @@ def changes(model, machine, plan):
     )
     for sharding in ("none", "optimizer", "hybrid", "full"):
         if plan.replicas > 1 and sharding != plan.sharding:
-            steps[f"sharding {sharding}"] = replace(plan, sharding=sharding)
+            steps[f"sharding {sharding}"] = sharded(plan, sharding)
     if plan.ranks > 1:
         for name, chunks in (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1)):
             if name != plan.schedule and chunks * plan.ranks <= model.layers:
