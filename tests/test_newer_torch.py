@@ -1,4 +1,4 @@
-"""What torch 2.14 and 2.15 added to the library, as lesson 08 says it, each under its version.
+"""What torch 2.14 and 2.15 added to the library, as the page of errors says it, each under its version.
 
 The small pipeline is that of the traps: four layers, float64, gradients beside one process.
 """
