@@ -1,0 +1,56 @@
+"""Lessons on a machine that is not ours: `make test-torch` runs this file, and nothing else does.
+
+Each lesson is a single file in an empty folder, and its kernel's environment has what a host of
+notebooks has: torch in the version of this Python, numpy and matplotlib.
+"""
+
+import subprocess
+import venv
+
+import pytest
+import torch
+from alone import differences, first_output, make_repository, performed, put_alone
+
+LESSONS = [
+    "00_start_here.ipynb",
+    "01_naive_model_parallelism.ipynb",
+    "02_gpipe.ipynb",
+    "03_1f1b.ipynb",
+    "05_interleaved.ipynb",
+    "08_torch_pipelining.ipynb",
+]
+HOST = [f"torch=={torch.__version__.partition('+')[0]}", "numpy", "matplotlib", "ipykernel"]
+VERSIONS = "import torch, numpy, matplotlib as m; print(torch.__version__, numpy.__version__, m.__version__)"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The Python of an environment with HOST."""
+    folder = tmp_path_factory.mktemp("host")
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", *HOST], check=True, timeout=1200)
+    return python
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    return make_repository(tmp_path_factory.mktemp("repository"))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_lesson_runs_alone_and_prints_what_is_stored(lesson, host, address, tmp_path, request):
+    before = versions(host)
+    cells = performed(put_alone(lesson, tmp_path, address), host)
+    said = first_output(cells)
+    assert said.startswith(f"Fetched the course from {address} into the folder fetched_course.\n")
+    assert ("Installed " in said) == (lesson == LESSONS[0]), "the later ones find all packages"
+    wrong, checked = differences(lesson, cells, request.session)
+    assert checked and wrong == []
+    assert versions(host) == before
+
+
+def versions(python):
+    words = [python, "-c", VERSIONS]
+    return subprocess.run(words, check=True, capture_output=True, timeout=120).stdout
