@@ -69,7 +69,7 @@ def differences(lesson, cells, session):
     """The checked cells of a lesson whose outputs differ from the stored ones, and their number."""
     stored = IPyNbFile.from_parent(session, path=ROOT / "notebooks" / lesson)
     stored.sanitize_patterns = {}
-    found = {cell.id: cell.outputs for cell in cells}
+    found = {cell.id: cell.outputs for cell in cells if cell.cell_type == "code"}
     checked = [item for item in stored.collect() if item.options["check"]]
     wrong = [
         item.cell.source

@@ -199,7 +199,7 @@ def test_the_cells_of_the_page_on_two_gpus_run_one_after_the_other(capfd):
     assert names["gpus"] == torch.cuda.device_count()
     assert "gpipe: 2 ranks on " in printed and "the same losses: True" in printed
     assert names["two"].losses[0] == 5.92989
-    assert json.loads(printed.splitlines()[-1])["parts"][0]["title"] == "Preflight"
+    assert json.loads(printed.strip().splitlines()[-1])["parts"][0]["title"] == "Preflight"
 
 
 # What it installs.
