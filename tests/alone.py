@@ -1,6 +1,7 @@
 """A lesson alone in an empty folder, as a host of notebooks opens it, with a local repository to fetch."""
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ import nbformat
 from kernels import Kernel
 from make_hosted import is_first
 from nbclient import NotebookClient
-from nbval.plugin import IPyNbFile
+from nbval.plugin import IPyNbFile, coalesce_streams
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 560  # seconds for a cell
@@ -55,7 +56,12 @@ def performed(path, python):
     kernel.kernel_spec.argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, km=kernel, timeout=LIMIT, resources=where).execute()
+    environment = {name: value for name, value in os.environ.items() if name != "RES_OPTIONS"}
+    client = NotebookClient(notebook, km=kernel, timeout=LIMIT, resources=where)
+    try:
+        client.execute(env=environment)  # in which pip finds its index
+    finally:
+        kernel.shutdown_kernel(now=True)
     return notebook.cells
 
 
@@ -74,6 +80,6 @@ def differences(lesson, cells, session):
     wrong = [
         item.cell.source
         for item in checked
-        if not item.compare_outputs(found[item.cell.id], item.cell.outputs)
+        if not item.compare_outputs(coalesce_streams(found[item.cell.id]), item.cell.outputs)
     ]
     return wrong, len(checked)

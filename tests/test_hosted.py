@@ -274,11 +274,12 @@ def test_pip_gets_only_what_is_missing_and_keeps_what_the_host_has(fetched, monk
 @pytest.mark.processes
 def test_what_pip_cannot_install_is_one_sentence(fetched, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a kernel
     with pytest.raises(fetched.NotReady) as failed:
         fetched.prepare()
     (said,) = failed.value._render_traceback_()
     assert "pip could not install no-such-thing (ERROR: No matching distribution" in said
-    assert said.count("\n") == 0
+    assert said.count("\n") == 0 and "\x1b" not in said
 
 
 def test_a_version_outside_the_tested_ones_and_a_missing_torch_get_a_sentence_each(

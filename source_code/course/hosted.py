@@ -66,6 +66,7 @@ def install(names):
         wanted.write_text("\n".join(pins_of(names)))
         constraints.write_text("\n".join(kept))
         command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+        command += ["--no-color"]  # a notebook asks for colour, even in the last line of an error
         command += ["--requirement", str(wanted), "--constraint", str(constraints)]
         try:
             subprocess.run(command, capture_output=True, check=True, timeout=LIMIT)

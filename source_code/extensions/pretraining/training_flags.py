@@ -49,7 +49,9 @@ def default_dtype(device):
         return "bfloat16"
     if ranks_from_environment()[0] == 0:
         name = torch.cuda.get_device_name()
-        print(f"{name} only emulates bfloat16, so the default of --dtype is float32 here", flush=True)
+        print(
+            f"{name} only emulates bfloat16, so the default of --dtype is float32 here", flush=True
+        )
     return "float32"
 
 
