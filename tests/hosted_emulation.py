@@ -9,7 +9,7 @@ import venv
 
 import pytest
 import torch
-from alone import differences, first_output, make_repository, performed, put_alone
+from alone import ONLINE, differences, first_output, make_repository, performed, put_alone
 
 LESSONS = [
     "00_start_here.ipynb",
@@ -29,7 +29,7 @@ def host(tmp_path_factory):
     folder = tmp_path_factory.mktemp("host")
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", *HOST], check=True, timeout=1200)
+    subprocess.run([python, "-m", "pip", "install", *HOST], env=ONLINE, check=True, timeout=1200)
     return python
 
 
