@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from guard.files import write_whole  # noqa: E402
 from lab.figures import new_plot, picture_of  # noqa: E402
 from lab.timeline import TimelineError, read_timeline  # noqa: E402
-from pipeline.files import write_whole  # noqa: E402
 
 
 def main():

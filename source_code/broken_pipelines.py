@@ -65,6 +65,7 @@ def parse_case():
     add("--case", type=int, choices=list(PIECES), default=1, help="which pipeline")
     add("--cured", action="store_true", help="with the right piece")
     add("--repair", metavar="FILE", help="with the piece that FILE defines")
+    parser.reads.append("--repair")
     attach.add_flags(parser)
     parser.set_defaults(dim=16, heads=2, kv_heads=2, steps=3, pace=[4.0, 8.0])
     case = parser.parse_args().case

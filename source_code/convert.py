@@ -25,10 +25,10 @@ from extensions.real_models.saved_folder import SIZE_FLAGS, read_model
 from extensions.real_models.saved_output import claim_output, config_in, config_of, save_model
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, with_settings
 from guard.around_main import guarded
+from guard.files import not_written
+from guard.inputs import InputError
 from guard.paths import check_new_folder, check_paths_apart
 from pipeline.command_line import Parser
-from pipeline.files import not_written
-from pipeline.inputs import InputError
 from pipeline.job import join_job
 from pipeline.model import ModelConfig
 from pipeline.training import DTYPES

@@ -90,6 +90,8 @@ def read_flags():
     add("--model", help="folder with a saved Llama, Mistral, Qwen2 or Qwen3", **saved)
     add("--save", metavar="DIR", help="write the trained model there, in --dtype; a new folder")
     add_training_flags(parser, warm_up_steps=1)
+    parser.reads.append("--model")
+    parser.writes.append("--save")
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "dtype"])
     parser.set_defaults(optimizer="adamw", learning_rate=1e-5, seq_len=128, clip=1.0, **sizes)
     attach.add_flags(parser)

@@ -207,6 +207,7 @@ def read_flags():
     folder = "folder with a Llama, Mistral, Qwen2 or Qwen3, of finetune.py or transformers"
     add("--model", dest="model_folder", metavar="DIR", help=folder)
     add("--tokenizer", metavar="FILE", help="the tokenizer.json with which it was trained")
+    parser.reads += ["--checkpoints", "--model", "--tokenizer"]
     parser.set_defaults(seq_len=64, vocabulary=256)
     attach.add_flags(parser)
     arguments = parser.parse_args()

@@ -7,7 +7,10 @@ python source_code/predict.py gpipe --ranks 4 --microbatches 8
 import gc
 import os
 import sys
+from pathlib import Path
 
+from guard.files import not_written, to_json, write_whole
+from guard.inputs import InputError, read_text
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
@@ -16,9 +19,7 @@ from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.terminal_timeline import in_text
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer
-from pipeline.files import not_written, to_json, write_whole
-from pipeline.inputs import InputError
-from pipeline.schedule import ScheduleError, read_csv, to_csv
+from pipeline.schedule import LARGEST_CSV, ScheduleError, from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option
 from pipeline.schedules.legal import check_legal
@@ -141,7 +142,7 @@ def schedule_of(arguments):
             raise SystemExit(
                 "--option is for a schedule with a name; a file is one order, and has no options"
             )
-        return check_legal(read_csv(name))
+        return check_legal(from_csv(read_text(name, LARGEST_CSV), Path(name).stem))
     except ScheduleError as error:
         raise SystemExit(f"{name}{sizes if name in SCHEDULES else ''}: {error}") from None
     except InputError as error:

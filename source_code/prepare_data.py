@@ -24,13 +24,13 @@ from extensions.pretraining.token_files import (
 )
 from extensions.pretraining.tokens import BYTES, encode, read_tokenizer, train_tokenizer
 from guard.claims import ClaimError, NewFolder
+from guard.files import not_written
+from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
-from pipeline.files import not_written
-from pipeline.inputs import MEBIBYTE, InputError, open_input, parse_json
 
 PIECE = MEBIBYTE  # bytes of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE

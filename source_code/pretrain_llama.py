@@ -183,6 +183,8 @@ def program_parser():
     add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
     add_checkpoint_arguments(parser)
+    parser.reads.append("--tokenizer")
+    parser.writes.append("--metrics")
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, **sizes)
     return parser

@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from guard.files import not_written, to_json, write_output
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
@@ -22,7 +23,6 @@ from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, positive_number
-from pipeline.files import not_written, to_json, write_output
 from pipeline.schedule import to_csv
 from planning.bounded_search import Question, search
 

@@ -131,6 +131,7 @@ def read_flags():
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
     add_not_finite_flag(parser)
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
+    parser.reads.append("--checkpoints")
     add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
     parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None,
                         export=None)  # fmt: skip

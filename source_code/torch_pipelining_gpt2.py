@@ -110,6 +110,7 @@ def read_flags():
     )
     add("--tied", action="store_true", help="one matrix for embedding and head, as in GPT-2")
     add("--pretrained", metavar="DIR", help="a local folder with the weights, and a tokenizer")
+    parser.reads.append("--pretrained")
     # GPT-2 itself has 12 layers and width 768.
     parser.set_defaults(layers=12, dim=64, kv_heads=4, optimizer="adamw", learning_rate=0.001)
     attach.add_flags(parser)

@@ -37,6 +37,7 @@ def main():
     parser.add_argument(
         "file", metavar="FILE.csv", nargs="?", help="in place of --schedule; gpipe without both"
     )
+    parser.reads.append("FILE.csv")
     add_schedule_flags(parser, default=None)
     add_recompute_flags(parser)
     attach.add_flags(parser)

@@ -22,10 +22,10 @@ from saved_models import write_model
 from extensions.tensor_parallel import mesh
 from extensions.torch_pipelining import library
 from guard import one_sentence
+from guard.files import write_whole
 from pipeline import training
 from pipeline.command_line import Parser
 from pipeline.data import load_text
-from pipeline.files import write_whole
 from pipeline.schedule import to_csv
 from pipeline.schedules import gpipe
 
@@ -314,7 +314,7 @@ def test_no_output_may_overwrite_another_or_the_text(refusal, tmp_path, script):
     text = tmp_path / "text"
     text.write_text("x" * 1000)
     one, same = str(tmp_path / "file"), str(tmp_path / "." / "file")
-    refusal.check(script, "--timeline", one, "--losses", same, names="--losses and --timeline")
+    refusal.check(script, "--timeline", one, "--losses", same, names="--timeline and --losses")
     refusal.check(script, "--data", str(text), "--losses", str(text), names="--losses and --data")
 
 

@@ -17,9 +17,9 @@ from extensions.pretraining.token_files import TokenWriter, load_tokens, write_t
 from extensions.pretraining.tokens import DataError, complaints_of_library
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
+from guard.inputs import InputError, is_file_name, open_input
 from guard.one_sentence import in_one_sentence
 from pipeline.command_line import Parser, positive_integer
-from pipeline.inputs import InputError, is_file_name, open_input
 
 
 @pytest.fixture

@@ -26,13 +26,14 @@ from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.pretraining.token_files import check_folder, load_tokens
 from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
 from extensions.real_models.saved_folder import read_model
+from guard.inputs import InputError
+from guard.paths import check_input
 from lab.figures import draw_timelines
 from lab.flight_log_comparing import compare
 from lab.flight_log_reader import RecordingError, describe_unanswered_waits, read_recording
 from lab.simulator import Costs, simulate
 from lab.timeline import TimelineError, read_timeline, to_chrome_trace
 from pipeline.data import DataError, load_text
-from pipeline.inputs import InputError
 from pipeline.schedule import ScheduleError, read_csv, to_csv
 from pipeline.schedules import zb_h1
 from pipeline.schedules.legal import check_legal
@@ -111,10 +112,13 @@ def test_schedules(tmp_path):
     path.write_text(to_csv(zb_h1(4, 4)))
 
     def read(path):
+        check_input("FILE.csv", path)  # as a guarded program does first
         schedule = check_legal(read_csv(path))
         return simulate(schedule, Costs()).makespan > 0 and len(schedule.messages) >= 0
 
-    assert all(attack("schedules", path, read, (InputError, ScheduleError)))
+    assert all(
+        attack("schedules", path, read, (OSError, UnicodeDecodeError, ScheduleError, SystemExit))
+    )
 
 
 def test_timelines(tmp_path):

@@ -17,7 +17,7 @@ from course.launch import ROOT
 
 BIN = Path(sys.executable).parent
 FIRST_WORDS = (
-    r"(\.|\.ci/run|\.venv/bin/\w+|apptainer|docker|python3|touch|[A-Z_]+=\S+|bash|cd|chmod|cp|done|eval|export|for \w+ in|git|make|mkdir"
+    r"(\.|\.ci/run|\.venv/bin/\w+|apptainer|docker|python3|touch|[A-Z_]+=\S+|bash|cd|chmod|cp|done|eval|export|grep|for \w+ in|git|make|mkdir"
     r"|patch|pip|python|sacctmgr|sbatch|scancel|scontrol|sed|sinfo|slurm/local_cluster\.sh|source"
     r"|squeue|srun|ssh|sudo|tail|torchrun)"
 )
@@ -44,6 +44,7 @@ KINDS = [
         r"(torchrun .*|python )gpipe\.py",
         "tests/test_copy_template.py runs a copy on one rank and more",
     ),
+    (r"grep ", RUN),
     (r"python tools/architecture\.py$", RUN),
     (
         r"python tools/certificates\.py$",

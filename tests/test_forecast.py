@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from guard.inputs import InputError
 from lab.simulator import simulate
-from pipeline.inputs import InputError
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
 from planning import forecast as forecasting

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from ranks import run_on_ranks
 
-from pipeline.inputs import InputError
+from guard.inputs import InputError
 from planning import measured_runs, measuring
 from planning.forecast import forecast, stage_costs
 from planning.known_models import of_the_course

@@ -20,7 +20,7 @@ from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import MOST_SKIPPED, find_not_finite
 from extensions.tensor_parallel import sharded_training
-from pipeline.files import json_line
+from guard.files import json_line
 from pipeline.job import join_job
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --microbatches 2"

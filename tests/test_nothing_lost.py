@@ -17,8 +17,8 @@ from saved_models import save_library_model
 from course.failed_run import RunFailed
 from course.launch import ROOT
 from extensions.pretraining.token_files import check_folder
+from guard import files
 from guard.claims import LOCK, ClaimError, NewFolder, lock_folder
-from pipeline import files
 from pipeline.data import DEFAULT_TEXT
 
 PREPARE = [sys.executable, ROOT / "source_code" / "prepare_data.py", "--data", DEFAULT_TEXT]

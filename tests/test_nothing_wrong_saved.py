@@ -22,8 +22,8 @@ from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors, write_tensors
 from guard import meeting
+from guard.inputs import InputError
 from guard.launcher import LauncherError
-from pipeline.inputs import InputError
 
 
 def diverge(rank, model, out, value):

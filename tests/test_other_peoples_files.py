@@ -6,7 +6,7 @@ import pytest
 
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
-from pipeline.inputs import InputError
+from guard.inputs import InputError
 from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import build_schedule
 from planning.partition import PartitionError, read_profile

@@ -12,8 +12,8 @@ import pytest
 from cluster import LOCAL_CLUSTER, ROOT
 
 from course import progress
+from guard.files import write_whole
 from guard.paths import can_be_written
-from pipeline.files import write_whole
 
 OTHER = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")

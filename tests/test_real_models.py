@@ -26,7 +26,8 @@ from extensions.real_models.saved_part import fill_part, frequencies, lay_out, n
 from extensions.real_models.saved_settings import LEFT_OUT, read_settings
 from extensions.real_models.tensor_files import StoredTensor, stored_tensors, write_tensors
 from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
-from pipeline.inputs import InputError
+from guard.around_main import attached
+from guard.inputs import InputError
 from pipeline.model import ModelConfig, build_part
 from pipeline.worker import Worker
 
@@ -558,7 +559,7 @@ SPOILED = [
 def flags_rejected(capsys, *words):
     """What finetune.py says before it meets other ranks; it has to be one sentence."""
     with mock.patch.object(sys, "argv", ["finetune.py", *map(str, words)]):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as ended, attached():
             finetune.read_flags()
     said = ended.value.code
     assert "\n" not in said and not capsys.readouterr().err
@@ -580,7 +581,9 @@ def test_flags_that_do_not_fit_the_model_are_rejected(tmp_path, capsys):
     model = ("--model", folder, "--seq-len", 16)
     assert "--layers 5 contradicts" in flags_rejected(capsys, *model, "--layers", 5)
     assert "64 positions" in flags_rejected(capsys, *model, "--seq-len", 65)
-    assert "something already" in flags_rejected(capsys, *model, "--save", folder)
+    assert "name the same file" in flags_rejected(capsys, *model, "--save", folder)
+    (tmp_path / "taken" / "notes").mkdir(parents=True)
+    assert "something already" in flags_rejected(capsys, *model, "--save", tmp_path / "taken")
     beyond = tmp_path / "no" / "folder"
     assert "does not exist" in flags_rejected(capsys, *model, "--save", beyond)
     inside = folder / "out"

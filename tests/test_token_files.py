@@ -19,8 +19,8 @@ from extensions.pretraining.token_files import (
     checksum_of_tokens_file,
     load_tokens,
 )
+from guard.inputs import InputError
 from pipeline.data import DEFAULT_TEXT, DataError
-from pipeline.inputs import InputError
 
 PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint", "tokenizers"])
 

@@ -23,8 +23,8 @@ from accept_runs import Machine, OutOfTime, Part, find_nodes  # noqa: E402
 from this_machine import describe  # noqa: E402
 
 from course import launch  # noqa: E402
+from guard.files import to_json, write_whole  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
-from pipeline.files import to_json, write_whole  # noqa: E402
 
 
 def main():

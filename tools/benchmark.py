@@ -36,10 +36,10 @@ from course import launch
 from course.checks import build_steps
 from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data
+from guard.files import write_whole
 from lab.simulator import Costs, simulate
 from lab.variables import pretended_nodes
 from pipeline.command_line import Parser
-from pipeline.files import write_whole
 from pipeline.schedule import to_csv
 from pipeline.schedules import build_schedule, gpipe, naive, one_f_one_b
 from small import pipeline as my_pipeline

@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from guard.files import write_whole  # noqa: E402
 from lab.known_schedules import TITLES  # noqa: E402
 from lab.simulator import Costs  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
-from pipeline.files import write_whole  # noqa: E402
 from planning.bounded_search import Question, search  # noqa: E402
 
 PAGE = ROOT / "docs" / "certificates.md"

@@ -17,8 +17,8 @@ from pathlib import Path
 from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
+from guard.files import write_whole
 from guard.printing import keep_running_unheard
-from pipeline.files import write_whole
 
 MOST_BYTES = 5_000_000
 KEYS = {"lesson", "exercise", "said", "answer"}

@@ -27,8 +27,8 @@ import nbformat  # noqa: E402
 from exercises import NOTEBOOKS, exercises_of, lesson_of, read_notebooks  # noqa: E402
 
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
+from guard.files import write_whole  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
-from pipeline.files import write_whole  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook

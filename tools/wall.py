@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from exercises import all_exercises  # noqa: E402
 
 from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
-from pipeline.files import write_whole  # noqa: E402
+from guard.files import write_whole  # noqa: E402
 
 WALL = ROOT / "build" / "wall"
 EVERY = 0.5  # seconds

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
+from guard.files import write_whole  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
-from pipeline.files import write_whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- accepted: begin -->", "<!-- accepted: end -->"

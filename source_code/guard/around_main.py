@@ -11,13 +11,15 @@ from contextlib import contextmanager
 
 import guard.unpickling  # noqa: F401 - objects from other ranks run no code
 from guard.agreement import settings_of
+from guard.files import not_written, write_whole
 from guard.launcher import ranks_set
 from guard.one_sentence import in_one_sentence, tell_launcher
+from guard.paths import check_paths
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from guard.sizes import check_duration, check_memory
 from pipeline.job import joining, told
-from pipeline.training import checks
+from pipeline.training import checks, writing
 
 
 def guarded(main):
@@ -27,8 +29,9 @@ def guarded(main):
     def surrounded():
         keep_running_unheard()
         end_quietly_when_interrupted()
+        not_written.clear()
         with in_one_sentence(), ranks_set(), attached():
-            return main()
+            return main() or int(bool(not_written))
 
     return surrounded
 
@@ -41,6 +44,8 @@ def attached():
 
     def noted(parser, *words):
         parsed.append(parse_args(parser, *words))
+        if hasattr(parser, "writes"):
+            check_paths(parser, parsed[-1])
         return parsed[-1]
 
     def meeting(job):
@@ -49,6 +54,7 @@ def attached():
     argparse.ArgumentParser.parse_args = noted
     joining.append(meeting)
     told.append(tell_launcher)
+    writing.append(write_whole)
     before, checks[:] = list(checks), [*checks, check_memory, check_duration]
     try:
         yield
@@ -56,4 +62,5 @@ def attached():
         argparse.ArgumentParser.parse_args = parse_args
         joining.remove(meeting)
         told.remove(tell_launcher)
+        writing.remove(write_whole)
         checks[:] = before

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the paths of a run: outputs must be writable, and must not overwrite other paths."""
+"""Checks the paths of a run: inputs are files or folders, and outputs overwrite no other path."""
 
 import os
 from pathlib import Path
 
 from guard.claims import content_of
-from pipeline.files import new_file_beside
-
-# Every path that a run reads or writes, and its attribute; each script has some of them.
-# --checkpoints is read and written, and is listed first, because its content must be kept.
-READ = {
-    "--data": "data",
-    "--tokenizer": "tokenizer",
-    "--pretrained": "pretrained",
-    "--model": "model_folder",
-    "--repair": "repair",
-    "FILE.csv": "file",
-    "--checkpoints": "checkpoints",
-}
-WRITTEN = {"--losses": "losses", "--metrics": "metrics", "--export": "export", "--save": "save"}
+from guard.files import new_file_beside
 
 
-def check_paths_apart(arguments, written=WRITTEN, read=READ):
+def check_paths(parser, arguments):
+    """Check the values of the flags that a Parser's `reads` and `writes` list, once parsed.
+
+    What is read is a file or a folder, what is written can be written, and no output is on or in
+    another path of the run.
+    """
+    names = {flag: each for each in parser._actions for flag in each.option_strings}
+    names |= {each.metavar: each for each in parser._actions if not each.option_strings}
+    read = {flag: names[flag].dest for flag in parser.reads}
+    written = {flag: names[flag].dest for flag in parser.writes}
+    check_paths_apart(arguments, written, read)
+    for flag, name in read.items():
+        check_input(flag, getattr(arguments, name))
+    for flag, name in written.items():
+        path = getattr(arguments, name)
+        if path and names[flag].metavar == "FILE":
+            check_file(flag, path)
+
+
+def check_paths_apart(arguments, written, read):
     """Reject an output on or in another path of the run, or around it; links are resolved.
 
     `written` are the flags of all outputs, `read` those of all inputs, with the attributes that
@@ -30,7 +36,7 @@ def check_paths_apart(arguments, written=WRITTEN, read=READ):
     taken = {}  # flag -> path of what no later output may overwrite
     for flag, name in {**read, **written}.items():
         path = getattr(arguments, name, None)
-        if path is None:
+        if not path:
             continue
         for other in taken if flag in written else []:
             check_apart(flag, path, other, taken[other])
@@ -54,6 +60,12 @@ def same_file(path, other):
         return os.path.samefile(path, other)
     except OSError:
         return False
+
+
+def check_input(flag, path):
+    """Reject what is there and no file or folder: a read from a named pipe may wait for ever."""
+    if path and os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise SystemExit(f"{flag} {path} is not a regular file; name a file or a folder")
 
 
 def check_new_folder(flag, folder):

@@ -8,6 +8,7 @@ import faulthandler
 import signal
 import sys
 
+from guard.files import write_output
 from lab import checks, rehearsal
 from lab.activation_memory import ActivationMemory
 from lab.clock import Clock, shared_origin
@@ -18,7 +19,6 @@ from lab.profile import Profile
 from lab.report import Report
 from lab.slow_network import attach_network
 from pipeline.command_line import positive_number
-from pipeline.files import write_output
 from pipeline.schedules import build_schedule
 from pipeline.training import cut_layers
 
@@ -43,11 +43,12 @@ def add_flags(parser):
     )
     add("--record", metavar="FOLDER", help="write what every action of every rank used and made")
     add("--rehearse", choices=rehearsal.MODES, help="let gloo keep NCCL's rules of order")
+    parser.writes += ["--timeline", "--profile", "--record"]
     parser.checks += [
         checks.check_has_ranks,
         checks.check_pace,
         checks.check_pace_per_layer,
-        checks.check_outputs,
+        checks.check_recording,
         rehearsal.check_rehearsal,
     ]
 

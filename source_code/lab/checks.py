@@ -4,10 +4,8 @@
 import os
 from dataclasses import replace
 
-from guard.paths import WRITTEN, can_be_written, check_file, check_paths_apart
+from guard.paths import can_be_written
 from lab.simulator import Costs
-
-OUTPUTS = {"--timeline": "timeline", "--profile": "profile", "--record": "record"}
 
 
 def check_has_ranks(arguments):
@@ -20,18 +18,9 @@ def check_has_ranks(arguments):
         )
 
 
-def check_outputs(arguments):
-    """Reject an output that could not be written after the training, or would overwrite a file."""
-    check_paths_apart(arguments, {**OUTPUTS, **WRITTEN})
-    for flag in ("--timeline", "--profile", "--losses", "--metrics"):
-        path = getattr(arguments, flag.removeprefix("--"), None)
-        if path is not None:
-            check_file(flag, path)
-    check_recording(arguments.record)
-
-
-def check_recording(folder):
+def check_recording(arguments):
     """Reject a --record that could not be written, or that would mix two recordings."""
+    folder = arguments.record
     if folder is None:
         return
     parent, whole = os.path.dirname(os.path.abspath(folder)), os.path.abspath(folder)

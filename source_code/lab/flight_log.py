@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
+from guard.files import json_line, say_not_written, write_whole
 from lab.flight_log_reader import RANK_FILE, RUN_FILE
-from pipeline.files import json_line, say_not_written, write_whole
 from pipeline.message import Message
 from pipeline.schedule import to_csv
 

@@ -12,9 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.flight_log_lines import MOST_RANKS, RecordingError, check_line, forms_of_lines
-from lab.timeline import Event, Timeline
-from pipeline.inputs import (
+from guard.inputs import (
     MEBIBYTE,
     InputError,
     is_count,
@@ -22,6 +20,8 @@ from pipeline.inputs import (
     read_json,
     read_text,
 )
+from lab.flight_log_lines import MOST_RANKS, RecordingError, check_line, forms_of_lines
+from lab.timeline import Event, Timeline
 from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, message_of
 from pipeline.schedules.legal import check_legal
 

@@ -11,9 +11,9 @@ timeline of eight devices. TIMES.json has the schedule as CSV text and milliseco
 import sys
 
 from guard.around_main import guarded
+from guard.inputs import MEBIBYTE, InputError, is_number, read_json
 from lab import attach
 from lab.simulator import Costs
-from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
 from pipeline.schedule import ScheduleError, from_csv
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (

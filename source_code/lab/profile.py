@@ -11,8 +11,8 @@ import statistics
 import tempfile
 from contextlib import contextmanager
 
+from guard.files import to_json
 from pipeline.collectives import gather
-from pipeline.files import to_json
 
 MICROSECONDS = 1000  # in a millisecond, which is what the lab's clock counts in
 

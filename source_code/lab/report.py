@@ -7,11 +7,11 @@ import sys
 import torch
 import torch.distributed as dist
 
+from guard.files import write_output
 from guard.unpickling import allow
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, to_chrome_trace
 from pipeline.collectives import gather
-from pipeline.files import write_output
 from pipeline.schedule import Action
 
 allow(Event, Action)  # ranks gather what they performed

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from pipeline.files import to_json
-from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_text
+from guard.files import to_json
+from guard.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_text
 from pipeline.schedule import KINDS, Action, needs_of
 
 RECOMPUTED = "recomputed forward"  # name of a part of a backward, in traces and pictures

@@ -11,6 +11,8 @@ MOST_DIGITS = 30  # Python converts no more than 4300, and no size has more than
 class Parser(argparse.ArgumentParser):
     """Ends with one sentence about a bad flag. `checks` are called with the parsed arguments.
 
+    `reads` and `writes` are the flags whose values are paths of files or folders that a run reads
+    and writes; whoever adds such a flag adds its name to one of them.
     --help shows the first line of `description`, a script's docstring; python -OO has none.
     """
 
@@ -20,7 +22,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=title, allow_abbrev=False, formatter_class=formatter, **options
         )
-        self.checks = []
+        self.checks, self.reads, self.writes = [], [], []
 
     def parse_args(self, *words):
         """Parse flags; reject an empty value, such as that of a shell variable that is not set."""

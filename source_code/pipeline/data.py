@@ -5,15 +5,12 @@ Tokens are bytes. The last tenth of the text is held out. A batch is drawn from 
 so every rank can make the batch of any step by itself, also after a restart.
 """
 
-import codecs
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from pipeline.inputs import MEBIBYTE, InputError, read_bytes
 
 DEFAULT_TEXT = Path(__file__).with_name("field_guide.txt")
 DEFAULT_SHA256 = "cc916d82a80c1af5682c9e436e9ca1cf3d7c3e012e3f088d737b99cd18600dc0"
@@ -45,9 +42,11 @@ def load_text(path=None, seq_len=32):
     """Read a text file, or the course's own text when `path` is None. Raises DataError."""
     source = DEFAULT_TEXT if path is None else Path(path)
     try:
-        content = read_bytes(source)
-    except InputError as error:
-        raise DataError(f"--data: {error}; name a text file") from None
+        content = source.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"--data: {source} cannot be read ({error.strerror}); name a text file"
+        ) from None
     if path is None and hashlib.sha256(content).hexdigest() != DEFAULT_SHA256:
         raise DataError(
             f"{source.name} has been changed, so no expected loss holds; restore it, "
@@ -59,12 +58,8 @@ def load_text(path=None, seq_len=32):
 
 def check_is_text(content, source):
     """Raise DataError if `content` is not plain text, whose bytes would be trained on silently."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        for start in range(0, len(content), MEBIBYTE):  # a part at a time: it may be large
-            decoder.decode(content[start : start + MEBIBYTE])
-        decoder.decode(b"", final=True)
-        is_text = b"\0" not in content
+        is_text = "\0" not in content.decode()
     except UnicodeDecodeError:
         is_text = False
     if not is_text:

@@ -16,10 +16,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.inputs import MEBIBYTE, read_text
 from pipeline.message import Message
 
-LARGEST_CSV = 64 * MEBIBYTE
+LARGEST_CSV = 64 * 2**20  # bytes
 KINDS = {
     "F": "forward",
     "B": "backward",
@@ -322,5 +321,8 @@ def from_csv(text, name="custom"):
 
 
 def read_csv(path):
-    """Read the text form from a file. Raises what `from_csv` does, or InputError."""
-    return from_csv(read_text(path, LARGEST_CSV), name=Path(path).stem)
+    """Read the text form from a file. Raises what `from_csv` does, OSError, or UnicodeDecodeError."""
+    path = Path(path)
+    if path.stat().st_size > LARGEST_CSV:
+        raise ScheduleError(f"the file has more than {LARGEST_CSV:,} bytes")
+    return from_csv(path.read_text(encoding="utf-8-sig"), name=path.stem)

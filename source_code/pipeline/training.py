@@ -2,8 +2,10 @@
 """Shared by all training scripts: their flags, their batches, and the loop over steps."""
 
 import argparse
+import json
 import math
 import sys
+from pathlib import Path
 
 import torch
 
@@ -14,7 +16,6 @@ from pipeline.command_line import (
     ranks_from_environment,
 )
 from pipeline.data import DataError, load_text
-from pipeline.files import json_line, not_written, write_output
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_as, cut_evenly, token_loss
 from pipeline.one_process import (
@@ -27,6 +28,7 @@ from pipeline.one_process import (
 from pipeline.stage import Stage
 
 checks = []  # functions that reject arguments of any program, besides those of its parser
+writing = [lambda path, text: Path(path).write_text(text, encoding="utf-8")]  # the last one counts
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,6 +43,7 @@ def training_parser(description):
     add("--learning-rate", type=positive_number, metavar="X", help=f"step size, else {rates}")
     add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
     add("--losses", metavar="FILE", help="write the losses, one JSON object per line")
+    parser.writes.append("--losses")
     return parser
 
 
@@ -57,6 +60,7 @@ def model_parser(description):
     add("--seed", type=int, default=0, metavar="N", help="of all that is drawn at random")
     add("--dtype", choices=list(DTYPES), default="float64", help="of weights and activations")
     add("--data", metavar="FILE", help="text to learn instead of the course's own")
+    parser.reads.append("--data")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to compute")
     add("--cut", type=layer_counts, metavar="A,B,...", help="layers of each stage, e.g. 3,3,2")
     add("--verify", action="store_true", help="compare with one process that has the whole model")
@@ -213,15 +217,26 @@ class LossLog:
         Without `verify` it judges no loss: the caller has said why the run has ended early.
         """
         a, losses = self.arguments, dict(enumerate(self.losses, self.first_step))
-        if a.losses and self.has_loss:
-            rows = [json_line({"step": step, "loss": loss}) for step, loss in losses.items()]
-            write_output("--losses", a.losses, "".join(rows))
+        written = not (a.losses and self.has_loss) or write_losses(a.losses, losses)
         diverged = [step for step, loss in losses.items() if verify and not math.isfinite(loss)]
         for step in diverged[:1]:
             sentence = "the training diverged; use a smaller --learning-rate"
             print(f"the loss of step {step} is {losses[step]}: {sentence}", file=sys.stderr)
         if diverged or not (a.verify and verify and self.has_loss):
-            return int(bool(diverged or not_written))
+            return int(bool(diverged) or not written)
         expected = (reference or train_one_process)(a, device)
         agree = losses_agree(a.dtype, self.losses, expected, self.first_step, is_promised(a))
-        return int(not agree or bool(not_written))
+        return int(not (agree and written))
+
+
+def write_losses(path, losses):
+    """Write {step: loss} as JSON lines; null for what is not finite. Returns whether it could."""
+    finite = {step: loss if math.isfinite(loss) else None for step, loss in losses.items()}
+    rows = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in finite.items()]
+    try:
+        writing[-1](path, "".join(rows))
+    except OSError as error:
+        reason = f"({error.strerror}); nothing else is lost"
+        print(f"--losses {path} was not written {reason}", file=sys.stderr, flush=True)
+        return False
+    return True

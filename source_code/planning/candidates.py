@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from pipeline.inputs import InputError
+from guard.inputs import InputError
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
 from planning.bound import lower_bound, memory_bound, work_bound

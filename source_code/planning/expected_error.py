@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pipeline.inputs import read_json
+from guard.inputs import read_json
 
 OUTSIDE = 0.1  # fraction of the errors, by weight, outside the interval
 LEAST_ROWS, LEAST_GROUPS = 5, 2  # with fewer, the interval is wide

@@ -9,7 +9,7 @@ are those of machines/dgx-a100-80gb.json. Sizes are in bytes, times in seconds, 
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.inputs import MEBIBYTE, InputError, is_number, read_json
+from guard.inputs import MEBIBYTE, InputError, is_number, read_json
 from planning.measured import Measured, measured_from
 
 MACHINES = Path(__file__).parent / "machines"

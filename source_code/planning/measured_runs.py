@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
-from pipeline.inputs import parse_json, read_json, read_text
+from guard.inputs import parse_json, read_json, read_text
 from planning.confirming import SOURCE, first_sentence
 from planning.forecast import forecast
 from planning.known_models import of_the_course

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from extensions.optimization.clipping import clip_gradients
 from guard.around_main import guarded
+from guard.files import write_whole
 from pipeline.collectives import Summing, gather, open_groups
-from pipeline.files import write_whole
 from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.model import ModelConfig, build_part, token_loss

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
+from guard.inputs import InputError
 from pipeline.data import DEFAULT_TEXT
-from pipeline.inputs import InputError
 from pipeline.schedules import SCHEDULES
 from planning.candidates import all_plans, search_plans
 from planning.expected_error import expected_error, kind_of, left_out_errors, mean_error

@@ -7,8 +7,8 @@ plan.py compares many plans. This module forecasts exactly one, and starts no ra
 from dataclasses import replace
 
 from extensions.pretraining.weight_count import count_weights
+from guard.inputs import InputError
 from lab.held_bytes import memory_table
-from pipeline.inputs import InputError
 from pipeline.training import cut_layers
 from planning.expected_error import expected_error
 from planning.footprint import predict_memory

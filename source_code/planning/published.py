@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.inputs import read_json
+from guard.inputs import read_json
 from planning.forecast import forecast
 from planning.machine import Machine, read_machine
 from planning.training_plan import Plan

@@ -222,8 +222,8 @@ FAULTS = [
     Fault(
         "verify-never-fails",
         "pipeline/training.py::LossLog.finish",
-        "return int(not agree or bool(not_written))",
-        "return int(bool(not_written))",
+        "return int(not (agree and written))",
+        "return int(not written)",
         "--verify prints MORE THAN PROMISED and ends with status 0.",
         "test_vocabulary_parallel.py",
         ("test_a_forgotten_sum_of_the_tied_gradients_is_found_by_verify",),
@@ -248,7 +248,7 @@ FAULTS = [
     ),
     Fault(
         "file-written-in-place",
-        "pipeline/files.py::replace_file",
+        "guard/files.py::replace_file",
         "        write(partial)\n",
         "        write(path)\n        write(partial)\n",
         "A crash or a full disk leaves half of a file in place of the old one.",
@@ -257,7 +257,7 @@ FAULTS = [
     ),
     Fault(
         "true-is-a-number",
-        "pipeline/inputs.py::is_number",
+        "guard/inputs.py::is_number",
         "type(value) in (int, float)",
         "isinstance(value, (int, float))",
         "A file with `true` in place of a number is accepted.",
@@ -297,7 +297,7 @@ FAULTS = [
     Fault(
         "binary-learnt-as-text",
         "pipeline/data.py::check_is_text",
-        'b"\\0" not in content',
+        '"\\0" not in content.decode()',
         "True",
         "Token files of 16 bits are learnt byte by byte.",
         "test_model_and_data.py",

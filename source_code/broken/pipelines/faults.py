@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pipeline.inputs import InputError, read_text
+from guard.inputs import InputError, read_text
 from pipeline.job import end_process
 
 PIECES = {  # the function in which each case has its fault

@@ -33,7 +33,7 @@ from extensions.checkpointing.checkpoint_folder import (
     unmark_stopped,
 )
 from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
-from pipeline.inputs import is_count
+from guard.inputs import is_count
 
 
 @dataclass

@@ -22,9 +22,9 @@ from extensions.checkpointing.checkpoint_folder import (
 )
 from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.checkpointing.stop_request import status_when_stopped
-from guard.paths import can_be_written, check_paths_apart
+from guard.files import replace_file
+from guard.paths import can_be_written
 from pipeline.command_line import positive_integer
-from pipeline.files import replace_file
 
 # What a continued run must share with the run that it continues. The number of ranks and stages,
 # the schedule and the micro-batches may differ: they change a loss by no more than rounding.
@@ -41,6 +41,8 @@ def add_checkpoint_arguments(parser):
     add("--fresh", action="store_true", help="begin anew beside what is there, which stays")
     add("--from-step", type=positive_integer, metavar="N", help="continue from an older checkpoint")
     add("--export", metavar="FILE", help="write the checkpoint as one torch.save file, and end")
+    parser.reads.insert(0, "--checkpoints")  # also written; first, so that its content is kept
+    parser.writes.append("--export")
 
 
 def check_checkpoint_arguments(arguments, further):
@@ -52,7 +54,6 @@ def check_checkpoint_arguments(arguments, further):
     `run` (the folder of the next checkpoint).
     """
     check_combinations(arguments)
-    check_paths_apart(arguments)
     arguments.save_every, arguments.keep = arguments.save_every or 5, arguments.keep or 2
     arguments.begin = arguments.run = None
     try:
@@ -83,10 +84,6 @@ def check_combinations(arguments):
     if all(beginnings.values()):
         raise SystemExit("--fresh begins anew and --from-step from a checkpoint; use one of them")
     if arguments.export:
-        if not can_be_written(arguments.export):
-            raise SystemExit(
-                f"--export {arguments.export} cannot be written; name a file in a folder of yours"
-            )
         if arguments.num_ranks > 1:
             raise SystemExit(
                 "--export is the work of one process; start it with python instead of torchrun"

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from guard.claims import ClaimError, lock_folder
-from pipeline.files import replace_file, to_json
-from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
+from guard.files import replace_file, to_json
+from guard.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
 
 DESCRIPTION = "checkpoint.json"
 WRITING, DELETING = ".writing-", ".deleting-"

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _get_layout
 
 from extensions.checkpointing.checkpoint_folder import CheckpointError
+from guard.inputs import MEBIBYTE, InputError, is_count, read_bytes
 from guard.unpickling import UNPICKLING_ERRORS, allow, unpickle
-from pipeline.inputs import MEBIBYTE, InputError, is_count, read_bytes
 
 METADATA = ".metadata"
 LARGEST_METADATA = 256 * MEBIBYTE

@@ -11,7 +11,7 @@ import statistics
 import time
 
 from extensions.pretraining.throughput import flops_per_token, peak_flops
-from pipeline.files import json_line, say_not_written
+from guard.files import json_line, say_not_written
 from pipeline.job import end_process
 
 

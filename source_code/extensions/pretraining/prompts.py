@@ -13,8 +13,8 @@ import torch
 
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.tokens import Documents, encode, read_tokenizer
+from guard.inputs import MEBIBYTE, InputError, open_input, parse_json, read_text
 from pipeline.data import DataError
-from pipeline.inputs import MEBIBYTE, InputError, open_input, parse_json, read_text
 
 PARTS = "prompt", "completion"
 

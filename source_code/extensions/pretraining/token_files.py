@@ -24,9 +24,8 @@ import torch
 
 from extensions.pretraining.packing import PackedDocuments
 from extensions.pretraining.tokens import Corpus, read_tokenizer
-from pipeline.data import DataError
-from pipeline.files import to_json, write_whole
-from pipeline.inputs import (
+from guard.files import to_json, write_whole
+from guard.inputs import (
     MEBIBYTE,
     InputError,
     is_count,
@@ -35,6 +34,7 @@ from pipeline.inputs import (
     open_input,
     read_json,
 )
+from pipeline.data import DataError
 
 TOKENS_FILE, TOKENIZER = "tokens.json", "tokenizer.json"
 TOKEN_PARTS = "training", "held_out"

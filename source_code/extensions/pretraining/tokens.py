@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from extensions.pretraining.padding import PADDING
+from guard.inputs import LARGEST, MEBIBYTE, InputError, read_bytes, read_text
 from pipeline.data import DataError, Text, check_is_text, load_text, split_text
-from pipeline.inputs import LARGEST, MEBIBYTE, InputError, read_bytes, read_text
 
 BYTES = 256  # a vocabulary of this size needs no tokenizer
 LARGEST_TOKENIZER = 64 * MEBIBYTE

@@ -9,7 +9,7 @@ keys, the frequencies of the rotary embedding, one matrix at both ends.
 from pathlib import Path
 
 from extensions.real_models.saved_part import SavedSettings
-from pipeline.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
+from guard.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
 
 CONFIG_FILE = "config.json"
 LARGEST_CONFIG = 16 * MEBIBYTE

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.files import replace_file
-from pipeline.inputs import MEBIBYTE, InputError, is_count, open_input, parse_json
+from guard.files import replace_file
+from guard.inputs import MEBIBYTE, InputError, is_count, open_input, parse_json
 
 LARGEST_HEADER = 100 * MEBIBYTE  # the limit of the format
 ALIGNMENT = 8  # bytes: where the data begin

@@ -4,7 +4,6 @@
 import argparse
 
 from pipeline.command_line import positive_integer, ranks_from_environment
-from pipeline.inputs import InputError
 from pipeline.schedule import ScheduleError, read_csv
 from pipeline.schedules import (
     SCHEDULES,
@@ -56,8 +55,11 @@ def read_schedule(path, num_ranks):
         schedule = check_legal(read_csv(path))
     except ScheduleError as error:
         raise SystemExit(f"{path}: {error}; mend that row") from None
-    except InputError as error:
-        raise SystemExit(f"{error}; name a CSV file with a row of actions per rank") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
+        raise SystemExit(
+            f"{path} cannot be read ({reason}); name a CSV file with a row of actions per rank"
+        ) from None
     if any(action.kind == "U" for order in schedule.orders for action in order):
         raise SystemExit(
             f"{path} has updates (U) in the middle of the step; only pipedream.py performs those"

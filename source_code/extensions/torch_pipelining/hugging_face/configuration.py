@@ -12,9 +12,9 @@ from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 
+from guard.inputs import MEBIBYTE, InputError, read_json  # noqa: E402
 from guard.unpickling import UNPICKLING_ERRORS  # noqa: E402
 from pipeline.data import Text, load_text  # noqa: E402
-from pipeline.inputs import MEBIBYTE, InputError, read_json  # noqa: E402
 
 MODELS = ("gpt2", "gpt2-classifier", "llama")
 PADDING = 0  # a byte that no text holds
