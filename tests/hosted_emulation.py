@@ -5,6 +5,7 @@ notebooks has: torch in the version of this Python, numpy and matplotlib.
 """
 
 import subprocess
+import tempfile
 import venv
 
 import pytest
@@ -28,13 +29,14 @@ OWN_WORDS = "trap(" if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 1
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    """The Python of an environment with HOST."""
-    folder = tmp_path_factory.mktemp("host")
-    venv.create(folder, with_pip=True)
-    python = str(folder / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", *HOST], env=ONLINE, check=True, timeout=1200)
-    return python
+def host():
+    """The Python of an environment with HOST, which may take gigabytes and is removed."""
+    with tempfile.TemporaryDirectory(prefix="host-") as folder:
+        venv.create(folder, with_pip=True)
+        python = f"{folder}/bin/python"
+        install = [python, "-m", "pip", "install", *HOST]
+        subprocess.run(install, env=ONLINE, check=True, timeout=1200)
+        yield python
 
 
 @pytest.fixture(scope="module")
