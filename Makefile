@@ -1,4 +1,4 @@
-# make lab, make test: the two commands of the README. `make` alone lists all.
+# `make lab` opens the lessons, and `make` lists all commands.
 
 PYTHON ?= python3
 BIN = .venv/bin
@@ -10,8 +10,10 @@ INSTALLED = .venv/installed
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
+# Without the pop-up that offers news before the first lesson.
+lab: export JUPYTER_CONFIG_PATH := $(CURDIR)/tools/jupyter$(JUPYTER_CONFIG_PATH:%=:%)
 lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
-	@$(BIN)/python -m nbformat.sign notebooks/*.ipynb notebooks/solutions/*.ipynb >/dev/null # or it draws no stored picture
+	@$(BIN)/python -m nbformat.sign $(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb) >/dev/null # or it draws no stored picture
 	$(BIN)/python -m jupyterlab --ServerApp.root_dir="$(CURDIR)" $(AS_ROOT) $(LAB_FLAGS) notebooks/00_start_here.ipynb # lessons link to scripts
 
 check: $(INSTALLED) ## the linter, and the tests that start no process: two minutes
@@ -70,6 +72,7 @@ notebooks: $(INSTALLED) ## run the notebooks and store their outputs (ONLY=FILE 
 		--ExecutePreprocessor.record_timing=False $(NOTEBOOKS)
 	$(BIN)/python -m nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS)
 	$(BIN)/python tools/answers.py
+	$(BIN)/python tools/stored_pictures.py $(NOTEBOOKS)
 
 NOTEBOOKS = $(or $(ONLY),$(wildcard notebooks/*.ipynb notebooks/solutions/*.ipynb))
 

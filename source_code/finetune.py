@@ -119,7 +119,7 @@ def read_corpus(arguments):
             raise SystemExit(
                 f"--data {a.data} is one text of all documents; use --packed for --documents"
             )
-        return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed)
+        return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed, tokenizer)
     if tokenizer is None and a.vocabulary != BYTES:
         raise SystemExit(
             f"--model {a.model_folder} has no tokenizer.json; put the model's own there, or make tokens "

@@ -252,9 +252,9 @@ def check_length(arguments):
 
 def read_corpus(arguments):
     a = arguments
-    if is_token_folder(a.data):
-        return load_tokens(a.data, a.vocabulary, a.seq_len)
     tokenizer = a.tokenizer or tokenizer_of(a.model_folder)
+    if is_token_folder(a.data):
+        return load_tokens(a.data, a.vocabulary, a.seq_len, tokenizer_of_model=tokenizer)
     if a.model_folder and not tokenizer and a.vocabulary > BYTES:
         raise SystemExit(
             f"--model {a.model_folder} has no tokenizer.json; name one with --tokenizer"

@@ -30,22 +30,21 @@ from guard.paths import check_apart, check_file
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number
 from planning.bound import lower_bound, memory_bound
-from planning.candidates import all_plans, check_effort, search_plans
+from planning.candidates import all_plans, check_effort, check_precision, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names
 from planning.machine import SHORT, machine_from, machine_names, read_machine
-from planning.measured_runs import (
+from planning.narrow import command_lines, lines_of
+from planning.performed_runs import (
     measure_machine,
     perform_here,
     ranks_of_this_machine,
 )
+from planning.plan_commands import command_of, further_lines, own_text_is_enough
 from planning.plan_tables import (
-    command_of,
     error_lines,
-    further_lines,
     memory_lines,
     not_told_apart,
-    own_text_is_enough,
-    performed_line,
+    performed_lines,
     published_lines,
     range_of,
     reason_lines,
@@ -60,6 +59,7 @@ MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
 MOST_MEMORY = 1_000_000  # GB of one of them
 PROGRAM = "pretrain_llama.py"
+LAYOUT = "layout: replicas x stages x tensor group; size: of a micro-batch, in sequences"
 
 
 @in_one_sentence()
@@ -83,8 +83,9 @@ def main():
         )
     room = arguments.memory * 1e9 if arguments.memory else USABLE * machine.memory
     machine = replace(machine, memory=room)
-    plans = list(all_plans(model, machine))
     try:
+        check_precision(arguments.precision, model, machine)
+        plans = list(all_plans(model, machine, precision=arguments.precision))
         check_effort(model, plans)
     except InputError as error:
         raise SystemExit(str(error)) from None
@@ -129,6 +130,8 @@ def parse_arguments():
         metavar="GB",
         help="usable of a GPU; else 0.9 of its total",
     )
+    precisions = {"choices": ("bf16", "fp8"), "default": "bf16"}
+    add("--precision", help="of the layers' matrix products; bf16 unless given", **precisions)
     add("--count", default=8, help="plans to show", **count)
     add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
     add("--bytes", type=positive_integer, metavar="PLAN", help="say what each of its ranks holds")
@@ -137,6 +140,7 @@ def parse_arguments():
         help="train by the best N plans, and by the worst, on a measured machine",
         **count,
     )
+    add("--wide", action="store_true", help="show every column, in about 140 columns of text")
     add("--json", action="store_true", help="print the plans as JSON")
     add(
         "--published",
@@ -229,26 +233,27 @@ def in_words(arguments, model, machine, ours, others):
     """Return the text that is printed without --json."""
     best = [*ours.best, *others.best]
     devices = "ranks" if machine.measured else "GPUs"
-    lines = [
+    lines = lines_of(
         f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
         f"{model.batch} sequences of {model.length} tokens per update, "
-        f"{machine.memory / 1e9:.0f} GB usable; {ours.compared + others.compared:,} plans compared",
-    ]
+        f"{machine.memory / 1e9:.0f} GB usable; {ours.compared + others.compared:,} plans compared"
+    )
+    lines += lines_of(LAYOUT)
     if ours.best:
         lines += ["", "What a script of the course starts, the fastest first:"]
-        lines += table_lines(model, machine, ours.best)
-        lines += [command_of(arguments.model, model, machine, ours.best[0].plan)]
+        lines += table_lines(model, machine, ours.best, wide=arguments.wide)
+        lines += command_lines(command_of(arguments.model, model, machine, ours.best[0].plan))
         if not own_text_is_enough(model):
             lines.append("FILE is a text of yours; the course's own is too short for this length.")
     if others.best:
         lines += ["", "Paper only, no script of the course starts these plans:"]
-        lines += table_lines(model, machine, others.best, 1 + len(ours.best))
+        lines += table_lines(model, machine, others.best, 1 + len(ours.best), arguments.wide)
     lines += further_lines(arguments.model, model, machine)
     lines += ["", *error_lines(machine, best)]
     close = not_told_apart(machine, best)
     if len(close) > 1:
         numbers = ", ".join(map(str, close))
-        lines.append(f"Plans {numbers} cannot be told apart by a forecast.")
+        lines += lines_of(f"Plans {numbers} cannot be told apart by a forecast.")
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")
     if machine.error > UNSURE:
@@ -272,13 +277,13 @@ def in_billions(count):
 
 def print_performed(model, machine, plans, found, count):
     """Train a few steps of the best plans and of the worst, and print each beside its forecast."""
-    print("\nPerformed here: a training run at full speed, no part of which was measured before")
-    print("replicas x stages x tensor  schedule            forecast  performed  difference")
+    print("\nTraining runs performed here, at full speed; no part was measured before")
+    print(f"{'layout':14}  {'schedule':20}  {'forecast':>10}  {'performed':>10}  difference")
     worst = max(plans, key=lambda plan: lower_bound(model, machine, plan))
     for plan in [*(one.plan for one in found.best[:count]), worst]:
         try:
             performed = perform_here(model, machine, plan)
-            print(performed_line(plan, performed, machine.error), flush=True)
+            print("\n".join(performed_lines(plan, performed, machine.error)), flush=True)
         except (OSError, SubprocessError) as error:
             print(f"{plan.schedule} could not be performed: {error}", flush=True)
 
@@ -286,18 +291,20 @@ def print_performed(model, machine, plans, found, count):
 def nothing_fits(model, machine, plans):
     """Return a sentence that says what would have to change."""
     if not plans:
-        return (
+        why = (
             f"no plan can be carried out: a batch of {model.batch} sequences and {model.layers} "
             f"layers do not divide over {machine.gpus} GPUs; try another --batch-size"
         )
+        return "\n".join(lines_of(why))
     needed = min(memory_bound(model, machine, plan) for plan in plans)
-    lines = [
-        f"nothing fits: the leanest of {len(plans):,} plans needs {needed / 1e9:.1f} GB on a GPU "
-        f"of which {machine.memory / 1e9:.1f} are usable"
-    ]
+    lines = lines_of(
+        f"nothing fits: the leanest of {len(plans):,} plans needs {needed / 1e9:.1f} GB, and a GPU "
+        f"has {machine.memory / 1e9:.1f}"
+    )
     for factor in (2, 4, 8, 16, 32):
         larger = replace(machine, gpus=machine.gpus * factor)
-        search = search_plans(model, larger, list(all_plans(model, larger)), 1)
+        candidates = list(all_plans(model, larger, precision=plans[0].precision))
+        search = search_plans(model, larger, candidates, 1)
         if search.best:
             return "\n".join([*lines, f"it fits on {larger.gpus} GPUs"])
     return "\n".join([*lines, "more GPUs alone do not help: shorten --seq-len, or use larger GPUs"])

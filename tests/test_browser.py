@@ -21,6 +21,8 @@ from guard.free_port import free_port
 pytestmark = pytest.mark.further  # a browser
 
 ROOT = Path(__file__).resolve().parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+SETTINGS = "tools/jupyter"  # of JupyterLab
 LAB = [
     "--allow-root",
     "--no-browser",
@@ -47,12 +49,14 @@ CHROMIUM = [
 @pytest.fixture
 def lab(tmp_path):
     """The address of a JupyterLab server that `make lab` would start; it ends with the test."""
+    assert f"lab: export JUPYTER_CONFIG_PATH := $(CURDIR)/{SETTINGS}" in MAKEFILE
     port = free_port()
     flags = f"LAB_FLAGS={shlex.join([f'--port={port}', *LAB])}"
     lines = subprocess.check_output(["make", "--dry-run", "lab", flags], cwd=ROOT, text=True)
     (line,) = [line for line in lines.splitlines() if "-m jupyterlab" in line]
     environment = os.environ | {
         "JUPYTER_CONFIG_DIR": str(tmp_path),
+        "JUPYTER_CONFIG_PATH": str(ROOT / SETTINGS),
         "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
         "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
     }
@@ -138,6 +142,10 @@ def test_a_lesson_that_was_never_run_shows_its_pictures(chromium, lab):
         picture = page.locator(".jp-RenderedSVG").first
         picture.wait_for(timeout=30_000)
         assert picture.locator("img, svg").count() > 0
+        page.wait_for_timeout(2000)
+        assert page.get_by_text("notified about official").count() == 0, (
+            "a pop-up before the lesson"
+        )
         assert problems == []
 
 

@@ -17,7 +17,7 @@ import torch
 from damage import INPUTS, damaged, generator, replace
 from further import further
 from saved_models import write_model
-from test_measured import MODEL, text_of_here
+from test_machine_timing import MODEL, text_of_here
 
 from course import launch, progress
 from extensions.checkpointing import checkpoint_folder

@@ -26,7 +26,7 @@ from extensions.data_parallel.sharded_optimizer import ShardedOptimizer, own_row
 from extensions.optimization import compiling
 from extensions.optimization.compiling import compile_layers
 from extensions.optimization.learning_rate import ConstantRate
-from extensions.pretraining import measured_cut as measured
+from extensions.pretraining import cut_by_time as timed
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.cut_by_work import best_cut, head_in_layers, slowest
 from extensions.pretraining.padding import ShareOfLoss
@@ -407,10 +407,10 @@ def test_all_ranks_find_the_cut_of_their_times_together():
     job = mock.Mock(spec=Job, rank=1, num_ranks=2)
     job.waiting_for_all.return_value = mock.MagicMock()
     with (
-        mock.patch.object(measured, "seconds_of", lambda *words: next(times)),
+        mock.patch.object(timed, "seconds_of", lambda *words: next(times)),
         mock.patch.object(dist, "all_reduce", of_another_rank),
     ):
-        cut = measured.measured_cut(job, lambda *ends: None, 10, 4, torch.zeros(2, 8), None)
+        cut = timed.cut_by_time(job, lambda *ends: None, 10, 4, torch.zeros(2, 8), None)
     assert cut == best_cut(10, 4, 1, 1) == [2, 3, 3, 2]
 
 
@@ -424,9 +424,9 @@ def test_a_measurement_runs_the_parts_that_it_names_with_both_ends():
         return build_part(CONFIG, first, last)
 
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    cut = measured.measured_cut(job, build, 4, 2, tokens, loss)
+    cut = timed.cut_by_time(job, build, 4, 2, tokens, loss)
     assert built == [(0, 1), (1, 2), (3, 4)] and sum(cut) == 4
-    assert measured.measured_cut(job, build, 4, 4, tokens, loss) == [1, 1, 1, 1]
+    assert timed.cut_by_time(job, build, 4, 4, tokens, loss) == [1, 1, 1, 1]
     assert len(built) == 3  # there is nothing to choose
 
 

@@ -1,6 +1,7 @@
 """The error that plan.py prints: it comes from publications that were left out of the fit."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,14 +10,18 @@ from course.launch import ROOT
 from planning.expected_error import (
     ExpectedError,
     expected_error,
+    fraction_inside,
     interval,
     kind_of,
     left_out_errors,
+    mean_error,
+    median_half_width,
+    size_within,
 )
 from planning.forecast import forecast
 from planning.machine import Machine, machine_names, read_machine
 from planning.plan_memory import memory_per_rank
-from planning.plan_tables import error_lines, not_told_apart
+from planning.plan_tables import error_lines, error_table, not_told_apart
 from planning.published import published_runs
 from planning.training_plan import Plan
 from planning.transformer import Model
@@ -71,6 +76,43 @@ def test_an_interval_weighs_each_publication_equally():
     assert interval(many + few) == (0.1, 2.0)  # half of the weight
 
 
+def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_targets_are():
+    page = (ROOT / "docs/measurements.md").read_text().replace("\N{MINUS SIGN}", "-")
+    rows = [re.split(r"  +", line) for line in error_table()[1:]]
+    for row in rows:
+        shown = [re.sub(r"([\d.]+)%$", r"\1 %", cell) for cell in row[:-1]]
+        assert f"| {' | '.join([*shown, row[-1]])} |" in page, row
+    assert len(rows) == 6
+    runs = left_out_errors()
+    sharded = [one for one in runs if one["kind"] == "sharded"]
+    others = [one for one in runs if one["kind"] != "sharded"]
+    apart = [
+        abs(
+            mean_error(read_machine(gpu, 8), "pipelined")
+            - mean_error(read_machine(gpu, 8), "sharded")
+        )
+        for gpu in ("a100", "h100")
+    ]
+    reached = [
+        f"| at most 6 % | {size_within(others, 0.5):.1%} |",
+        f"| within 15 % | {size_within(others, 0.9):.1%} |",
+        f"| at most 8 % | {size_within(sharded, 0.5):.1%} |",
+        f"| within 20 % | {size_within(sharded, 0.9):.1%} |",
+        f"| at least 85 % | {fraction_inside(of_others=False):.1%} |",
+        f"| at least 80 % | {fraction_inside(of_others=True):.1%} |",
+        "| at most 6 points | {:.1f}; {:.1f} points |".format(*(100 * one for one in apart)),
+        f"| at most 15 % | {median_half_width():.1%} |",
+    ]
+    for line in reached:
+        assert re.sub(r"([\d.]+)% \|$", r"\1 % |", line) in page, line
+
+
+def test_the_size_within_which_runs_are_weighs_each_publication_equally():
+    runs = [{"group": "a", "error": error} for error in (-0.1, 0.2, -0.3, 0.4)]
+    assert size_within(runs, 0.5) == 0.3 and size_within(runs, 0.7) == 0.3
+    assert size_within([*runs, {"group": "b", "error": 0.05}], 0.5) == 0.1
+
+
 def test_seconds_follow_from_the_errors_of_forecasts_to_both_sides():
     error = ExpectedError(-0.2, 0.25, 5, 2)
     assert error.seconds(100.0) == (80.0, 125.0)
@@ -87,7 +129,7 @@ def test_without_evidence_the_interval_is_wide_and_the_output_says_so():
         for plan in (Plan(ranks=8), Plan(replicas=8, sharding="full"))
     ]
     said = "\n".join(error_lines(machine, found))
-    assert "few or no pipelined runs on this GPU" in said and "was never tested" in said
+    assert "No run on this GPU was ever compared" in said and "was never tested" in said
 
 
 def test_plans_that_the_error_cannot_tell_apart_are_one_group():

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from course.views.explorer import NOTHING, Panel, explore
-from course.views.explorer_view import View
+from course.views.explorer_view import WORK, View, work_of
 from course.views.stepping import STORED
 from lab.simulator import Costs, simulate
 from lab.story import moments_at, short, stories_of, times_of, waits_of
@@ -365,6 +365,7 @@ def test_every_control_changes_the_picture_or_is_switched_off():
     panel = Panel(replace(SETTINGS, schedule="zb-v", compare="interleaved-1f1b"))
     moved = {"ranks": 2, "microbatches": 12, "forward": 11, "backward": 19, "weight": 8}
     moved |= {"transfer": 1.5, "occupancy": 2.5, "schedule": "looped-bfs", "chunks": 3}
+    moved |= {"work": "from long to short"}
     for name, value in moved.items():
         before = panel.picture.value
         panel.controls[name].value = value
@@ -388,6 +389,31 @@ def test_over_narrow_links_gpipe_and_1f1b_change_places():
     narrow = explore("gpipe", ranks=2, compare="1f1b", occupancy=30).view.predictions
     assert [each.timeline.makespan for each in far] == [330, 510]
     assert [each.timeline.makespan for each in narrow] == [540, 510]
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_however_the_work_is_spread_the_batch_has_the_same(name):
+    for m in (1, 2, 3, 8, 64):
+        work = work_of(name, m)
+        assert work == () if name == "equal" else sum(work) == pytest.approx(m, rel=1e-12)
+        timeline = view_of("1f1b", microbatches=m, work=name).timelines["predicted"]
+        assert timeline.ideal == pytest.approx(30 * m, rel=1e-12)
+
+
+def test_a_long_micro_batch_makes_others_wait_wherever_it_is():
+    # Lesson 10d: 570, 550 and 570 ms where the batch has 10 units of work; here it has 8.
+    lasts = {
+        name: view_of("1f1b", work=name).timelines["predicted"].makespan / 0.8
+        for name in ("one long, first", "one long, in the middle", "one long, last")
+    }
+    assert list(lasts.values()) == pytest.approx([570, 550, 570], rel=1e-12)
+    assert "on average" in view_of("1f1b", work="one long, last").figures
+    assert "on average" not in view_of("1f1b").figures
+
+
+def test_an_unknown_spread_of_work_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match="work is one of: equal; one long, first; .* not 'odd'"):
+        explore(work="odd")
 
 
 def test_the_cursor_steps_from_moment_to_moment_and_stops_at_both_ends():

@@ -13,16 +13,16 @@ from planning.bound import lower_bound, memory_bound
 from planning.bytes_sent import bytes_per_gpu, bytes_per_node
 from planning.candidates import PLANNED
 from planning.closed_forms import bubble_over_ideal
-from planning.footprint import predict_memory
+from planning.counted_memory import predict_memory
 from planning.forecast import (
     forecast,
-    layer_times,
     stage_costs,
 )
-from planning.held import held_by
 from planning.known_models import find_model
 from planning.machine import Link, Machine, machine_names, read_machine
+from planning.microbatches_held import held_by
 from planning.plan_memory import memory_per_rank, weights_of
+from planning.stage_times import stages_of
 from planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
 from planning.training_plan import Plan, balanced_cut
 from planning.transformer import Model, kept_bytes
@@ -91,7 +91,7 @@ def test_zero_2_shards_gradients_and_scatters_them_after_each_backward():
     slow = replace(GPT3, batch=64)
     two, four = (forecast(replace(slow, batch=batch), machine, plan).update for batch in (32, 64))
     alone = gather_time(machine, 4 * weights / 96, 16, 8) * 96
-    backward = sum(layer_times(GPT3, machine, plan)[:3]) * 96
+    backward = sum(stages_of(GPT3, machine, plan).layer()[:3]) * 96
     assert four - two > 2 * (alone + backward)
 
 
@@ -116,11 +116,11 @@ def test_hidden_is_the_fraction_of_sharding_traffic_that_computation_hides():
 def test_fused_attention_and_fp8_have_rates_of_their_own():
     machine = Machine(8, fp8_flops=426e12, **NO_NETWORK)
     slower = replace(machine, attention_flops=machine.flops / 2)
-    base = layer_times(GPT3, machine, Plan())
+    base = stages_of(GPT3, machine, Plan()).layer()
     scores = GPT3.score_flops(1) / 2 / machine.flops  # half of all pairs
-    assert layer_times(GPT3, slower, Plan())[0] - base[0] == pytest.approx(scores)
+    assert stages_of(GPT3, slower, Plan()).layer()[0] - base[0] == pytest.approx(scores)
     products = 2 * GPT3.length * GPT3.layer_matrices / machine.flops
-    narrow = layer_times(GPT3, machine, Plan(precision="fp8"))
+    narrow = stages_of(GPT3, machine, Plan(precision="fp8")).layer()
     assert base[0] - narrow[0] == pytest.approx(products / 2)
 
 
@@ -249,7 +249,7 @@ def test_sums_of_gradients_hide_behind_the_last_backward_but_for_one_layer():
     plan = Plan(ranks=8, replicas=16, tensor=8, overlap=False)
     machine = Machine(1024, memory=1e15)
     open_, hidden = (forecast(GPT3, machine, replace(plan, overlap=o)) for o in (False, True))
-    _, given, weights, _ = layer_times(GPT3, machine, plan)
+    _, given, weights, _ = stages_of(GPT3, machine, plan).layer()
     last_backward = 12 * (given + weights) * (1 - 1 / 96)
     assert open_.reduction - hidden.reduction == pytest.approx(last_backward, rel=1e-6)
     slow = replace(machine, between=Link(1e9))
@@ -258,9 +258,9 @@ def test_sums_of_gradients_hide_behind_the_last_backward_but_for_one_layer():
 
 def test_full_recomputation_of_a_layer_runs_its_forward_again_with_its_sums():
     machine = Machine(8)
-    forward, _, _, again = layer_times(GPT3, machine, Plan(tensor=8, recompute="full"))
+    forward, _, _, again = stages_of(GPT3, machine, Plan(tensor=8, recompute="full")).layer()
     assert again == forward
-    assert layer_times(GPT3, machine, Plan(tensor=8))[3] == 0
+    assert stages_of(GPT3, machine, Plan(tensor=8)).layer()[3] == 0
 
 
 @pytest.mark.parametrize("name", synchronous_schedules())
@@ -305,7 +305,7 @@ def test_the_bound_of_1f1b_and_interleaved_1f1b_is_exact_where_messages_are_free
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(("name", "ranks", "width"), [("10m", 2, 4), ("125m", 4, 2)])
 def test_memory_is_what_the_course_s_training_counts(schedule, recompute, name, ranks, width):
-    """footprint.py equals the measured bytes; here for all micro-batches, there for a few rounds."""
+    """counted_memory.py equals the measured bytes; here for all micro-batches, there for a few rounds."""
     model, machine = find_model(name, 128, 96), replace(Machine(ranks), bytes_per_value=width)
     chunks = SCHEDULES[schedule].chunks or 1
     plan = Plan(schedule, ranks, chunks, microbatch=2, recompute=recompute)

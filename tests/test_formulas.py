@@ -28,7 +28,7 @@ from pipeline.schedules import (
     pipedream_round_robin,
     zb_h1,
 )
-from planning.footprint import predict_memory
+from planning.counted_memory import predict_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [(p, m) for p, m in product((2, 3, 4, 7), (8, 12, 32)) if m >= p]

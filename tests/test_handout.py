@@ -1,9 +1,12 @@
 """The handout: a course that runs, without solutions, and without the number below a question to guess it."""
 
+import ast
+import html
 import json
 import re
 import subprocess
 import sys
+import textwrap
 
 import answers
 import make_handout
@@ -11,6 +14,7 @@ import nbformat
 import pytest
 
 from course.launch import ROOT
+from course.source import read_source
 
 pytestmark = pytest.mark.further  # a whole copy
 
@@ -21,6 +25,17 @@ def handout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("handout") / "course"
     copied, hidden = make_handout.write_course(folder)
     assert copied > 200 and hidden > 30
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(handout):
+    """The folder of the handout's website."""
+    folder = handout.parent / "site"
+    command = [sys.executable, ROOT / "tools" / "make_site.py", "--static"]
+    subprocess.run(
+        [*command, "--of", handout, "--into", folder], check=True, capture_output=True, timeout=180
+    )
     return folder
 
 
@@ -69,15 +84,117 @@ def test_no_link_leads_to_what_is_left_out(handout):
 
 
 @pytest.mark.processes
-def test_the_website_of_the_handout_has_every_lesson_and_no_solution(handout, tmp_path):
-    command = [sys.executable, ROOT / "tools" / "make_site.py", "--static"]
-    command += ["--of", handout, "--into", tmp_path / "site"]
-    subprocess.run(command, check=True, capture_output=True, timeout=180)
-    pages = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("*.html")}
+def test_the_website_of_the_handout_has_every_lesson_and_no_solution(site):
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")}
     assert {f"notebooks/{name[:-6]}.html" for name in notebooks_of(ROOT)} <= pages
     assert not [page for page in pages if "solutions" in page or "instructors" in page]
-    index = (tmp_path / "site" / "live" / "search_index.js").read_text()
+    index = (site / "live" / "search_index.js").read_text()
     assert "Right: legal;" not in index
+
+
+def bodies_of_answers():
+    """{name of an answer: the lines of its body, without their common indentation}."""
+    bodies = {}
+    for file, names in make_handout.ANSWERS.items():
+        text = (ROOT / "source_code" / file).read_text()
+        functions = {n.name: n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
+        for name in names:
+            first = functions[name].body[1].lineno  # below the docstring
+            lines = text.splitlines()[first - 1 : functions[name].end_lineno]
+            bodies[f"{file}, {name}"] = textwrap.dedent("\n".join(lines))
+    return bodies
+
+
+def texts_of(folder):
+    """(path, text) of all files, without tags, as a reader or a search sees them."""
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in (".py", ".md", ".ipynb", ".html", ".js", ".json", ".txt", ".diff"):
+            text = path.read_text()
+            if path.suffix == ".ipynb":
+                cells = nbformat.read(path, as_version=4).cells
+                outputs = [o for cell in cells for o in cell.get("outputs", ())]
+                shown = [o.get("text") or o.get("data", {}).get("text/plain", "") for o in outputs]
+                text = "\n".join([*(cell.source for cell in cells), *shown])
+            elif path.suffix == ".html":
+                text = html.unescape(re.sub(r"<[^>]*>", "", text))
+            elif path.suffix == ".js":
+                text = text.replace("\\n", "\n").replace('\\"', '"')
+            yield path, text
+
+
+def spaced(text):
+    """`text` with one space for all that is between two words."""
+    return " ".join(text.split())
+
+
+@pytest.mark.processes
+def test_no_file_page_or_index_has_the_text_of_an_answer(handout, site):
+    bodies = {name: spaced(body) for name, body in bodies_of_answers().items()}
+    assert any(
+        bodies["small/pipeline.py, naive_step"] in spaced(t)
+        for _, t in texts_of(ROOT / "source_code")
+    )
+    for folder in (handout, site):
+        for path, text in texts_of(folder):
+            seen = spaced(text)
+            assert not [name for name, body in bodies.items() if body in seen], path
+
+
+@pytest.mark.processes
+def test_what_is_packed_runs_and_lessons_find_its_text(handout):
+    for name in ("split_backward.py", "pipeline.py 1f1b --verify", "weight_stash.py --verify"):
+        command = [sys.executable, *f"source_code/small/{name}".split()]
+        done = subprocess.run(command, cwd=handout, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "largest difference" in done.stdout, done.stderr
+    for file in make_handout.ANSWERS:
+        text = (ROOT / "source_code" / file).read_text()
+        assert read_source(handout / "source_code" / file) == text
+        assert read_source(ROOT / "source_code" / file) == text
+    code = "from course.building.own_file import assemble; print(assemble([]))"
+    command = [sys.executable, "-c", code]
+    whole = subprocess.run(command, cwd=handout / "source_code", capture_output=True, text=True)
+    assert whole.stdout[:-1] == (ROOT / "source_code/small/pipeline.py").read_text()
+
+
+@pytest.mark.processes
+def test_what_the_handout_advertises_is_there(handout):
+    makefile = (handout / "Makefile").read_text()
+    listed = subprocess.run(["make"], cwd=handout, capture_output=True, text=True, check=True)
+    targets = set(re.findall(r"^make ([a-z-]+)", listed.stdout, re.M))
+    assert targets == set(make_handout.TARGETS)
+    used = set(re.findall(r"\$\(([A-Z_]+)\)", makefile))
+    assert used - set(re.findall(r"^([A-Z_]+) \??=", makefile, re.M)) == {
+        "CURDIR", "LAB_FLAGS", "MAKEFILE_LIST", "WHEELS"
+    }  # fmt: skip
+    for path in [*handout.rglob("*.md"), *handout.rglob("*.ipynb"), *handout.glob("slurm/*")]:
+        if path.is_dir():
+            continue
+        text = path.read_text()
+        assert "<!-- course only" not in text
+        for named in re.findall(r"`make ([a-z-]+)|^make ([a-z-]+)", text, re.M):
+            assert set(named) - {""} <= targets, f"{path}: make {named}"
+        for file in re.findall(r"(?<![\w/])(?:tools|slurm|docs|tests)/[\w/-]+\.\w+", text):
+            assert (handout / file).exists() or "own-models" in file, f"{path}: {file}"
+
+
+@pytest.mark.processes
+def test_a_bundle_has_the_handout_and_no_history_of_the_course(handout):
+    def git(*words, where=handout):
+        return subprocess.run(
+            ["git", "-C", where, *words], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+
+    make_handout.commit(handout)
+    copy = handout.parent / "cloned"
+    git("clone", "--quiet", handout.with_suffix(".bundle"), copy)
+    assert (copy / "notebooks/02_gpipe.ipynb").read_bytes()
+    make_handout.write_course(handout)
+    (handout / "slurm" / "site.env").write_text("COURSE_GPUS_PER_NODE=0\n")
+    make_handout.commit(handout)
+    git("pull", "--quiet", where=copy)
+    assert (copy / "slurm" / "site.env").read_text() == "COURSE_GPUS_PER_NODE=0\n"
+    assert git("rev-list", "--all", "--count", where=copy) == "2\n"
+    assert "solutions" not in git("ls-files", where=copy)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import re
 
 import idea_pictures
 import make_images
+import nbformat
 import pytest
+import stored_pictures
 from further import first_of
 from idea_pictures import COSTS, IDEAS
 from PIL import Image
@@ -19,6 +21,7 @@ from pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, pipedream
 
 FIGURES = sorted((ROOT / "images").glob("*.svg"))
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("notebooks/*.ipynb")]
+NOTEBOOKS = sorted(ROOT.glob("notebooks/**/*.ipynb"))
 TITLE = r"<title>(.*?)</title>"
 
 
@@ -47,6 +50,21 @@ def test_the_preview_of_a_link_has_the_size_that_previews_expect_and_is_what_is_
         assert stored.size == SIZE == (1200, 630)
         blocks = (LEFT, 134, LEFT + WIDE, SIZE[1])  # without letters, which depend on a library
         assert stored.crop(blocks).tobytes() == preview().crop(blocks).tobytes()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_beside_every_stored_drawing_is_a_png_of_the_same_drawing_and_size(path):
+    notebook = nbformat.read(path, as_version=4)
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+        svg = output.get("data", {}).get("image/svg+xml")
+        if svg:
+            assert output.data.get("text/plain"), "and its words"
+            assert stored_pictures.drawn_from(output.data) == stored_pictures.digest_of(svg), (
+                "run tools/stored_pictures.py"
+            )
+            width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()
+            wide, tall = stored_pictures.image_of(output.data).size
+            assert wide / tall == pytest.approx(float(width) / float(height), rel=0.02)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (5, 4)])

@@ -313,6 +313,33 @@ def test_a_sentence_that_points_back_comes_with_the_sentence_before_it():
     assert make_slides.slides_of(cells)[1].sentence == "A rank waits. Its input is late."
 
 
+def test_a_slide_says_no_sentence_twice_neither_its_title_nor_what_the_next_slide_begins_with(
+    slides,
+):
+    cells = [
+        {"cell_type": "markdown", "source": ["# Lesson 99: X\n\n**After this lesson** you can y."]},
+        {
+            "cell_type": "markdown",
+            "source": ["<!-- slide: Rank 2 waits -->Rank 2 waits. It idles."],
+        },
+        {
+            "cell_type": "markdown",
+            "source": ["<!-- slide: Two rules -->There are two rules. One is q. R."],
+        },
+        {"cell_type": "markdown", "source": ["<!-- slide: S -->A b. C d.<!-- slide: T -->It e."]},
+    ]
+    made = make_slides.slides_of(cells)
+    words = [re.search(r"<p[^>]*>(.*?)</p>", text)[1] for text in make_slides.texts_of(made, {})]
+    assert words[1] == "Rank 2 waits. It idles.", "what is left would point back to nothing"
+    assert words[2:] == ["One is q. R.", "A b.", "C d. It e."]
+    for name, page in slides.items():
+        telling = [slide for slide in shown(page)[1:] if 'class="minutes"' not in slide]
+        said = [re.search(r"<p[^>]*>(.*?)</p>", slide, re.S)[1] for slide in telling]
+        for one, following in zip(said, said[1:]):
+            last = re.split(r"(?<=[.?!])\s+", one)[-1]
+            assert not following.startswith(last), f"{name}: {last}"
+
+
 def test_keys_turn_slides_show_what_to_say_and_count_the_minutes(slides, chromium):
     from playwright.sync_api import expect, sync_playwright
 

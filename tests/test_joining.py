@@ -3,6 +3,7 @@
 The limits on waiting are part of what is promised; they are the only times that tests assert.
 """
 
+import argparse
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from further import first_of
 from ranks import run_on_ranks
+from saved_models import write_model
 
 from course.failed_run import RunFailed
 from course.followed_run import follow
@@ -156,6 +158,41 @@ def test_all_flags_count_but_the_device_and_where_the_text_lies(monkeypatch, tmp
     changed[7] += 1
     other = type(arguments.text)(changed, arguments.text.held_out)
     assert settings["the text"] == checksum_of(arguments.text) != checksum_of(other)
+
+
+READ = {"FILE.csv": "file", "--model": "model_folder", "--tokenizer": "tokenizer"}
+
+
+def read_by(**named):
+    return settings_of(argparse.Namespace(**named), READ)
+
+
+@pytest.mark.parametrize("flag, name", READ.items())
+def test_a_file_that_is_another_on_one_node_is_a_difference(tmp_path, flag, name):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(3_000_000))
+    whole = read_by(**{name: str(file)})
+    assert read_by(**{name: str(file)}) == whole
+    for content in (bytes(2_999_999), bytes(2_999_999) + b"1", b"1" + bytes(2_999_999)):
+        file.write_bytes(content)
+        changed = read_by(**{name: str(file)})
+        assert [n for n in whole if whole[n] != changed[n]] == [f"the content of {flag}"]
+    told = Meeting(whole, changed).told
+    assert f"the content of {flag} is" in told[0]
+
+
+def test_a_saved_model_that_has_other_weights_on_one_node_is_a_difference(tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "below").mkdir()
+    os.mkfifo(folder / "pipe")  # which is not read
+    whole, weights = read_by(model_folder=str(folder)), folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    for place in range(len(content) - 1000, len(content), 100):  # another training changes many
+        content[place] ^= 1
+    weights.write_bytes(content)
+    assert read_by(model_folder=str(folder)) != whole
+    (folder / "config.json").rename(folder / "other.json")
+    assert read_by(model_folder=str(folder)) != read_by(model_folder=None)
 
 
 # Ranks that stop while they join

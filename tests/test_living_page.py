@@ -83,7 +83,17 @@ def settings_on_a_grid():
     for schedule in CHOICES["schedule"]:
         for ranks, microbatches, costs in [
             (4, 8, {}),
-            (3, 7, {"forward": 7.5, "backward": 16, "weight": 5.5, "transfer": 2.5}),
+            (
+                3,
+                7,
+                {
+                    "forward": 7.5,
+                    "backward": 16,
+                    "weight": 5.5,
+                    "transfer": 2.5,
+                    "work": "one long, last",
+                },
+            ),
             (8, 32, {"occupancy": 1.5, "compare": "zb-h2"}),
             (1, 1, {"weight": 30, "chunks": 3}),
         ]:
@@ -218,16 +228,19 @@ def test_after_any_slider_of_the_explorer_the_changed_picture_is_wholly_in_view(
     page.locator(".live-more summary").click()
     sliders = page.locator(".live-choices input[type=range]:not(:disabled)")
     assert sliders.count() >= 10
-    for slider in sliders.all():
-        slider.focus()
-        page.keyboard.press("ArrowRight")
+    work = page.get_by_label("work of micro-batches")
+    for control in [*sliders.all(), work]:
+        control.focus()
+        page.keyboard.press("ArrowDown" if control == work else "ArrowRight")
         for part in (".live-drawing svg", ".live-held svg"):
             left, top, right, bottom = page.locator(part).evaluate(EDGES)
             assert 0 <= left <= right <= width and 0 <= top <= bottom <= height, part
         _, top, _, bottom = page.locator(".live-view").evaluate(EDGES)
-        _, upper, _, lower = slider.evaluate(EDGES)
-        assert -1 <= upper and lower <= height + 1, "the slider is in view, too"
+        _, upper, _, lower = control.evaluate(EDGES)
+        assert -1 <= upper and lower <= height + 1, "the control is in view, too"
         assert not top < (upper + lower) / 2 < bottom, "and not below the picture"
+    expect(page.locator(".live-figures")).to_contain_text("of a stage, on average")
+    assert "work=one+long" in page.url
     assert is_content(page)
 
 

@@ -24,7 +24,7 @@ from lab.activation_memory import ActivationMemory
 from pipeline.model import ModelConfig, build_part, cut_evenly
 from pipeline.schedules import build_schedule, chunked_schedules
 from pipeline.split_stage import stage_class_for
-from planning.footprint import ActivationSizes, most_held, predict_memory
+from planning.counted_memory import ActivationSizes, most_held, predict_memory
 
 SIZES = {
     "narrow": ModelConfig(8, 16, 4, 2, 8, 256),

@@ -4,9 +4,13 @@ import json
 import os
 import stat
 
+import finetune
 import grade_submissions
+import inference
 import nbformat
+import prepare_data
 import pytest
+import tokenizers
 import wall
 from exercises import read_notebooks
 from further import first_of
@@ -18,12 +22,14 @@ from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError
 from extensions.inference import saved_model
 from extensions.pretraining import metrics
+from extensions.pretraining.token_files import load_tokens
 from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_settings import read_settings
 from extensions.real_models.tensor_files import stored_tensors, write_tensors
 from guard import meeting
 from guard.inputs import InputError
 from guard.launcher import LauncherError
+from pipeline.data import DataError
 
 
 def diverge(rank, model, out, value):
@@ -143,6 +149,53 @@ def test_a_wall_shows_known_exercises_only_and_follows_no_link(tmp_path):
     known = wall.with_known(people, {"puzzle 1": "12"})
     assert {name: len(records) for name, records in known.items()} == {"bob": 1}
     assert wall.with_known(people, {"puzzle 2": "12"}) == {}
+
+
+# Tokens of another tokenizer whose vocabulary is as large.
+
+
+def tokenizer_with(path, words):
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, words[0])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    return path
+
+
+def tokens_made_with(folder, tokenizer, monkeypatch):
+    (folder / "text").write_text("one two three\n\n" * 40)
+    words = f"prepare_data.py --data {folder}/text --out {folder}/tokens"
+    monkeypatch.setattr("sys.argv", [*words.split(), *tokenizer])
+    assert not prepare_data.main()
+    return folder / "tokens"
+
+
+def test_tokens_of_another_tokenizer_of_the_same_size_are_rejected(tmp_path, monkeypatch):
+    one = tokenizer_with(tmp_path / "one.json", ["?", "one", "two", "three"])
+    other = tokenizer_with(tmp_path / "other.json", ["?", "one", "three", "two"])
+    tokens = tokens_made_with(tmp_path, ["--tokenizer", str(one)], monkeypatch)
+    assert load_tokens(tokens, 4, 4, tokenizer_of_model=one).num_tokens == 4
+    with pytest.raises(DataError, match="token 2 is 'two' there and 'three' here"):
+        load_tokens(tokens, 4, 4, tokenizer_of_model=other)
+    fewer = tokenizer_with(tmp_path / "fewer.json", ["?", "one"])
+    with pytest.raises(DataError, match="token 2 is 'two' there and nothing here"):
+        load_tokens(tokens, 4, 4, tokenizer_of_model=fewer)
+
+
+def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer(tmp_path, monkeypatch, capsys):
+    tokens = tokens_made_with(tmp_path, [], monkeypatch)
+    folder = write_model(tmp_path / "model", layers=2)
+    flags = f"finetune.py --model {folder} --data {tokens} --seq-len 8 --batch-size 8".split()
+    monkeypatch.setattr("sys.argv", flags)
+    assert finetune.read_flags()[0].text.num_tokens == 256  # the model has none
+    tokenizer_with(folder / "tokenizer.json", ["?", "one"])
+    for program in (finetune, inference):
+        name = [f"{program.__name__}.py", "--model", str(folder), "--data", str(tokens)]
+        monkeypatch.setattr("sys.argv", [*name, "--seq-len", "8"])
+        with pytest.raises(SystemExit) as ended:
+            program.read_flags()
+        assert "another tokenizer than" in str(ended.value) and "is a byte" in str(ended.value)
 
 
 # At the same time.

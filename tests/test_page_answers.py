@@ -50,6 +50,11 @@ def test_the_explorer_answers_with_the_picture_its_words_and_its_numbers():
     assert shown["reasons"] == "" and shown["disabled"] == ["chunks", "weight"]
 
 
+def test_a_page_can_spread_the_work_unevenly_over_the_micro_batches():
+    assert explored()["times"][-1] == 330
+    assert explored(work="one long, first")["times"][-1] == pytest.approx(456)
+
+
 def test_the_longest_path_comes_with_the_reasons_of_both_timelines():
     shown = explored(longest_path=True)
     assert shown["svg"].count('class="longest-path"') == 2

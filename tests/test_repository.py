@@ -107,7 +107,7 @@ def test_no_training_script_imports_what_plans_a_training():
         ("pipeline.job", "lab.clock"),
         ("lab.attach", "course.launch"),
         ("extensions.recompute", "lab.clock"),
-        ("extensions.pretraining.throughput", "planning.footprint"),
+        ("extensions.pretraining.throughput", "planning.counted_memory"),
         ("broken.pipelines.faults", "gpipe"),
         ("course.launch", "gpipe"),
         ("gpipe", "course.launch"),

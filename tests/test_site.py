@@ -152,6 +152,27 @@ def test_a_stored_loss_a_figure_and_a_formula_are_in_the_page_of_lesson_02(pages
     assert "<mfrac>" in page and "$$" not in page
 
 
+def test_a_stub_that_the_page_cannot_check_leads_to_jupyterlab(pages):
+    asked = 0
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        page = pages[f"notebooks/{path.with_suffix('.html').name}"]
+        assert "Not attempted yet" not in page, path.name
+        told = page.count("The check of this exercise runs in JupyterLab")
+        assert bool(told) == ('"Not attempted yet' in path.read_text()), path.name
+        asked += told
+    assert asked >= 40
+
+
+def test_a_formula_in_a_line_is_not_broken():
+    shown = make_site.with_formulas(
+        "idle for (p − 1)/(m + p − 1) of a step, and (p − 1)/(v·m) of it"
+    )
+    assert shown.split(" ") == [
+        *("idle", "for", "(p\xa0−\xa01)/(m\xa0+\xa0p\xa0−\xa01)", "of", "a", "step,", "and"),
+        *("(p\xa0−\xa01)/(v·m)", "of", "it"),
+    ]
+
+
 def test_the_answer_to_a_question_is_behind_a_click_and_on_the_page(pages):
     page = pages["notebooks/03_1f1b.html"]
     answers = re.findall(r"<details><summary>Show the output</summary>(.*?)</details>", page, re.S)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lab.drawing import MOST_NUMBERS, NUMBER, ROW, arrange, draw_cursor, shade_of
+from lab.drawing import MOST_NUMBERS, ROW, arrange, draw_cursor
 from lab.figures import draw_timelines, table
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
@@ -281,27 +281,6 @@ def test_kinds_differ_in_more_than_their_colour():
     hatched = [path for path in root.iter(f"{SVG}path") if path.get("fill") == "url(#hatch)"]
     assert [corners_of(path) for path in hatched] == [[blocks["1W0"][1:3]]]
     assert len({blocks[action][-1] for action in ("0F0", "0B0", "1I0", "1W0")}) == 4
-
-
-def luminance(colour):
-    """Relative luminance of #RRGGBB, WCAG 2.1."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear))
-
-
-@pytest.mark.parametrize("kind", "FBIW")
-def test_each_stage_of_a_rank_has_a_shade_on_which_its_number_stands_out_more(kind):
-    shades = [shade_of(kind, chunk) for chunk in range(4)]
-    assert len(set(shades)) == 4
-
-    def contrast(shade):
-        light, dark = sorted((luminance(shade), luminance(NUMBER[kind])), reverse=True)
-        return (light + 0.05) / (dark + 0.05)
-
-    contrasts = [contrast(shade) for shade in shades]
-    assert contrasts == sorted(contrasts)
-    assert contrasts[0] >= 3  # of bold text
 
 
 def test_the_legend_stays_within_the_picture_and_explains_every_mark_that_is_there():

@@ -21,7 +21,7 @@ from planning.candidates import all_plans, search_plans  # noqa: E402
 from planning.confirming import confirm  # noqa: E402
 from planning.known_models import find_model, of_the_course  # noqa: E402
 from planning.machine import Link, Machine, machine_from, read_machine  # noqa: E402
-from planning.measured_runs import measure_machine, perform_here  # noqa: E402
+from planning.performed_runs import measure_machine, perform_here  # noqa: E402
 from planning.training_plan import Plan  # noqa: E402
 from planning.transformer import Model  # noqa: E402
 

@@ -10,9 +10,11 @@ from lab.drawing import (
     FONT,
     LEFT,
     NUMBER,
+    OUTLINE,
     ROW,
     ROW_GAP,
     TEXT,
+    WAITING,
     arrange,
     draw_legend,
     draw_place,
@@ -27,7 +29,8 @@ from lab.story import waits_of
 from pipeline.schedules import gpipe, one_f_one_b, pipedream, zb_v
 
 COSTS = Costs(forward=10, backward=20)
-GROUND = f'fill="{TEXT}" fill-opacity="0.13"'
+GROUND = f'fill="none" stroke="{TEXT}"'  # words stand on it, so it has no colour of its own
+PALE = "#bdbdbd"  # of what another rank does; its letter is black
 THIN = f'stroke="{TEXT}" stroke-width="1.4" fill="none"'
 
 
@@ -79,7 +82,7 @@ def cut_graph():
         *box(444, 64, 84, 36, "received"), *arrow((528, 82), (566, 82)),
         *box(568, 64, 124, 36, "stage 1, forward", **forward), *arrow((692, 82), (734, 82)),
         *box(736, 64, 60, 36, "loss"),
-        text(410, 56, "message: the activation"),
+        text(388, 56, "message: the activation", "end"),
         text(298, 122, "the graph of"), text(298, 139, "rank 0 ends here"),
         text(444, 122, "requires_grad_(): the graph", "start"),
         text(444, 139, "of rank 1 begins here", "start"),
@@ -91,7 +94,7 @@ def cut_graph():
         *box(444, 210, 104, 36, "received.grad"), *arrow((444, 228), (338, 228)),
         *box(260, 210, 76, 36, "gradient"), *arrow((260, 228), (232, 228)),
         *box(20, 210, 210, 36, "output.backward(gradient)", **backward),
-        text(410, 266, "message: the gradient"),
+        text(432, 266, "message: the gradient", "start"),
         text(20, 284, "fills .grad of the weights of stage 0", "start"),
         text(796, 284, "fills .grad of the weights of stage 1", "end"),
     ]  # fmt: skip
@@ -119,12 +122,19 @@ def bubble():
             left, width = place.x(start), (end - start) * place.scale
             parts.append(
                 f'<rect x="{left + 1:.1f}" y="{place.y(rank) + 1}" width="{width - 2:.1f}" '
-                f'height="{ROW - 2}" fill="none" stroke="{TEXT}" stroke-dasharray="3 2.4"/>'
+                f'height="{ROW - 2}" fill="{PALE}" stroke="{TEXT}" stroke-dasharray="3 2.4"/>'
             )
-            parts.append(text(left + width / 2, place.y(rank) + ROW / 2 + 4.5, event.action.kind))
+            middle, kind = left + width / 2, event.action.kind
+            parts.append(text(middle, place.y(rank) + ROW / 2 + 4.5, kind, color="#000000"))
     parts += draw_legend([timeline], place.bottom + 30)
     parts += box(
-        LEFT, height - 4, ROW, 18, "F", 'fill="none" stroke="#7a7a7a" stroke-dasharray="3 2.4"'
+        LEFT,
+        height - 4,
+        ROW,
+        18,
+        "F",
+        f'fill="{PALE}" stroke="{TEXT}" stroke-dasharray="3 2.4"',
+        "#000000",
     )
     parts.append(
         text(
@@ -294,14 +304,14 @@ def versions():
 def _row_of(place, timeline, rank, top):
     """The blocks of one rank, and the bars of its updates, at the height `top`."""
     parts = [text(LEFT - 8, top + 17.5, f"rank {rank}", "end")]
-    parts += box(LEFT, top, timeline.makespan * place.scale, ROW)
+    parts += box(LEFT, top, timeline.makespan * place.scale, ROW, fill=WAITING)
     # Updates last: they are narrow, and the next action would cover them.
     for event in sorted(timeline.by_rank[rank], key=lambda event: event.action.kind == "U"):
         kind, number = event.action.kind, str(event.action.microbatch)
         width = max((event.end - event.start) * place.scale, 3)
         parts.append(
             f'<rect x="{place.x(event.start):.1f}" y="{top}" width="{width:.1f}" height="{ROW}" '
-            f'fill="{FILL[kind]}" stroke="#ffffff" stroke-width="0.7"/>'
+            f'fill="{FILL[kind]}" stroke="{OUTLINE}" stroke-width="0.7"/>'
         )
         if kind != "U":
             middle = place.x(event.start) + width / 2

@@ -1,16 +1,23 @@
-"""Make the copy for participants: build/handout, the course and its website without the answers.
+"""Make what participants get: build/handout, the course and its website without the answers.
 
     make handout
 
-The copy contains no solutions, no pages for instructors and no tests, because tests contain right
-answers, too. Cells below a question that asks for a guess have no output, so that the answer is not
-visible before the guess; running the cell shows it. Links to removed files become plain text.
+The copy has no solutions, no tests, because tests contain right answers, too, and no pages or tools
+for instructors and maintainers. Files of code that lessons run and that contain answers are packed:
+they run as before, and neither a look nor a search shows the answer. Cells below a question that asks
+for a guess have no output, so that the answer is not visible before the guess; running the cell shows
+it. Links to removed files become plain text.
+
+The copy is a git repository of its own, and course.bundle is the same in one file, for `git clone`.
+Made again, it has one commit more, so that `git pull` brings what has changed.
 """
 
+import base64
 import re
 import shutil
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import nbformat
@@ -18,21 +25,51 @@ from answers import answers_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HANDOUT = ROOT / "build" / "handout"
-LEFT_OUT = ("notebooks/solutions", "docs/instructors.md", "docs/lesson-plans.md", "tests")
+LEFT_OUT = (
+    ".ci", ".github", "CONTRIBUTING.md", "docs/certificates.md", "docs/changelog.md",
+    "docs/instructors.md", "docs/lesson-plans.md", "docs/measurements.md", "docs/two-free-gpus.md",
+    "docs/website.md",
+    "notebooks/solutions", "slurm/accept.sbatch", "tests",
+)  # fmt: skip
+TOOLS = ("Dockerfile", "constraints.txt", "exercises.py", "make_submission.py")
+TARGETS = ("help", "lab", "run", "submission", "wheels")  # of the Makefile
+# The files that are packed, and the functions in them that are answers.
+ANSWERS = {
+    "small/pipeline.py": ("naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"),
+    "small/weight_stash.py": ("pipedream_run",),
+    "small/split_backward.py": ("input_half", "weight_half"),
+    "course/building/single_messages.py": ("forward", "backward", "gpipe_step", "one_f_one_b_step"),
+    "course/building/zb_h1.py": ("backward_input", "zb_h1_step"),
+}
+PACKED = '''# SPDX-License-Identifier: Apache-2.0
+# Packed in the handout, since the text has answers of exercises. It runs as it is.
+import base64
+import zlib
+
+PACKED = """
+{}"""
+exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
+'''
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
+COURSE_ONLY = r"<!-- course only -->.*?<!-- end -->\n?"
 
 
 def main():
     try:
         copied, hidden = write_course(HANDOUT / "course")
+        commit(HANDOUT / "course")
     except OSError as error:
         sys.exit(f"make_handout.py: {error.filename}: {error.strerror}")
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or ["git ended without a word"]
+        sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}")
     command = [sys.executable, ROOT / "tools" / "make_site.py", *sys.argv[1:]]
     command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
     status = subprocess.run(command).returncode
     print(
-        f"build/handout: {copied} files in course, without solutions, pages for instructors and "
-        f"tests; the outputs of {hidden} cells below a question are left out"
+        f"build/handout: {copied} files in course and in course.bundle, without solutions, pages for "
+        f"instructors and tests; {len(ANSWERS)} files with answers are packed, and the outputs of "
+        f"{hidden} cells with answers are left out"
     )
     return status
 
@@ -45,26 +82,60 @@ def write_course(folder):
         ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         sys.exit("make_handout.py: git does not list the course's files; use a clone of the course")
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old) if old.name != ".git" else None
+        else:
+            old.unlink()
     files = [Path(line) for line in listed if (ROOT / line).is_file()]
     files = [file for file in files if not is_left_out(file)]
     hidden = 0
     for file in files:
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, target)
         if file.suffix == ".ipynb":
             notebook = nbformat.read(ROOT / file, as_version=4)
             hidden += without_answers(notebook, file)
             nbformat.write(notebook, target)
         elif file.suffix == ".md":
             target.write_text(without_links((ROOT / file).read_text(), file))
-        else:
-            shutil.copy(ROOT / file, target)
+        elif file.name == "Makefile":
+            target.write_text(with_targets((ROOT / file).read_text()))
+        elif is_packed(file):
+            target.write_text(packed((ROOT / file).read_text()))
     return len(files), hidden
 
 
 def is_left_out(file):
+    if file.parts[0] == "tools" and file.name not in TOOLS:
+        return True
     return any(file.is_relative_to(each) for each in LEFT_OUT)
+
+
+def is_packed(file):
+    return file.parts[0] == "source_code" and "/".join(file.parts[1:]) in ANSWERS
+
+
+def packed(text):
+    """Return a Python file that does what the file with that `text` does, and does not show it."""
+    return PACKED.format(base64.encodebytes(zlib.compress(text.encode(), 9)).decode())
+
+
+def with_targets(makefile):
+    """Return the Makefile with the TARGETS that participants need, and the variables in them."""
+    blocks = re.split(r"\n{2,}", makefile.rstrip())
+    names = [re.search(r"^([a-z-]+):", block, re.MULTILINE) for block in blocks]
+    targets = [block for block, name in zip(blocks, names) if name and name[1] in TARGETS]
+
+    def is_needed(block, name):
+        variables = re.findall(r"^(?:define )?([A-Z_]+)", block, re.MULTILINE)
+        used = any(f"$({variable})" in other for other in targets for variable in variables)
+        return block in targets or not name and (used or not variables or "INSTALLED" in block)
+
+    text = "\n\n".join(block for block, name in zip(blocks, names) if is_needed(block, name))
+    return re.sub(r"^\.PHONY:.*$", f".PHONY: {' '.join(TARGETS)}", text, flags=re.MULTILINE) + "\n"
 
 
 def without_answers(notebook, file):
@@ -73,27 +144,53 @@ def without_answers(notebook, file):
     Returns the number of cells that lost their outputs.
     """
     answers = answers_of(notebook)
-    for cell in answers:
+    shown = [cell for cell in notebook.cells if shows_answer(cell.source) and cell not in answers]
+    for cell in [*answers, *shown]:
         cell.outputs, cell.execution_count = [], None
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = without_links(cell.source, file)
-    return len(answers)
+    return len(answers) + len(shown)
+
+
+def shows_answer(code):
+    """Whether a cell shows the text of an answer that is packed."""
+    shown = re.findall(r'^source_of\("([^"]*)"(?:, "(\w+)")?\)', code, re.MULTILINE)
+    return any(not name or name in ANSWERS[file] for file, name in shown if file in ANSWERS)
 
 
 def without_links(text, file):
-    """Markdown of `file` in which each link to a removed file is replaced by its text.
+    """Markdown of `file` without what is marked as the course's only, and without dead links.
 
-    The sentence that links to the solutions is removed.
+    A link to a removed file, or to one that cannot be read, is replaced by its text. The sentence
+    that links to the solutions is removed.
     """
 
     def words(match):
         target = (ROOT / file.parent / match[2]).resolve()
-        inside = target.is_relative_to(ROOT) and is_left_out(target.relative_to(ROOT))
-        return match[1] if match[2] and inside else match[0]
+        if not match[2] or not target.is_relative_to(ROOT):
+            return match[0]
+        target = target.relative_to(ROOT)
+        return match[1] if is_left_out(target) or is_packed(target) else match[0]
 
+    text = re.sub(COURSE_ONLY, "", text, flags=re.DOTALL)
     text = re.sub(r"Solutions are in \[[^\]]*\]\([^)]*\)\.\s?", "", text)
     return re.sub(LINK, words, text)
+
+
+def commit(folder):
+    """Commit the copy in its own git repository, and write it as one file beside the folder."""
+
+    def git(*words):
+        who = ["-c", "user.name=course", "-c", "user.email=course@localhost"]
+        command = ["git", "-C", folder, *who, "-c", "commit.gpgsign=false", *words]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+
+    if not (folder / ".git").is_dir():
+        git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--allow-empty", "--message", "The course, as it is handed out")
+    git("bundle", "create", folder.with_suffix(".bundle"), "--all")
 
 
 if __name__ == "__main__":

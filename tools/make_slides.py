@@ -29,6 +29,7 @@ from slide_layout import (  # noqa: E402
     said_on_the_slide,
     size_of,
     with_subject,
+    without_title,
 )
 from slide_page import index_of, page_of  # noqa: E402
 
@@ -221,12 +222,15 @@ def plan_of(number):
 def texts_of(slides, plan):
     """Each slide as a <section> of HTML."""
     texts = []
-    for slide in slides:
+    for slide, following in zip(slides, [*slides[1:], Slide("", "")]):
         begins, said = plan.get("Title" if slide.is_first else slide.name, (None, ""))
         heading = "h1" if slide.is_first else "h2"
         figure = height_of_figure(slide.figure) + (150 if slide.minutes else 170 * slide.is_first)
         may_go_on = not (slide.is_first or slide.minutes or asks(slide) or slide.title == "Next")
-        words, note = said_on_the_slide(slide.sentence, slide.note, figure, may_go_on)
+        words, note = slide.sentence, slide.note
+        if may_go_on:
+            words, note = without_title(words, slide.title, note)
+        words, note = said_on_the_slide(words, note, figure, may_go_on, following.sentence)
         size = size_of(words, slide.title, figure)
         note = html_of("\n\n".join(filter(None, [said, note])))
         texts.append(

@@ -6,25 +6,26 @@ enough to be read on a phone.
 
 from html import escape
 
-from lab.drawing import NUMBER, shade_of
+from lab.drawing import NUMBER, OUTLINE, TEXT, WHITE_NUMBER, shade_of
 from lab.figures import Picture
 from lab.held_curve import HELD, fullest_rank, held_over_time, outline
 from lab.schedule_map import comparable, draw_map, same_work
 
-GREY = (
-    "#767676"  # as dark as white paper needs; a page that says that it is dark gets a lighter one
-)
 WIDE = 480  # of a drawing in its own units
 LEFT, RIGHT = 66, 62
 RANKS, MICROBATCHES = 4, 8
 SECONDS, SHOWN = 11, 0.8  # of one round of the animation, and the part of it in which time runs
 
+HELD_WORDS = "#a84a00"  # darker than HELD, as words on white need
+
 STYLE = f"""
-text {{ fill: {GREY}; font-size: 13px; }}
+text {{ fill: {TEXT}; font-size: 13px; }}
 .title {{ font-size: 15px; font-weight: bold; }}
 .number {{ font-size: 12px; font-weight: bold; text-anchor: middle; }}
-.held {{ fill: {HELD}; }} text.held {{ font-size: 15px; font-weight: bold; }}
-.ground {{ fill: {GREY}; fill-opacity: 0.22; }} .line {{ stroke: {GREY}; fill: none; }}
+.white {{ {WHITE_NUMBER} }}
+.held {{ fill: {HELD}; }} text.held {{ fill: {HELD_WORDS}; font-size: 15px; font-weight: bold; }}
+.ground {{ fill: {TEXT}; fill-opacity: 0.24; stroke: {TEXT}; stroke-width: 0.5; }}
+.line {{ stroke: {TEXT}; fill: none; }}
 @media (prefers-color-scheme: dark) {{ text {{ fill: #a9b0b7; }} text.held {{ fill: #ff8a3d; }} }}
 """
 # It starts with the whole picture, for readers who look only once and for browsers that stand still.
@@ -74,12 +75,13 @@ def _rows(timeline, top, longest, tall, gap=3):
             left, width = LEFT + event.start * scale, (event.end - event.start) * scale
             chunk = event.action.stage // timeline.num_ranks
             block = (
-                f'<rect x="{left:.1f}" y="{y}" width="{width - 0.6:.1f}" height="{tall}" '
-                f'fill="{shade_of(kind, chunk)}"/>'
+                f'<rect x="{left:.1f}" y="{y}" width="{width:.1f}" height="{tall}" '
+                f'fill="{shade_of(kind, chunk)}" stroke="{OUTLINE}" stroke-width="0.5"/>'
             )
             if tall > 12:
+                kinds = "number white" if NUMBER[kind] == "#ffffff" else "number"
                 block += (
-                    f'<text x="{left + width / 2:.1f}" y="{y + tall - 4}" class="number" '
+                    f'<text x="{left + width / 2:.1f}" y="{y + tall - 4}" class="{kinds}" '
                     f'style="fill:{NUMBER[kind]}">{number}</text>'
                 )
             blocks.append(block)

@@ -53,14 +53,15 @@ orange ones split them. [All schedules on one page](images/README.md).
 
 ## Take it to work
 
-- [One file of 300 lines](source_code/small/pipeline.py) needs torch and nothing else. [Put in your
-  own model and data](docs/your-own-model.md#one-file).
-- [All scripts](source_code/README.md), from a pipeline of 150 lines to the pretraining of a Llama,
+{copy}- [All scripts](source_code/README.md), from a pipeline of 150 lines to the pretraining of a Llama,
   and a planner that forecasts the fastest layout.
 - [Errors of torch.distributed.pipelining](docs/torch-distributed-pipelining-errors.md), with causes.
 - {teach}[Glossary](docs/glossary.md), [about the course](README.md).
 """
 
+COPY = """- [One file of 300 lines](source_code/small/pipeline.py) needs torch and nothing else. [Put in your
+  own model and data](docs/your-own-model.md#one-file).
+"""
 DOORS = """<div class="doors">
 <a href="explorer.md"><b>Play: the explorer</b>Choose a schedule, move a slider, and see who waits.</a>
 <a href="puzzles.md#puzzle-1"><b>Play: puzzle 1</b>Order the actions of two ranks. Eleven puzzles.</a>
@@ -86,13 +87,15 @@ def index_of(lives, map_alt, teaches, slides, row):
     """The first page in Markdown.
 
     `lives`: its site has the explorer and the puzzles. `teaches`: it has the instructors' pack, and
-    a handout has not. `row`: the links of make_hosted.py to lesson 00, a paragraph or "".
+    the text of the answers; a handout has neither. `row`: the links of make_hosted.py to lesson 00,
+    a paragraph or "".
     """
     shown = " with [the slides of every lesson](slides/index.html)" if slides else ""
     return INDEX_PAGE.format(
         doors=DOORS if lives else READ,
         row=row,
         map_alt=map_alt,
+        copy=COPY if teaches else "",
         teach=f"[Teach it]({PACK}){shown}. " if teaches else "",
     )
 

@@ -82,7 +82,7 @@ PAGE = """<!doctype html>
 """
 
 STYLE = """
-:root { color-scheme: light dark; --text: #1a1a1a; --page: #fff; --quiet: #f2f4f6; --line: #d0d4d8;
+:root { color-scheme: light dark; --text: #1a1a1a; --page: #ffffff; --quiet: #f2f4f6; --line: #d0d4d8;
   --link: #0b5c8a; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e6e8; --page: #16191c; --quiet: #22272b; --line: #454b50; --link: #7cc4ee; } }
@@ -141,8 +141,7 @@ td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: le
 .doors a:hover { border-color: var(--link); }
 .doors b { display: block; font-size: 18px; color: var(--link); }
 /* The drawings' grey is for black and for white; as a part of a page they take its colours. */
-svg text[fill="#7a7a7a"], svg text[fill="#767676"] { fill: var(--text); }
-svg path[fill-opacity="0.13"], svg rect[fill-opacity="0.13"] { fill-opacity: .24; }
+svg text:is([fill="#767676"], [style*="#767676"]) { fill: var(--text) !important; }
 @media (max-width: 800px) { .contents ol { columns: 1; } }
 @media print { header, nav, .place, .turn, .top, .contents, .live-buttons { display: none; }
   body { display: block; } main { max-width: none; padding: 0; }

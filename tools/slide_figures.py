@@ -74,15 +74,15 @@ def cut_off_legend(root):
         if heights and float(heights[0]) >= top:
             root.remove(element)
     x, y, width, _ = view_box(root)
-    root.set("viewBox", f"{x} {y} {width} {top - y}")
+    root.set("viewBox", f"{x} {y} {width} {top - y + 8}")  # its axis has larger words, too
     stories = " ".join(e.text or "" for e in root.iter(f"{{{SVG}}}title"))
     kinds = [kind for kind in FILL if f"{LEGEND[kind]} of" in stories]
     recomputed = root.find(f".//{{{SVG}}}g[@class='recomputed']") is not None
     entries = [(f"background:{FILL[kind]}", LEGEND[kind]) for kind in kinds]
-    entries += [(f"background:{FILL['F']};outline:2px dashed #555", "run again")] * recomputed
-    entries.append(("background:#e3e3e3", "waiting"))
-    boxes = [f'<i style="{style}"></i>{words}' for style, words in entries]
-    return f"<figcaption>{'&ensp;'.join(boxes)}</figcaption>"
+    entries += [(f"background:{FILL['F']};border:2px dashed #555", "run again")] * recomputed
+    entries.append(("background:#dedede", "waiting"))
+    boxes = [f'<span><i style="{style}"></i>{words}</span>' for style, words in entries]
+    return f"<figcaption>{' '.join(boxes)}</figcaption>"
 
 
 def view_box(root):
@@ -93,12 +93,15 @@ def enlarge(root, height):
     """Set the size of a drawing, and the size of its text to LEAST pixels."""
     x, y, width, tall = view_box(root)
     is_timeline = root.find(f".//{{{SVG}}}g[@class='blocks']") is not None
+    ends = [e for e in root.iter(f"{{{SVG}}}text") if "text-anchor: end" in e.get("style", "")]
+    numbers = LETTER * max((len(e.text or "") for e in ends), default=0)  # beside a vertical axis
     for _ in range(3):  # room on the left makes the rest smaller, so the text needs more room
         size = LEAST / min(WIDTH / width, height / tall)
-        more = max(0.0, 7 * LETTER * size - LEFT) if is_timeline else 0.9 * max(0.0, size - 10)
+        larger = max(0.0, size - 10)
+        more = max(0.0, 7 * LETTER * size - LEFT) if is_timeline else (0.9 + numbers) * larger
         x, width = -more, view_box(root)[2] + more + 8  # the last label may stick out
     if not is_timeline:
-        tall += 0.9 * more
+        tall += 0.9 * 0.9 * larger
     scale = min(WIDTH / width, height / tall)
     root.set("viewBox", f"{x:.1f} {y} {width:.1f} {tall:.1f}")
     root.set("width", f"{width * scale:.0f}")
@@ -124,12 +127,25 @@ def enlarge(root, height):
             if texts and float(texts[0].get("x")) > 0.25 * width:
                 element.set("transform", f"translate({-LETTER * (size - 10) * widest:.1f} 0)")
         elif element.get("transform", "").startswith("rotate(-90"):  # the name of the y axis
-            element.set("transform", f"translate({-0.8 * more:.1f} 0) {element.get('transform')}")
+            element.set(
+                "transform",
+                f"translate({-(0.3 + numbers) * larger:.1f} 0) {element.get('transform')}",
+            )
     for element in root.iter(f"{{{SVG}}}text"):
         if element.get("font-size"):
+            if is_timeline:
+                put_in_place(element, size, 4 - more)
             element.set("font-size", f"{max(size, float(element.get('font-size'))):.1f}")
         style = element.get("style", "")
         element.set("style", re.sub(r"font-size: [\d.]+px", f"font-size: {size:.1f}px", style))
+
+
+def put_in_place(words, size, left):
+    """Keep enlarged words of a timeline beside their row or below their axis, and captions at `left`."""
+    if words.get("font-weight") == "bold":
+        words.set("x", f"{left:.1f}")
+    lower = {"end": 0.35, "middle": 0.5}.get(words.get("text-anchor"), 0)
+    words.set("y", f"{float(words.get('y')) + lower * max(0, size - FONT):.1f}")
 
 
 def has_room(number, blocks, width):

@@ -39,19 +39,48 @@ def with_subject(sentence, before, asks):
     return f"{last} {sentence}"
 
 
-def said_on_the_slide(sentence, note, room, may_go_on):
-    """(the words on the slide, the rest of the note): further sentences while half would be empty."""
+def said_on_the_slide(sentence, note, room, may_go_on, next_sentence=""):
+    """(the words on the slide, the rest of the note): further sentences while half would be empty.
+
+    A sentence that the next slide begins with is left to it.
+    """
     if not may_go_on:
         return sentence, note
-    paragraph, *rest = note.split("\n\n", 1)
-    following = [one for one in re.split(r"(?<=[.?!])\s+", paragraph.strip()) if one]
+    following, rest = sentences_and_rest(note)
     while following and HALF - 100 > height_of(sentence, SIZES[2], room):
         longer = f"{sentence} {following[0]}"
-        if following[0].endswith(("?", ":")) or len(longer.split()) > MOST_WORDS:
+        asks = following[0].endswith(("?", ":"))
+        if asks or following[0] in next_sentence or len(longer.split()) > MOST_WORDS:
             break
         sentence = longer
         following.pop(0)
-    return sentence, "\n\n".join(filter(None, [" ".join(following), *rest]))
+    return sentence, note_of(following, rest)
+
+
+def without_title(sentence, title, note):
+    """(the words on the slide, the rest of the note) without a first sentence that repeats the title."""
+    first, *more = sentences_and_rest(sentence)[0]
+    following, rest = sentences_and_rest(note)
+    words = " ".join(more) or (following.pop(0) if following else "")
+    if not repeats(first, title) or not words or words.endswith((":", "?")):
+        return sentence, note
+    return (sentence, note) if re.match(POINTS_BACK, words) else (words, note_of(following, rest))
+
+
+def repeats(sentence, title):
+    """Whether a sentence says hardly more than the title."""
+    said, named = (set(re.findall(r"\w+", each.lower())) for each in (sentence, title))
+    return len(named & said) >= 0.75 * len(named) and len(said - named) <= 2
+
+
+def sentences_and_rest(text):
+    """(the sentences of the first paragraph, the other paragraphs)."""
+    paragraph, *rest = text.split("\n\n", 1)
+    return [one for one in re.split(r"(?<=[.?!])\s+", paragraph.strip()) if one], rest
+
+
+def note_of(sentences, rest):
+    return "\n\n".join(filter(None, [" ".join(sentences), *rest]))
 
 
 def size_of(sentence, title, figure):

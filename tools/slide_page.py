@@ -48,8 +48,9 @@ code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .
 td code, th code { font-size: 24px; } table { border-collapse: collapse; font-size: 25px; } td, th { padding: 4px 14px; border-bottom: 1px solid #999; text-align: left; }
 math { font-size: 36px; }
 figure { margin: 0; text-align: center; }
-figcaption { font-size: 25px; margin-top: 6px; }
-figcaption i { display: inline-block; width: 30px; height: 20px; margin-right: 10px; }
+figcaption { font-size: 24.2px; margin-top: 6px; }
+figcaption span { white-space: nowrap; margin: 0 5px; }
+figcaption i { display: inline-block; width: 26px; height: 18px; margin-right: 8px; border: 1px solid #000; }
 .number { position: absolute; right: 24px; bottom: 12px; font-size: 24px; color: #555; }
 .minutes { position: absolute; left: 64px; bottom: 30px; font-size: 30px; color: #0b5c8a; }
 .minutes b { font-size: 84px; font-variant-numeric: tabular-nums; margin-right: 18px; }

@@ -2,6 +2,9 @@
 """Shows the scripts' code in a notebook, so that the notebook needs no copy of it."""
 
 import ast
+import base64
+import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +33,7 @@ def source_of(file, name=None):
 
     Raises LookupError if the file has no such definition.
     """
-    text = (SOURCE_CODE / file).read_text()
+    text = read_source(SOURCE_CODE / file)
     if name is None:
         return Source(f"source_code/{file}", text.rstrip())
     body = ast.parse(text).body
@@ -42,6 +45,13 @@ def source_of(file, name=None):
             raise LookupError(f"{file} defines no {name}")
         body = node.body
     return Source(f"source_code/{file}", _dedent(text, node))
+
+
+def read_source(path):
+    """The text of a Python file, also of one that a handout has packed, since it has answers."""
+    text = path.read_text()
+    packed = re.search(r'^PACKED = """\n(.*?)"""$', text, re.MULTILINE | re.DOTALL)
+    return zlib.decompress(base64.b64decode(packed[1])).decode() if packed else text
 
 
 def _dedent(text, node):

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import torch
 
+from guard.inputs import InputError, open_input
+
 PACKAGES = ("pipeline", "guard", "lab", "extensions", "planning", "broken")
+MOST_FILES = 1000  # of a folder
+SAMPLES, SAMPLE = 64, 4096  # pieces of a file, and their bytes
 
 
 class Disagreement(Exception):
@@ -84,11 +88,12 @@ def version():
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def settings_of(arguments):
-    """{name: value} of what must be equal on all ranks: the flags and the text.
+def settings_of(arguments, read=None):
+    """{name: value} of what must be equal on all ranks: the flags, the text, and the files that the
+    flags in `read`, {flag: attribute}, name, of which each node may have its own.
 
     --device may differ. --data may also differ, since a node may have another path; the content of
-    the text is compared.
+    the text is compared. The checkpoint of --checkpoints has a checksum, which is among the flags.
     """
     plain = (str, int, float, list, tuple, type(None))
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
@@ -97,7 +102,31 @@ def settings_of(arguments):
     settings = {"--" + name.replace("_", "-"): value for name, value in own.items()}
     if getattr(arguments, "text", None) is not None:
         settings["the text"] = checksum_of(arguments.text)
+    for flag, name in (read or {}).items():
+        if flag != "--checkpoints" and isinstance(own.get(name), str):
+            settings[f"the content of {flag}"] = digest_of(own[name])
     return json.loads(json.dumps(settings))  # as other ranks read it: a tuple becomes a list
+
+
+def digest_of(path):
+    """A digest of a file, or of the files in a folder, in milliseconds also for a large model.
+
+    It has each file's name and size, and its content at SAMPLES places, all of it if it is short.
+    """
+    digest = hashlib.sha256()
+    folder = os.path.isdir(path)
+    names = sorted(os.listdir(path))[:MOST_FILES] if folder else [""]
+    for name in names:
+        try:
+            with open_input(os.path.join(path, name) if folder else path) as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{name!r} {size}".encode())
+                for number in range(SAMPLES):
+                    file.seek(max(0, size - SAMPLE) * number // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE))
+        except (InputError, OSError):  # a folder in it, or what the run itself cannot read
+            continue
+    return digest.hexdigest()[:12]
 
 
 def checksum_of(text):

@@ -14,7 +14,7 @@ from guard.agreement import settings_of
 from guard.files import not_written, write_whole
 from guard.launcher import ranks_set
 from guard.one_sentence import in_one_sentence, tell_launcher
-from guard.paths import check_paths
+from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from guard.sizes import check_duration, check_memory
@@ -39,17 +39,19 @@ def guarded(main):
 @contextmanager
 def attached():
     """A context in which jobs are joined guarded, and the flags that a program parses are checked."""
-    parsed = []  # of all flags that were parsed, the last are those that the ranks compare
+    parsed = []  # (arguments, {flag: attribute} of what is read); the ranks compare the last ones
     parse_args = argparse.ArgumentParser.parse_args
 
     def noted(parser, *words):
-        parsed.append(parse_args(parser, *words))
-        if hasattr(parser, "writes"):
-            check_paths(parser, parsed[-1])
-        return parsed[-1]
+        arguments, read = parse_args(parser, *words), {}
+        if hasattr(parser, "reads"):
+            check_paths(parser, arguments)
+            read = attributes_of(parser, parser.reads)
+        parsed.append((arguments, read))
+        return arguments
 
     def meeting(job):
-        return guarded_meeting(job, settings_of(parsed[-1]) if parsed else {})
+        return guarded_meeting(job, settings_of(*parsed[-1]) if parsed else {})
 
     argparse.ArgumentParser.parse_args = noted
     joining.append(meeting)

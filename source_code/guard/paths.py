@@ -14,17 +14,21 @@ def check_paths(parser, arguments):
     What is read is a file or a folder, what is written can be written, and no output is on or in
     another path of the run.
     """
-    names = {flag: each for each in parser._actions for flag in each.option_strings}
-    names |= {each.metavar: each for each in parser._actions if not each.option_strings}
-    read = {flag: names[flag].dest for flag in parser.reads}
-    written = {flag: names[flag].dest for flag in parser.writes}
+    read, written = attributes_of(parser, parser.reads), attributes_of(parser, parser.writes)
     check_paths_apart(arguments, written, read)
     for flag, name in read.items():
         check_input(flag, getattr(arguments, name))
-    for flag, name in written.items():
-        path = getattr(arguments, name)
-        if path and names[flag].metavar == "FILE":
+    for action in parser._actions:
+        flag, path = (action.option_strings or [None])[0], getattr(arguments, action.dest, None)
+        if path and flag in written and action.metavar == "FILE":
             check_file(flag, path)
+
+
+def attributes_of(parser, flags):
+    """{flag: attribute of its value} of `flags`; an argument without a flag has its metavar."""
+    dests = {name: each.dest for each in parser._actions for name in each.option_strings}
+    dests |= {each.metavar: each.dest for each in parser._actions if not each.option_strings}
+    return {flag: dests[flag] for flag in flags}
 
 
 def check_paths_apart(arguments, written, read):

@@ -13,6 +13,7 @@ from lab.drawing import FONT, TEXT, round_step
 
 CHOSEN, COMPARED = "#D55E00", "#0072B2"  # of Okabe and Ito; both stand out on white and on black
 FILLED, OVER = "#56B4E9", "#D55E00"
+EDGE = f'stroke="{TEXT}" stroke-width="0.7"'  # of a bar
 HALF = 410  # half of the width of a drawing: the width of a plot, or of one schedule's bars
 
 AXIS = 46  # left of a plot, for its numbers
@@ -112,7 +113,7 @@ def _draw_names(curves, y, left, bottom):
     for curve, at in zip(ends, places):
         sample = _draw_curve(curve, [(left, at), (left + SAMPLE, at)])
         parts += sample[:1] + sample[2:]  # one mark, at its end
-        parts.append(_words(left + SAMPLE + 7, at + 4.5, curve.name, color=curve.color))
+        parts.append(_words(left + SAMPLE + 7, at + 4.5, curve.name))
     return parts
 
 
@@ -136,12 +137,12 @@ def draw_bars(left, top, title, bars, limit, most):
         parts.append(_words(x0 - 8, y + 11.5, name, "end"))
         parts += _draw_hatched(f'x="{x0}" width="{base * scale:.1f}" {box}')
         parts.append(
-            f'<rect x="{x0 + base * scale:.1f}" width="{rest * scale:.1f}" {box} fill="{FILLED}"/>'
+            f'<rect x="{x0 + base * scale:.1f}" width="{rest * scale:.1f}" {box} fill="{FILLED}" {EDGE}/>'
         )
         over = (base + rest - limit) * scale
         if over > 0.01:
             parts.append(
-                f'<rect x="{x0 + limit * scale:.1f}" width="{over:.1f}" {box} fill="{OVER}"/>'
+                f'<rect x="{x0 + limit * scale:.1f}" width="{over:.1f}" {box} fill="{OVER}" {EDGE}/>'
             )
         parts.append(_words(x0 + LONGEST + 8, y + 11.5, words))
     down = len(bars) * (BAR + BAR_GAP) + 2
@@ -157,14 +158,17 @@ def draw_bars_legend(left, top, base, rest):
         at.append(at[-1] + 52 + 7.2 * len(each))
     box = f'y="{top}" width="26" height="{BAR}"'
     parts = _draw_hatched(f'x="{at[0]}" {box}')
-    parts.append(f'<rect x="{at[1]:.1f}" {box} fill="{FILLED}"/>')
+    parts.append(f'<rect x="{at[1]:.1f}" {box} fill="{FILLED}" {EDGE}/>')
     parts.append(_line(f"M{at[2] + 13:.1f} {top - 3}v{BAR + 6}", TEXT, 1.6, "7 4"))
-    parts.append(f'<rect x="{at[3]:.1f}" {box} fill="{OVER}"/>')
+    parts.append(f'<rect x="{at[3]:.1f}" {box} fill="{OVER}" {EDGE}/>')
     return parts + [_words(x + 32, top + 11.5, each) for x, each in zip(at, words)]
 
 
 def _draw_hatched(box):
-    return [f'<rect {box} fill="{TEXT}" fill-opacity="0.4"/>', f'<rect {box} fill="url(#hatch)"/>']
+    return [
+        f'<rect {box} fill="{TEXT}" fill-opacity="0.4" {EDGE}/>',
+        f'<rect {box} fill="url(#hatch)"/>',
+    ]
 
 
 def _line(path, color, width, dashes=""):
@@ -172,8 +176,8 @@ def _line(path, color, width, dashes=""):
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"{dashed}/>'
 
 
-def _words(x, y, words, anchor="start", color=TEXT):
+def _words(x, y, words, anchor="start"):
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
-        f'fill="{color}">{escape(words)}</text>'
+        f'fill="{TEXT}">{escape(words)}</text>'
     )

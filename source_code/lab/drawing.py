@@ -3,7 +3,8 @@
 
 Time runs to the right, rank 0 is on top, timelines in one picture share one scale. Colours are
 those of Okabe and Ito, and each kind has a second mark, so that no colour carries meaning alone.
-Text outside the blocks is a grey that can be read on white and on black; the ground is clear.
+Text beside the blocks is the grey that can be read on white and on black: a picture in a notebook
+does not learn on which it lies. The ground is clear.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from lab.longest_path import longest_path
 from lab.story import stories_of, waits_of
 from lab.timeline import Timeline
 
-TEXT = "#7a7a7a"
+TEXT = "#767676"
 FILL = {"F": "#56B4E9", "B": "#009E73", "I": "#66C5AB", "W": "#E69F00", "U": "#D55E00"}
 NUMBER = {"F": "#000000", "B": "#ffffff", "I": "#000000", "W": "#000000", "U": "#000000"}
 LEGEND = {
@@ -30,6 +31,9 @@ RIGHT = 14
 ROW = 26
 ROW_GAP = 6
 FONT = 13
+OUTLINE = "#000000"  # of blocks: on white their colours alone would be too pale
+WAITING = f'fill="{TEXT}" fill-opacity="0.24" stroke="{TEXT}" stroke-width="0.7"'
+WHITE_NUMBER = "paint-order: stroke; stroke: #000; stroke-opacity: 0.5; stroke-width: 2px"
 MOST_NUMBERS = 400
 READING = 16  # the height of a line of a block's story
 SHADE = 0.24  # difference in shade between the blocks of two consecutive stages of a rank
@@ -131,9 +135,9 @@ def draw_place(place, unit, title, stories=None):
         f"M{LEFT} {place.y(rank)}h{width:.1f}v{ROW}H{LEFT}z" for rank in range(len(names))
     )
     return [
-        _text(LEFT, place.title, title, anchor="start"),
+        _text(8, place.title, title, "start", 'font-size="15" font-weight="bold"'),
         *names,
-        f'<path d="{rows}" fill="{TEXT}" fill-opacity="0.13"/>',
+        f'<path d="{rows}" {WAITING}/>',
         *_draw_blocks(place, stories_of(timeline, unit) if stories is None else stories),
         *(_draw_messages(place) if few else []),
         *(_draw_numbers(place) if few else []),  # on top of the lines
@@ -173,7 +177,7 @@ def _draw_blocks(place, stories):
             hatches.append(f"M{left:.1f} {y}h{width:.1f}v{ROW}h-{width:.1f}z")
     hatch = f'<path d="{"".join(hatches)}" fill="url(#hatch)" pointer-events="none"/>'
     return [
-        f'<g class="blocks" stroke="#ffffff" stroke-width="{outline:.2f}">',
+        f'<g class="blocks" stroke="{OUTLINE}" stroke-width="{outline:.2f}">',
         *parts,
         *updates,
         "</g>",
@@ -347,7 +351,7 @@ def draw_legend(timelines, top, longest_path=False, width=WIDTH):
                         f'fill="{shade_of(kind, i)}"/>'
                     )
         elif sign == "waiting":
-            parts.append(f'{box}fill="{TEXT}" fill-opacity="0.13"/>')
+            parts.append(f"{box}{WAITING}/>")
         elif sign == "message":
             parts.append(
                 f'<line x1="{left + 6:.1f}" y1="{y + 2}" x2="{left + ROW - 6:.1f}" y2="{y + 16}" '
@@ -357,8 +361,8 @@ def draw_legend(timelines, top, longest_path=False, width=WIDTH):
             parts.append(f'<path d="M{left:.1f} {y + 9}h{ROW}" {PATH}/>')
         else:
             kind = "F" if sign == "recomputed" else sign
-            dashes = f" {DASHED}" if sign != kind else ""
-            parts.append(f'{box}fill="{FILL[kind]}"{dashes}/>')
+            outline = DASHED if sign != kind else f'stroke="{OUTLINE}" stroke-width="0.7"'
+            parts.append(f'{box}fill="{FILL[kind]}" {outline}/>')
             parts += [f'{box}fill="url(#hatch)"/>'] if sign == "W" else []
             parts.append(
                 f'<text x="{left + ROW / 2:.1f}" y="{y + 13.5}" text-anchor="middle" '
@@ -370,9 +374,9 @@ def draw_legend(timelines, top, longest_path=False, width=WIDTH):
     return parts
 
 
-def _text(x, y, text, anchor):
+def _text(x, y, text, anchor, font=f'font-size="{FONT}"'):
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {font} '
         f'fill="{TEXT}">{escape(text)}</text>'
     )
 
@@ -389,6 +393,7 @@ def wrap(parts, height, alt, titled=True, width=WIDTH):
         f'width="{width}" height="{height:.0f}" style="max-width:100%;height:auto" role="img" '
         f'aria-label="{escape(alt)}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">'
         f"{title}"
+        f'<style>text[fill="#ffffff"] {{ {WHITE_NUMBER} }}</style>'
         '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
         'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="5" stroke="#000000" '
         'stroke-opacity="0.35" stroke-width="1.4"/></pattern></defs>' + "".join(parts) + "</svg>\n"

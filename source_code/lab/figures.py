@@ -12,6 +12,8 @@ from pathlib import Path
 from lab.drawing import TEXT, WIDTH, arrange, draw_legend, draw_longest_path, draw_place, wrap
 from lab.story import short
 
+LETTER = 8.3  # width of a caption's letters, about
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -43,6 +45,8 @@ def draw_timelines(
     parts = []
     for place in places:
         title = f"{place.label}: {describe(place.timeline, unit)}"
+        if len(title) * LETTER > width:
+            title = describe(place.timeline, unit)
         told = stories if stories is False else (stories or {}).get(place.label)
         parts += draw_place(place, unit, title, told)
         parts += draw_longest_path(place) if longest_path else []

@@ -67,10 +67,10 @@ def draw_held(timelines, width=WIDTH):
 
     words = [f"{each.name} {peak:g} (rank {rank})" for each, rank, peak in found]
     alt = "micro-batches held: " + ", ".join(words)
-    parts = [_text(LEFT, FONT, alt, "start")]
+    parts = [_text(8, FONT, alt, "start")]
     for number, (timeline, rank, peak) in enumerate(found):
         path = outline(held_over_time(timeline, rank), timeline.makespan, x, y)
-        paint = f'fill="{HELD}" fill-opacity="0.6"'
+        paint = f'fill="{HELD}" fill-opacity="0.6" stroke="{HELD}"'
         if number:
             paint = 'fill="none" stroke="currentColor" stroke-width="2" stroke-dasharray="5 3"'
         parts.append(f'<path d="{path}" {paint}/>')

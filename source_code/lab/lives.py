@@ -13,7 +13,7 @@ from lab.story import short
 from lab.timeline import Timeline
 
 NARROWER = 0.75  # leaves room for the sums on the right
-BAND = 'fill-opacity="0.3" pointer-events="none"'
+BAND = f'fill-opacity="0.3" stroke="{TEXT}" pointer-events="none"'
 
 
 def lives_of(timeline, microbatch):

@@ -8,7 +8,7 @@ as the last line of a notebook's cell. All schedules train the same model on the
 
 from html import escape
 
-from lab.drawing import FILL, FONT, TEXT
+from lab.drawing import FILL, FONT, OUTLINE, TEXT
 from lab.figures import Picture
 from lab.held_curve import fullest_rank
 from lab.simulator import Costs, simulate
@@ -79,7 +79,7 @@ def draw_map(ranks=4, microbatches=8):
         split = any(event.action.kind == "W" for event in timelines[name].events)
         parts.append(
             f'<circle cx="{across:.1f}" cy="{down:.1f}" r="{DOT}" '
-            f'fill="{SPLIT if split else WHOLE}" stroke="#000000" stroke-opacity="0.5"/>'
+            f'fill="{SPLIT if split else WHOLE}" stroke="{OUTLINE}"/>'
         )
     parts += _names(dots)
     words = ", ".join(

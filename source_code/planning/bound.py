@@ -4,30 +4,21 @@
 A search compares thousands of plans, too many to simulate all of them. The bound never exceeds the
 forecast. It equals the forecast if messages take no time and ranks idle only while the pipeline
 fills and drains. The memory is that of the forecast: it needs only the number of micro-batches that
-each rank of a schedule holds (held.py).
+each rank of a schedule holds (microbatches_held.py).
 """
 
 from functools import lru_cache
 
-from planning.forecast import (
-    exposed_reduction,
-    head_times,
-    layer_times,
-    optimizer_time,
-    stage_costs,
-)
-from planning.held import held_by
+from planning.forecast import exposed_reduction, optimizer_time, stage_costs
+from planning.microbatches_held import held_by
 from planning.plan_memory import SPLIT, memory_per_rank
-from planning.profiled import ProfiledModel, seconds_of_all_layers
+from planning.stage_times import stages_of
 
 
 def work_bound(model, machine, plan):
     """Seconds of computation per update, divided by the ranks: the weakest lower bound."""
-    if isinstance(model, ProfiledModel):
-        return plan.microbatches(model) * seconds_of_all_layers(model, plan) / plan.ranks
-    layers = model.layers * sum(layer_times(model, machine, plan))
-    head = sum(head_times(model, machine, plan)[:2])
-    return plan.microbatches(model) * (layers + head) / plan.ranks
+    work = stages_of(model, machine, plan).seconds_of_all()
+    return plan.microbatches(model) * work / plan.ranks
 
 
 @lru_cache(maxsize=200_000)

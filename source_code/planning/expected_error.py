@@ -7,6 +7,7 @@ of GPU leaves out the extreme OUTSIDE of these errors, half of it at each end; e
 the same weight, however many runs it has. The interval is asymmetric, because the errors are.
 """
 
+import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +52,11 @@ def kind_of(plan):
     return "data or tensor parallel"
 
 
+def was_compared(machine):
+    """Whether any published run on this GPU was compared with its forecast."""
+    return GPUS.get(machine.peak) is not None
+
+
 def expected_error(machine, plan):
     """The ExpectedError of a plan's forecast on a machine."""
     if machine.measured:
@@ -59,13 +65,15 @@ def expected_error(machine, plan):
 
 
 @lru_cache
-def _of_kind(gpu, kind):
-    runs = [one for one in left_out_errors() if one["kind"] == kind]
+def _of_kind(gpu, kind, without=""):
+    """The ExpectedError of a kind on a GPU; without the runs of the publication `without`."""
+    known = [one for one in left_out_errors() if one["group"] != without]
+    runs = [one for one in known if one["kind"] == kind]
     here = [one for one in runs if one["gpu"] == gpu]
     groups = {one["group"] for one in here}
     if len(here) >= LEAST_ROWS and len(groups) >= LEAST_GROUPS:
         return ExpectedError(*interval(here), len(here), len(groups))
-    least, most = interval(runs or left_out_errors())
+    least, most = interval(runs or known)
     return ExpectedError(min(least, UNTESTED[0]), max(most, UNTESTED[1]), 0, 0)
 
 
@@ -74,17 +82,55 @@ def mean_error(machine, kind):
     gpu = GPUS.get(machine.peak, "other")
     if not _of_kind(gpu, kind).rows:
         return None
-    runs = [one for one in left_out_errors() if (one["gpu"], one["kind"]) == (gpu, kind)]
+    return weighted_mean(runs_of(gpu, kind))
+
+
+def runs_of(gpu, kind):
+    """The runs of a kind of plan on a type of GPU, as in `left_out_errors`."""
+    return [one for one in left_out_errors() if (one["gpu"], one["kind"]) == (gpu, kind)]
+
+
+def weighted_mean(runs):
+    """The mean error of `runs`; each publication has the same weight."""
     members = [one["group"] for one in runs]
     return sum(one["error"] / members.count(one["group"]) for one in runs) / len(set(members))
 
 
+def size_within(runs, fraction):
+    """The size of the error that this fraction of `runs`, by weight, does not exceed."""
+    sizes = [{**one, "error": abs(one["error"])} for one in runs]
+    return _beyond(_ordered(sizes), fraction * len({one["group"] for one in runs}))
+
+
+def fraction_inside(of_others):
+    """The fraction of runs whose error is inside the interval of their kind.
+
+    With `of_others` this interval is made without the run's own publication.
+    """
+    inside = 0
+    for one in left_out_errors():
+        error = _of_kind(one["gpu"], one["kind"], one["group"] if of_others else "")
+        inside += error.least <= one["error"] <= error.most
+    return inside / len(left_out_errors())
+
+
+def median_half_width():
+    """Half of the width of the median run's interval, relative to its forecast."""
+    ends = [_of_kind(one["gpu"], one["kind"]).seconds(1.0) for one in left_out_errors()]
+    return statistics.median((most - least) / 2 for least, most in ends)
+
+
 def interval(runs):
     """(least, most) error of `runs` without the extremes; each publication has the same weight."""
-    members = [one["group"] for one in runs]
-    ordered = sorted((one["error"], 1 / members.count(one["group"])) for one in runs)
-    cut = OUTSIDE / 2 * len(set(members))
+    ordered = _ordered(runs)
+    cut = OUTSIDE / 2 * len({one["group"] for one in runs})
     return _beyond(ordered, cut), _beyond(ordered[::-1], cut)
+
+
+def _ordered(runs):
+    """[(error, weight)] of `runs`, the least error first; each publication has a weight of 1."""
+    members = [one["group"] for one in runs]
+    return sorted((one["error"], 1 / members.count(one["group"])) for one in runs)
 
 
 def _beyond(ordered, weight):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forecasts one update on a large machine: its seconds, where they go, and its memory.
 
-Each stage has its own forward and backward times: matrix products at the machine's rate, all other
-operations at its memory speed, sums within layers that GPUs share, and head and loss on the last
-stage. The simulator plays the schedule with these times and the time of each message. The part of
-the gradient sums that no backward hides, and the optimizer, are added at the end.
+Each stage has its own forward and backward times, from stage_times.py. The simulator plays the
+schedule with these times and the time of each message. The part of the gradient sums that no
+backward hides, and the optimizer, are added at the end.
 
 Times are in seconds, sizes in bytes. transformer.py and traffic.py name the sources of the counts.
 """
@@ -15,26 +14,12 @@ from functools import lru_cache
 from lab.simulator import Costs, simulate
 from pipeline.schedules import build_schedule
 from planning.closed_forms import SECONDS_PER_DAY
-from planning.measured import (
-    embedding_quantities,
-    head_quantities,
-    layer_quantities,
-)
-from planning.plan_memory import SPLIT, memory_per_rank, shard_group, weights_of
-from planning.profiled import ProfiledModel, activation_bytes, stage_times
-from planning.traffic import all_reduce_time, gather_time, message_costs
+from planning.plan_memory import memory_per_rank, shard_group, weights_of
+from planning.stage_times import stages_of
+from planning.traffic import gather_time, message_costs
 from planning.training_plan import Plan
-from planning.transformer import (
-    BYTES_PER_VALUE,
-    logit_bytes,
-    passing_bytes,
-    score_bytes,
-)
 
-OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
-RECOMPUTED_PRODUCTS = 0.45  # of a layer's products: every second, see transformer.py
-TENSORS_PER_LAYER = 9  # of a layer of the course's own model
 ROUNDS = 4  # rounds of p micro-batches until the steady phase, if stages are even
 PLAYED = 2000  # actions
 
@@ -114,24 +99,12 @@ known_schedule = lru_cache(maxsize=64)(build_schedule)  # plans that are compare
 
 
 def stage_costs(model, machine, plan):
-    """The Costs of a plan for the simulator. The last stage includes the head and the loss."""
-    if isinstance(model, ProfiledModel):
-        return with_shards(model, machine, plan, *profiled_times(model, plan))
-    if machine.measured:
-        return measured_costs(model, machine, plan)
-    forward, given, weight, again = layer_times(model, machine, plan)
-    layers = plan.layers_of(model)
-    forwards = [count * forward for count in layers]
-    backwards = [count * (given + weight) for count in layers]
-    weights = [count * weight for count in layers]
-    recomputed = [count * again for count in layers]
-    for times, more in zip((forwards, backwards, weights), head_times(model, machine, plan)):
-        times[-1] += more
-    return with_shards(model, machine, plan, forwards, backwards, weights, recomputed)
+    """The Costs of a plan for the simulator. The last stage includes the head and the loss.
 
-
-def with_shards(model, machine, plan, forwards, backwards, weights, recomputed):
-    """These times and all messages as Costs; times include the gathers of sharded weights."""
+    Times include the gathers of sharded weights.
+    """
+    stages = stages_of(model, machine, plan)
+    forwards, backwards, weights, recomputed = stages.seconds()
     layers = plan.layers_of(model)
     if plan.sharding in ("gradients", "hybrid", "full"):
         for stage, (gathering, scattering) in enumerate(shard_times(model, machine, plan)):
@@ -140,59 +113,22 @@ def with_shards(model, machine, plan, forwards, backwards, weights, recomputed):
             forwards[stage] += exposed_by(machine, forwards[stage], gathering, layers[stage])
             work = backwards[stage] + recomputed[stage]
             backwards[stage] += exposed_by(machine, work, gathering + scattering, layers[stage])
-    return Costs(
-        forwards, backwards, weights, recompute=recomputed, **all_hops(model, machine, plan)
-    )
+    return Costs(forwards, backwards, weights, recompute=recomputed, **all_hops(stages))
 
 
-def profiled_times(model, plan):
-    """(forwards, backwards, their parts for the weights, second forwards), a list by stage each."""
-    forwards, backwards, again = stage_times(model, plan)
-    return forwards, backwards, [one / 2 for one in backwards], again
-
-
-def all_hops(model, machine, plan):
+def all_hops(stages):
     """Latency and occupancy of all pairs of ranks that exchange activations, as arguments of Costs."""
-    messages = {}
+    machine, plan, messages = stages.machine, stages.plan, {}
     for stage in range(plan.stages - 1):
         for pair in both_ways(plan.rank_of(stage), plan.rank_of(stage + 1)):
-            costs = hop_costs(model, machine, plan, *pair, stage)
+            far = plan.is_far(machine, *pair)
+            size = stages.message_bytes(stage)
+            costs = message_costs(machine, size, far, plan.tensor, plan.senders(machine))
             messages[pair] = max(costs, messages.get(pair, costs))
     return {
         "transfer": {pair: costs[0] for pair, costs in messages.items()},
         "occupancy": {pair: costs[1] for pair, costs in messages.items()},
     }
-
-
-def measured_costs(model, machine, plan):
-    """Costs for the simulator on a machine that was measured: see measured.py."""
-    b, split = plan.microbatch, plan.schedule in SPLIT
-    times = {kind: [] for kind in "FBIW"}
-    again = []
-    for stage, layers in enumerate(plan.layers_of(model)):
-        quantities = {"action": 1, **layer_quantities(model, b, layers)}
-        inside = layer_quantities(model, b, layers)
-        if stage == 0:
-            quantities |= embedding_quantities(model, b)
-        if stage == plan.stages - 1:
-            quantities |= head_quantities(model, b)
-        messages = machine.measured.message * message_ends(plan, stage)
-        for kind, column in times.items():
-            seconds = machine.measured.seconds(kind, quantities)
-            column.append(seconds + (0.0 if kind == "W" else messages))
-        again.append(machine.measured.seconds("F", inside) if plan.recompute == "full" else 0.0)
-    whole, weights = times["B"], [one / 2 for one in times["B"]]
-    if split:
-        weights = times["W"]
-        whole = [one + other for one, other in zip(times["I"], weights)]
-    hops = all_hops(model, machine, plan)
-    return Costs(times["F"], whole, weights, recompute=again, **hops)
-
-
-def message_ends(plan, stage):
-    """How many messages a forward of a stage receives and sends; a backward has as many."""
-    neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < plan.stages]
-    return sum(plan.rank_of(other) != plan.rank_of(stage) for other in neighbours)
 
 
 def both_ways(one, other):
@@ -206,68 +142,6 @@ def exposed_by(machine, work, messages, layers):
     """
     longest = work * (1 - 1 / max(layers, 1))
     return messages - min(machine.hidden * messages * (1 - 1 / max(layers, 1)), longest)
-
-
-def layer_times(model, machine, plan):
-    """(forward, backward for the input, backward for the weights, recomputed forward) of a layer.
-
-    Seconds of one micro-batch. A backward has two products for each product of the forward, and
-    fused attention recomputes its scores (FlashAttention). The forward and the backward have two
-    sums over the tensor group each.
-    """
-    if machine.measured:
-        return measured_layer_times(model, machine.measured, plan)
-    kernels = plan.fused_attention, plan.sequence_parallel
-    shape = plan.microbatch, plan.tensor, plan.recompute, plan.precision, plan.overlapped_tensor
-    return _layer_times(model, machine, *shape, *kernels)
-
-
-def measured_layer_times(model, measured, plan):
-    """The four times of `layer_times` on a machine that was measured."""
-    quantities = layer_quantities(model, plan.microbatch)
-    forward, whole, first, weight = (measured.seconds(kind, quantities) for kind in "FBIW")
-    again = forward if plan.recompute == "full" else 0.0
-    if plan.schedule in SPLIT:
-        return forward, first, weight, again
-    return forward, whole / 2, whole / 2, again
-
-
-@lru_cache(maxsize=10_000)
-def _layer_times(model, machine, b, t, recompute, precision, overlapped, flash, parallel):
-    rate = machine.fp8_flops if precision == "fp8" else machine.flops
-    products = 2 * b * model.length * model.layer_matrices / t / rate
-    scores = model.score_flops(b) / t
-    scores /= 2 * machine.attention_flops if flash else machine.flops  # flash: half of all pairs
-    softmax = score_bytes(model, b, t, flash) / machine.memory_speed
-    passing = passing_bytes(model, b, t, parallel) / machine.memory_speed
-    activation = BYTES_PER_VALUE * b * model.length * model.hidden
-    sums = 2 * all_reduce_time(machine, activation, t, min(t, machine.gpus_per_node))
-    sums *= 1 - machine.hidden if overlapped else 1
-    forward = products + scores + softmax + passing + sums
-    given = products + scores * (2.5 if flash else 2) + 2 * (softmax + passing) + sums
-    again = {"none": 0.0, "selective": 0 if flash else scores + softmax, "full": forward}
-    again["operator"] = RECOMPUTED_PRODUCTS * products + passing + sums / 2
-    return forward, given, products, again[recompute]
-
-
-def head_times(model, machine, plan):
-    """(forward, backward, its part for the weights) of head and loss: seconds of one micro-batch."""
-    if machine.measured:
-        quantities = head_quantities(model, plan.microbatch)
-        forward, whole, weight = (machine.measured.seconds(kind, quantities) for kind in "FBW")
-        return forward, whole, weight
-    product = model.head_flops(plan.microbatch) / plan.tensor / machine.flops
-    loss = logit_bytes(model, plan.microbatch, plan.tensor) / machine.memory_speed / 2
-    return product + loss, 2 * product + loss, product
-
-
-def hop_costs(model, machine, plan, source, destination, stage):
-    """(latency, occupancy) in seconds of a message after `stage`: an activation or its gradient."""
-    size = machine.bytes_per_value * plan.microbatch * model.length * model.hidden
-    if isinstance(model, ProfiledModel):
-        size = activation_bytes(model, plan, stage)
-    far = plan.is_far(machine, source, destination)
-    return message_costs(machine, size, far, plan.tensor, plan.senders(machine))
 
 
 def shard_times(model, machine, plan):
@@ -293,40 +167,17 @@ def exposed_reduction(model, machine, plan, rank, last_backward):
     it. The gather of updated weights, if replicas share an optimizer, overlaps with nothing, unless
     the plan scatters its gradients: such a program gathers beside the first forwards.
     """
-    sums = reduction_time(model, machine, plan, plan.stages_of(rank))
-    overlap = plan.overlap and not machine.measured  # measured: one message per stage
+    stages = stages_of(model, machine, plan)
+    weights = weights_of(model, plan, plan.stages_of(rank))
+    summed = plan.replicas > 1 and plan.sharding not in ("gradients", "full")  # else scattered
+    sums = stages.summing(weights) if summed else 0.0
+    once = plan.sharding in ("optimizer", "gradients") or not plan.reshard
+    gathers = stages.gathering(weights) if once and plan.replicas > 1 else 0.0
+    overlap = plan.overlap and stages.sums_by_layer
     hidden = last_backward * (1 - 1 / model.layers) if overlap else 0.0
-    gathers = regathering_time(model, machine, plan, plan.stages_of(rank))
     if plan.scatters:
         return max(sums + gathers - min(machine.hidden * (sums + gathers), 2 * hidden), 0.0)
     return max(sums - hidden, 0.0) + gathers
-
-
-def reduction_time(model, machine, plan, stages):
-    """Seconds that the sums of a rank's gradients over the replicas take, once per update."""
-    inside, copies = plan.replicas_in_node(machine), plan.replicas
-    weights = weights_of(model, plan, stages)
-    if plan.sharding in ("gradients", "full") or copies == 1:
-        return 0.0  # already scattered, or nothing to sum
-    if machine.measured:
-        return machine.measured.sum + machine.measured.sum_byte * 4 * weights
-    if plan.sharding == "hybrid":
-        size = plan.gradient_bytes * weights / inside
-        return all_reduce_time(machine, size, copies // inside, 1)
-    times = 1 if plan.scatters else 2  # an all-reduce is a reduce-scatter and an all-gather
-    return times * gather_time(machine, plan.gradient_bytes * weights, copies, inside)
-
-
-def regathering_time(model, machine, plan, stages):
-    """Seconds of gathering the updated weights, if the replicas share an optimizer."""
-    once = plan.sharding in ("optimizer", "gradients") or not plan.reshard
-    if not once or plan.replicas == 1:
-        return 0.0
-    weights = weights_of(model, plan, stages)
-    if machine.measured:  # an all-gather takes half of an all-reduce
-        return (machine.measured.sum + machine.measured.sum_byte * 4 * weights) / 2
-    inside = plan.replicas_in_node(machine)
-    return gather_time(machine, BYTES_PER_VALUE * weights, plan.replicas, inside)
 
 
 def optimizer_time(model, machine, plan):
@@ -334,10 +185,4 @@ def optimizer_time(model, machine, plan):
     shared = plan.sharding in ("optimizer", "gradients")
     group = plan.replicas if shared else shard_group(machine, plan)
     most = max(weights_of(model, plan, plan.stages_of(rank)) for rank in range(plan.ranks))
-    if machine.measured:
-        one = machine.measured
-        tensors = TENSORS_PER_LAYER * model.layers / plan.ranks
-        return (
-            one.update + one.update_tensor * tensors + one.update_weight * most / group + one.step
-        )
-    return OPTIMIZER_PASS * most / group / machine.memory_speed
+    return stages_of(model, machine, plan).updating(most / group)

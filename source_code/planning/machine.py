@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from guard.inputs import MEBIBYTE, InputError, is_number, read_json
-from planning.measured import Measured, measured_from
+from planning.time_coefficients import TimeCoefficients, coefficients_from
 
 MACHINES = Path(__file__).parent / "machines"
 SHORT = {  # a GPU's name, for the machine that is full of it
@@ -18,6 +18,7 @@ SHORT = {  # a GPU's name, for the machine that is full of it
     "a100": "dgx-a100-80gb",
     "a100-80gb": "dgx-a100-80gb",
     "a100-40gb": "dgx-a100-40gb",
+    "gb200": "gb200-nvl72",
 }
 
 
@@ -42,7 +43,9 @@ class Machine:
     overlap with computation. `peak` is the rate of the data sheet, which only MFU needs. `memory_speed` is the
     rate of operations that only read and write. `error` is the relative error of the forecasts for
     this machine on published runs. `measured`, if given, replaces `flops` and `memory_speed`.
-    `bytes_per_value` is that of an activation or a weight.
+    `bytes_per_value` is that of an activation or a weight. A node is what one fast network connects.
+    It may consist of several computers with `gpus_per_host` GPUs each, which only the command that
+    starts a plan needs to know; 0 means that it is one computer.
     """
 
     gpus: int
@@ -57,8 +60,9 @@ class Machine:
     fp8_flops: float = 0.0
     attention_flops: float = 213e12
     hidden: float = 1.0
-    measured: Measured | None = None
+    measured: TimeCoefficients | None = None
     bytes_per_value: int = 2
+    gpus_per_host: int = 0
 
     @property
     def card_share(self):
@@ -78,6 +82,7 @@ FURTHER = {
     "fp8_teraflops": ("fp8_flops", 1e12),
     "attention_teraflops": ("attention_flops", 1e12),
     "hidden": ("hidden", 1),
+    "gpus_per_host": ("gpus_per_host", 1),
 }  # a file without them, such as one of --this-machine, has the defaults
 LINK_FIELDS = {"gigabytes_per_second": 1e9, "microseconds": 1e-6}
 
@@ -104,13 +109,14 @@ def machine_from(text, gpus, name):
     if not isinstance(text, dict):
         raise InputError(f"{name} holds no JSON object")
     values = {key: _number(text, key, unit, name) for key, unit in FIELDS.items()}
-    if values["gpus_per_node"] % 1:
-        raise InputError(f"{name} has no whole number as 'gpus_per_node'")
     further = {
         field: _number(text, key, unit, name)
         for key, (field, unit) in FURTHER.items()
         if key in text
     }
+    for key, count in {**values, **further}.items():
+        if key.startswith("gpus_per") and count % 1:
+            raise InputError(f"{name} has no whole number as '{key}'")
     return Machine(
         gpus,
         flops=values["teraflops"],
@@ -121,7 +127,7 @@ def machine_from(text, gpus, name):
         memory_speed=values["memory_gigabytes_per_second"],
         peak=values["peak_teraflops"],
         error=values["error"],
-        measured=measured_from(text["measured"], name) if "measured" in text else None,
+        measured=coefficients_from(text["measured"], name) if "measured" in text else None,
         bytes_per_value=_bytes_per_value(text, name),
         **further,
     )

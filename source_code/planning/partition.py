@@ -265,45 +265,59 @@ def profile_as_json(profile, config, batch_size, dtype):
 def profile_model(config, batch_size, dtype=torch.float64, device="cpu", repeats=5):
     """Measure the course's model, layer by layer, into a Profile of one mini-batch.
 
-    Times are the median of `repeats` runs after one that is not counted, on one thread as in
-    training. The embedding counts with the first layer; the norm, the head and the loss count with
-    the last, whose output is the scores.
+    Times are the median of `repeats` rounds over all layers, after a round that is not counted, on
+    one thread as in training. If another program disturbs a round, it disturbs one time of many
+    layers, and not all times of one layer. The weights and gradients of all layers are in memory at
+    once. The embedding counts with the first layer; the norm, the head and the loss count with the
+    last, whose output is the scores.
     """
     torch.set_num_threads(1)
-    sizes = batch_size, dtype, torch.device(device), repeats
-    layers = tuple(measure_layer(config, index, *sizes) for index in range(config.layers))
-    return Profile("the course's model", layers)
+    sizes = batch_size, dtype, torch.device(device)
+    layers = [TimedLayer(config, index, *sizes) for index in range(config.layers)]
+    for _ in range(1 + repeats):
+        for layer in layers:
+            layer.run()
+    return Profile("the course's model", tuple(layer.profile() for layer in layers))
 
 
-def measure_layer(config, index, batch_size, dtype, device, repeats):
-    """A LayerProfile of one decoder layer of the course's model, with the median of its times."""
-    part = build_part(config, index, index + 1, dtype=dtype, device=device)
-    tokens = torch.randint(ModelConfig.vocabulary, (batch_size, config.seq_len), device=device)
-    activation = torch.randn(batch_size, config.seq_len, config.dim, dtype=dtype, device=device)
-    inputs = tokens if part.is_first else activation.requires_grad_()
-    gradient = None if part.is_last else torch.randn_like(activation)
-    there_anyway = {one.data_ptr() for one in [*part.parameters(), *part.buffers(), tokens]}
-    kept, times = {}, []
+class TimedLayer:
+    """One decoder layer of the course's model, whose forward and backward are timed in each run."""
 
-    def note(tensor):
+    def __init__(self, config, index, batch_size, dtype, device):
+        shape = batch_size, config.seq_len
+        self.name, self.device = f"layer {index}", device
+        self.part = build_part(config, index, index + 1, dtype=dtype, device=device)
+        self.tokens = torch.randint(ModelConfig.vocabulary, shape, device=device)
+        activation = torch.randn(*shape, config.dim, dtype=dtype, device=device)
+        self.inputs = self.tokens if self.part.is_first else activation.requires_grad_()
+        self.gradient = None if self.part.is_last else torch.randn_like(activation)
+        self.times, self.kept, self.output_bytes = [], {}, 0
+
+    def run(self):
+        """Run the forward and the backward once. The first run notes what the forward keeps."""
+        hooks = nullcontext() if self.times else saved_tensors_hooks(self._note, lambda kept: kept)
+        start = now(self.device)
+        with hooks:
+            output = self.part(self.inputs)
+            result = token_loss(output, self.tokens) if self.part.is_last else output
+        middle = now(self.device)
+        torch.autograd.backward(result, self.gradient)
+        self.times.append((middle - start, now(self.device) - middle))
+        self.output_bytes = output.nbytes
+
+    def _note(self, tensor):
+        own = [*self.part.parameters(), *self.part.buffers(), self.tokens]
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in there_anyway:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in {one.data_ptr() for one in own}:
+            self.kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    for repeat in range(1 + repeats):
-        first = saved_tensors_hooks(note, lambda tensor: tensor) if repeat == 0 else nullcontext()
-        start = now(device)
-        with first:
-            output = part(inputs)
-            result = token_loss(output, tokens) if part.is_last else output
-        middle = now(device)
-        torch.autograd.backward(result, gradient)
-        times.append((middle - start, now(device) - middle))
-    forward, backward = (statistics.median(column) for column in zip(*times[1:]))
-    parameter_bytes = sum(parameter.nbytes for parameter in part.parameters())
-    sizes = output.nbytes, parameter_bytes, sum(kept.values())
-    return LayerProfile(f"layer {index}", forward, backward, *sizes)
+    def profile(self):
+        """The LayerProfile of all runs but the first."""
+        forward, backward = (statistics.median(column) for column in zip(*self.times[1:]))
+        weights = sum(parameter.nbytes for parameter in self.part.parameters())
+        sizes = self.output_bytes, weights, sum(self.kept.values())
+        return LayerProfile(self.name, forward, backward, *sizes)
 
 
 def now(device):

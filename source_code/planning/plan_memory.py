@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes each rank of a plan needs: weights, gradients, optimizer, activations.
 
-For the course's own models footprint.py counts the bytes, which equal the measured ones. The
+For the course's own models counted_memory.py counts the bytes, which equal the measured ones. The
 papers' formulas give them for other models, and if a tensor group shares the layers or replicas
 share the weights. Not counted are the memory of CUDA and NCCL themselves, messages in transit, and
 the gaps of an allocator.
@@ -12,10 +12,10 @@ from functools import lru_cache
 from extensions.real_models.saved_part import SavedSettings
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import build_schedule
-from planning.footprint import predict_memory
-from planning.held import held_by
+from planning.counted_memory import predict_memory
 from planning.known_models import is_of_the_course
-from planning.profiled import ProfiledModel, kept_per_stage, layers_of_stages
+from planning.microbatches_held import held_by
+from planning.profiled import ProfiledModel, kept_per_stage
 from planning.transformer import (
     BYTES_PER_VALUE,
     deferred_by_loss,
@@ -33,19 +33,7 @@ ROUNDS = 4  # rounds of p micro-batches, after which no other schedule holds mor
 
 def weights_of(model, plan, stages):
     """The number of weights that a GPU with these stages (a list of indices) computes with."""
-    layers = plan.layers_of(model)
-    if isinstance(model, ProfiledModel):
-        parts = layers_of_stages(model, plan)
-        size = sum(layer.parameter_bytes for stage in stages for layer in parts[stage])
-        return size / model.bytes_per_value
-    count = sum(layers[stage] for stage in stages) * model.layer_weights
-    if 0 in stages:
-        count += model.embedding_weights
-    if len(layers) - 1 in stages and not (model.tied and 0 in stages):
-        count += model.head_weights
-    if len(layers) - 1 in stages:
-        count += model.last_norm_weights
-    return count / plan.tensor
+    return model.stage_weights(plan.layers_of(model), stages) / plan.tensor
 
 
 def shard_group(machine, plan):
@@ -56,9 +44,9 @@ def shard_group(machine, plan):
 
 def memory_per_rank(model, machine, plan):
     """Bytes of each rank of a pipeline: weights, gradients, optimizer, activations, losses."""
-    if is_of_the_course(model) and plan.gradient_bytes == 4:
+    if is_of_the_course(model) and plan.kernels == "plain" and plan.gradient_bytes == 4:
         if plan.tensor == 1 and plan.sharding in ("none", "optimizer"):
-            return [sum(parts) for parts in counted_memory(model, machine, plan)]
+            return [sum(parts) for parts in memory_by_counting(model, machine, plan)]
     if isinstance(model, ProfiledModel):
         return memory_of_profile(model, machine, plan)
     return memory_by_formulas(model, machine, plan)
@@ -91,7 +79,7 @@ def state_bytes(machine, plan, weights, value):
     return weights * (kept + gradient / gradient_group + states / state_group)
 
 
-def counted_memory(model, machine, plan):
+def memory_by_counting(model, machine, plan):
     """(weights, gradients, optimizer, activations) in bytes per rank, for the course's model."""
     m, p = plan.microbatches(model), plan.ranks
     if plan.schedule not in FLUSHED:

@@ -1,51 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plan.py prints: tables of plans, the reasons of one, its memory, and the command for it."""
+"""What plan.py prints: tables of plans, the error to expect, the reasons of a plan, its memory."""
 
-from functools import lru_cache
-from pathlib import Path
-
-from extensions.real_models.saved_folder import find_tensors
-from extensions.real_models.saved_settings import read_settings
-from guard.inputs import InputError
-from pipeline.data import DEFAULT_TEXT
-from pipeline.schedules import SCHEDULES
-from planning.candidates import all_plans, search_plans
-from planning.expected_error import expected_error, kind_of, left_out_errors, mean_error
+from planning.expected_error import (
+    ExpectedError,
+    expected_error,
+    interval,
+    kind_of,
+    left_out_errors,
+    mean_error,
+    runs_of,
+    size_within,
+    was_compared,
+    weighted_mean,
+)
 from planning.forecast import stage_costs
-from planning.held import held_by
-from planning.known_models import NAMED, is_of_the_course
+from planning.microbatches_held import held_by
+from planning.narrow import WIDTH, columns, lines_of
 from planning.plan_memory import memory_per_rank
 from planning.published import error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
-OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
-SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what convert.py takes, once their files are here
-BYTES = 256  # a larger vocabulary needs a tokenizer
-CONVERTED = "--checkpoints", "NEW_FOLDER"
-LONGEST_TOKENS = 6  # bytes in one of a tokenizer that was trained on the course's text
-HEADING = (
-    "    replicas x stages x tensor  schedule           size  recompute  sharding   "
-    "seconds  tokens/s    MFU     GB   idle  limited by"
-)
+KEPT = ("", "layout", "seconds", "GB")  # columns of every table
+FIGURES = ("", "size", "seconds", "tokens/s", "MFU", "GB", "idle")
+UNSAID = ("tokens/s", "idle", "MFU")  # figures that are not said outside their column
+LEAVING = (*UNSAID, "size", "recompute", "sharding")  # columns in the order in which they go
+NO_FIGURE = "-"
 
 
-def table_lines(model, machine, found, first=1):
-    """A row per Forecast, numbered from `first`."""
-    lines = [HEADING]
-    for number, one in enumerate(found, first):
-        plan = one.plan
-        schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
-        shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
-        idle = max(0.0, one.bubble_over_ideal / (1 + one.bubble_over_ideal))
-        mfu = f"{one.utilisation(model, machine):5.1%}" if model.model_flops else f"{'-':>5}"
-        lines.append(
-            f"{number:2}  {shape:26}  {schedule if plan.ranks > 1 else '-':18}{plan.microbatch:5}"
-            f"  {plan.recompute:9}  {plan.sharding:9}  {one.update:8.3g}"
-            f"  {one.tokens_per_second(model):8,.0f}  {mfu}"
-            f"  {one.memory / 1e9:5.1f}  {idle:5.1%}  {limit_of(model, machine, one)}{remark(plan)}"
-        )
-    return lines
+def table_lines(model, machine, found, first=1, wide=False):
+    """A table with a row per Forecast, numbered from `first`, and below it the row's limit.
+
+    Where all rows agree, their value is said once, above the table. A column that does not fit into
+    WIDTH is left out; if it is a setting of the plan, it is said below the row. With `wide` all is
+    in columns.
+    """
+    rows = [
+        {"": str(number), **cells_of(model, machine, one)}
+        for number, one in enumerate(found, first)
+    ]
+    names = list(rows[0])
+    if wide:
+        return columns(rows, names, FIGURES)
+    alike = [name for name in names if name not in KEPT and len({row[name] for row in rows}) == 1]
+    alike = alike if len(rows) > 1 else []
+    shown = [name for name in names if name not in alike and name not in ("limit", "remark")]
+    for name in LEAVING:
+        if name in shown and len(max(columns(rows, shown, FIGURES), key=len)) > WIDTH:
+            shown.remove(name)
+    heading, *lines = columns(rows, shown, FIGURES)
+    below = [name for name in names if name not in [*alike, *shown]]
+    said = [said_of(name, text) for name in alike if (text := rows[0][name]) not in ("", NO_FIGURE)]
+    table = lines_of(f"All of these: {', '.join(said)}.") if said else []
+    table.append(heading)
+    for line, row in zip(lines, rows):
+        more = [said_of(name, row[name]) for name in below if name not in UNSAID and row[name]]
+        table += [line, *(lines_of(f"    {', '.join(more)}", "    ") if more else [])]
+    return table
+
+
+def cells_of(model, machine, one):
+    """{column: text} of a Forecast."""
+    plan = one.plan
+    schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
+    mfu = f"{one.utilisation(model, machine):.1%}" if model.model_flops else NO_FIGURE
+    idle = max(0.0, one.bubble_over_ideal / (1 + one.bubble_over_ideal))
+    return {
+        "layout": layout_of(plan),
+        "schedule": schedule if plan.ranks > 1 else NO_FIGURE,
+        "size": str(plan.microbatch),
+        "recompute": plan.recompute,
+        "sharding": plan.sharding,
+        "seconds": f"{one.update:.3g}",
+        "tokens/s": f"{one.tokens_per_second(model):,.0f}",
+        "MFU": mfu,
+        "GB": f"{one.memory / 1e9:.1f}",
+        "idle": f"{idle:.1%}",
+        "limit": limit_of(model, machine, one),
+        "remark": remark(plan),
+    }
+
+
+def layout_of(plan):
+    """Replicas x stages x tensor group."""
+    return f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
+
+
+def said_of(name, text):
+    """A cell outside the table, in words."""
+    return {"limit": f"limited by {text}", "remark": text, "tokens/s": f"{text} tokens/s"}.get(
+        name, f"{name} {text}"
+    )
 
 
 def remark(plan):
@@ -54,8 +99,7 @@ def remark(plan):
         "even cut": not plan.cut and plan.ranks > 1,
         "a node has replicas of one stage": plan.neighbours == "replicas",
     }
-    said = ", ".join(text for text, holds in remarks.items() if holds)
-    return f" ({said})" if said else ""
+    return ", ".join(text for text, holds in remarks.items() if holds)
 
 
 def range_of(machine, found):
@@ -66,23 +110,27 @@ def range_of(machine, found):
 def error_lines(machine, found):
     """Sentences about the error of the seconds in tables, one per kind of plan."""
     if machine.measured:
-        return [
-            f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this machine."
-        ]
-    lines = ["The error to expect: how much an update differed from its forecast in 9 of 10"]
-    lines += ["published training runs of this kind, with constants fitted without them:"]
+        return lines_of(
+            f"All seconds +-{machine.error:.0%}: the error to expect of a forecast for this "
+            "machine."
+        )
+    lines = lines_of(
+        "The error to expect: how much an update differed from its forecast in 9 of 10 published "
+        "training runs of this kind, with constants fitted without them:"
+    )
+    if not was_compared(machine):
+        lines = ["No run on this GPU was ever compared with its forecast. The error to expect:"]
     kinds = {kind_of(one.plan): expected_error(machine, one.plan) for one in found}
     for kind, error in sorted(kinds.items()):
+        evidence = "few or no such runs on this GPU"
         if error.rows:
             evidence = f"{error.rows} runs by {error.groups} publications"
-        else:
-            evidence = f"few or no {kind} runs on this GPU were ever compared"
         lines.append(f"  {kind:23}  {error.text:14}  {evidence}")
     means = {kind: mean_error(machine, kind) for kind in ("pipelined", "sharded")}
     if means.keys() <= kinds.keys() and None not in means.values():
         if max(means.values()) - min(means.values()) > BIASED:
             said = ", ".join(f"{kind} {mean:+.0%}" for kind, mean in means.items())
-            lines.append(
+            lines += lines_of(
                 f"Mean errors of forecasts: {said}; the ranking of the two is biased by that."
             )
     if len(kinds) > 1 and not all(error.rows for error in kinds.values()):
@@ -112,7 +160,7 @@ def reason_lines(model, machine, found):
         heaviest = work.index(max(work))
         own = sum(layers[stage] for stage in plan.stages_of(heaviest))
         head = " and the head" if plan.stages - 1 in plan.stages_of(heaviest) else ""
-        lines.append(f"  layers of the stages: {','.join(map(str, layers))}")
+        lines += lines_of(f"  layers of the stages: {', '.join(map(str, layers))}", "  ")
         lines.append(f"  the heaviest rank is {heaviest}, with {own} layers{head}")
     lines.append("  one step away:")
     for what, other, needed in changes(model, machine, plan):
@@ -133,140 +181,53 @@ def memory_lines(model, machine, found):
     return lines
 
 
-def performed_line(plan, performed, error):
-    """A row for a Performed; `error` is the relative error that the forecast allows for."""
-    shape = f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
+def performed_lines(plan, performed, error):
+    """Two lines for a Performed; `error` is the relative error that the forecast allows for."""
     schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
     inside = "inside" if abs(performed.error) <= error else "OUTSIDE"
     most = max(performed.bytes_forecast) / max(performed.bytes_counted) - 1
-    return (
-        f"{shape:26}  {schedule:18} {performed.forecast:8.3g} s {performed.seconds:8.3g} s"
-        f" {performed.error:+10.1%}  {inside} +-{error:.0%}; bytes {most:+.1%}"
-    )
-
-
-def command_of(name, model, machine, plan):
-    """The command that starts a plan, or None if no script of the course can start it."""
-    flags = course_flags(name, model)
-    if flags is None or not has_flags(plan):
-        return None
-    first = f"{convert_command(name)} && " if name and Path(name).is_dir() else ""
-    start = f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
-    if plan.gpus > machine.gpus_per_node:  # torchrun --standalone starts one node
-        nodes = plan.gpus // machine.gpus_per_node
-        start = (
-            f"sbatch --nodes={nodes} --gres=gpu:{machine.gpus_per_node} "
-            "slurm/train.sbatch pretrain_llama.py"
-        )
-    text = [] if own_text_is_enough(model) else ["--data", "FILE"]
-    return first + " ".join([start, *flags_of(model, machine, plan, flags), *text])
-
-
-def has_flags(plan):
-    """Whether pretrain_llama.py has flags for a plan, of a model that it can build."""
-    if plan.tensor > 1 or plan.sharding != "none":
-        return False
-    if plan.recompute not in ("none", "full"):
-        return False
-    return plan.neighbours == "stages" or plan.ranks == 1
-
-
-def own_text_is_enough(model):
-    """Whether the course's text has a held-out tenth of a sequence; a tokenizer shortens it."""
-    bytes_per_token = 1 if model.vocabulary <= BYTES else LONGEST_TOKENS
-    return DEFAULT_TEXT.stat().st_size >= 10 * (model.length + 1) * bytes_per_token
-
-
-def further_lines(name, model, machine):
-    """Lines about a model that no command of the course builds from its name alone."""
-    if course_flags(name, model) is not None:
-        return []
-    if name and name in NAMED and name.startswith(SAVED_BY_NAME):
-        return ["", *lines_with_files(name, model, machine)]
-    if name and Path(name).is_dir():
-        return [
-            "",
-            f"No command, as convert.py cannot read this folder: {why_not_saved(name, model)}.",
-        ]
     return [
-        "",
-        "No script of the course builds this model. For a saved Llama, Mistral, Qwen2 or Qwen3, name",
-        "its folder as MODEL; for any other, docs/your-own-model.md shows how to change a copy.",
+        f"{layout_of(plan):14}  {schedule:20}  {performed.forecast:8.3g} s"
+        f"  {performed.seconds:8.3g} s  {performed.error:+10.1%}",
+        f"    {inside} +-{error:.0%}; bytes {most:+.1%}",
     ]
-
-
-def lines_with_files(name, model, machine):
-    """Lines with the flags of the fastest plan that pretrain_llama.py can start."""
-    plans = [plan for plan in all_plans(model, machine) if has_flags(plan)]
-    best = search_plans(model, machine, plans, 1).best
-    if not best:
-        return [f"Nothing that pretrain_llama.py can start with a saved {name} fits."]
-    flags = flags_of(model, machine, best[0].plan, [*CONVERTED, *sizes_of(model)])
-    return [
-        f"With a saved {name} in FOLDER and a text in FILE, the fastest that a script of the course",
-        f"starts takes {best[0].update:.3g} s per update: {convert_command('FOLDER')},",
-        "then pretrain_llama.py with",
-        " ".join([*flags, "--data", "FILE"]),
-    ]
-
-
-def convert_command(folder):
-    """The command whose checkpoint pretrain_llama.py continues."""
-    return f"python source_code/convert.py --from-hf {folder} {' '.join(CONVERTED)}"
-
-
-def why_not_saved(folder, model):
-    """Return why convert.py does not take a folder, or "" if it does."""
-    try:
-        read_settings(folder, model.length)
-        find_tensors(Path(folder))
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-@lru_cache(maxsize=100)
-def course_flags(name, model):
-    """The flags of pretrain_llama.py for a model; None if the script cannot build the model."""
-    if name in OF_THE_COURSE:
-        return ["--model", name]
-    if name and Path(name).is_dir():
-        return None if why_not_saved(name, model) else [*CONVERTED, *sizes_of(model)]
-    return sizes_of(model) if is_of_the_course(model) else None
-
-
-def sizes_of(model):
-    """The flags of a model's sizes."""
-    sizes = model.layers, model.hidden, model.head_count, model.kv_heads or model.head_count
-    words = zip(("--layers", "--dim", "--heads", "--kv-heads"), map(str, sizes))
-    return [*(word for pair in words for word in pair), "--vocabulary", str(model.vocabulary)]
-
-
-def flags_of(model, machine, plan, sizes=None):
-    """The flags with which pretrain_llama.py trains according to a plan."""
-    chunks = SCHEDULES[plan.schedule].chunks and not SCHEDULES[plan.schedule].fixed_chunks
-    flags = {
-        "--replicas": plan.replicas,
-        "--schedule": plan.schedule,
-        **({"--chunks": plan.chunks} if chunks else {}),
-        "--batch-size": model.batch,
-        "--microbatches": plan.microbatches(model),
-        "--seq-len": model.length,
-        "--recompute": "layer" if plan.recompute == "full" else "none",
-        "--dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[machine.bytes_per_value],
-        "--cut": ",".join(map(str, plan.layers_of(model))),
-    }
-    words = [str(word) for pair in flags.items() for word in pair]
-    return [*(sizes or course_flags(None, model)), *words]
 
 
 def published_lines():
-    """A row per published training run: seconds per update, and the relative error of its forecast."""
+    """Each published training run: seconds per update, and the relative errors of its forecasts.
+
+    The second error is that of constants fitted without its publication.
+    """
     left_out = {(one["table"], one["name"]): one["error"] for one in left_out_errors()}
-    lines = [f"{'training':62}  seconds  forecast  left out"]
+    lines, table = [f"{'training':50} seconds forecast    left out"], None
     for run in published_runs():
-        name = f"{run.table}, {run.name}"
+        if run.table != table:
+            lines.append(run.table)
+        table = run.table
         without = left_out.get((run.table, run.name))
-        without = "not counted" if without is None else f"{without:+7.1%}"
-        lines.append(f"{name:62}  {run.seconds:7.2f}  {error_of(run):+7.1%}  {without}")
-    return lines
+        without = "not counted" if without is None else f"{without:+.1%}"
+        lines.append(f" {run.name:49} {run.seconds:7.2f} {error_of(run):+8.1%} {without:>11}")
+    return [*lines, "", *error_table()]
+
+
+def error_table():
+    """The errors that are left out of the fit, by type of GPU and kind of plan.
+
+    Each publication has the same weight. "took" is the time of an update over its forecast.
+    """
+    rows = []
+    for gpu, kind in dict.fromkeys((one["gpu"], one["kind"]) for one in left_out_errors()):
+        runs = runs_of(gpu, kind)
+        rows.append(
+            {
+                "GPU": gpu,
+                "kind of plan": kind,
+                "runs": str(len(runs)),
+                "by": str(len({one["group"] for one in runs})),
+                "median": f"{size_within(runs, 0.5):.1%}",
+                "9 of 10": f"{size_within(runs, 0.9):.1%}",
+                "mean": f"{weighted_mean(runs):+.1%}",
+                "took": ExpectedError(*interval(runs), 0, 0).text,
+            }
+        )
+    return columns(rows, list(rows[0]), ("runs", "by", "median", "9 of 10", "mean"))

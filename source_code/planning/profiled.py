@@ -36,6 +36,18 @@ class ProfiledModel(Model):
     bytes_per_value: int = 4
 
     @property
+    def known_sizes(self):
+        return (self.rows,)
+
+    def stage_weights(self, layers, stages):
+        first = [sum(layers[:stage]) for stage in stages]
+        parts = [self.profile[at : at + layers[stage]] for at, stage in zip(first, stages)]
+        return sum(layer.parameter_bytes for part in parts for layer in part) / self.bytes_per_value
+
+    def balanced_cut(self, stages):
+        return fastest_cut(self, stages)
+
+    @property
     def parameters(self):
         return sum(layer.parameter_bytes for layer in self.profile) // self.bytes_per_value
 

@@ -10,10 +10,11 @@ from extensions.pretraining.weight_count import count_weights
 from guard.inputs import InputError
 from lab.held_bytes import memory_table
 from pipeline.training import cut_layers
+from planning.counted_memory import predict_memory
 from planning.expected_error import expected_error
-from planning.footprint import predict_memory
 from planning.forecast import forecast
 from planning.machine import Machine, read_machine
+from planning.narrow import lines_of
 from planning.reasons import limit_of
 from planning.training_plan import Plan
 from planning.transformer import Model
@@ -62,17 +63,17 @@ def print_seconds(arguments, schedule, machine, name):
     seconds = arguments.accumulate * work + found.reduction + found.optimizer
     whole = replace(model, batch=arguments.batch_size)
     rate = whole.model_flops / plan.gpus / seconds
-    print(
+    said = (
         f"{arguments.batch_size} sequences of {model.length} tokens per update, "
         f"{arguments.microbatches} micro-batches of {plan.microbatch}, {arguments.dtype}, "
-        f"cut {','.join(map(str, plan.cut))}"
-    )
-    print(
+        f"cut {','.join(map(str, plan.cut))}",
         f"on {plan.gpus} GPUs of {name}: {seconds:.3g} s per update "
-        f"({expected_error(machine, plan).text}), {whole.batch * whole.length / seconds:,.0f} tokens per second, "
+        f"({expected_error(machine, plan).text}),",
+        f"{whole.batch * whole.length / seconds:,.0f} tokens per second, "
         f"MFU {rate / machine.peak:.1%}, idle {idle(found):.1%}, "
-        f"limited by {limit_of(model, machine, found)}"
+        f"limited by {limit_of(model, machine, found)}",
     )
+    print("\n".join(line for text in said for line in lines_of(text)))
     if machine.bytes_per_value != arguments.torch_dtype.itemsize:
         print(f"the seconds are those of {8 * machine.bytes_per_value} bits per number")
     if arguments.option:

@@ -8,7 +8,6 @@ from pipeline.schedule import ScheduleError
 from planning.bound import memory_bound
 from planning.forecast import forecast, known_schedule, stage_costs
 from planning.machine import Link
-from planning.profiled import ProfiledModel
 from planning.training_plan import balanced_cut
 
 NO_LINK = Link(1e30, 0.0)
@@ -68,7 +67,7 @@ def changes(model, machine, plan):
     """Yield (change, Forecast, bytes on the fullest GPU) for each plan that is one step away."""
     steps = {}
     sizes = (plan.microbatch // 2, plan.microbatch * 2)
-    for size in () if isinstance(model, ProfiledModel) else sizes:
+    for size in () if model.known_sizes else sizes:
         if size and model.batch // plan.replicas % size == 0:
             steps[f"micro-batches of {size}"] = replace(plan, microbatch=size)
     other = "none" if plan.recompute == "full" else "full"

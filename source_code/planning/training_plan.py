@@ -2,9 +2,9 @@
 """A Plan: how the GPUs of a machine are used, and in which node each rank is."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeline.model import cut_evenly
-from planning.profiled import ProfiledModel, fastest_cut
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 SHARDINGS = ("none", "optimizer", "gradients", "hybrid", "full")
@@ -111,18 +111,7 @@ class Plan:
         return min(machine.gpus_per_node, self.tensor * self.replicas)
 
 
+@lru_cache(maxsize=10_000)
 def balanced_cut(model, stages):
-    """The number of layers of each stage that minimizes the time of the slowest, head included.
-
-    The head counts as the layers whose products it equals. Each stage has a layer; the others go
-    one by one to the stage with the least work, and of equal stages to the earlier one.
-    """
-    if isinstance(model, ProfiledModel):
-        return fastest_cut(model, stages)
-    work, cut = [1.0] * stages, [1] * stages
-    work[-1] += model.head_flops(1) / model.layer_flops(1)
-    for _ in range(model.layers - stages):
-        least = min(range(stages), key=lambda stage: (work[stage] + 1, stage))
-        work[least] += 1
-        cut[least] += 1
-    return tuple(cut)
+    """The number of layers of each stage that minimizes the time of the slowest: a tuple."""
+    return model.balanced_cut(stages)

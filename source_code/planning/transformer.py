@@ -11,6 +11,7 @@ arXiv 2205.05198, "FlashAttention" is Dao et al. 2022, arXiv 2205.14135.
 """
 
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 BYTES_PER_VALUE = 2  # of an activation or a gradient that travels
 
@@ -41,6 +42,8 @@ class Model:
     layer_rest: int | None = None
     positions: int | None = None
     ends_rest: int | None = None
+
+    known_sizes = ()  # the only sizes of a micro-batch whose times are known, if there are such
 
     @property
     def head_count(self):
@@ -99,6 +102,33 @@ class Model:
         ends = self.last_norm_weights if self.ends_rest is None else self.ends_rest
         ends += self.embedding_weights + (0 if self.tied else self.head_weights)
         return self.layers * self.layer_weights + ends
+
+    def stage_weights(self, layers, stages):
+        """The number of weights of these stages (indices), if each stage has so many `layers`."""
+        last = len(layers) - 1
+        count = sum(layers[stage] for stage in stages) * self.layer_weights
+        if 0 in stages:
+            count += self.embedding_weights
+        if last in stages:
+            count += self.last_norm_weights
+            count += 0 if self.tied and 0 in stages else self.head_weights
+        return count
+
+    def balanced_cut(self, stages):
+        """The number of layers of each stage that minimizes the time of the slowest: a tuple.
+
+        The head counts as the layers whose products it equals. Each stage has a layer; the others
+        go one by one to the stage with the least work, and of equal stages to the earlier one.
+        """
+        work, cut = [1.0] * stages, [1] * stages
+        work[-1] += self.head_flops(1) / self.layer_flops(1)
+        least = [(own, stage) for stage, own in enumerate(work)]
+        heapify(least)
+        for _ in range(self.layers - stages):
+            own, stage = least[0]
+            heapreplace(least, (own + 1, stage))
+            cut[stage] += 1
+        return tuple(cut)
 
     def layer_flops(self, sequences):
         """Operations of a layer's forward, scores of all pairs counted (Megatron's appendix)."""
@@ -160,7 +190,7 @@ def kept_bytes(
 
     A GPT keeps s b h (34 + 5 a s/h) bytes (Korthikanti equations 1 to 6); a fused or recomputed
     attention does not keep the scores. A gated layer in plain torch keeps 9 values of the width,
-    keys and values, the middle four times, and a sum per head, as footprint.py counts and as
+    keys and values, the middle four times, and a sum per head, as counted_memory.py counts and as
     measurements show. With "fused" kernels it keeps neither the inside of a norm nor the gate's
     result. With recomputation per "operator" it keeps its input, the result of attention, and every
     second matrix product: queries, values, one half of the gate, and the last. With "full"

@@ -242,10 +242,14 @@ function build(place, offer) {
   const parts = { drawing, line, picture, selects: {}, sliders: {} };
   const first = make("div", { class: "live-choices live-first" });
   const costs = make("div", { class: "live-choices" });
-  for (const [name, words] of [["schedule", "schedule"], ["compare", "compare with"]]) {
+  for (const [name, words, where] of [
+    ["schedule", "schedule", first],
+    ["compare", "compare with", first],
+    ["work", "work of micro-batches", costs],
+  ]) {
     const options = offer.choices[name].map((each) => make("option", {}, each));
     parts.selects[name] = make("select", { "aria-label": words }, ...options);
-    first.append(make("label", {}, make("span", {}, words), parts.selects[name]));
+    where.append(make("label", {}, make("span", {}, words), parts.selects[name]));
   }
   const sizes = ["ranks", "microbatches"];
   for (const [name, [words, min, max, step]] of Object.entries(offer.sliders)) {
@@ -254,7 +258,7 @@ function build(place, offer) {
       make("label", {}, make("span", {}, words), parts.sliders[name], make("output")),
     );
   }
-  parts.folded = Object.keys(offer.sliders).filter((name) => !sizes.includes(name));
+  parts.folded = ["work", ...Object.keys(offer.sliders)].filter((name) => !sizes.includes(name));
   parts.rows = make("textarea", { rows: 5, spellcheck: "false", autocapitalize: "characters" });
   const rows = make("label", { class: "live-rows" }, "one row per rank, such as 0F0,0F1,0B0,0B1",
     parts.rows);

@@ -42,7 +42,7 @@ FAULTS = [
     Fault(
         "settings-not-compared",
         "guard/around_main.py::attached",
-        "settings_of(parsed[-1]) if parsed else {}",
+        "settings_of(*parsed[-1]) if parsed else {}",
         "{}",
         "Ranks with other flags train together.",
         "test_joining.py",

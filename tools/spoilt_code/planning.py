@@ -32,7 +32,7 @@ FAULTS = [
     ),
     Fault(
         "1f1b-holds-one-less",
-        "planning/held.py::held_by",
+        "planning/microbatches_held.py::held_by",
         '"1f1b": lambda rank: min(m, p - rank),',
         '"1f1b": lambda rank: min(m, p - 1 - rank),',
         "A plan leaves out the micro-batch at work.",
@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "means-not-counted",
-        "planning/footprint.py::predict_memory",
+        "planning/counted_memory.py::predict_memory",
         "numbers * STATES[optimizer] * master // shards",
         "numbers * STATES[optimizer] * width // shards",
         "With 16-bit weights AdamW's means are counted in 16 bits.",
@@ -77,7 +77,7 @@ FAULTS = [
     ),
     Fault(
         "publication-not-weighed",
-        "planning/expected_error.py::interval",
+        "planning/expected_error.py::_ordered",
         '1 / members.count(one["group"])',
         "1",
         "The publication with the most runs decides the error to expect.",

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from course.building.cells import text_of
 from course.launch import ROOT
+from course.source import read_source
 
 MODEL = ROOT / "source_code" / "small" / "pipeline.py"
 GIVEN = "course.building.single_messages"
-GIVEN_TEXT = Path(__file__).with_name("single_messages.py").read_text()
+GIVEN_TEXT = read_source(Path(__file__).with_name("single_messages.py"))
 FILE = ROOT / "build" / "my_pipeline.py"
 PARTS = FILE.with_suffix("")  # a folder with one JSON file for each exercise
 EXERCISES = ["naive_step", "gpipe_step", "one_f_one_b_step", "interleaved_step"]
@@ -49,7 +50,7 @@ def assemble(requests):
     All else that an exercise brings along gets the exercise's name in front of its own: helpers of
     two lessons may have one name.
     """
-    text = MODEL.read_text()
+    text = read_source(MODEL)
     for request in requests:
         exercise = _place_of(request)
         lines = [line for line in request["imports"] if line not in text.splitlines()]

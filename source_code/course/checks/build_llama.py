@@ -14,7 +14,7 @@ from lab.simulator import Costs, simulate
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import build_schedule
-from planning.footprint import predict_memory
+from planning.counted_memory import predict_memory
 
 MACHINES = {"A": (8, 16), "B": (8, 8), "C": (4, 14), "D": (2, 12)}  # devices, GiB of each
 ROWS, LEAST_ROWS = 64, 2  # rows of the batch; rows of a micro-batch that keep a device busy

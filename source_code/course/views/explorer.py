@@ -13,7 +13,7 @@ from functools import partial
 
 import ipywidgets as widgets
 
-from course.views.explorer_view import Settings, View, can_choose_chunks, is_split
+from course.views.explorer_view import WORK, Settings, View, can_choose_chunks, is_split
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from course.views.stepping import STYLE, Shown, Stepper
 from pipeline.schedule import Schedule
@@ -37,6 +37,7 @@ def explore(
     kept=None,
     states=Sizes.states,
     limit=Sizes.limit,
+    work="equal",
 ):
     """The panel, for the last line of a cell. All arguments can be changed in it afterwards.
 
@@ -46,8 +47,9 @@ def explore(
     micro-batch, whatever the number of stages, so that the same model is compared. `weight` is the
     part of the backward that a split backward does later, by default half of it. `transfer` is the
     latency of a message in milliseconds. `occupancy` is the milliseconds for which a message
-    occupies its link; the next message waits until the link is free. `longest_path` draws a longest
-    path and adds the cause of each bubble.
+    occupies its link; the next message waits until the link is free. `work` says which micro-batches
+    have more work than others: a name of WORK (explorer_view.py), such as "one long, first".
+    `longest_path` draws a longest path and adds the cause of each bubble.
 
     With `kept` the panel also shows whether each rank has enough memory, and plots memory and time
     over the slider that was moved last. `kept` is the GiB that the layers of one rank keep per
@@ -60,9 +62,11 @@ def explore(
     for choice in (schedule, compare):
         if isinstance(choice, str) and choice not in SCHEDULES:
             raise ValueError(f"no schedule is named '{choice}'; take {', '.join(SCHEDULES)}")
+    if work not in WORK:
+        raise ValueError(f"work is one of: {'; '.join(WORK)}; not '{work}'")
     weight = backward / 2 if weight is None else weight
     times = forward, backward, weight, transfer
-    settings = Settings(schedule, ranks, microbatches, chunks, *times, compare, occupancy)
+    settings = Settings(schedule, ranks, microbatches, chunks, *times, compare, occupancy, work)
     sizes = None if kept is None else Sizes(kept, states, limit)
     return Explorer(settings, longest_path, sizes)
 
@@ -123,11 +127,12 @@ class Panel(Stepper):
             "chunks": _whole("stages per rank", chosen.chunks, 2, 4),
             "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
             "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
-            "weight": _time("of this, for weights, ms", chosen.weight, 0.5, 99),
+            "weight": _time("backward for weights, ms", chosen.weight, 0.5, 99),
             "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
             "occupancy": _time(
                 "occupancy of a link, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)
             ),
+            "work": _dropdown("work of micro-batches", list(WORK), chosen.work),
         }
         self.size_controls = {name: _size(name, value) for name, value in self.sizes.items()}
         self.figures, self.verdict, self.curves, self.held = (widgets.HTML() for _ in range(4))

@@ -24,6 +24,17 @@ from lab.timeline import Timeline
 from pipeline.schedule import KINDS, Schedule, ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule
 
+# How the work of a batch can be spread over its micro-batches: the work of number i of m, before it
+# is scaled so that the work of the whole batch is the same with every choice.
+WORK = {
+    "equal": lambda i, m: 1,
+    "one long, first": lambda i, m: 3 if i == 0 else 1,
+    "one long, in the middle": lambda i, m: 3 if i == (m - 1) // 2 else 1,
+    "one long, last": lambda i, m: 3 if i == m - 1 else 1,
+    "from long to short": lambda i, m: 3 - 2 * i / max(1, m - 1),
+    "from short to long": lambda i, m: 1 + 2 * i / max(1, m - 1),
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -31,7 +42,7 @@ class Settings:
 
     `schedule` and `compare` are names of generators or Schedules; a Schedule has its own numbers of
     ranks and micro-batches. `compare` is None if there is no second timeline. `transfer` and
-    `occupancy` are the costs of a message: see simulator.py.
+    `occupancy` are the costs of a message: see simulator.py. `work` is a name of WORK.
     """
 
     schedule: str | Schedule
@@ -44,6 +55,7 @@ class Settings:
     transfer: float
     compare: str | Schedule | None
     occupancy: float = 0.0
+    work: str = "equal"
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,16 @@ def costs_of(settings, schedule):
         settings.weight * share,
         settings.transfer,
         occupancy=settings.occupancy,
+        work=work_of(settings.work, schedule.num_microbatches),
     )
+
+
+def work_of(name, num_microbatches):
+    """The work of each micro-batch, 1 on average, for a name of WORK; () if all are equal."""
+    if name == "equal":
+        return ()
+    shape = [WORK[name](i, num_microbatches) for i in range(num_microbatches)]
+    return tuple(each * num_microbatches / sum(shape) for each in shape)
 
 
 def is_split(schedule):
@@ -211,7 +232,8 @@ def figures_table(predictions):
             _numbers(each.peak_held_until_weight_per_rank) for each in timelines
         ]
     rows["messages"] = [len(each.schedule.messages) for each in predictions]
-    rows["forward and backward of a stage"] = [
+    average = ", on average" if any(each.costs.work for each in predictions) else ""
+    rows[f"forward and backward of a stage{average}"] = [
         f"{short(each.costs.forward)} and {short(each.costs.backward)} ms" for each in predictions
     ]
     return table_of("", ["", *(each.name for each in timelines)], _with_heads(rows))

@@ -48,7 +48,7 @@ AXES = {
     "chunks": "stages per rank",
     "forward": "forward of a rank, ms",
     "backward": "backward of a rank, ms",
-    "weight": "of this, for weights, ms",
+    "weight": "backward for weights, ms",
     "transfer": "transfer, ms",
     "occupancy": "occupancy of a link, ms",
 }

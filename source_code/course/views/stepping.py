@@ -23,6 +23,7 @@ STYLE = """<style>
 .pipeline-explorer .blocks text { font-size: 13px; }
 .pipeline-explorer .blocks g:hover text { display: inline; }
 .pipeline-explorer .blocks g:hover rect { stroke: currentColor; stroke-width: 2; }
+.pipeline-explorer svg text[fill="#767676"] { fill: currentColor; }
 .pipeline-explorer-cursor { pointer-events: none; }
 .pipeline-explorer .pipeline-scroll { max-height: 28em; overflow: auto; }
 .pipeline-explorer table { border-collapse: collapse; margin: 4px 24px 4px 0; line-height: 1.5; }

@@ -104,6 +104,7 @@ def look_into_folder(arguments):
     arguments.begin = newest
     if arguments.from_step and (newest is None or newest.step != arguments.from_step):
         arguments.begin = find_checkpoint(folder, arguments.from_step)
+    arguments.from_checkpoint = arguments.begin and arguments.begin.identity  # ranks compare it
     arguments.run = run_to_write(folder, arguments.begin, arguments.begin is newest)
     if arguments.export:
         if arguments.begin is None:

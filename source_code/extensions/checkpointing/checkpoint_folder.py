@@ -62,6 +62,11 @@ class Checkpoint:
     def path(self):
         return self.folder / self.name
 
+    @property
+    def identity(self):
+        """Its name and checksum in words: a node may have a folder of its own, with other weights."""
+        return f"{self.name}, checksum {self.description['checksum']}"
+
 
 def name_of_step(step):
     return f"step-{step:08}"

@@ -36,7 +36,7 @@ def take_sizes(arguments):
         raise SystemExit(
             f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
         )
-    arguments.from_checkpoint = arguments.saved.name  # equal on all ranks, or they are told so
+    arguments.from_checkpoint = arguments.saved.identity  # equal on all ranks, or they are told so
     flags = arguments.saved.description["configuration"]
     if flags.get("--settings"):
         raise SystemExit(

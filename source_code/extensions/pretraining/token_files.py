@@ -91,10 +91,12 @@ def is_token_folder(path):
     return path is not None and os.path.isfile(os.path.join(path, TOKENS_FILE))
 
 
-def load_tokens(folder, vocabulary, seq_len, packed=False):
+def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=None):
     """Return the MappedCorpus in a folder from prepare_data.py. Raises DataError.
 
     With `packed` it is a MappedDocuments, which also has the ends of its documents.
+    `tokenizer_of_model` is the path of the tokenizer.json that a saved model was trained with, if
+    there is one: the tokens have to be those of that tokenizer.
 
     The names, lengths and sizes of the files are checked, and that every token of the first
     CHECKED_AT_OPENING of a part is in the vocabulary; `check_folder` compares all of their content.
@@ -122,6 +124,8 @@ def load_tokens(folder, vocabulary, seq_len, packed=False):
     tokenizer = None
     if description["tokenizer"]:
         tokenizer = read_tokenizer(folder / TOKENIZER)
+    if tokenizer_of_model is not None:
+        check_tokenizer(folder, tokenizer, tokenizer_of_model)
     corpus = (
         tokens["training"], tokens["held_out"], tokenizer, description["num_tokens"],
         description["bytes_per_token"],
@@ -129,6 +133,26 @@ def load_tokens(folder, vocabulary, seq_len, packed=False):
     if packed:
         return MappedDocuments(*corpus, ends, f"{description['checksum']} packed")
     return MappedCorpus(*corpus, description["checksum"])
+
+
+def check_tokenizer(folder, tokenizer, path):
+    """Raise DataError unless every token of a folder means what it means in the tokenizer `path`."""
+    names = {number: name for name, number in read_tokenizer(path).get_vocab().items()}
+    if tokenizer is None:
+        own = "each token is a byte"
+    else:
+        vocabulary = tokenizer.get_vocab().items()
+        other = min(
+            (number for name, number in vocabulary if names.get(number) != name), default=-1
+        )
+        if other < 0:
+            return
+        own = f"token {other} is {tokenizer.id_to_token(other)[:40]!r} there"
+        own += f" and {names[other][:40]!r} here" if other in names else " and nothing here"
+    raise DataError(
+        f"--data: {folder} was made with another tokenizer than {path} ({own}); make the folder anew "
+        f"with prepare_data.py --tokenizer {path}"
+    )
 
 
 def read_tokens_file(folder):

@@ -8,7 +8,7 @@ from functools import partial
 
 from extensions.optimization.compiling import compile_layers
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred, refresh
-from extensions.pretraining.measured_cut import cut_model
+from extensions.pretraining.cut_by_time import cut_model
 from extensions.pretraining.packing import keep_documents_apart
 from extensions.recompute import recomputing
 from pipeline.split_stage import stage_class_for

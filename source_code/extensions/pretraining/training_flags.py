@@ -6,8 +6,8 @@ import torch
 from extensions.optimization.compiling import add_compile_flag, check_compile
 from extensions.optimization.threads import add_thread_flag, check_threads
 from extensions.optimization.update import add_update_flags
+from extensions.pretraining.cut_by_time import add_cut_flag, complete_cut
 from extensions.pretraining.epochs import take_epochs
-from extensions.pretraining.measured_cut import add_measured_cut, complete_cut
 from extensions.recompute import MODES
 from pipeline.command_line import ranks_from_environment
 from pipeline.schedules.from_flags import add_schedule_flags
@@ -25,7 +25,7 @@ def add_training_flags(parser, warm_up_steps):
     )
     add("--shuffle", action="store_true", help="each row once per epoch, not drawn with repeats")
     add_schedule_flags(parser, default="1f1b")
-    add_measured_cut(parser)
+    add_cut_flag(parser)
     add_compile_flag(parser)
     add_thread_flag(parser)
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures this machine, and runs plans on it at full speed.
 
-No run is both fitted and forecast. A separate program, measuring.py, measures stages, links and
+No run is both fitted and forecast. A separate program, machine_timing.py, measures stages, links and
 updates. Three short training runs measure the remaining time of a step and of a message, with sizes
 that no confirmed plan has.
 """
@@ -23,8 +23,8 @@ from planning.confirming import SOURCE, first_sentence
 from planning.forecast import forecast
 from planning.known_models import of_the_course
 from planning.machine import machine_from
+from planning.plan_commands import flags_of
 from planning.plan_memory import memory_per_rank
-from planning.plan_tables import flags_of
 from planning.training_plan import Plan
 
 STEPS = 9  # steps of a training run; the first two are not counted
@@ -62,7 +62,7 @@ def measure_machine(ranks, length):
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"
-        launch(["-m", "planning.measuring", str(length), str(file)], ranks)
+        launch(["-m", "planning.machine_timing", str(length), str(file)], ranks)
         text = read_json(file)
     gigabytes = psutil.virtual_memory().total / 1e9
     text = {"memory_gigabytes": gigabytes / ranks, **text}

@@ -2,11 +2,11 @@
 """Measures a machine under the load of a training run: all ranks run stages at the same time.
 
     cd source_code
-    torchrun --standalone --nproc-per-node 2 -m planning.measuring 128 OUT.json
+    torchrun --standalone --nproc-per-node 2 -m planning.machine_timing 128 OUT.json
 
 128 is the length of the sequences. Stages of several widths, depths and micro-batches run forward
 and backward, whole and in halves. Two ranks exchange messages. All ranks sum their gradients and
-update. OUT.json has coefficients that are fitted to these times by least squares: see measured.py.
+update. OUT.json has coefficients that are fitted to these times by least squares: see time_coefficients.py.
 plan.py --this-machine calls this program. The error of the fit is found by leaving out each size in
 turn and forecasting it.
 """
@@ -32,10 +32,10 @@ from pipeline.one_process import build_optimizer
 from pipeline.split_stage import SplitStage
 from pipeline.stage import Stage
 from planning.known_models import of_the_course
-from planning.measured import (
+from planning.time_coefficients import (
     KINDS,
     TERMS,
-    Measured,
+    TimeCoefficients,
     as_text,
     embedding_quantities,
     head_quantities,
@@ -265,7 +265,7 @@ def left_out_errors(rows):
     """
     errors = []
     for size in sorted({row[:2] for row in rows}):
-        fitted_without = Measured(fit_actions([row for row in rows if row[:2] != size]))
+        fitted_without = TimeCoefficients(fit_actions([row for row in rows if row[:2] != size]))
         for kinds in ("FB", "FIW"):
             own = [row[2:] for row in rows if row[:2] == size and row[2] in kinds]
             expected = sum(fitted_without.seconds(kind, amounts) for kind, amounts, _ in own)
@@ -279,7 +279,7 @@ def fitted(everyone, link, sums):
     updates = [row for _, of_rank in everyone for row in of_rank]
     table = [[1.0, tensors, numbers] for tensors, numbers, _ in updates]
     update = least_squares(table, [seconds for _, _, seconds in updates])
-    measured = Measured(fit_actions(rows), *update, *sums)
+    measured = TimeCoefficients(fit_actions(rows), *update, *sums)
     largest = max((row for row in rows if row[2] == "F"), key=lambda row: row[3]["layer_operation"])
     errors = sorted(left_out_errors(rows))
     return {

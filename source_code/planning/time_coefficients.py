@@ -31,7 +31,7 @@ LARGEST = 1e6  # seconds
 
 
 @dataclass(frozen=True)
-class Measured:
+class TimeCoefficients:
     """Coefficients in seconds. `actions` has for each of KINDS a tuple in the order of TERMS.
 
     `update`, `update_tensor` and `update_weight` are those of clipping and AdamW. `sum` and
@@ -79,8 +79,8 @@ def embedding_quantities(model, sequences):
     return {"embedding": 1, "embedding_byte": 4 * numbers}
 
 
-def measured_from(text, name):
-    """The Measured of the object "measured" in a machine's JSON. Raises InputError."""
+def coefficients_from(text, name):
+    """The TimeCoefficients of the object "measured" in a machine's JSON. Raises InputError."""
     if not isinstance(text, dict):
         raise InputError(f"'measured' of {name} is not a JSON object")
     actions = text.get("actions")
@@ -92,7 +92,7 @@ def measured_from(text, name):
         if not isinstance(row, dict):
             raise InputError(f"'actions' of {name}: {kind} is not a JSON object")
         rows.append(tuple(_seconds(row, term, f"{kind} of {name}") for term in TERMS))
-    return Measured(tuple(rows), *(_seconds(text, term, name) for term in REST))
+    return TimeCoefficients(tuple(rows), *(_seconds(text, term, name) for term in REST))
 
 
 def _seconds(row, term, where):
@@ -102,6 +102,6 @@ def _seconds(row, term, where):
 
 
 def as_text(measured):
-    """A Measured as an object for JSON, in the form that `measured_from` reads."""
+    """TimeCoefficients as an object for JSON, in the form that `coefficients_from` reads."""
     rows = {kind: dict(zip(TERMS, row)) for kind, row in zip(KINDS, measured.actions)}
     return {"actions": rows, **{term: getattr(measured, term) for term in REST}}

@@ -21,7 +21,7 @@ from pipeline.training import cut_layers, layer_counts
 REPEATS = 5  # after one run that is not counted
 
 
-def add_measured_cut(parser):
+def add_cut_flag(parser):
     """Let --cut take `auto` as well."""
 
     def counts_or_auto(text):
@@ -52,11 +52,11 @@ def cut_model(arguments, job, num_stages, build, loss_function):
         tokens = torch.zeros(a.microbatch_size, a.seq_len, dtype=torch.int64)
         loss_function.real_tokens = tokens.numel()
         sizes = a.layers, num_stages
-        a.cut = measured_cut(job, lambda *ends: build(*ends)[1], *sizes, tokens, loss_function)
+        a.cut = cut_by_time(job, lambda *ends: build(*ends)[1], *sizes, tokens, loss_function)
     return cut_layers(a, num_stages)
 
 
-def measured_cut(job, build, layers, num_stages, tokens, loss_function):
+def cut_by_time(job, build, layers, num_stages, tokens, loss_function):
     """The number of layers of each stage, the same on every rank.
 
     All ranks make this call together.

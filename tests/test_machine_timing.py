@@ -12,22 +12,22 @@ import pytest
 from ranks import run_on_ranks
 
 from guard.inputs import InputError
-from planning import measured_runs, measuring
+from planning import machine_timing, performed_runs
 from planning.forecast import forecast, stage_costs
 from planning.known_models import of_the_course
 from planning.machine import Machine, machine_from
-from planning.measured import (
+from planning.performed_runs import measure_machine, perform_here
+from planning.plan_commands import flags_of
+from planning.time_coefficients import (
     KINDS,
     REST,
     TERMS,
-    Measured,
+    TimeCoefficients,
     as_text,
     embedding_quantities,
     head_quantities,
     layer_quantities,
 )
-from planning.measured_runs import measure_machine, perform_here
-from planning.plan_tables import flags_of
 from planning.training_plan import Plan
 
 pytestmark = pytest.mark.further  # it measures this machine
@@ -36,7 +36,7 @@ MODEL = replace(of_the_course(8, 96, 4, 2, 256), length=64, batch=16)
 # Seconds of each term; a backward twice a forward, its halves half of that.
 FORWARD = (1e-4, 2e-4, 3e-11, 1e-10, 5e-5, 2e-10, 3e-4, 4e-11, 2e-10)
 ACTIONS = tuple(tuple(factor * one for one in FORWARD) for factor in (1, 2, 1, 1))
-MEASURED = Measured(ACTIONS, 1e-3, 1e-5, 1e-8, 2e-4, 3e-10, 5e-4, 0.0)
+MEASURED = TimeCoefficients(ACTIONS, 1e-3, 1e-5, 1e-8, 2e-4, 3e-10, 5e-4, 0.0)
 HERE = Machine(2, gpus_per_node=2, memory=1e10, measured=MEASURED, bytes_per_value=4)
 
 
@@ -79,16 +79,16 @@ def test_three_trainings_tell_what_a_step_and_what_a_message_take(monkeypatch):
 
     def perform(model, machine, plan, steps):
         seconds = forecast(model, replace(machine, measured=busy), plan).update
-        return measured_runs.Performed(0.0, seconds, [], [])
+        return performed_runs.Performed(0.0, seconds, [], [])
 
-    monkeypatch.setattr(measured_runs, "perform_here", perform)
-    step, message = measured_runs.besides(HERE, 64)
+    monkeypatch.setattr(performed_runs, "perform_here", perform)
+    step, message = performed_runs.besides(HERE, 64)
     assert step == pytest.approx(5e-3, rel=0.02) and message == pytest.approx(0.7e-3, rel=0.05)
     for gpus in (3, 5, 6, 12):  # any number of ranks divides the batch
-        assert measured_runs.besides(replace(HERE, gpus=gpus), 64)[0] == pytest.approx(
+        assert performed_runs.besides(replace(HERE, gpus=gpus), 64)[0] == pytest.approx(
             5e-3, rel=0.02
         )
-    step, message = measured_runs.besides(replace(HERE, gpus=1), 64)
+    step, message = performed_runs.besides(replace(HERE, gpus=1), 64)
     assert step == pytest.approx(5e-3, rel=1e-9) and message == 0
 
 
@@ -108,7 +108,7 @@ def rows(noise=0.0, seed=0):
     draw = random.Random(seed)
     found = []
     for width in (64, 128, 256):
-        model = measuring.of_the_course_at(width, 64)
+        model = machine_timing.of_the_course_at(width, 64)
         for count in (1, 4, 16):
             ends = ({}, head_quantities(model, count), embedding_quantities(model, count))
             for layers, end in ((1, 0), (3, 0), (1, 1), (1, 2)):
@@ -121,18 +121,18 @@ def rows(noise=0.0, seed=0):
 
 
 def test_the_fit_finds_the_machine_again_and_forecasts_sizes_that_it_has_not_seen():
-    fitted = Measured(measuring.fit_actions(rows()))
-    unseen = {"action": 1, **layer_quantities(measuring.of_the_course_at(192, 64), 6, 2)}
+    fitted = TimeCoefficients(machine_timing.fit_actions(rows()))
+    unseen = {"action": 1, **layer_quantities(machine_timing.of_the_course_at(192, 64), 6, 2)}
     for kind in KINDS:
         expected = MEASURED.seconds(kind, unseen)
         assert fitted.seconds(kind, unseen) == pytest.approx(expected, rel=1e-6)
-    assert max(measuring.left_out_errors(rows())) < 1e-6
-    noisy = sorted(measuring.left_out_errors(rows(noise=0.05)))
+    assert max(machine_timing.left_out_errors(rows())) < 1e-6
+    noisy = sorted(machine_timing.left_out_errors(rows(noise=0.05)))
     assert 0.002 < noisy[len(noisy) // 2] < 0.05  # of sums over stages, so less than of one action
 
 
 def test_no_coefficient_is_below_0():
-    found = measuring.least_squares([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]], [3.0, 2.0, 1.0])
+    found = machine_timing.least_squares([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0]], [3.0, 2.0, 1.0])
     assert min(found) >= 0
 
 
@@ -182,14 +182,14 @@ def test_a_malformed_measured_machine_is_rejected_in_one_sentence(damage, senten
 def measure_less(rank, words):
     """Fewer sizes than plan.py --this-machine measures, in one round."""
     with (
-        mock.patch.multiple(measuring, WIDTHS=(64, 128, 256), ROWS=(1, 4), ROUNDS=1),
-        mock.patch.object(sys, "argv", ["measuring", *words]),
+        mock.patch.multiple(machine_timing, WIDTHS=(64, 128, 256), ROWS=(1, 4), ROUNDS=1),
+        mock.patch.object(sys, "argv", ["machine_timing", *words]),
     ):
-        measuring.main()
+        machine_timing.main()
 
 
-def launch_less(words, ranks, launch=measured_runs.launch):
-    if words[1] != "planning.measuring":
+def launch_less(words, ranks, launch=performed_runs.launch):
+    if words[1] != "planning.machine_timing":
         return launch(words, ranks)
     run_on_ranks(measure_less, ranks, words[2:])
 
@@ -197,9 +197,9 @@ def launch_less(words, ranks, launch=measured_runs.launch):
 @pytest.mark.processes
 def test_this_machine_is_measured_by_two_ranks_at_once_and_a_plan_is_performed(monkeypatch):
     monkeypatch.setattr(
-        measured_runs, "besides", lambda machine, length: (0.0, 0.0)
+        performed_runs, "besides", lambda machine, length: (0.0, 0.0)
     )  # three runs less
-    monkeypatch.setattr(measured_runs, "launch", launch_less)
+    monkeypatch.setattr(performed_runs, "launch", launch_less)
     try:
         text = measure_machine(2, 16)
     except subprocess.SubprocessError as error:
@@ -220,7 +220,7 @@ def test_this_machine_is_measured_by_two_ranks_at_once_and_a_plan_is_performed(m
 
 @pytest.mark.processes
 def test_a_measurement_without_a_length_is_rejected_in_one_sentence():
-    from planning.measured_runs import launch
+    from planning.performed_runs import launch
 
     with pytest.raises(subprocess.SubprocessError, match="give the length of the sequences"):
-        launch(["-m", "planning.measuring", "x", "y"], 1)
+        launch(["-m", "planning.machine_timing", "x", "y"], 1)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that starts a plan, or what to do if no script of the course can start it."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from extensions.real_models.saved_folder import find_tensors
+from extensions.real_models.saved_settings import read_settings
+from guard.inputs import InputError
+from pipeline.data import DEFAULT_TEXT
+from pipeline.schedules import SCHEDULES
+from planning.candidates import all_plans, search_plans
+from planning.known_models import NAMED, is_of_the_course
+from planning.narrow import command_lines, lines_of
+
+OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
+SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what convert.py takes, once their files are here
+BYTES = 256  # a larger vocabulary needs a tokenizer
+CONVERTED = "--checkpoints", "NEW_FOLDER"
+LONGEST_TOKENS = 6  # bytes in one of a tokenizer that was trained on the course's text
+
+
+def command_of(name, model, machine, plan):
+    """The command that starts a plan, or None if no script of the course can start it."""
+    flags = course_flags(name, model)
+    if flags is None or not has_flags(plan):
+        return None
+    first = f"{convert_command(name)} && " if name and Path(name).is_dir() else ""
+    text = [] if own_text_is_enough(model) else ["--data", "FILE"]
+    words = [start_of(machine, plan), *flags_of(model, machine, plan, flags), *text]
+    return first + " ".join(words)
+
+
+def start_of(machine, plan):
+    """The command that starts pretrain_llama.py on the GPUs of a plan, without its flags."""
+    most = int(machine.gpus_per_host or machine.gpus_per_node)
+    if plan.gpus <= most:  # torchrun --standalone starts one computer
+        return f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
+    each = next(count for count in range(most, 0, -1) if plan.gpus % count == 0)
+    nodes = plan.gpus // each
+    return f"sbatch --nodes={nodes} --gres=gpu:{each} slurm/train.sbatch pretrain_llama.py"
+
+
+def has_flags(plan):
+    """Whether pretrain_llama.py has flags for a plan, of a model that it can build."""
+    if plan.tensor > 1 or plan.sharding != "none":
+        return False
+    if plan.recompute not in ("none", "full") or plan.precision != "bf16":
+        return False
+    return plan.neighbours == "stages" or plan.ranks == 1
+
+
+def own_text_is_enough(model):
+    """Whether the course's text has a held-out tenth of a sequence; a tokenizer shortens it."""
+    bytes_per_token = 1 if model.vocabulary <= BYTES else LONGEST_TOKENS
+    return DEFAULT_TEXT.stat().st_size >= 10 * (model.length + 1) * bytes_per_token
+
+
+def further_lines(name, model, machine):
+    """Lines about a model that no command of the course builds from its name alone."""
+    if course_flags(name, model) is not None:
+        return []
+    if name and name in NAMED and name.startswith(SAVED_BY_NAME):
+        return ["", *lines_with_files(name, model, machine)]
+    if name and Path(name).is_dir():
+        why = f"No command, as convert.py cannot read this folder: {why_not_saved(name, model)}."
+        return ["", *lines_of(why)]
+    return [
+        "",
+        *lines_of(
+            "No script of the course builds this model. For a saved Llama, Mistral, Qwen2 or "
+            "Qwen3, name its folder as MODEL; for any other, docs/your-own-model.md shows how to "
+            "change a copy."
+        ),
+    ]
+
+
+def lines_with_files(name, model, machine):
+    """Lines with the commands of the fastest plan that pretrain_llama.py can start."""
+    plans = [plan for plan in all_plans(model, machine) if has_flags(plan)]
+    best = search_plans(model, machine, plans, 1).best
+    if not best:
+        return lines_of(f"Nothing that pretrain_llama.py can start with a saved {name} fits.")
+    flags = flags_of(model, machine, best[0].plan, [*CONVERTED, *sizes_of(model)])
+    start = " ".join([start_of(machine, best[0].plan), *flags, "--data", "FILE"])
+    return [
+        *lines_of(
+            f"With a saved {name} in FOLDER and a text in FILE, the fastest that a script of the "
+            f"course starts takes {best[0].update:.3g} s per update. Convert it once, then train:"
+        ),
+        *command_lines(convert_command("FOLDER")),
+        *command_lines(start),
+    ]
+
+
+def convert_command(folder):
+    """The command whose checkpoint pretrain_llama.py continues."""
+    return f"python source_code/convert.py --from-hf {folder} {' '.join(CONVERTED)}"
+
+
+def why_not_saved(folder, model):
+    """Return why convert.py does not take a folder, or "" if it does."""
+    try:
+        read_settings(folder, model.length)
+        find_tensors(Path(folder))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@lru_cache(maxsize=100)
+def course_flags(name, model):
+    """The flags of pretrain_llama.py for a model; None if the script cannot build the model."""
+    if name in OF_THE_COURSE:
+        return ["--model", name]
+    if name and Path(name).is_dir():
+        return None if why_not_saved(name, model) else [*CONVERTED, *sizes_of(model)]
+    return sizes_of(model) if is_of_the_course(model) else None
+
+
+def sizes_of(model):
+    """The flags of a model's sizes."""
+    sizes = model.layers, model.hidden, model.head_count, model.kv_heads or model.head_count
+    words = zip(("--layers", "--dim", "--heads", "--kv-heads"), map(str, sizes))
+    return [*(word for pair in words for word in pair), "--vocabulary", str(model.vocabulary)]
+
+
+def flags_of(model, machine, plan, sizes=None):
+    """The flags with which pretrain_llama.py trains according to a plan."""
+    chunks = SCHEDULES[plan.schedule].chunks and not SCHEDULES[plan.schedule].fixed_chunks
+    flags = {
+        "--replicas": plan.replicas,
+        "--schedule": plan.schedule,
+        **({"--chunks": plan.chunks} if chunks else {}),
+        "--batch-size": model.batch,
+        "--microbatches": plan.microbatches(model),
+        "--seq-len": model.length,
+        "--recompute": "layer" if plan.recompute == "full" else "none",
+        "--dtype": {2: "bfloat16", 4: "float32", 8: "float64"}[machine.bytes_per_value],
+        "--cut": ",".join(map(str, plan.layers_of(model))),
+    }
+    words = [str(word) for pair in flags.items() for word in pair]
+    return [*(sizes or course_flags(None, model)), *words]
