@@ -5,7 +5,7 @@ BIN = .venv/bin
 INSTALLED = .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help lab check test test-all test-torch soak run notebooks images slides site handout wall submission benchmark measurements wheels
+.PHONY: help lab check test test-all test-torch soak run notebooks images slides site handout hosted wall submission benchmark measurements wheels
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,7 +40,7 @@ test-torch: ## run scripts and traps with another torch (TORCH=2.15.0)
 TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_schedule \
 	loops_by_hand pipedream split_stage recompute torch_pipelining torch_pipelining_traps newer_torch rehearsal \
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
-	tensor_parallel vocabulary_parallel inference no_code_from_files))
+	tensor_parallel vocabulary_parallel inference no_code_from_files)) tests/hosted_emulation.py
 
 soak: $(INSTALLED) ## damage files and schedules in 10,000 ways: an hour
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest $(DRAWN_AT_RANDOM) $(PYTEST_FLAGS)
@@ -87,6 +87,10 @@ site: $(INSTALLED) ## make the course a website in build/site, for any browser
 
 handout: $(INSTALLED) ## make what participants get in build/handout, without answers
 	$(BIN)/python tools/make_handout.py
+
+# make hosted ADDRESS=owner/name
+hosted: ## let every lesson run in a hosted notebook, with links that open it (ADDRESS=owner/name)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/make_hosted.py $(ADDRESS)
 
 # make wall FOLDER=/shared/progress FLAGS=--names
 FOLDER ?= build/progress

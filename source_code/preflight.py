@@ -50,6 +50,7 @@ from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
+IMPORTED = {"matplotlib", "ipywidgets"}  # by lessons; hosted notebooks are not in JupyterLab
 TORCHRUN_PORT = 29500  # torchrun's default without --standalone
 RANK_MEMORY = 2**28  # bytes of a small rank on a CPU, torch included
 INSTALL = "install the course's versions: pip install -r requirements.txt"
@@ -154,7 +155,7 @@ def checks_of_this_node(in_job=False, num_ranks=1):
     yield check_folder()
     yield check_text()
     for name in NOTEBOOK_PACKAGES:
-        yield check_package(name, needed=not in_job)
+        yield check_package(name, needed=not in_job and name in IMPORTED)
 
 
 def check_python(version=None):
@@ -310,7 +311,7 @@ def check_package(name, needed=True):
         importlib.import_module(name)
         version = importlib.metadata.version(name)
     except Exception as error:  # a broken package may raise any exception
-        status = "FAIL" if needed else "warn"  # a job's scripts do not need it
+        status = "FAIL" if needed else "warn"
         return Check(name, f"cannot be imported ({type(error).__name__})", status, INSTALL)
     wanted = wanted_versions(name)
     if wanted and version not in wanted:

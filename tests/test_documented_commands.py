@@ -59,6 +59,11 @@ KINDS = [
         "the checks of lesson 08 run the reader's program",
     ),
     (r"python( -I)?$", "is only a part of a command"),
+    (r"make hosted\b", "tests/test_hosted.py makes it on a copy"),
+    (
+        r"python -m pip install .* && python source_code/small/pipeline\.py$",
+        "installs; tests/test_other_systems.py runs the program as on Windows",
+    ),
     (r"make wall\b", "tests/test_progress.py runs what it calls"),
     (r"(make measurements FROM=|python tools/accept\.py$)", "test_accept.py runs what they run"),
     (

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from further import further
+from further import first_of, further
 from kernels import Kernel
 from test_bad_input import SCRIPTS as TRAINING_SCRIPTS
 from test_bad_input import options_of
@@ -313,6 +313,34 @@ def test_warming_up_does_not_wait_until_torch_is_imported():
         timeout=90,
     )
     assert (ended.stdout.split(), ended.stderr) == (["False", "True"], "")
+
+
+WARM_RUN = """
+import importlib
+import sys
+
+launch = importlib.import_module("course.launch")
+launch.PRELOAD += sys.argv[1:]
+start = launch.LaunchedRanks
+launch.LaunchedRanks = lambda words: print("torchrun") or start(words)
+print(launch.run("gpipe.py --steps 1", ranks=2, warm=True, show=False).losses)
+"""
+STUB = "import torch\n\ntorch.cuda.{} = lambda: True\n"
+
+
+@pytest.mark.skipif(not launch.can_fork(), reason="forking is not safe here")
+@pytest.mark.parametrize("sign", first_of(["is_initialized", "_is_in_bad_fork", None], 1))
+def test_no_rank_is_forked_where_cuda_was_initialised(tmp_path, sign):
+    (tmp_path / "uses_cuda.py").write_text(STUB.format(sign))
+    ended = subprocess.run(
+        [sys.executable, "-c", WARM_RUN, *["uses_cuda"] * bool(sign)],
+        cwd=ROOT / "source_code",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout == "torchrun\n" * bool(sign) + "[5.92989]\n", ended.stderr
 
 
 @pytest.mark.parametrize("script", TRAINING_SCRIPTS)

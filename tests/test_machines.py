@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import os
 import re
 import sys
 
@@ -84,6 +85,16 @@ def test_the_development_container_is_the_image_and_its_files_are_there():
         assert (ROOT / name).exists()
 
 
+def test_binder_has_the_image_s_python_the_pinned_torch_and_the_same_packages():
+    binder = yaml.safe_load((ROOT / ".binder" / "environment.yml").read_text())
+    assert f"pytorch-cpu={pinned('requirements.txt')['torch']}" in binder["dependencies"]
+    python = re.search(r"^FROM python:([\d.]+)", DOCKERFILE, re.M)[1]
+    assert f"python={python}" in binder["dependencies"]
+    built = (ROOT / ".binder" / "postBuild").read_text()
+    assert "--constraint tools/constraints.txt --requirement requirements.txt\n" in built
+    assert os.access(ROOT / ".binder" / "postBuild", os.X_OK)
+
+
 def test_public_hosting_runs_what_runs_here_and_publishes_the_site():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
     commands = [step.get("run", "") for step in jobs["tests"]["steps"]]
@@ -93,9 +104,22 @@ def test_public_hosting_runs_what_runs_here_and_publishes_the_site():
     )
     assert any(step.get("with", {}).get("path") == "build/site" for step in jobs["tests"]["steps"])
     assert jobs["publish"]["needs"] == "tests" and jobs["publish"]["if"]
+    hosted = 'make hosted ADDRESS="$GITHUB_REPOSITORY"\n'
+    assert any(f"{hosted}make slides" in command for command in commands), "the site has the links"
+    address = jobs["address"]
+    assert address["needs"] == "tests" and address["if"] == jobs["publish"]["if"]
+    assert address["permissions"] == {"contents": "write"}
+    written = "".join(step.get("run", "") for step in address["steps"])
+    assert written.startswith(hosted) and written.endswith("git push\n")
 
 
 def test_what_could_not_be_tried_is_marked_so():
     page = (ROOT / "docs" / "machines.md").read_text()
-    for file in ("slurm/course.def", "tools/Dockerfile", ".devcontainer", ".github/workflows"):
+    for file in (
+        "slurm/course.def",
+        "tools/Dockerfile",
+        ".devcontainer",
+        ".binder",
+        ".github/workflows",
+    ):
         assert re.search(rf"^\|.*{re.escape(file)}.*\| \*\*not tried\*\*", page, re.M), file

@@ -128,6 +128,12 @@ def test_a_member_of_an_enum_comes_back_as_early_python_3_11_wrote_it():
             unpickle(pickle.dumps(AsPython3112(owner, name)))
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_comes_back_as_each_python_writes_it(module):
+    """Python 3.13 names the private module."""
+    assert unpickle(f"c{module}\nPosixPath\n(S'of'\ntR.".encode()) == Path("of")
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -12,6 +12,7 @@ import nbformat
 import psutil
 import pytest
 from answers import answers_of
+from make_hosted import is_first
 from nbval.kernel import CURRENT_ENV_KERNEL_NAME, start_new_kernel
 from nbval.plugin import IPyNbFile
 
@@ -116,9 +117,10 @@ def test_no_notebook_keeps_times_or_a_kernel_of_one_machine(path):
 
 @every_notebook
 def test_prose_stands_before_every_pair_of_code_cells(path):
-    kinds = [cell.cell_type for cell in cells_of(path)]
+    cells = [cell for cell in cells_of(path) if not is_first(cell)]
+    kinds = [cell.cell_type for cell in cells]
     assert kinds[0] == "markdown"
-    for before, here, cell in zip(kinds, kinds[1:], cells_of(path)[1:]):
+    for before, here, cell in zip(kinds, kinds[1:], cells[1:]):
         if here == "code" and before == "code":
             follows_up = TAG in cell.metadata.get("tags", []) or "source_of" in cell.source
             follows_up = follows_up or cell.source.startswith(("figure,", "try:"))

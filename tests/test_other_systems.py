@@ -4,17 +4,21 @@ import subprocess
 import sys
 
 import preflight
+import pytest
 
 from course import launch
 from course.launch import ROOT
 
 
-def test_one_rank_trains_where_torch_has_no_store_in_memory():
+@pytest.mark.parametrize(
+    ("script", "loss"), [("gpipe.py", "5.929890"), ("small/pipeline.py", "5.183731")]
+)
+def test_one_rank_trains_where_torch_has_no_store_in_memory(script, loss):
     program = (
         "import runpy, sys, torch.distributed as dist\n"
         "del dist.HashStore\n"
-        "sys.argv = ['gpipe.py', '--steps', '1']\n"
-        "runpy.run_path('gpipe.py', run_name='__main__')\n"
+        f"sys.argv = ['{script}', '--steps', '1']\n"
+        f"runpy.run_path('{script}', run_name='__main__')\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program],
@@ -23,7 +27,8 @@ def test_one_rank_trains_where_torch_has_no_store_in_memory():
         text=True,
         timeout=120,
     )
-    assert "step 0  loss 5.929890" in ended.stdout, ended.stderr
+    assert f"step 0  loss {loss}" in ended.stdout, ended.stderr
+    assert ended.stderr == ""
 
 
 def test_on_windows_the_first_row_of_the_preflight_says_that_torchrun_does_not_start(monkeypatch):

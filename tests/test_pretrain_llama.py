@@ -27,6 +27,7 @@ from extensions.pretraining.tokens import (
     read_content,
     stream_content,
 )
+from extensions.pretraining.training_flags import default_dtype
 from extensions.pretraining.weight_count import count_weights
 from pipeline.data import DataError, load_text
 from pipeline.model import ModelConfig, build_part, token_loss
@@ -375,6 +376,34 @@ def test_the_peak_of_a_gpu_is_found_by_its_name(name, peak, monkeypatch):
     assert known_peak(device, torch.float32) is None
     assert known_peak(torch.device("cpu"), torch.bfloat16) is None
     assert min(PEAKS.values()) > 1e13
+
+
+@pytest.mark.parametrize(
+    ("major", "rank", "dtype", "said"),
+    [
+        (8, "0", "bfloat16", ""),
+        (
+            7,
+            "0",
+            "float32",
+            "Tesla T4 only emulates bfloat16, so the default of --dtype is float32",
+        ),
+        (7, "1", "float32", ""),
+    ],
+)
+def test_the_default_dtype_is_one_that_the_gpu_computes_in(
+    major, rank, dtype, said, monkeypatch, capsys
+):
+    assert default_dtype("auto") == "float32"  # no GPU here
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    gpu = types.SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert default_dtype("cuda") == dtype and default_dtype("cpu") == "float32"
+    printed = capsys.readouterr().out
+    assert printed.startswith(said) and printed.count("\n") == bool(said)
 
 
 def test_a_thousand_small_updates_reach_the_master_and_would_be_lost_in_16_bits():

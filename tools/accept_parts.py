@@ -205,10 +205,12 @@ def as_sizes(flags, machine):
     """The flags of pretrain_llama.py for a script that has no --model."""
     import pretrain_llama
 
+    from extensions.pretraining.training_flags import default_dtype
+
     name = re.search(r"--model (\S+)", flags)[1]
     layers, dim, heads, kv_heads, _ = pretrain_llama.MODELS[name]
     sizes = f"--layers {layers} --dim {dim} --heads {heads} --kv-heads {kv_heads}"
-    dtype = "float32" if machine.device == "cpu" else "bfloat16"
+    dtype = default_dtype(machine.device)
     return flags.replace(f"--model {name}", sizes) + f" --optimizer adamw --dtype {dtype}"
 
 

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 HANDOUT = ROOT / "build" / "handout"
 LEFT_OUT = (
     ".ci", ".github", "CONTRIBUTING.md", "docs/certificates.md", "docs/changelog.md",
-    "docs/instructors.md", "docs/lesson-plans.md", "docs/measurements.md", "docs/website.md",
+    "docs/instructors.md", "docs/lesson-plans.md", "docs/measurements.md", "docs/two-free-gpus.md",
+    "docs/website.md",
     "notebooks/solutions", "slurm/accept.sbatch", "tests",
 )  # fmt: skip
 TOOLS = ("Dockerfile", "constraints.txt", "exercises.py", "make_submission.py")

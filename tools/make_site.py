@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 
 import living_pages
 import living_site
+import make_hosted
 import nbformat
 import search_index
 import site_index
@@ -163,7 +164,11 @@ def slides_of(course):
 
 def index_page(exporter, course):
     teaches = site_index.PACK in course.files
-    text = site_index.index_of(course.lives, draw_map().alt, teaches, slides_of(course).is_file())
+    address = make_hosted.address_of(course.root)
+    row = make_hosted.row_of(address)
+    text = site_index.index_of(
+        course.lives, draw_map().alt, teaches, slides_of(course).is_file(), row
+    )
     return html_of([nbformat.v4.new_markdown_cell(text)], exporter)
 
 
@@ -225,6 +230,7 @@ def body_of(file, exporter, course):
         return code_of(file, course)
     if file.suffix == ".ipynb":
         notebook = nbformat.read(course.root / file, as_version=4)
+        notebook.cells = [cell for cell in notebook.cells if not make_hosted.is_first(cell)]
     else:
         text = (course.root / file).read_text()
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])

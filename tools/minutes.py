@@ -5,10 +5,10 @@
 
 A lesson without its exercises takes 1 minute per 150 words, 1 minute per 15 lines of code,
 including the script lines that it shows, and 12 seconds per cell that the reader runs, rounded to 5
-minutes. Sources are not read. The exercises are added with the minutes stated at each: 5 for a
-number or a choice, 10 to 15 for a function or a schedule, up to 20 for a program on real ranks or a
-long puzzle. Exercises of "more minutes" are optional; a lesson with the others takes an hour at
-most. All minutes are estimates; nobody was timed.
+minutes. Sources and the folded first cell are not read. The exercises are added with the minutes
+stated at each: 5 for a number or a choice, 10 to 15 for a function or a schedule, up to 20 for a
+program on real ranks or a long puzzle. Exercises of "more minutes" are optional; a lesson with the
+others takes an hour at most. All minutes are estimates; nobody was timed.
 """
 
 import json
@@ -16,6 +16,8 @@ import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+from make_hosted import is_first
 
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -42,6 +44,8 @@ def minutes_of(path):
     """The Minutes of a notebook by the rule above."""
     words = lines = runs = exercises = more = 0
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if is_first(cell):
+            continue
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             exercises += sum(minutes for _, minutes, further in exercises_in(text) if not further)

@@ -29,7 +29,7 @@ schedules in PyTorch: a simulator predicts them, real processes perform them, an
 
 {doors}
 
-![GPipe above 1F1B on four ranks: both take 330 ms, and each rank is idle 27.3 % of it; rank 0 holds eight micro-batches with GPipe, four with 1F1B.](images/gpipe-above-1f1b.svg)
+{row}![GPipe above 1F1B on four ranks: both take 330 ms, and each rank is idle 27.3 % of it; rank 0 holds eight micro-batches with GPipe, four with 1F1B.](images/gpipe-above-1f1b.svg)
 
 **Equal bubble, less memory.** Each row is a rank, each box works on one micro-batch, and grey is
 waiting. It is often said that 1F1B waits less than GPipe. Both wait equally long. What 1F1B saves is
@@ -83,15 +83,17 @@ NOT_FOUND = """<h1>This page is not there</h1><p>The address may be misspelt, or
 <a href="index.html">The first page of the course</a> leads to all others.</p>"""
 
 
-def index_of(lives, map_alt, teaches, slides):
+def index_of(lives, map_alt, teaches, slides, row):
     """The first page in Markdown.
 
     `lives`: its site has the explorer and the puzzles. `teaches`: it has the instructors' pack, and
-    the text of the answers; a handout has neither.
+    the text of the answers; a handout has neither. `row`: the links of make_hosted.py to lesson 00,
+    a paragraph or "".
     """
     shown = " with [the slides of every lesson](slides/index.html)" if slides else ""
     return INDEX_PAGE.format(
         doors=DOORS if lives else READ,
+        row=row,
         map_alt=map_alt,
         copy=COPY if teaches else "",
         teach=f"[Teach it]({PACK}){shown}. " if teaches else "",

@@ -4,8 +4,8 @@
 `run("gpipe.py --steps 3", ranks=4)` prints the command that does the same in a terminal, starts it,
 shows its output and returns a `Run`. The command is torchrun; in a SLURM allocation it is srun with
 torchrun. With `warm=True` the ranks are forked from a server that has imported torch once, so that
-a start takes a tenth of the time. Where forking is unsafe or missing (macOS, Windows), torchrun is
-used instead. The output is the same.
+a start takes a tenth of the time. Where forking is unsafe or missing (macOS, Windows, a server in
+which CUDA is initialised), torchrun is used instead. The output is the same.
 
 No rank outlives its cell: an interrupt or a failure ends all ranks.
 """
@@ -49,7 +49,7 @@ PRELOAD = [
     "pipeline.stage",
     "pipeline.worker",
 ]
-_fork_server_is_ready = False
+_fork_server_is_ready = None  # True or False once its imports are done
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,7 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
 @contextmanager
 def started_ranks(script, flags, ranks, warm=True):
     """A context with the ranks of a script, see `run`. After the block all ranks have ended."""
-    warm = warm and can_fork() and not _is_away()
-    if warm:
-        _wait_for_fork_server()
+    warm = warm and can_fork() and not _is_away() and _wait_for_fork_server()
     started = None
     try:
         with _interrupts_held():
@@ -263,15 +261,25 @@ class WarmRanks:
 
 
 def _wait_for_fork_server():
-    """Wait until the fork server has imported torch; an interrupt ends only this wait."""
+    """Wait until the fork server has imported torch; an interrupt ends only this wait.
+
+    Returns False if its imports have initialised CUDA: a forked process could not use a GPU.
+    """
     global _fork_server_is_ready
-    if not _fork_server_is_ready:
+    if _fork_server_is_ready is None:
         warm_up()
-        nothing = multiprocessing.get_context("forkserver").Process()
+        probe = multiprocessing.get_context("forkserver").Process(target=_exit_if_cuda_is_there)
         with _without_main():
-            nothing.start()
-        nothing.join()
-        _fork_server_is_ready = True
+            probe.start()
+        probe.join()
+        _fork_server_is_ready = probe.exitcode == 0
+    return _fork_server_is_ready
+
+
+def _exit_if_cuda_is_there():
+    """In a forked process: exit with status 1 if CUDA was initialised before the fork."""
+    cuda = sys.modules["torch"].cuda
+    sys.exit(cuda.is_initialized() or cuda._is_in_bad_fork())
 
 
 @contextmanager

@@ -234,7 +234,8 @@ def join():
         torch.cuda.set_device(device)  # before anything is allocated, or all share GPU 0
         more["device_id"] = device
     if "RANK" not in os.environ:  # plain python: one process, which meets nobody
-        more |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False)  # also on Windows
+        more |= {"store": store, "rank": 0, "world_size": 1}
     limit = timedelta(seconds=60)  # a rank that waits longer raises an error
     dist.init_process_group(backend, timeout=limit, **more)
     return device

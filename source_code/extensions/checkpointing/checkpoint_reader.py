@@ -49,6 +49,7 @@ allow(
     planner.BytesIOWriteData,
     *(("torch", name, getattr(torch, name)) for name in NUMBER_TYPES),
     *(("pathlib", name, Path) for name in ("PosixPath", "WindowsPath")),
+    *(("pathlib._local", name, Path) for name in ("PosixPath", "WindowsPath")),  # in Python 3.13
     *(CheckpointError, CheckpointException, traceback.FrameSummary, traceback.StackSummary),
 )
 

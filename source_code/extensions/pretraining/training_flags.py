@@ -9,6 +9,7 @@ from extensions.optimization.update import add_update_flags
 from extensions.pretraining.cut_by_time import add_cut_flag, complete_cut
 from extensions.pretraining.epochs import take_epochs
 from extensions.recompute import MODES
+from pipeline.command_line import ranks_from_environment
 from pipeline.schedules.from_flags import add_schedule_flags
 
 
@@ -32,10 +33,26 @@ def add_training_flags(parser, warm_up_steps):
 
 
 def choose_dtype(arguments):
-    """Without --dtype choose bfloat16 on a GPU and float32 on a CPU."""
+    """Without --dtype choose bfloat16 on a GPU that computes in it, else float32."""
     if arguments.dtype is None:
-        on_gpu = arguments.device != "cpu" and torch.cuda.is_available()
-        arguments.dtype = "bfloat16" if on_gpu else "float32"
+        arguments.dtype = default_dtype(arguments.device)
+
+
+def default_dtype(device):
+    """The dtype of a training run by default; rank 0 says so if its GPU has no bfloat16.
+
+    A GPU of compute capability below 8.0, such as a T4, emulates bfloat16 and is slower with it.
+    """
+    if device == "cpu" or not torch.cuda.is_available():
+        return "float32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16"
+    if ranks_from_environment()[0] == 0:
+        name = torch.cuda.get_device_name()
+        print(
+            f"{name} only emulates bfloat16, so the default of --dtype is float32 here", flush=True
+        )
+    return "float32"
 
 
 def check_training_flags(arguments, schedule):

@@ -28,10 +28,24 @@ def traced_stage(arguments, job, cut):
     shape = arguments.microbatch_size, arguments.seq_len
     tokens = torch.zeros(shape, dtype=torch.int64, device=job.device)
     whole = build_layout(arguments).to_empty(device=job.device)
+    let_attention_be_causal(whole)
     split_spec = {f"transformer.h.{first}": SplitPoint.BEGINNING for first, _ in cut[1:]}
     pipe = pipeline(whole, mb_args=(tokens,), split_spec=split_spec)
     fill(pipe.get_stage_module(job.rank), arguments, job.device)
     return pipe.build_stage(job.rank, job.device)
+
+
+def let_attention_be_causal(model):
+    """Let the kernel of attention leave out later positions, without a mask.
+
+    A mask is made once and read by every block. A traced model would send it through all stages,
+    and torch 2.11 has no backward for that. For a registered kernel, transformers makes no mask.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    model.set_attn_implementation("causal")
 
 
 def stage_cut_by_hand(arguments, job, cut):

@@ -1,0 +1,40 @@
+# @title The course's code: found beside or above this notebook, or fetched once
+import os
+import subprocess
+import sys
+import tempfile
+
+ADDRESS = ""  # of the repository; `make hosted` writes it
+PLACES = ["source_code", "../source_code", "../../source_code", "fetched_course/source_code"]
+
+
+class NoCourse(Exception):
+    def _render_traceback_(self):
+        return [str(self)]  # the sentence alone
+
+
+if not any(map(os.path.isdir, PLACES)):
+    if not ADDRESS:
+        raise NoCourse(
+            "This notebook needs the course's folder source_code, which is neither beside nor above "
+            "it: open the notebook in a copy of the whole course."
+        )
+    try:
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            clone = ["git", "clone", "--depth", "1", ADDRESS, f"{folder}/course"]
+            asks_nothing = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
+            subprocess.run(clone, env=asks_nothing, capture_output=True, check=True, timeout=300)
+            os.rename(f"{folder}/course", "fetched_course")
+    except (OSError, subprocess.SubprocessError) as error:
+        told = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace")
+        raise NoCourse(
+            f"The course could not be fetched from {ADDRESS} ({told.strip().splitlines()[-1]}): "
+            "switch on the internet access of this notebook and run this cell again, or open the "
+            "notebook in a copy of the whole course."
+        ) from None
+    print(f"Fetched the course from {ADDRESS} into the folder fetched_course.")
+sys.path[:0] = [place for place in PLACES if place not in sys.path]
+
+from course import hosted
+
+hosted.prepare()
