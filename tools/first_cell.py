@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 
-ADDRESS = ""  # of the repository; `make hosted` writes it
+ADDRESS = ""  # of the repository, once it is published
 PLACES = ["source_code", "../source_code", "../../source_code", "fetched_course/source_code"]
 
 
