@@ -42,6 +42,7 @@ def test_the_hours_of_the_readme_are_those_of_the_course_with_its_exercises():
     stated = re.search(r"the course takes about (\d+) hours", readme)[1]
     spent = sum(int(lesson) + int(exercises) for _, lesson, exercises, *_ in COURSE.values())
     assert int(stated) == round(spent / 60)
+    assert spent <= 600, "ten hours, exercises included; take away what is dull or said twice"
 
 
 def test_the_course_has_at_most_fourteen_lessons_of_40_minutes_and_all_lessons_are_listed():

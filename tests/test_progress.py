@@ -47,8 +47,9 @@ def test_a_check_notes_the_exercise_and_its_outcome_and_says_once_how_to_switch_
         ("own_gpipe", "not yet"),
         ("puzzle 1", "right"),
     ]
-    said = capsys.readouterr().err
-    assert said.count("COURSE_PROGRESS=off") == 1 and "Ada.jsonl" in said
+    said = capsys.readouterr()
+    assert said.out.count("COURSE_PROGRESS=off") == 1 and "Ada.jsonl" in said.out
+    assert said.err == ""  # a notebook colours it as an error
     names = {exercise.name for exercise in all_exercises()}
     assert {"own_gpipe", "puzzle 1", "diagnosis 2", "repair 8"} <= names
 

@@ -53,7 +53,8 @@ def note(exercise, outcome):
         tell_once(f"Your progress is not noted: {error}")
     else:
         shown = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
-        tell_once(f"Checks note your progress in {shown}; {FOLDER_VARIABLE}=off switches that off.")
+        sentence = f"Checks note your progress in {shown}; {FOLDER_VARIABLE}=off switches that off."
+        tell_once(sentence, sys.stdout)  # not an error, which a notebook colours red
 
 
 def folder_of_progress():
@@ -74,10 +75,10 @@ def name_of_person():
     return re.sub(r"[^\w-]", "_", name)[:40] or "somebody"
 
 
-def tell_once(sentence):
+def tell_once(sentence, stream=None):
     if sentence not in told:
         told.add(sentence)
-        print(sentence, file=sys.stderr)
+        print(sentence, file=stream or sys.stderr)
 
 
 def read_progress(folder):
