@@ -111,7 +111,7 @@ def test_a_paced_backward_lasts_a_forward_longer(tmp_path):
         else:
             assert event.recompute == 0
     # What the summary predicts counts it, too: 4 + 10 for each of 8 + 2 - 1 micro-batches.
-    assert "(predicted 126.0)" in done.output
+    assert "(predicted 126.0 ms)" in done.output
 
 
 def test_where_nothing_is_recomputed_no_time_is_noted_for_it(tmp_path):

@@ -19,7 +19,7 @@ from course.failed_run import RunFailed
 from course.followed_run import follow
 
 SUMMARY = re.compile(
-    r"^.* ([\d.]+) ms \(predicted ([\d.]+)\)  idle ([\d.]+)% \(predicted ([\d.]+)%\)  "
+    r"^.* ([\d.]+) ms \(predicted ([\d.]+) ms\)  idle ([\d.]+)% \(predicted ([\d.]+)%\)  "
     r"peak memory ([\d. ]+) MiB, of it held for backwards ([\d. ]+) MiB",
     re.MULTILINE,
 )

@@ -517,7 +517,7 @@ def timed_run(script, flags, ranks):
     file.unlink()
     arrivals = [moment for moment, line in lines.lines if "  loss " in line]
     gaps = [(after - before) * 1000 for before, after in zip(arrivals[1:], arrivals[2:])]
-    # step 342.3 ms (predicted 330.0)  idle 29.8% (predicted 27.3%)  peak memory ...
+    # step 342.3 ms (predicted 330.0 ms)  idle 29.8% (predicted 27.3%)  peak memory ...
     summary = next(line for _, line in lines.lines if "  peak memory " in line).split()
     return TimedRun(
         first_loss=arrivals[0],

@@ -49,7 +49,7 @@ def measure(schedule, double, exchange):
     steps = []
     for _ in range(RUNS):
         output = run(f"experts.py {SMALL} {schedule} {pace} --steps 6", 4, warm=True, show=False)
-        step, predicted = re.search(r"step (\S+) ms \(predicted (\S+)\)", output.output).groups()
+        step, predicted = re.search(r"step (\S+) ms \(predicted (\S+) ms\)", output.output).groups()
         steps.append(float(step))
     return statistics.median(steps), float(predicted)
 

@@ -72,7 +72,7 @@ class Report:
         peaks = " ".join(f"{peak / 2**20:.0f}" for peak, _ in memory)
         held = " ".join(f"{held / 2**20:.2f}" for _, held in memory)
         return (
-            f"{self.what} {step:.1f} ms (predicted {predicted.makespan:.1f})  "
+            f"{self.what} {step:.1f} ms (predicted {predicted.makespan:.1f} ms)  "
             f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
             f"peak memory {peaks} MiB, of it held for backwards {held} MiB"
         )
