@@ -242,7 +242,7 @@ def test_the_supported_versions_stand_in_one_table_that_everything_else_agrees_w
     oldest, newest = numbers(preflight.OLDEST_TORCH), numbers(preflight.NEWEST_TORCH)
     assert f"| torch | {oldest} | {pinned} | {newest} |" in page
     python = numbers(preflight.OLDEST_PYTHON)
-    assert f"| Python | {python} | – | 3.12 |" in page
+    assert f"| Python | {python} | – | 3.13 |" in page
     assert f'requires-python = ">={python}"' in (ROOT / "pyproject.toml").read_text()
     assert f"Python {python} or newer" in (ROOT / "README.md").read_text()
     assert f"TORCH ?= {newest}." in (ROOT / "Makefile").read_text()
