@@ -5,10 +5,11 @@ import re
 import idea_pictures
 import make_images
 import nbformat
+import order_pictures
 import pytest
 import stored_pictures
 from further import first_of
-from idea_pictures import COSTS, IDEAS
+from idea_pictures import COSTS
 from PIL import Image
 from preview_picture import LEFT, SIZE, preview
 from preview_picture import WIDTH as WIDE
@@ -19,6 +20,7 @@ from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
 from pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, pipedream
 
+IDEAS = idea_pictures.IDEAS | order_pictures.ORDERS
 FIGURES = sorted((ROOT / "images").glob("*.svg"))
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("notebooks/*.ipynb")]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/**/*.ipynb"))
@@ -89,6 +91,11 @@ def test_rank_r_of_pipedream_has_at_most_p_minus_r_storages_and_the_last_clones_
         versions = [version for storage in storages for version, _ in storage.versions]
         assert versions == list(range(9))
     assert len(storages) == 1
+
+
+def test_a_warm_up_has_the_passages_that_lesson_05_says():
+    p, v = order_pictures.RANKS, order_pictures.CHUNKS
+    assert order_pictures.warm_ups() == [(v - 1) * p + 2 * (p - 1 - rank) for rank in range(p)]
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from idea_pictures import IDEAS  # noqa: E402
+from order_pictures import ORDERS  # noqa: E402
 from preview_picture import preview  # noqa: E402
 from schedule_pictures import COMPARISONS  # noqa: E402
 
@@ -24,7 +25,7 @@ MICROBATCHES = {"naive": 1}  # 8 for the others
 
 
 def main():
-    for name, draw_picture in (IDEAS | COMPARISONS).items():
+    for name, draw_picture in (IDEAS | ORDERS | COMPARISONS).items():
         draw_picture().save(ROOT / "images" / f"{name}.svg")
     preview().save(ROOT / "images" / "preview.png", optimize=True)
     for name in SCHEDULES:
