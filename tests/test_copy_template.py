@@ -107,7 +107,8 @@ def statements_in(text, *packages):
     return [ast.dump(node) for node in Without(*packages).visit(ast.parse(text)).body]
 
 
-def test_what_is_copied_speaks_of_no_folder_lesson_or_page_of_the_course():
+def test_what_is_copied_speaks_of_no_folder_lesson_or_page_of_the_course(monkeypatch):
+    monkeypatch.setattr(copy_template, "Module", functools.cache(copy_template.Module))
     names = [*SCRIPTS, "prepare_data.py"]
     modules = {m.path: m.text for name in names for m in copy_template.modules_of(Path(name), ())}
     assert len(modules) > 100

@@ -382,6 +382,7 @@ def words_of_a_copy(rng):
 
 
 @further
+@pytest.mark.processes  # it takes as long
 def test_arguments_of_a_copy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
