@@ -158,7 +158,7 @@ def choose_tokens(arguments, one, scores):
 def build_cached_stage(arguments, job, cut):
     """Build this rank's layers with their weights, and the cache for all requests."""
     a, (first, last) = arguments, cut[job.rank]
-    part = build_saved_part(a, first, last, job.device)
+    part = build_saved_part(a, first, last, job.device, job)
     return CachedStage(part, job.rank, job.num_ranks, a.groups, a.slots, a.seq_len)
 
 

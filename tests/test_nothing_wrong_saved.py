@@ -1,9 +1,12 @@
 """Nothing wrong is saved, read or counted in silence."""
 
+import argparse
 import json
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import finetune
 import grade_submissions
@@ -12,13 +15,14 @@ import nbformat
 import prepare_data
 import pytest
 import tokenizers
+import torch
 import wall
 from exercises import read_notebooks
 from further import first_of
 from ranks import run_on_ranks
 from saved_models import write_model
 
-from course import progress
+from course import launch, progress
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError
 from extensions.inference import saved_model
@@ -32,6 +36,8 @@ from guard.files import write_whole
 from guard.inputs import InputError
 from guard.launcher import LauncherError
 from pipeline.data import DataError
+from pipeline.job import join_job
+from pipeline.model import ModelConfig
 
 
 def diverge(rank, model, out, value):
@@ -220,6 +226,32 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_followed_by_the_nex
     monkeypatch.setattr(saved_model, "steps_of", lambda *_: [1])
     with pytest.raises(CheckpointError, match="step 1 is damaged"):  # nothing newer: it is
         saved_model.newest_checkpoint("folder")
+
+
+def weights_while_checkpoints_go(rank, folder, gone):
+    """In a rank of inference: the sum of its weights, where rank 1 finds the checkpoints `gone`."""
+    job = join_job("cpu", pairs=[])
+    arguments = argparse.Namespace(
+        saved=checkpoint_folder.find_checkpoint(folder, 1), checkpoints=folder, model_folder=None,
+        config=ModelConfig(4, 16, 2, 1, 8), seed=0, torch_dtype=torch.float64,
+    )  # fmt: skip
+    torch.distributed.barrier()
+    if rank == 1:
+        for step in gone:
+            shutil.rmtree(Path(folder) / "run-0001" / f"step-{step:08}")
+    part = saved_model.build_saved_part(arguments, 0, 4, "cpu", job)
+    job.leave()
+    return arguments.saved.step, sum(weight.sum().item() for weight in part.parameters())
+
+
+def test_a_checkpoint_that_vanishes_while_weights_are_read_is_followed_by_the_next(tmp_path):
+    folder = tmp_path / "saved"
+    flags = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --steps 2 --save-every 1"
+    launch.run(
+        f"distributed_checkpointing.py {flags} --checkpoints {folder}", 2, warm=True, show=False
+    )
+    both = run_on_ranks(weights_while_checkpoints_go, 2, str(folder), [1])
+    assert both[0] == both[1] and both[0][0] == 2
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path):

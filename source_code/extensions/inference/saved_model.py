@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A saved model of a training run: its sizes, and the weights of the layers of a rank."""
 
+import torch
+import torch.distributed as dist
+
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     current_run,
@@ -68,29 +71,62 @@ def newest_step(folder):
     return run, steps_of(folder, run) if run else []
 
 
-def build_saved_part(arguments, first, last, device="cpu"):
-    """Build layers `first` to `last` - 1 with the saved weights, or initial ones if none exist."""
+def build_saved_part(arguments, first, last, device="cpu", job=None):
+    """Build layers `first` to `last` - 1 with the saved weights, or initial ones if none exist.
+
+    With a `job` all its ranks call it, and have the weights of one checkpoint.
+    """
     a = arguments
     if a.model_folder:
         return a.saved.build_part(first, last, a.torch_dtype, device)
     part = build_part(a.config, first, last, a.seed, a.torch_dtype, device)
-    load_weights(a, part)
-    return part
-
-
-def load_weights(arguments, part):
-    """Fill `part` with the saved weights of its layers; no others are read.
-
-    All ranks call it.
-    """
-    if arguments.saved is None:
-        return
+    if a.saved is None:
+        return part
     weights = {name: parameter.detach() for name, parameter in part.named_parameters()}
+    for attempt in range(TRIES):
+        if all_say(job, is_read(a.saved, weights)):
+            return part
+        if job is None:
+            break
+        a.saved = next_checkpoint(a.checkpoints, job, attempt) or a.saved
+    raise SystemExit(f"{a.saved.path} was removed while it was read; start again")
+
+
+def is_read(checkpoint, weights):
+    """Fill `weights`, or return False if the Checkpoint was removed meanwhile."""
+    if not checkpoint.path.exists():
+        return False
     try:
-        fill_weights(arguments.saved, weights)
+        fill_weights(checkpoint, weights)
     except (CheckpointError, FileNotFoundError) as error:
-        if not arguments.saved.path.exists():
-            raise SystemExit(
-                f"{arguments.saved.path} was removed while it was read; start again"
-            ) from None
-        raise SystemExit(str(error)) from None
+        if checkpoint.path.exists():
+            raise SystemExit(str(error)) from None
+        return False
+    return True
+
+
+def all_say(job, here):
+    """Return whether `here` holds on all ranks of the job."""
+    if job is None or job.num_ranks == 1:
+        return here
+    everywhere = torch.tensor(int(here))
+    with job.waiting_for_all("the weights"):
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+def next_checkpoint(folder, job, attempt):
+    """Return the checkpoint that is now the newest one for rank 0, or None if it has gone, too."""
+    if job.rank == 0:
+        found = checkpoint_or_none(newest_checkpoint, folder)
+        job.store.set(f"checkpoint {attempt}", str(found.step) if found else "")
+    with job.waiting(0, "the next checkpoint"):
+        step = job.store.get(f"checkpoint {attempt}").decode()
+    return checkpoint_or_none(find_checkpoint, folder, int(step)) if step else None
+
+
+def checkpoint_or_none(find, *where):
+    try:
+        return find(*where)
+    except (CheckpointError, FileNotFoundError):
+        return None
