@@ -53,6 +53,7 @@ KINDS = [
     ),
     (r"\.venv/bin/python tools/benchmark_page\.py$", "opens a browser many times, and measures"),
     (r"python tools/minutes\.py --write$", "test_minutes.py runs what it calls"),
+    (r"python tools/quiet_run\.py notebooks/\w+\.ipynb$", "test_quiet_run.py runs what it calls"),
     (r"\.venv/bin/python tools/spoil_code\.py --list$", "test_spoil_code.py plants what it lists"),
     (
         r"PYTHONPATH=source_code torchrun .* build/08_mine\.py$",

@@ -1,0 +1,72 @@
+"""A lesson is stored from a quiet machine only: from a run whose paced steps are as predicted."""
+
+import json
+import sys
+
+import pytest
+import quiet_run
+
+PACED, FREE = 'run("gpipe.py --pace 10 20")', 'run("gpipe.py")'
+
+
+def notebook(*cells):
+    """The text of a notebook of (source, output) cells."""
+    return json.dumps(
+        {
+            "cells": [
+                {"cell_type": "markdown", "source": ["step 9 ms (predicted 1 ms)"]},
+                *({"source": [source], "outputs": [{"text": [text]}]} for source, text in cells),
+            ]
+        }
+    )
+
+
+def step(took, predicted=300.0):
+    return f"step 0  loss 1.000000\nstep {took} ms (predicted {predicted} ms)  idle 30.0%\n"
+
+
+def test_only_steps_with_a_pace_count_and_the_slowest_of_them(tmp_path):
+    path = tmp_path / "00_x.ipynb"
+    path.write_text(notebook((PACED, step(330.0)), (PACED, step(303.0)), (FREE, step(900.0))))
+    assert quiet_run.longest_over(path) == pytest.approx(10)
+    path.write_text(notebook((FREE, step(900.0))))
+    assert quiet_run.longest_over(path) == 0
+
+
+@pytest.fixture
+def lesson(tmp_path, monkeypatch):
+    """Call the tool on a lesson whose runs take the given times; its exit status and its text."""
+    path = tmp_path / "00_x.ipynb"
+    path.write_text(notebook((PACED, step(1.0))))
+    monkeypatch.setattr(quiet_run, "ROOT", tmp_path)
+
+    def call(*times, flags=()):
+        runs = iter(times)
+
+        def make(words, **_):
+            copy = tmp_path / words[-1].removeprefix("ONLY=")
+            assert words[:2] == ["make", "notebooks"] and copy != path
+            copy.write_text(notebook((PACED, step(next(runs)))))
+
+        monkeypatch.setattr(quiet_run.subprocess, "run", make)
+        monkeypatch.setattr(sys, "argv", ["quiet_run.py", str(path), *flags])
+        return quiet_run.main(), path.read_text(), list(runs)
+
+    return call
+
+
+def test_the_first_quiet_run_is_stored(lesson):
+    status, text, left = lesson(390.0, 310.0, 300.0)
+    assert (status, left) == (0, [300.0]) and "step 310.0 ms" in text
+
+
+def test_a_machine_that_is_never_quiet_is_named_and_nothing_is_stored(lesson, capsys):
+    status, text, left = lesson(390.0, 391.0, 300.0, flags=["--tries", "2"])
+    assert (status, left) == (1, [300.0]) and "step 1.0 ms" in text
+    assert "the machine was not quiet" in capsys.readouterr().err
+
+
+def test_what_is_no_file_costs_one_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["quiet_run.py", "notebooks/99.ipynb"])
+    with pytest.raises(SystemExit, match="99.ipynb is not a file; give a lesson"):
+        quiet_run.main()
