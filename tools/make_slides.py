@@ -9,7 +9,7 @@ stored output of the lesson, else the one above: a drawing, or some lines of out
 text between the sentence and the next mark becomes the speaker's note. A sentence that asks for a
 prediction has no figure. <!-- slide: TITLE; above --> takes the last figure above, "; drawing" the
 last drawing above, and "; words" none. Exercises and the question at the end need no mark.
-docs/lesson-plans.md gives the minutes.
+docs/lesson-plans.md gives the minutes, what to do, and what to ask at an exercise.
 """
 
 import json
@@ -36,7 +36,6 @@ from slide_page import index_of, page_of  # noqa: E402
 NOTEBOOKS = ROOT / "notebooks"
 SLIDES = ROOT / "build" / "slides"
 PLANS = ROOT / "docs" / "lesson-plans.md"
-PACK = ROOT / "docs" / "instructors.md"
 MARK = r"<!-- slide: (.*?)(?:; (above|drawing|words))? -->"
 PARTS = r"(?=<!-- slide: )|(?=^#)|(?=^\*\*\d+\. )|(?=^\*\*Next\.\*\*)"
 NOT_SAID = r"```.*?```|^\|.*$|<!--.*?-->|\$\$.*?\$\$|!\[.*?\]\(.*?\)"  # of a note
@@ -133,7 +132,7 @@ def slide_of(part, number):
     ):
         title = f"Exercise {exercise[1]}: {exercise[2]}"
         task = enough_of(part[exercise.end() :].partition("\n\n")[0])
-        return Slide(title, task, None, wrong_answers(number, exercise[2]), exercise[3])
+        return Slide(title, task, None, question_for(number, exercise[2]), exercise[3])
     if part.startswith("**Next.**"):
         sentences = sentences_of(without_links(part.removeprefix("**Next.**").partition("\n\n")[0]))
         asked = max([i for i, one in enumerate(sentences) if one.endswith("?")], default=0)
@@ -192,29 +191,25 @@ def asks(slide):
     return re.search(words, slide.sentence) or "guess" in slide.title.lower()
 
 
-def wrong_answers(number, exercise):
-    """Frequent wrong answers to an exercise, and what to say, from the instructors' pack."""
-    lesson = re.search(rf"^### Lesson {number}\n(.*?)(?=^##)", PACK.read_text(), re.M | re.S)
-    notes, name = [], ""
-    for first, wrong, say in re.findall(
-        r"^\| (.*?) ?\| (.*?) \| (.*?) \|$", lesson[1] if lesson else "", re.M
-    ):
-        name = first.strip() or name
-        if name == exercise:
-            notes.append(f"*{wrong}:* {say}")
-    return "\n\n".join(notes)
+def plan_text(number):
+    """The section of a lesson on the page of plans."""
+    found = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", PLANS.read_text(), re.M | re.S)
+    return found[1] if found else ""
+
+
+def question_for(number, exercise):
+    """What to ask people who do not understand the check of an exercise, or ""."""
+    name = re.escape(exercise)
+    found = re.search(rf"^- \*\*{name}:\*\* (.*)$", plan_text(number), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def plan_of(number):
-    """{title of a slide: (its first minute, the text of the plan)} of a lesson."""
-    lesson = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", PLANS.read_text(), re.M | re.S)
+    """{title of a slide: (its first minute, what to do)} of a lesson."""
     begins, plan = 0, {}
-    for row in re.findall(
-        r"^\| (\d+) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", lesson[1] if lesson else "", re.M
-    ):
-        minutes, titles, do, sees, otherwise = row
-        said = f"**Do:** {do}\n\n**The room sees:** {sees}\n\n**If not:** {otherwise}"
-        plan[titles.split("; ")[0]] = begins, said
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|$", plan_text(number), re.MULTILINE)
+    for minutes, title, do in rows:
+        plan[title] = begins, do
         begins += int(minutes)
     return plan
 
