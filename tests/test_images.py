@@ -18,7 +18,7 @@ from schedule_pictures import COMPARISONS
 from course.launch import ROOT
 from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
-from pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, pipedream
+from pipeline.schedules import SCHEDULES, gpipe, one_f_one_b, pipedream, zb_h1
 
 IDEAS = idea_pictures.IDEAS | order_pictures.ORDERS
 FIGURES = sorted((ROOT / "images").glob("*.svg"))
@@ -96,6 +96,17 @@ def test_rank_r_of_pipedream_has_at_most_p_minus_r_storages_and_the_last_clones_
 def test_a_warm_up_has_the_passages_that_lesson_05_says():
     p, v = order_pictures.RANKS, order_pictures.CHUNKS
     assert order_pictures.warm_ups() == [(v - 1) * p + 2 * (p - 1 - rank) for rank in range(p)]
+
+
+def test_the_last_rank_of_zb_h1_defers_p_minus_1_weight_gradients_and_ends_with_them():
+    order = zb_h1(order_pictures.RANKS, order_pictures.MICROBATCHES).orders[-1]
+    found = order_pictures.deferred_after(order)
+    assert [len(deferred) for action, deferred in found if action.kind == "W"] == [3] * 5 + [
+        2,
+        1,
+        0,
+    ]
+    assert [action.microbatch for action, _ in found if action.kind == "W"] == list(range(8))
 
 
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)

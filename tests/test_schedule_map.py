@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from lab.figures import draw_timelines
 from lab.held_curve import draw_held, fullest_rank, held_over_time
 from lab.schedule_map import comparable, draw_map, places, same_work
 
@@ -56,3 +57,13 @@ def test_what_is_held_is_drawn_for_both_timelines_on_one_scale():
     area, line = re.findall(r'<path d="(M62.*?)"', svg)[:2]
     tops = [min(float(y) for y in re.findall(r"V([\d.]+)", path)) for path in (area, line)]
     assert tops == pytest.approx([26, 53]), "eight are twice as high as four"
+
+
+def test_what_one_rank_holds_stands_below_the_timelines_on_their_axis():
+    both = {name: same_work(name, 4, 8) for name in ("1f1b", "gpipe")}
+    picture = draw_timelines(both, held=3)
+    assert picture.alt.endswith("micro-batches that rank 3 holds, at the peak: 1f1b 1, gpipe 8")
+    area = re.search(r'<path d="M62.0 [\d.]+H([\d.]+)[^"]*" fill="#D55E00"', picture.svg)
+    start = both["1f1b"].by_rank[3][0].start
+    first = re.search(rf'<rect x="{area[1]}"', picture.svg)
+    assert start > 0 and first, "the curve rises where rank 3's first block begins"

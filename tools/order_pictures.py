@@ -1,4 +1,4 @@
-"""Pictures of orders and of places for lessons 03, 05 and 10b; make_images.py saves them.
+"""Pictures of orders and of places for lessons 03, 05, 09 and 10b; make_images.py saves them.
 
 They have no time axis: what waits in a queue, the passages of a rank, and who holds what in a mesh.
 """
@@ -7,7 +7,7 @@ from idea_pictures import THIN, arrow, box, text
 
 from lab.drawing import FILL, NUMBER, shade_of, wrap
 from lab.figures import Picture
-from pipeline.schedules import interleaved_1f1b
+from pipeline.schedules import interleaved_1f1b, zb_h1
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 WIDE = 44  # of a passage
@@ -91,6 +91,42 @@ def passages():
     return Picture(wrap(parts, 262, alt), alt)
 
 
+def deferred_after(order):
+    """[(action, micro-batches whose W is still to run)]: what each action of a rank leaves behind."""
+    found, deferred = [], []
+    for action in order:
+        if action.kind == "I":
+            deferred = [*deferred, action.microbatch]
+        if action.kind == "W":
+            deferred = [each for each in deferred if each != action.microbatch]
+        found.append((action, deferred))
+    return found
+
+
+def deferred_weight_gradients():
+    """The actions of the last rank in ZB-H1, and under each one what is deferred (lesson 09)."""
+    parts, left, wide, top = [], 104, 29, 8
+    found = deferred_after(zb_h1(RANKS, MICROBATCHES).orders[-1])
+    bottom = top + 52 + 26 * max(len(deferred) for _, deferred in found)
+    parts.append(text(left - 10, top + 21, f"rank {RANKS - 1}", "end"))
+    parts.append(text(left - 10, bottom - 9, "its deferred W", "end"))
+    for number, (action, deferred) in enumerate(found):
+        x, kind = left + number * wide, action.kind
+        label = f"{kind}{action.microbatch}"
+        parts += box(x, top, wide - 1, 32, label, FILL[kind], NUMBER[kind])
+        for place, microbatch in enumerate(deferred):
+            y = bottom - 26 * (place + 1)
+            parts += box(x, y, wide - 1, 24, str(microbatch), FILL["W"], NUMBER["W"])
+    parts.append(f'<path d="M{left} {bottom}H{left + wide * len(found)}" {THIN}/>')
+    alt = (
+        f"The actions of rank {RANKS - 1} in ZB-H1, and under each action the micro-batches whose W "
+        "is deferred. Each I adds its micro-batch at the end of the list, and each W takes the "
+        f"oldest one. The list grows to {max(len(deferred) for _, deferred in found)}, stays there "
+        "or one shorter while W follows each I, and empties at the end of the step."
+    )
+    return Picture(wrap(parts, bottom + 8, alt), alt)
+
+
 def mesh():
     """Who holds what on 2 replicas of 2 stages of 2 ranks each (lesson 10b)."""
     parts = []
@@ -131,4 +167,9 @@ def mesh():
     return Picture(wrap(parts, 348, alt), alt)
 
 
-ORDERS = {"idea-crossing-sends": crossing_sends, "idea-passages": passages, "idea-mesh": mesh}
+ORDERS = {
+    "idea-crossing-sends": crossing_sends,
+    "idea-passages": passages,
+    "idea-deferred": deferred_weight_gradients,
+    "idea-mesh": mesh,
+}

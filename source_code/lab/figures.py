@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 from lab.drawing import TEXT, WIDTH, arrange, draw_legend, draw_longest_path, draw_place, wrap
+from lab.held_curve import held_parts
 from lab.story import short
 
 LETTER = 8.3  # width of a caption's letters, about
@@ -30,7 +31,14 @@ class Picture:
 
 
 def draw_timelines(
-    timelines, unit="ms", caption="", reading=False, stories=None, longest_path=False, width=WIDTH
+    timelines,
+    unit="ms",
+    caption="",
+    reading=False,
+    stories=None,
+    longest_path=False,
+    held=None,
+    width=WIDTH,
 ):
     """A Picture of one timeline or several, one below the other on one scale.
 
@@ -38,7 +46,8 @@ def draw_timelines(
     Each block has its story: as its title, or with `reading` in lines above its timeline, which a
     page's style shows for the block that is pointed at (stepping.py). `stories` has other stories
     than the timeline's own, by label; with `stories=False` a block has none. With `longest_path`
-    a line shows a longest path through each timeline (longest_path.py). `width` is that of the drawing, in its own
+    a line shows a longest path through each timeline (longest_path.py). `held` is a rank: below the
+    timelines stands what it holds (held_curve.py). `width` is that of the drawing, in its own
     units; letters have the same size in a narrow drawing.
     """
     places, height = arrange(timelines, reading, longest_path, width)
@@ -54,6 +63,10 @@ def draw_timelines(
     alt = caption or "; ".join(
         f"{label}: {describe(timeline, unit)}" for label, timeline in timelines.items()
     )
+    if held is not None:
+        curves, tall, told = held_parts(timelines, width, held)
+        parts += [f'<g transform="translate(0 {height:.0f})">', *curves, "</g>"]
+        height, alt = height + tall + 8, f"{alt}; {told}"
     return Picture(wrap(parts, height, alt, titled=not reading, width=width), alt)
 
 

@@ -31,11 +31,13 @@ def held_over_time(timeline, rank):
 
 def fullest_rank(timeline):
     """(the rank that holds the most micro-batches, how many). The first of several equal ranks."""
-    peaks = [
-        max((held for _, held in held_over_time(timeline, rank)), default=0)
-        for rank in range(timeline.num_ranks)
-    ]
+    peaks = [peak_held(timeline, rank) for rank in range(timeline.num_ranks)]
     return peaks.index(max(peaks)), max(peaks)
+
+
+def peak_held(timeline, rank):
+    """The most micro-batches that one rank holds at a time."""
+    return max((held for _, held in held_over_time(timeline, rank)), default=0)
 
 
 def outline(steps, end, x, y):
@@ -48,14 +50,28 @@ def outline(steps, end, x, y):
 
 
 def draw_held(timelines, width=WIDTH):
-    """The SVG text of what the fullest rank of each timeline holds, all curves on one scale.
+    """The SVG text of what the fullest rank of each timeline holds (see `held_parts`)."""
+    parts, height, alt = held_parts(timelines, width)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(alt)}" '
+        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">{"".join(parts)}</svg>'
+    )
 
-    `timelines` is {label: Timeline}, as in `draw_timelines`, and the time axis is the same as there.
-    The first curve is an area, the others are dashed lines.
+
+def held_parts(timelines, width=WIDTH, rank=None):
+    """(SVG elements, their height, the same in words): what `rank` holds in each timeline.
+
+    Without `rank` it is the fullest rank of each timeline. `timelines` is {label: Timeline}, as in
+    `draw_timelines`, and the time axis is the same as there. All curves have one scale; the first
+    is an area, the others are dashed lines.
     """
     longest = max(timeline.makespan for timeline in timelines.values())
     scale = (width - LEFT - RIGHT) / longest
-    found = [(timeline, *fullest_rank(timeline)) for timeline in timelines.values()]
+    found = [
+        (timeline, *(fullest_rank(timeline) if rank is None else (rank, peak_held(timeline, rank))))
+        for timeline in timelines.values()
+    ]
     most = max(peak for *_, peak in found)
     bottom = 2 * FONT + TALL
 
@@ -65,23 +81,23 @@ def draw_held(timelines, width=WIDTH):
     def y(held):
         return bottom - held * TALL / most
 
-    words = [f"{each.name} {peak:g} (rank {rank})" for each, rank, peak in found]
-    alt = "micro-batches held: " + ", ".join(words)
+    if rank is None:
+        words = [f"{each.name} {peak:g} (rank {fullest})" for each, fullest, peak in found]
+        alt = "micro-batches held: " + ", ".join(words)
+    else:
+        words = [f"{each.name} {peak:g}" for each, _, peak in found]
+        alt = f"micro-batches that rank {rank} holds, at the peak: " + ", ".join(words)
     parts = [_text(8, FONT, alt, "start")]
-    for number, (timeline, rank, peak) in enumerate(found):
-        path = outline(held_over_time(timeline, rank), timeline.makespan, x, y)
+    for number, (timeline, shown, peak) in enumerate(found):
+        path = outline(held_over_time(timeline, shown), timeline.makespan, x, y)
         paint = f'fill="{HELD}" fill-opacity="0.6" stroke="{HELD}"'
         if number:
             paint = 'fill="none" stroke="currentColor" stroke-width="2" stroke-dasharray="5 3"'
         parts.append(f'<path d="{path}" {paint}/>')
-        if not number or y(peak) - y(found[0][2]) > FONT:
+        if not number or abs(y(peak) - y(found[0][2])) > FONT:
             parts.append(_text(LEFT - 8, y(peak) + 4.5, f"{peak:g}", "end"))
     parts.append(f'<path d="M{LEFT} {bottom}H{x(longest):.1f}" stroke="{TEXT}"/>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 4}" '
-        f'width="{width}" height="{bottom + 4}" role="img" aria-label="{escape(alt)}" '
-        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">{"".join(parts)}</svg>'
-    )
+    return parts, bottom + 4, alt
 
 
 def _text(x, y, words, anchor):
