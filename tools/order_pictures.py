@@ -1,4 +1,4 @@
-"""Pictures of orders and of places for lessons 03, 05, 09 and 10b; make_images.py saves them.
+"""Pictures of orders and of places for lessons 03, 05, 09, 10 and 10b; make_images.py saves them.
 
 They have no time axis: what waits in a queue, the passages of a rank, and who holds what in a mesh.
 """
@@ -127,6 +127,36 @@ def deferred_weight_gradients():
     return Picture(wrap(parts, bottom + 8, alt), alt)
 
 
+def replicas():
+    """Two replicas of a pipeline: who sends along a row, who sums along a column (lesson 10)."""
+    parts, left, apart, wide = [], 130, 174, 124
+    for replica in range(2):
+        top = 30 + 116 * replica
+        parts.append(text(left - 14, top + 21, f"replica {replica}", "end", bold=True))
+        parts.append(text(left - 14, top + 39, "half of the batch", "end"))
+        for stage in range(RANKS):
+            x = left + apart * stage
+            parts += box(x, top, wide, 54, "", shade_of("F", stage % 2), NUMBER["F"])
+            rank = RANKS * replica + stage
+            parts.append(text(x + wide / 2, top + 24, f"rank {rank}", color=NUMBER["F"], bold=True))
+            parts.append(text(x + wide / 2, top + 43, f"stage {stage}", color=NUMBER["F"]))
+            if stage:
+                parts += arrow((x - apart + wide, top + 18), (x, top + 18))
+                parts += arrow((x, top + 38), (x - apart + wide, top + 38))
+    for stage in range(RANKS):
+        middle = left + apart * stage + wide / 2
+        parts += arrow((middle, 115), (middle, 146)) + arrow((middle, 115), (middle, 84))
+    parts.append(text(left + 1.5 * apart + wide / 2, 18, "a row: messages of each micro-batch"))
+    words = "a column: one sum of gradients per step"
+    parts.append(text(left + 1.5 * apart + wide / 2, 222, words))
+    alt = (
+        "Eight ranks as a mesh of 2 replicas and 4 stages. Ranks 0 to 3 are one pipeline, ranks 4 "
+        "to 7 the other. Each micro-batch sends activations along a row and gradients back. Ranks "
+        "0 and 4, 1 and 5, 2 and 6, 3 and 7 have the same stage and sum its gradients once per step."
+    )
+    return Picture(wrap(parts, 236, alt), alt)
+
+
 def mesh():
     """Who holds what on 2 replicas of 2 stages of 2 ranks each (lesson 10b)."""
     parts = []
@@ -171,5 +201,6 @@ ORDERS = {
     "idea-crossing-sends": crossing_sends,
     "idea-passages": passages,
     "idea-deferred": deferred_weight_gradients,
+    "idea-replicas": replicas,
     "idea-mesh": mesh,
 }
