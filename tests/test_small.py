@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from further import first_of
 from ranks import run_on_ranks
 
 from course.launch import PRELOAD, ROOT, run
@@ -51,8 +52,8 @@ def losses_of_one_process():
     return losses
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("mode", ["strict", "eager", "warmed", "lazy"])
+@pytest.mark.parametrize("ranks", first_of([4, 2], 1))
+@pytest.mark.parametrize("mode", first_of(["strict", "eager", "warmed", "lazy"], 2))
 def test_every_schedule_passes_the_rehearsal_of_nccl_and_has_the_losses_of_one_process(
     mode, ranks, losses_of_one_process
 ):

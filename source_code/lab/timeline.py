@@ -12,6 +12,7 @@ There are two conventions for the bubble, and a figure must name the convention 
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from guard.files import to_json
@@ -80,7 +81,7 @@ class Timeline:
     def by_rank(self):
         """The events of each rank, in the order in which it took them."""
         ranks = [[] for _ in range(self.num_ranks)]
-        for event in sorted(self.events, key=lambda event: (event.start, event.end)):
+        for event in sorted(self.events, key=attrgetter("start", "end")):
             ranks[event.rank].append(event)
         return ranks
 
