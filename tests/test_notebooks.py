@@ -198,9 +198,9 @@ def test_the_code_that_a_lesson_shows_is_the_scripts_code_as_it_is(path):
             assert shown == eval(cell.source, names)._repr_mimebundle_()["text/markdown"]
 
 
-def test_two_lessons_start_their_first_run_cold():
+def test_the_first_lesson_starts_its_first_run_as_a_reader_would():
     cold = [p.stem for p in LESSONS if any("warm=False" in c.source for c in cells_of(p))]
-    assert cold == ["00_start_here", "02_gpipe"]
+    assert cold == ["00_start_here"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a kernel on Windows has TCP only")
