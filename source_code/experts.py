@@ -46,7 +46,7 @@ def main():
     open_groups(job, {tuple(range(job.num_ranks))} - set(job.groups))
     loss_function = ShareOfLoss()
     stages = build_stages(arguments, job, schedule, cut, group, loss_function)
-    worker = build_worker(arguments, job, schedule, stages, group)
+    worker = build_worker(arguments, job, schedule, stages, group, cut)
     attach.observe(arguments, job, [] if arguments.exchange else stages.values(), schedule)
     weights = [weight for stage in stages.values() for weight in stage.part.parameters()]
     optimizer = build_optimizer(arguments.optimizer, weights, arguments.learning_rate)
@@ -106,11 +106,14 @@ def build_stages(arguments, job, schedule, cut, group, loss_function):
     return stages
 
 
-def build_worker(arguments, job, schedule, stages, group):
+def build_worker(arguments, job, schedule, stages, group, cut):
     """Return the Worker; with --exchange it paces all itself, and times it with the lab's clock."""
     a = arguments
     if a.exchange:
-        a.pace_costs = replace(a.pace_costs, exchange=tuple(a.exchange))
+        exchanges = [
+            2 * (last - first) for first, last in cut
+        ]  # a dispatch and a combine per layer
+        a.pace_costs = replace(a.pace_costs, exchange=tuple(a.exchange), exchanges=exchanges)
         return PairWorker(job, schedule, stages, group, a.pace_costs)
     return Worker(job, schedule, stages)
 

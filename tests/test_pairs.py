@@ -55,6 +55,14 @@ def test_a_pair_hides_an_exchange_that_is_shorter_than_the_other_actions_parts()
     assert Costs(12, 24, exchange=(20, 20)).of_pair(forward, backward)[0] == 48
 
 
+def test_each_layer_of_a_stage_cuts_an_action_twice_more():
+    forward, backward = Action(0, "F", 1), Action(1, "B", 0)
+    costs = Costs(12, 24, exchange=(20, 0), exchanges=[2, 4])
+    # F to 4, B to 8.8, F from 14 to 18, B to 22.8, F from 28 to 32, the other three parts of B.
+    assert costs.of_pair(forward, backward)[0] == pytest.approx(46.4)
+    assert costs.of(forward) == 32 and costs.of(backward) == 24, "alone, the number does not matter"
+
+
 @pytest.mark.parametrize("exchange", [0, 6, 18])
 def test_without_pairs_an_exchange_makes_every_action_longer(exchange):
     for schedule in (one_f_one_b(4, 8), interleaved_1f1b(4, 8), gpipe(4, 8)):
@@ -167,6 +175,53 @@ def test_two_threads_change_at_fixed_points_and_errors_arrive():
         with pytest.raises(ZeroDivisionError):
             turns.run_both(first, second)
     turns.change()  # without a pair
+
+
+def parts_of(rank, flags):
+    """[(stages' all-to-alls by the costs, parts performed, all-to-alls performed)] of each action."""
+    from unittest import mock
+
+    import experts
+
+    from extensions.experts.turns import Pace
+
+    seen, methods = [], (Pace.begin, Pace.end_part, Pace.arrive)
+
+    def begin(pace, action):
+        pace.own.counts = [pace.costs.exchanges_of(action), 0, 0]
+        seen.append(pace.own.counts)
+        methods[0](pace, action)
+
+    def end_part(pace):
+        pace.own.counts[1] += 1
+        methods[1](pace)
+
+    def arrive(pace):
+        pace.own.counts[2] += 1
+        methods[2](pace)
+
+    with (
+        mock.patch.multiple(Pace, begin=begin, end_part=end_part, arrive=arrive),
+        mock.patch("sys.argv", f"experts.py {SMALL} {flags} --steps 1".split()),
+    ):
+        assert experts.main() == 0
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--schedule 1f1b", {2}),
+        ("--schedule 1f1b --layers 6", {1, 2}),
+        ("--schedule interleaved-1f1b --option more=1 --pairs --layers 12", {1, 2}),
+    ],
+)
+def test_a_stage_of_n_layers_waits_2_n_times_in_each_action_as_its_costs_say(flags, layers):
+    ranks = run_on_ranks(parts_of, 4, f"{flags} --pace 1 2 --exchange 1 1")
+    assert {counts[0] for seen in ranks for counts in seen} == {2 * number for number in layers}
+    for seen in ranks:
+        assert len(seen) >= 16, "eight forwards and eight backwards"
+        assert all(counts == [counts[0], counts[0] + 1, counts[0]] for counts in seen)
 
 
 def all_to_alls_of(rank, flags):

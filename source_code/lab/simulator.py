@@ -26,7 +26,6 @@ from lab.timeline import Event, Timeline
 from pipeline.command_line import positive_number
 from pipeline.schedule import message_of
 
-EXCHANGES = 2  # all-to-alls of an action: dispatch and combine
 LONGEST = 1e15  # the largest cost: sums of costs stay finite
 
 
@@ -46,7 +45,8 @@ class Costs:
 
     `exchange` is a pair of numbers, the time for which a forward and a backward wait for their
     all-to-alls: see experts.py. It is added to the action, but in a pair of actions (pairs.py) one
-    can compute while the other waits. `work` has a number for each micro-batch, by which its
+    can compute while the other waits. `exchanges`, a number or a list with one for each stage, says
+    how many all-to-alls share that time: a dispatch and a combine for each layer. `work` has a number for each micro-batch, by which its
     forwards and backwards are longer than these costs; without it all micro-batches are equal.
     """
 
@@ -57,6 +57,7 @@ class Costs:
     recompute: float | list = 0.0
     occupancy: float | dict = 0.0
     exchange: tuple[float, float] = (0.0, 0.0)
+    exchanges: int | list = 2
     work: tuple[float, ...] | list = ()
 
     def of(self, action):
@@ -85,6 +86,10 @@ class Costs:
         waits = {"F": forward, "B": backward, "I": backward}
         return waits.get(action.kind, 0.0) * self.work_of(action)
 
+    def exchanges_of(self, action):
+        """The number of the action's all-to-alls."""
+        return _of_stage(self.exchanges, action.stage)
+
     def work_of(self, action):
         """The work of the action's micro-batch, as a multiple of the costs above."""
         return self.work[action.microbatch] if self.work else 1.0
@@ -92,15 +97,18 @@ class Costs:
     def of_pair(self, forward, backward):
         """The time of two actions in turns, and the part of it that the figures give the forward.
 
-        Dispatch and combine cut each action into three equal parts. Where one action waits, the
-        other one computes its next part (see turns.py, which performs it).
+        Its all-to-alls cut each action into equal parts, such as three for one layer. Where one
+        action waits, the other one computes its next part (see turns.py, which performs it).
         """
         both = forward, backward
         now, ready = 0.0, [0.0, 0.0]
-        for _ in range(EXCHANGES + 1):
+        exchanges = [self.exchanges_of(action) for action in both]
+        for part in range(max(exchanges) + 1):
             for number, action in enumerate(both):
-                now = max(now, ready[number]) + self.computing(action) / (EXCHANGES + 1)
-                ready[number] = now + self.exchange_of(action) / EXCHANGES
+                if part <= exchanges[number]:
+                    now = max(now, ready[number])
+                    now += self.computing(action) / (exchanges[number] + 1)
+                    ready[number] = now + self.exchange_of(action) / exchanges[number]
         of_forward, of_backward = map(self.computing, both)
         return now, now * of_forward / (of_forward + of_backward)
 

@@ -55,17 +55,18 @@ class Turns:
 class Pace:
     """Lets the parts of an action, and its all-to-alls, last as long as `costs` say, in ms.
 
-    An action is cut into three equal parts by dispatch and combine. Each thread of a pair has an
-    action of its own.
+    An action with n all-to-alls, two for each layer, is cut into n + 1 equal parts. Each thread of
+    a pair has an action of its own.
     """
 
-    def __init__(self, costs, exchanges=2):
-        self.costs, self.exchanges = costs, exchanges
+    def __init__(self, costs):
+        self.costs = costs
         self.own = threading.local()
 
     def begin(self, action):
-        self.own.part = self.costs.computing(action) / (self.exchanges + 1) / 1000
-        self.own.exchange = self.costs.exchange_of(action) / self.exchanges / 1000
+        exchanges = self.costs.exchanges_of(action)
+        self.own.part = self.costs.computing(action) / (exchanges + 1) / 1000
+        self.own.exchange = self.costs.exchange_of(action) / exchanges / 1000
         self.own.since = time.perf_counter()
 
     def end_part(self):
