@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_pipelining
 import torch_pipelining_gpt2
-from further import first_of, further
+from further import SINCE_2_13, first_of, further
 from ranks import PRELOAD, run_on_ranks
 from torch.distributed.pipelining import PipelineStage
 
@@ -207,6 +207,7 @@ def train_without_first_messages(rank):
         return torch_pipelining.main()
 
 
+@SINCE_2_13
 def test_stages_that_exchange_no_first_messages_train_as_they_are():
     assert run_on_ranks(train_without_first_messages, 2) == [0, 0]
 
@@ -411,6 +412,7 @@ def train_traced(rank, model):
         return str(error)
 
 
+@SINCE_2_13
 @pytest.mark.parametrize(
     ("model", "message"),
     [

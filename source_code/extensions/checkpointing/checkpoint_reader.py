@@ -135,11 +135,10 @@ class WholePlanner(ReadsPlainValues, _EmptyStateDictLoadPlanner):
 
 def read_whole(checkpoint):
     """Return a whole Checkpoint as nested dictionaries, in one process. Raises CheckpointError."""
-    state = {}
+    state, reader = {}, PlainReader(checkpoint)
+    reader.read_metadata()  # an older torch would not say why it is rejected
     try:
-        _load_state_dict(
-            state, storage_reader=PlainReader(checkpoint), planner=WholePlanner(), no_dist=True
-        )
+        _load_state_dict(state, storage_reader=reader, planner=WholePlanner(), no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
     return state
