@@ -13,7 +13,7 @@ NAME = 8  # columns for "rank 12 "
 SIGN = {"F": ">", "B": "<", "I": "<", "W": "w", "U": "u"}
 # Of the terminal's 256 colours the nearest to those of drawing.py: (block, letters on it).
 PAINT = {"F": (74, 16), "B": (29, 231), "I": (79, 16), "W": (214, 16), "U": (166, 16)}
-LEGEND = "> forward   < backward   w backward for the weights   . waiting"
+LEGEND = "0> forward of micro-batch 0   < backward   w backward for weights   . waiting"
 
 
 def in_text(timelines, colours=False, unit="ms", columns=COLUMNS):
