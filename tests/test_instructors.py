@@ -339,6 +339,23 @@ def test_keys_turn_slides_show_what_to_say_and_count_the_minutes(slides, chromiu
         browser.close()
 
 
+def test_on_a_phone_a_tap_turns_the_slides_which_are_as_wide_as_the_screen(slides, chromium):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+        page = browser.new_context(**phone).new_page()
+        page.goto((SLIDES / "02_gpipe.html").as_uri())
+        seen = [page.evaluate("at")]
+        for x in (330, 330, 40):
+            page.touchscreen.tap(x, 500)
+            seen.append(page.evaluate("at"))
+        assert seen == [0, 1, 2, 1]
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        browser.close()
+
+
 def test_the_loop_over_participants_names_those_whose_preflight_has_not_passed(tmp_path):
     (loop,) = re.findall(r"^```\n(for name in .*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     (tmp_path / "participants.txt").write_text("ada\ngrace\nemmy\n")
