@@ -6,6 +6,7 @@ python source_code/predict.py gpipe --ranks 4 --microbatches 8
 
 import gc
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
 from lab.figures import draw_timelines
 from lab.simulator import Costs, cost, cost_or_nothing, simulate
-from lab.terminal_timeline import in_text
+from lab.terminal_timeline import COLUMNS, in_text
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer
 from pipeline.schedule import LARGEST_CSV, ScheduleError, from_csv, to_csv
@@ -24,6 +25,7 @@ from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option
 from pipeline.schedules.legal import check_legal
 
+LEAST_COLUMNS = 40  # of a timeline in a terminal; a narrower one wraps it
 MOST_BLOCKS = 100_000  # in a picture; a block takes about a kilobyte
 
 
@@ -57,11 +59,17 @@ def main():
     else:
         print(in_words(schedule, figures, arguments))
         if arguments.terminal:
-            colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-            print(
-                "", *in_text(timelines, colours, "ms" if arguments.performed else "units"), sep="\n"
-            )
+            unit = "ms" if arguments.performed else "units"
+            print("", *for_this_terminal(timelines, unit), sep="\n")
     return int(bool(not_written))
+
+
+def for_this_terminal(timelines, unit):
+    """The lines of the timelines: coloured, and no wider than the terminal, if there is one."""
+    if not sys.stdout.isatty():
+        return in_text(timelines, unit=unit)
+    columns = max(LEAST_COLUMNS, min(COLUMNS, shutil.get_terminal_size().columns))
+    return in_text(timelines, "NO_COLOR" not in os.environ, unit, columns)
 
 
 def parse_arguments():

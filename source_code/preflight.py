@@ -32,6 +32,7 @@ import re
 import shutil
 import socket
 import tempfile
+import textwrap
 import threading
 import time
 from collections import Counter
@@ -327,9 +328,19 @@ def wanted_versions(name):
 
 
 def as_row(check):
-    """Return one line of the table, followed by the advice if there is any."""
+    """Return one line of the table, followed by the advice if there is any, within 80 columns."""
     row = f"{check.name:<12} | {check.result:<50} | {check.status}"
-    return f"{row}\n{'':12} > {check.advice}" if check.advice else row
+    if not check.advice:
+        return row
+    said = textwrap.fill(
+        check.advice,
+        80,
+        initial_indent=f"{'':12} > ",
+        subsequent_indent=" " * 15,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return f"{row}\n{said}"
 
 
 HEADER = as_row(Check("check", "result", "ok/warn/FAIL"))

@@ -60,6 +60,16 @@ def test_words_have_a_contrast_of_4_5_on_white_on_black_and_on_the_pages_of_the_
     assert f'svg text[fill="{TEXT}"] {{ fill: currentColor; }}' in STYLE
 
 
+def test_a_drawing_that_a_page_shows_as_a_picture_takes_the_colours_of_the_pages_words():
+    svg = site_page.with_words_of_the_page(PICTURE.svg)
+    ElementTree.fromstring(svg)
+    themes = re.findall(r"--text: (#\w{6}); --page: (#\w{6});", site_page.STYLE)
+    rule = re.escape(f'text:is([fill="{TEXT}"], [style*="{TEXT}"])') + r" {{ fill: {}"
+    light, dark = (re.search(rule.format(text), svg).start() for text, _ in themes)
+    assert light < svg.index("prefers-color-scheme: dark") < dark
+    assert svg.count(f'fill="{TEXT}"') > 4, "the words have that grey"
+
+
 def test_numbers_have_a_contrast_of_4_5_with_what_is_around_them():
     around = float(re.search(r"stroke: #000; stroke-opacity: ([\d.]+)", WHITE_NUMBER)[1])
     for kind in FILL:

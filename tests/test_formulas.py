@@ -50,7 +50,7 @@ def prose_of(page):
 def value_of(formula, **letters):
     """What a printed formula gives: minus signs and dots as they are printed, products implied."""
     code = re.sub(r"\\frac\{(.*?)\}\{(.*?)\}", r"(\1)/(\2)", formula)
-    code = code.replace("−", "-").replace("·", "*").replace(" ", "")
+    code = code.replace("−", "-").replace("·", "*").replace(" ", "").replace("\u00a0", "")
     code = re.sub(r"(?<=[\w)])(?=\()|(?<=[\d)])(?=[a-zA-Z])", "*", code)
     return eval(code, {"__builtins__": {}}, {k: Fraction(v) for k, v in letters.items()})
 

@@ -313,6 +313,14 @@ def test_a_slide_says_no_sentence_twice_neither_its_title_nor_what_the_next_slid
             assert not following.startswith(last), f"{name}: {last}"
 
 
+def test_what_a_rank_holds_stays_below_its_timeline_on_a_slide(slides):
+    (slide,) = [s for s in shown(slides["02_gpipe"]) if ">The price: memory</h2>" in s]
+    _, _, _, tall = map(float, re.search(r'viewBox="([^"]*)"', slide)[1].split())
+    top = float(re.search(r'<g transform="translate\(0 ([\d.]+)\)"><text [^>]*>micro-b', slide)[1])
+    axis = max(float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>0 ms<', slide))
+    assert axis < top < tall - 80, "below the axis, and all of it"
+
+
 def test_keys_turn_slides_show_what_to_say_and_count_the_minutes(slides, chromium):
     from playwright.sync_api import expect, sync_playwright
 
@@ -336,6 +344,23 @@ def test_keys_turn_slides_show_what_to_say_and_count_the_minutes(slides, chromiu
         before = minutes.inner_text()
         page.keyboard.press("c")
         expect(minutes).not_to_have_text(before)
+        browser.close()
+
+
+def test_on_a_phone_a_tap_turns_the_slides_which_are_as_wide_as_the_screen(slides, chromium):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+        page = browser.new_context(**phone).new_page()
+        page.goto((SLIDES / "02_gpipe.html").as_uri())
+        seen = [page.evaluate("at")]
+        for x in (330, 330, 40):
+            page.touchscreen.tap(x, 500)
+            seen.append(page.evaluate("at"))
+        assert seen == [0, 1, 2, 1]
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
         browser.close()
 
 

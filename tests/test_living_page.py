@@ -241,6 +241,8 @@ def test_after_any_slider_of_the_explorer_the_changed_picture_is_wholly_in_view(
         assert not top < (upper + lower) / 2 < bottom, "and not below the picture"
     expect(page.locator(".live-figures")).to_contain_text("of a stage, on average")
     assert "work=one+long" in page.url
+    for part in page.locator(".live-moment").all():
+        assert part.evaluate("e => e.scrollWidth <= e.clientWidth"), "what each rank does is cut"
     assert is_content(page)
 
 

@@ -375,6 +375,13 @@ def test_the_terminal_shows_a_row_per_rank_at_most_78_columns_wide(capsys):
         assert re.sub(r"[.<>]", "", row) == "0123456701234567"
 
 
+def test_in_a_narrow_terminal_no_line_is_wider_than_it_and_the_legend_is_whole():
+    timeline = simulate(gpipe(2, 4), Costs(10, 20))
+    wide, narrow = (in_text({"predicted": timeline}, columns=columns) for columns in (78, 44))
+    assert max(map(len, narrow)) == 44 and [len(row) for row in narrow[1:3]] == [44, 44]
+    assert " ".join(narrow[4:]).split() == wide[4].split(), "the legend"
+
+
 def test_colours_repeat_the_signs_and_both_timelines_share_a_scale():
     timeline = simulate(gpipe(2, 2), Costs(10, 20))
     half = simulate(gpipe(2, 1), Costs(10, 20))

@@ -132,6 +132,14 @@ def test_the_table_for_a_notebook_has_the_sentence_below_its_line():
     assert [line.split("|")[0].strip() for line in lines] == ["check", "one", "two", "> do this"]
 
 
+def test_a_line_of_the_table_has_at_most_80_columns_and_keeps_every_word_of_its_advice():
+    advice = preflight.unseen_advice(4)
+    row = preflight.as_row(preflight.Check("GPUs", "2 of 4", "warn", advice))
+    _, *said = row.splitlines()
+    assert len(said) > 2 and max(map(len, row.splitlines())) <= 80
+    assert " ".join(said).split()[1:] == advice.split()
+
+
 @pytest.mark.parametrize(
     ("statuses", "said"),
     [

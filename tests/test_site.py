@@ -265,3 +265,25 @@ def test_no_page_asks_for_a_file_of_the_network_or_complains_or_is_wider_than_a_
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert complaints == []
     assert wide == []
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_the_way_to_the_top_covers_nothing_of_the_first_screen_and_is_then_in_sight(
+    chromium, pages, size
+):
+    playwright = pytest.importorskip("playwright.sync_api")
+    wide, tall = size
+    in_sight = """() => { const box = document.querySelector(".top a").getBoundingClientRect();
+        return box.top < innerHeight && box.bottom <= innerHeight && box.right <= innerWidth; }"""
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": wide, "height": tall})
+        page.goto((SITE / "notebooks/03_1f1b.html").as_uri(), timeout=30_000)
+        seen = [page.evaluate(in_sight)]
+        for to in (3 * tall, 6 * tall):
+            page.evaluate(f"scrollTo(0, {to})")
+            seen.append(page.evaluate(in_sight))
+        page.click(".top a")
+        seen.append(page.evaluate(in_sight))
+        browser.close()
+    assert seen == [False, True, True, False]

@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
+from PIL import ImageFont
 
-from lab.drawing import MOST_NUMBERS, ROW, arrange, draw_cursor
+from lab.drawing import FONT, MOST_NUMBERS, ROW, arrange, draw_cursor
 from lab.figures import draw_timelines, table
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
@@ -247,6 +250,29 @@ def test_blocks_carry_the_number_of_their_microbatch():
     for number, (_, left, top, width, _) in zip(numbers, blocks_of(root)):
         assert float(number.get("x")) == pytest.approx(left + width / 2, abs=0.11)
         assert top < float(number.get("y")) < top + ROW
+
+
+@pytest.mark.parametrize("microbatches", [12, 16, 20, 24, 40])
+def test_a_number_of_two_digits_is_centred_in_its_block_or_left_out_where_it_is_too_narrow(
+    microbatches,
+):
+    font = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
+    letters = ImageFont.truetype(font, FONT)  # the widest of the fonts that a drawing names
+    timeline = simulate(gpipe(4, microbatches), Costs(1, 2))
+    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
+    blocks = [(left + width / 2, top, width) for _, left, top, width, _ in blocks_of(root)]
+    drawn = 0
+    for number in numbers_of(root):
+        x, y = float(number.get("x")), float(number.get("y"))
+        ((_, _, width),) = [
+            block for block in blocks if abs(block[0] - x) < 0.11 and 0 < y - block[1] < ROW
+        ]
+        assert letters.getlength(number.text) <= width, number.text
+        drawn += 1
+    assert drawn == sum(
+        width >= 9.5 * len(str(event.action.microbatch))
+        for (_, _, width), event in zip(blocks, timeline.events)
+    )
 
 
 def test_a_drawing_of_more_than_400_blocks_drops_the_numbers():

@@ -135,6 +135,8 @@ def write_pages(site, course):
             where = site / address_of(file, course.folders)
             where.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(course.root / file, where)
+            if file.suffix == ".svg":
+                where.write_text(site_page.with_words_of_the_page(where.read_text()))
         else:
             body = with_links(body_of(file, exporter, course), file, course)
             write(file, search_index.with_terms(body) if file == GLOSSARY else body)

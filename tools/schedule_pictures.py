@@ -6,7 +6,7 @@ enough to be read on a phone.
 
 from html import escape
 
-from lab.drawing import NUMBER, OUTLINE, TEXT, WHITE_NUMBER, shade_of
+from lab.drawing import FILL, NUMBER, OUTLINE, TEXT, WHITE_NUMBER, shade_of
 from lab.figures import Picture
 from lab.held_curve import HELD, fullest_rank, held_over_time, outline
 from lab.schedule_map import comparable, draw_map, same_work
@@ -55,7 +55,21 @@ def gpipe_above_1f1b():
         parts += _memory(timeline, rank, peak, top, longest)
         top += 5 * MICROBATCHES + 16
         words.append(f"{title}, and rank {rank} holds {peak:g} micro-batches")
-    return _picture(parts, top, "; ".join(words) + ".", STYLE + MOVING)
+    parts += _legend(top + 2)
+    return _picture(parts, top + 22, "; ".join(words) + ".", STYLE + MOVING)
+
+
+def _legend(top):
+    """What the boxes and the area mean, in one line."""
+    entries = [
+        (LEFT, f'style="fill:{FILL["F"]}"', "forward"),
+        (LEFT + 74, f'style="fill:{FILL["B"]}"', "backward"),
+        (LEFT + 158, 'class="ground"', "waiting"),
+        (LEFT + 230, 'class="held"', "micro-batches on rank 0"),
+    ]
+    for left, look, words in entries:
+        yield f'<rect x="{left}" y="{top}" width="12" height="12" {look}/>'
+        yield _text(left + 16, top + 11, words)
 
 
 def _rows(timeline, top, longest, tall, gap=3):

@@ -15,6 +15,7 @@ FAVICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><path fill="#56B4E9" '
     'd="M0 1h6v4H0zM5 6h6v4H5z"/><path fill="#009E73" d="M7 1h9v4H7zM10 11h6v4h-6z"/></svg>'
 )
+GREY = "#767676"  # of the words of a drawing, lab.drawing.TEXT
 LONG = 5  # headings of a page that gets a list of contents
 
 
@@ -25,6 +26,19 @@ def style():
     return f"{light}\n@media (prefers-color-scheme: dark) {{ {dark} }}\n{STYLE}"
 
 
+def with_words_of_the_page(svg):
+    """A drawing that a page shows as a picture, with its words in the page's colour, light or dark.
+
+    The drawings' own grey can be read on white and on black; a dark page is neither.
+    """
+    light, dark = re.findall(r"--text: (#\w{6});", STYLE)
+    words = f'text:is([fill="{GREY}"], [style*="{GREY}"])'
+    style = f"""<style>{words} {{ fill: {light} !important; }}
+@media (prefers-color-scheme: dark) {{ {words} {{ fill: {dark} !important; }} }}</style></svg>"""
+    before, _, after = svg.rpartition("</svg>")
+    return f"{before}{style}{after}"
+
+
 def contents_of(body):
     """A list of links to the headings of a long page, as HTML; "" for a short page."""
     heads = re.findall(r'<h2 id="([^"]*)">(.*?)(?:<a class="anchor-link".*?)?</h2>', body, re.S)
@@ -33,7 +47,7 @@ def contents_of(body):
     rows = "".join(f'<li><a href="#{anchor}">{words}</a></li>' for anchor, words in heads)
     return (
         f'<details class="contents"><summary>On this page</summary><ol>{rows}</ol></details>'
-        '<a class="top" href="#top">to the top</a>'
+        '<div class="top"><a href="#top">to the top</a></div>'
     )
 
 
@@ -86,7 +100,7 @@ STYLE = """
   --link: #0b5c8a; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e6e8; --page: #16191c; --quiet: #22272b; --line: #454b50; --link: #7cc4ee; } }
-body { margin: 0; background: var(--page); color: var(--text); display: grid;
+body { margin: 0; position: relative; background: var(--page); color: var(--text); display: grid;
   grid: auto 1fr / 270px minmax(0, 1fr); font: 17px/1.6 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
 header { padding: 22px 20px 0; font-size: 15px; line-height: 1.4; } header a { text-decoration: none; }
 header, nav { border-right: 1px solid var(--line); }
@@ -126,14 +140,24 @@ td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: le
   p > img:is([src*="gpipe-above"], [src*="map-of"], [src*="the-same"]) { min-width: 0 !important; }
   /* What is wide keeps a width at which it can be read, and scrolls. */
   .wide, p:has(> img) { overflow-x: auto; }
+  /* A shadow at an edge says that it goes on there; the covers in front of it scroll along. */
+  .wide, p:has(> img), .output_html { background:
+    linear-gradient(90deg, var(--page) 30%, transparent) 0 / 40px 100% no-repeat local,
+    linear-gradient(-90deg, var(--page) 30%, transparent) 100% / 40px 100% no-repeat local,
+    linear-gradient(90deg, #888a, transparent) 0 / 12px 100% no-repeat scroll,
+    linear-gradient(-90deg, #888a, transparent) 100% / 12px 100% no-repeat scroll; }
   .output svg, .wide > *, p > img { min-width: 620px; }
   .wide > table { display: table; min-width: 760px; }
   nav { max-height: none; position: static; border: 0; border-top: 1px solid var(--line); } }
 @media (min-width: 801px) { .output pre { white-space: pre-wrap; } }
 .contents { font-size: 15px; margin: 10px 0; } .contents summary { cursor: pointer; color: var(--link); }
 .contents ol { margin: 6px 0; padding-left: 24px; columns: 2; }
-.top { position: fixed; right: 14px; bottom: 12px; padding: 3px 10px; font-size: 14px; z-index: 3;
-  background: var(--page); border: 1px solid var(--line); border-radius: 6px; text-decoration: none; }
+/* It is in sight from the second screen on, so that it never covers what a visitor sees first. */
+.top { position: absolute; top: min(200vh, 100% - 44px); bottom: 0; right: 14px; z-index: 3;
+  pointer-events: none; }
+.top a { display: block; position: sticky; top: calc(100vh - 44px); pointer-events: auto; padding: 3px 10px;
+  font-size: 14px; background: var(--page); border: 1px solid var(--line); border-radius: 6px;
+  text-decoration: none; }
 .doors { display: grid; grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); gap: 12px;
   margin: 18px 0; }
 .doors a { border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px; font-size: 15px;

@@ -73,8 +73,13 @@ def cut_off_legend(root):
         heights = [element.get(name) for name in ("y", "y1") if element.get(name)]
         if heights and float(heights[0]) >= top:
             root.remove(element)
-    x, y, width, _ = view_box(root)
-    root.set("viewBox", f"{x} {y} {width} {top - y + 8}")  # its axis has larger words, too
+    x, y, width, tall = view_box(root)
+    bottom = top - y + 8  # its axis has larger words, too
+    for curve in root.findall(f"{{{SVG}}}g[@transform]"):  # what a rank holds, below the legend
+        before = float(re.fullmatch(r"translate\(0 ([\d.]+)\)", curve.get("transform"))[1])
+        curve.set("transform", f"translate(0 {bottom + 12})")
+        bottom += 12 + tall - before
+    root.set("viewBox", f"{x} {y} {width} {bottom}")
     stories = " ".join(e.text or "" for e in root.iter(f"{{{SVG}}}title"))
     kinds = [kind for kind in FILL if f"{LEGEND[kind]} of" in stories]
     recomputed = root.find(f".//{{{SVG}}}g[@class='recomputed']") is not None

@@ -26,13 +26,14 @@ li { margin: 6px 0; } ol { list-style: none; padding: 0; }
 </style></head><body>
 <h1>Slides of the lessons</h1>
 <p>Arrow keys and space turn the page. n shows what to say, s shows it in a window of its own, and c
-starts the minutes of an exercise.</p>
+starts the minutes of an exercise. On a phone, a tap turns the page; a tap on the left turns back.</p>
 <ol>ROWS</ol>
 </body></html>
 """
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body { margin: 0; background: #fff; color: #1a1a1a; font: 30px/1.35 Helvetica, Arial, sans-serif; }
 section { display: none; box-sizing: border-box; width: 1280px; height: 720px; padding: 34px 56px 56px;
@@ -65,7 +66,9 @@ SECTIONS
 <script>
 // Arrow keys, Page keys and space turn the page. n: what to say, below the slide. s: the same in a
 // window of its own, with the next title and a clock. c: start or stop the minutes of an exercise.
+// On a phone, a tap turns the page: back on the left third of the screen, else on.
 const slides = [...document.querySelectorAll("section")], notes = document.getElementById("notes");
+const page = document.documentElement; // innerWidth of a phone counts what overflows
 let at = 0, begun = Date.now(), speaker = null, counting = null;
 const clock = seconds => Math.floor(Math.abs(seconds) / 60) + ":" + String(Math.floor(Math.abs(seconds) % 60)).padStart(2, "0");
 slides.forEach((slide, i) => {
@@ -78,7 +81,7 @@ function show(i) {
   slides[at].classList.remove("on");
   at = Math.max(0, Math.min(slides.length - 1, i));
   slides[at].classList.add("on");
-  slides[at].style.zoom = Math.min(innerWidth / 1280, innerHeight / 720);
+  slides[at].style.zoom = Math.min(page.clientWidth / 1280, page.clientHeight / 720);
   history.replaceState(null, "", "#" + (at + 1));
   tell();
 }
@@ -113,6 +116,9 @@ addEventListener("keydown", e => {
     begun = Date.now();
     tell();
   }
+});
+addEventListener("pointerup", e => {
+  if (e.pointerType === "touch") show(e.clientX < page.clientWidth / 3 ? at - 1 : at + 1);
 });
 setInterval(tell, 1000);
 addEventListener("resize", () => show(at));

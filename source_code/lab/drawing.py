@@ -227,7 +227,7 @@ def _draw_numbers(place):
         middle, y = place.x(event.start + event.recompute), place.y(event.rank)
         left, right = place.x(event.start), place.x(event.end)
         for start, end, color in ((left, middle, NUMBER["F"]), (middle, right, NUMBER[kind])):
-            if end - start >= 7.5 * len(number) + 2:
+            if end - start >= 9.5 * len(number):  # a digit is 9.05 wide in DejaVu Sans
                 numbers.append(
                     f'<text x="{(start + end) / 2:.1f}" y="{y + ROW / 2 + 4.5}" '
                     f'fill="{color}">{number}</text>'

@@ -5,6 +5,8 @@ A block starts with the last digit of its micro-batch. It goes on with > in a fo
 backward, and w in a backward for the weights; dots are waiting. Colours only repeat that.
 """
 
+from textwrap import wrap
+
 from lab.figures import describe
 from lab.story import short
 
@@ -13,7 +15,7 @@ NAME = 8  # columns for "rank 12 "
 SIGN = {"F": ">", "B": "<", "I": "<", "W": "w", "U": "u"}
 # Of the terminal's 256 colours the nearest to those of drawing.py: (block, letters on it).
 PAINT = {"F": (74, 16), "B": (29, 231), "I": (79, 16), "W": (214, 16), "U": (166, 16)}
-LEGEND = "> forward   < backward   w backward for the weights   . waiting"
+LEGEND = "0> forward of micro-batch 0   < backward   w backward for weights   . waiting"
 
 
 def in_text(timelines, colours=False, unit="ms", columns=COLUMNS):
@@ -27,7 +29,7 @@ def in_text(timelines, colours=False, unit="ms", columns=COLUMNS):
             row = _row(events, timeline.start, longest / cells, cells)
             lines.append(f"{f'rank {rank}':<{NAME}}" + "".join(_painted(row, colours)))
         lines.append("")
-    return [*lines[:-1], _axis(longest, cells, unit), LEGEND]
+    return [*lines[:-1], _axis(longest, cells, unit), *wrap(LEGEND, columns)]
 
 
 def _row(events, start, step, cells):
