@@ -91,7 +91,7 @@ def parse_arguments():
     kind.add_argument("--static", action="store_true", help="no Python in the pages")
     kind.add_argument("--live", action="store_true", help="fail where Pyodide cannot be had")
     arguments = parser.parse_args()
-    if not arguments.of.is_dir():
+    if not os.path.isdir(arguments.of):
         parser.error(f"--of {arguments.of} is not a folder; name that of the course")
     if arguments.address:
         if not re.match(r"https?://[^\s\"<>]+$", arguments.address):
