@@ -17,7 +17,7 @@ from extensions.inference.requests import choose_token
 from extensions.pretraining import token_files
 from extensions.pretraining.token_files import TokenWriter, load_tokens, write_tokens_file
 from extensions.pretraining.tokens import DataError, complaints_of_library
-from extensions.real_models.saved_folder import find_tensors
+from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
 from guard.inputs import InputError, is_file_name, open_input
 from guard.one_sentence import in_one_sentence
@@ -255,6 +255,16 @@ def test_an_index_names_files_that_can_be(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="has no weight_map with names of files"):
         find_tensors(tmp_path)
+
+
+@pytest.mark.timeout(30)  # to lay out 10^9 layers takes days
+@pytest.mark.parametrize("layers", [100, 10**9, 2**31 - 1])
+def test_more_layers_than_tensors_are_named_before_a_layer_is_built(tmp_path, layers):
+    write_model(tmp_path / "model", layers=2, dim=32, head_dim=8, longest=32)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": layers}))
+    with pytest.raises(InputError, match=f"too few for the {layers:,} layers of config.json"):
+        read_model(tmp_path / "model", 8)
 
 
 @pytest.mark.parametrize("kind", [[], ["llama3"], {}, {"a": 1}, 3, None, True])
