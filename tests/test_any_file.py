@@ -112,7 +112,7 @@ def test_a_notebook_that_begins_with_a_mark_of_the_byte_order_is_one(notebooks):
     path = notebooks / "12_small.ipynb"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert [exercise.name for exercise in exercises.all_exercises(notebooks)] == ["puzzle 1"]
-    assert len(exercises.cells_of(path)) == 2
+    assert len(exercises.notebook_of(path).cells) == 2
 
 
 @pytest.mark.timeout(30)  # 80,000 lines in the five megabytes that a file may have took 14 s
@@ -172,6 +172,18 @@ def test_a_path_that_no_folder_can_have_is_one_sentence(monkeypatch, capsys, too
     with pytest.raises(SystemExit) as ended:
         tool.main()
     assert ended.value.code not in (0, None)
+
+
+def test_a_site_skips_what_cannot_be_a_page_and_removes_nothing_but_a_site(
+    notebooks, tmp_path, monkeypatch, capsys
+):
+    (notebooks / "latin.py").write_bytes(b"# \xff")
+    files = [path.relative_to(tmp_path) for path in notebooks.iterdir() if os.path.isfile(path)]
+    shown = [file.name for file in files if make_site.is_readable(tmp_path, file)]
+    assert shown == ["12_small.ipynb"]
+    assert "skipped: notebooks/latin.py is not a text\n" in capsys.readouterr().out
+    said = sentence_of(make_site.main, monkeypatch, "--of", tmp_path, "--into", notebooks)
+    assert "something else than a site" in said and (notebooks / "12_small.ipynb").exists()
 
 
 @pytest.mark.processes

@@ -42,9 +42,9 @@ def exercises_of(cells, lesson):
     return found
 
 
-def cells_of(path):
-    """The cells of a notebook. Raises InputError for what cannot be read, as a pipe or a device."""
-    return nbformat.reads(read_text(path, MOST_BYTES), as_version=4).cells
+def notebook_of(path):
+    """The notebook in a file. Raises InputError for what cannot be read, as a pipe or a device."""
+    return nbformat.reads(read_text(path, MOST_BYTES), as_version=4)
 
 
 def lesson_of(path):
@@ -60,7 +60,7 @@ def read_notebooks(folder=NOTEBOOKS):
     found, skipped, whose = {}, [], {}
     for path in sorted(folder.glob("*.ipynb"), key=lambda path: (len(path.name), path.name)):
         try:
-            cells = cells_of(path)
+            cells = notebook_of(path).cells
             exercises = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
             other = next((whose[one.name] for one in exercises if one.name in whose), None)
             if other:

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from exercises import NOTEBOOKS, cells_of, exercises_of, lesson_of, read_notebooks  # noqa: E402
+from exercises import NOTEBOOKS, exercises_of, lesson_of, notebook_of, read_notebooks  # noqa: E402
 
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 from guard.files import write_whole  # noqa: E402
@@ -78,7 +78,7 @@ def parse_arguments():
 
 def run_apart(path):
     """The answers of one notebook, from a separate process that is stopped after LIMIT."""
-    cells = cells_of(path)
+    cells = notebook_of(path).cells
     exercises = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
     command = [sys.executable, __file__, "--one", path]
     problem = f"Not yet: the checks of this notebook did not end within {LIMIT} s"
@@ -114,7 +114,7 @@ def answers_in(output, exercises):
 
 def answers_of(path):
     """[{lesson, exercise, said, answer}] of a notebook, after its answers and checks have run."""
-    cells = cells_of(path)
+    cells = notebook_of(path).cells
     checks = exercises_of(cells, lesson_of(path))
     with_checks = {index for index, _ in checks}
     namespace = {"__name__": "__main__"}
