@@ -144,7 +144,9 @@ def test_a_link_at_the_name_that_a_file_has_while_it_is_written_is_not_followed(
 
 
 @needs_root
-def test_a_link_of_another_user_leads_no_output_to_a_file_of_ours(everybodys):
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o2770])
+def test_a_link_of_another_user_leads_no_output_to_a_file_of_ours(everybodys, mode):
+    everybodys.chmod(mode)
     precious, out = everybodys / "precious", everybodys / "out.json"
     precious.write_text("kept")
     out.symlink_to(precious)

@@ -41,7 +41,7 @@ def replace_file(path, write):
 
 
 def is_anothers_link(path):
-    """Return whether `path` is a link that another user made in a folder that everybody may write to.
+    """Return whether `path` is a link that another user made in a folder that others may write to.
 
     It may lead to any file of this user. Linux refuses to follow such links (protected_symlinks),
     unless somebody has resolved them before, as a file that is replaced requires.
@@ -50,7 +50,9 @@ def is_anothers_link(path):
         return False
     folder = os.stat(os.path.dirname(os.path.abspath(path)))
     owners = folder.st_uid, os.geteuid() if hasattr(os, "geteuid") else folder.st_uid
-    return bool(folder.st_mode & stat.S_IWOTH) and os.lstat(path).st_uid not in owners
+    return (
+        bool(folder.st_mode & (stat.S_IWOTH | stat.S_IWGRP)) and os.lstat(path).st_uid not in owners
+    )
 
 
 def new_file_beside(path):
