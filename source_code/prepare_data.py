@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from extensions.pretraining.token_files import (
+    MOST_TOKENS,
     TOKEN_PARTS,
     TOKENIZER,
     TOKENS_FILE,
@@ -22,7 +23,7 @@ from extensions.pretraining.token_files import (
     check_folder,
     write_tokens_file,
 )
-from extensions.pretraining.tokens import BYTES, encode, read_tokenizer, train_tokenizer
+from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer, train_tokenizer
 from guard.claims import ClaimError, NewFolder
 from guard.files import not_written
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
@@ -72,8 +73,12 @@ def prepare(arguments):
 def encode_all(arguments, paths, out, writers):
     """Encode every document of every file, with a writer for each part. Returns what to print."""
     tokenizer = choose_tokenizer(arguments, paths)
-    num_tokens = tokenizer.get_vocab_size() if tokenizer else BYTES
-    width = 2 if num_tokens <= 2**16 else 4
+    num_tokens = numbers_of(tokenizer)
+    width = next((width for width, most in MOST_TOKENS.items() if num_tokens <= most), None)
+    if width is None:
+        raise SystemExit(
+            f"--tokenizer {arguments.tokenizer}: {num_tokens - 1:,} is too large a token"
+        )
     writers |= {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in TOKEN_PARTS}
     held_out_bytes = documents = 0
     for documents, document in enumerate(documents_in(paths, arguments.field), 1):
@@ -109,7 +114,7 @@ def files_of(names):
     paths = []
     for name in map(Path, names):
         found = [name]
-        if name.is_dir():
+        if os.path.isdir(name):
             found = sorted(path for path in name.iterdir() if path.suffix in (".txt", ".jsonl"))
             if not found:
                 raise DataError(f"--data: {name} has no .txt and no .jsonl files")
@@ -142,39 +147,46 @@ def documents_in(paths, field):
 
 def documents_of_lines(path, field):
     """Yield the text under `field` of every line, each of which is one JSON object."""
-    with open_input(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(LARGEST_DOCUMENT), b""), 1):
-            if not line.endswith(b"\n") and len(line) == LARGEST_DOCUMENT:
-                raise InputError(f"{path}, line {number} has more than {LARGEST_DOCUMENT:,} bytes")
-            if not line.strip():
-                continue
-            row = parse_json(as_text(line, path), f"{path}, line {number}")
-            document = row.get(field) if isinstance(row, dict) else None
-            if not isinstance(document, str):
-                raise InputError(f"{path}, line {number} has no text under --field {field}")
-            try:
-                document.encode()
-            except UnicodeEncodeError:  # one half of a pair of surrogates, as JSON may have
-                raise InputError(f"{path}, line {number} has text that is not Unicode") from None
-            if document.strip():
-                yield document
+    for number, line in enumerate(lines_of(path), 1):
+        if not line.endswith(b"\n") and len(line) == LARGEST_DOCUMENT:
+            raise InputError(f"{path}, line {number} has more than {LARGEST_DOCUMENT:,} bytes")
+        if not line.strip():
+            continue
+        row = parse_json(as_text(line, path), f"{path}, line {number}")
+        document = row.get(field) if isinstance(row, dict) else None
+        if not isinstance(document, str):
+            raise InputError(f"{path}, line {number} has no text under --field {field}")
+        try:
+            document.encode()
+        except UnicodeEncodeError:  # one half of a pair of surrogates, as JSON may have
+            raise InputError(f"{path}, line {number} has text that is not Unicode") from None
+        if document.strip():
+            yield document
 
 
 def documents_of_text(path, field):
     """Yield the parts between empty lines."""
     lines, length = [], 0
-    with open_input(path) as file:
-        for line in iter(lambda: file.readline(LARGEST_DOCUMENT), b""):
-            if line.strip():
-                lines.append(line)
-                length += len(line)
-                if length > LARGEST_DOCUMENT:
-                    raise InputError(f"{path} has a document of over {LARGEST_DOCUMENT:,} bytes")
-            elif lines:
-                yield as_text(b"".join(lines), path).rstrip("\n")
-                lines, length = [], 0
+    for line in lines_of(path):
+        if line.strip():
+            lines.append(line)
+            length += len(line)
+            if length > LARGEST_DOCUMENT:
+                raise InputError(f"{path} has a document of over {LARGEST_DOCUMENT:,} bytes")
+        elif lines:
+            yield as_text(b"".join(lines), path).rstrip("\n")
+            lines, length = [], 0
     if lines:
         yield as_text(b"".join(lines), path).rstrip("\n")
+
+
+def lines_of(path):
+    """Yield the lines of a file, of a longer one than LARGEST_DOCUMENT a part at a time."""
+    with open_input(path) as file:
+        try:
+            yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
+        except OSError as error:  # of this file, and not of what is written
+            raise InputError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def as_text(content, path):

@@ -13,7 +13,6 @@ import runpy
 import sys
 import threading
 import time
-from pathlib import Path
 
 from lab import rehearsal
 
@@ -26,7 +25,7 @@ def main():
         modes = ", ".join(rehearsal.MODES)
         sys.exit(f"rehearse.py needs a mode ({modes}) and a program, such as strict my_pipeline.py")
     mode, program = sys.argv[1:3]
-    if not Path(program).is_file():
+    if not os.path.isfile(program):
         sys.exit(f"rehearse.py: there is no program {program}; give its path from this folder")
     rehearsal.begin(mode)
     threading.Thread(target=end_when_stuck, daemon=True).start()

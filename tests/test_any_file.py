@@ -13,6 +13,8 @@ import make_site
 import make_submission
 import nbformat
 import pytest
+import quiet_run
+import rehearse
 import wall
 import write_measurements
 
@@ -29,6 +31,7 @@ NO_NOTEBOOKS = {
     "cells.ipynb": '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [3]}',
     "deep.ipynb": "[" * 100_000,
     "digits.ipynb": '{"nbformat": ' + "9" * 400 + "}",
+    "minor.ipynb": '{"nbformat": 4, "nbformat_minor": "5", "metadata": {}, "cells": []}',
     "kind.ipynb": '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"source": 1}]}',
 }
 
@@ -55,6 +58,8 @@ def notebooks(tmp_path):
     (folder / "folder.ipynb").mkdir()
     (folder / "link.ipynb").symlink_to("x" * 300)  # nobody can look there
     (folder / "nowhere.ipynb").symlink_to("nowhere")
+    (folder / "endless.ipynb").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe.ipynb")
     return folder
 
 
@@ -64,7 +69,8 @@ def test_what_is_no_notebook_is_named_and_the_others_are_read(notebooks):
     (exercise,) = exercises.all_exercises(notebooks)
     assert exercise.name == "puzzle 1"
     named = {sentence.split(" ")[0] for sentence in skipped}
-    assert named == {*NO_NOTEBOOKS, "folder.ipynb", "link.ipynb", "nowhere.ipynb"}
+    others = {"folder.ipynb", "link.ipynb", "nowhere.ipynb", "endless.ipynb", "pipe.ipynb"}
+    assert named == {*NO_NOTEBOOKS, *others}
 
 
 @pytest.mark.processes
@@ -84,13 +90,37 @@ def test_a_submission_is_made_of_the_notebooks_that_can_be_read(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("answer", ["rows_1 = '\\x00'", "import os\nos.write(1, b'\\xff\\n')"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "rows_1 = '\\x00'",
+        "import os\nos.write(1, b'\\xff\\n')",
+        "import atexit\natexit.register(print, 5)",
+        "import os\nos.write(1, b'[]')\nos._exit(0)",
+        "\ufeffrows_1 = 1",
+    ],
+)
 def test_an_answer_of_any_bytes_is_an_answer(tmp_path, answer):
     check = "from course.checks import lesson_12 as check\n\ncheck.puzzle(1, rows_1)"
     cells = [nbformat.v4.new_code_cell(source) for source in (answer, check)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "12_small.ipynb")
     (answer,) = make_submission.run_apart(tmp_path / "12_small.ipynb")
     assert answer["said"].startswith("Not yet: ")
+
+
+def test_a_notebook_that_begins_with_a_mark_of_the_byte_order_is_one(notebooks):
+    path = notebooks / "12_small.ipynb"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert [exercise.name for exercise in exercises.all_exercises(notebooks)] == ["puzzle 1"]
+    assert len(exercises.notebook_of(path).cells) == 2
+
+
+@pytest.mark.timeout(30)  # 80,000 lines in the five megabytes that a file may have took 14 s
+def test_a_wall_takes_as_long_as_there_are_lines():
+    record = {"exercise": "puzzle 1", "outcome": progress.TRIED, "time": 1.0}
+    right = {**record, "outcome": progress.RIGHT}
+    place = wall.place_of("ada", [record, right, *[record] * 400_000], now=2.0)
+    assert (place.attempts, place.since, place.stuck) == (400_000, 1.0, True)
 
 
 def test_a_wall_shows_the_others_beside_numbers_and_texts_of_any_kind(tmp_path):
@@ -133,6 +163,27 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, 
     words += ["--static"] if tool is make_site else []
     said = sentence_of(tool.main, monkeypatch, *words, "--into", tmp_path / "file" / "below")
     assert said.startswith(f"{tool.__name__}.py: ") and "Not a directory" in said
+
+
+@pytest.mark.parametrize("tool", [grade_submissions, wall, make_site, quiet_run, rehearse])
+def test_a_path_that_no_folder_can_have_is_one_sentence(monkeypatch, capsys, tool):
+    words = {make_site: ["--of"], rehearse: ["strict"]}.get(tool, [])
+    monkeypatch.setattr(sys, "argv", [f"{tool.__name__}.py", *words, "x" * 5000])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code not in (0, None)
+
+
+def test_a_site_skips_what_cannot_be_a_page_and_removes_nothing_but_a_site(
+    notebooks, tmp_path, monkeypatch, capsys
+):
+    (notebooks / "latin.py").write_bytes(b"# \xff")
+    files = [path.relative_to(tmp_path) for path in notebooks.iterdir() if os.path.isfile(path)]
+    shown = [file.name for file in files if make_site.is_readable(tmp_path, file)]
+    assert shown == ["12_small.ipynb"]
+    assert "skipped: notebooks/latin.py is not a text\n" in capsys.readouterr().out
+    said = sentence_of(make_site.main, monkeypatch, "--of", tmp_path, "--into", notebooks)
+    assert "something else than a site" in said and (notebooks / "12_small.ipynb").exists()
 
 
 @pytest.mark.processes

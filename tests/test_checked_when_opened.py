@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import sys
 
 import copy_template
+import plan
 import prepare_data
 import pytest
 import torch
@@ -15,7 +17,7 @@ from extensions.inference.requests import choose_token
 from extensions.pretraining import token_files
 from extensions.pretraining.token_files import TokenWriter, load_tokens, write_tokens_file
 from extensions.pretraining.tokens import DataError, complaints_of_library
-from extensions.real_models.saved_folder import find_tensors
+from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
 from guard.inputs import InputError, is_file_name, open_input
 from guard.one_sentence import in_one_sentence
@@ -140,6 +142,51 @@ def test_an_empty_name_is_not_taken_for_the_current_folder(tmp_path, monkeypatch
     assert said.startswith("--data is empty text")
 
 
+def test_a_name_that_is_too_long_is_one_sentence(tmp_path, monkeypatch, capsys):
+    words = "--data", "x" * 5000, "--out", tmp_path / "out"
+    said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
+    assert said.startswith("--data: xxx") and "too long" in said
+    for model in ("llama-3-8b", plan.PROGRAM):
+        said = ends_with(plan.main, monkeypatch, capsys, model, "--machine", "x" * 5000)
+        assert "is neither a file nor one of" in said
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="a file whose reading fails")
+def test_an_error_of_what_is_read_does_not_blame_what_is_written(tmp_path, monkeypatch, capsys):
+    words = "--data", "/proc/self/mem", "--out", tmp_path / "out"
+    said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
+    assert said.startswith("--data: /proc/self/mem cannot be read")
+
+
+def test_more_files_of_tokens_than_can_be_read_are_not_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(token_files, "MOST_SHARDS", 10)
+    (tmp_path / "a.txt").write_text("hello\n\n" * 100)
+    words = "--data", tmp_path / "a.txt", "--out", tmp_path / "out", "--shard-tokens", 1
+    said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
+    assert said.startswith("--shard-tokens 1: ") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("largest", [70_000, 2**32 - 1])
+def test_a_tokenizer_that_leaves_numbers_out_keeps_its_numbers(
+    tmp_path, monkeypatch, capsys, largest
+):
+    model = {"type": "WordLevel", "vocab": {"hello": 0, "world": largest}, "unk_token": "hello"}
+    split = {"type": "Whitespace"}
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps({"version": "1.0", "pre_tokenizer": split, "model": model}))
+    (tmp_path / "a.txt").write_text("hello world\n\n" * 100)
+    out = tmp_path / "out"
+    words = ["--data", tmp_path / "a.txt", "--out", out, "--tokenizer", tokenizer]
+    if largest > 2**31:
+        said = ends_with(prepare_data.main, monkeypatch, capsys, *words)
+        assert said.startswith("--tokenizer ") and not out.exists()
+        return
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, words)])
+    assert prepare_data.main() == 0
+    corpus = load_tokens(out, largest + 1, 2)
+    assert corpus.training[0:4].tolist() == [0, largest, 0, largest]
+
+
 def test_a_panic_in_the_tokenizer_is_a_sentence_and_an_interrupt_stays_one():
     panic = type("PanicException", (BaseException,), {})
     with (
@@ -208,6 +255,16 @@ def test_an_index_names_files_that_can_be(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="has no weight_map with names of files"):
         find_tensors(tmp_path)
+
+
+@pytest.mark.timeout(30)  # to lay out 10^9 layers takes days
+@pytest.mark.parametrize("layers", [100, 10**9, 2**31 - 1])
+def test_more_layers_than_tensors_are_named_before_a_layer_is_built(tmp_path, layers):
+    write_model(tmp_path / "model", layers=2, dim=32, head_dim=8, longest=32)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": layers}))
+    with pytest.raises(InputError, match=f"too few for the {layers:,} layers of config.json"):
+        read_model(tmp_path / "model", 8)
 
 
 @pytest.mark.parametrize("kind", [[], ["llama3"], {}, {"a": 1}, 3, None, True])

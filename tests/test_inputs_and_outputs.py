@@ -473,6 +473,25 @@ def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path,
         assert "standard output was not written" in ended.stderr and "\n" not in ended.stderr[:-1]
 
 
+def test_a_standard_error_that_is_closed_costs_its_text_and_not_the_run():
+    closed = {"preexec_fn": lambda: os.close(2)}
+    ended = start("source_code/gpipe.py", *TINY.split(), "--device", "cpu", **closed)
+    assert ended.returncode == 0 and "step 0  loss " in ended.stdout
+    ended = start("source_code/predict.py", "gpipe", "--ranks", "0", "--json", **closed)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path):
+    (tmp_path / "gone").mkdir()
+    words = f'cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$@"'
+    command = [sys.executable, str(ROOT / "source_code/predict.py"), "gpipe", "--csv", "a.csv"]
+    ended = subprocess.run(
+        ["sh", "-c", words, "sh", *command], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("the current folder cannot be used")
+
+
 def test_what_is_printed_leaves_in_one_piece_since_ranks_share_a_pipe(monkeypatch):
     reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # keeps pieces apart
     reader.settimeout(5)

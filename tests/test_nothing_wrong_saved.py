@@ -135,9 +135,10 @@ def test_progress_can_be_read_by_the_wall_whatever_the_umask(tmp_path, monkeypat
     assert stat.S_IMODE((tmp_path / "ada.jsonl").stat().st_mode) == 0o644
 
 
-def test_a_mistyped_folder_of_progress_is_named_and_not_made(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["progres", "x" * 5000])
+def test_a_mistyped_folder_of_progress_is_named_and_not_made(tmp_path, monkeypatch, capsys, name):
     monkeypatch.setattr(progress, "told", set())
-    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path / "progres"))
+    monkeypatch.setenv(progress.FOLDER_VARIABLE, str(tmp_path / name))
     progress.note("puzzle 1", progress.RIGHT)
     said = capsys.readouterr().err
     assert said.startswith("Your progress is not noted: COURSE_PROGRESS") and said.count("\n") == 1

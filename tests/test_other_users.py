@@ -143,6 +143,24 @@ def test_a_link_at_the_name_that_a_file_has_while_it_is_written_is_not_followed(
     assert not can_be_written(everybodys / "missing" / "out.json")
 
 
+@needs_root
+@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o2770])
+def test_a_link_of_another_user_leads_no_output_to_a_file_of_ours(everybodys, mode):
+    everybodys.chmod(mode)
+    precious, out = everybodys / "precious", everybodys / "out.json"
+    precious.write_text("kept")
+    out.symlink_to(precious)
+    write_whole(out, "ours")  # one's own link is followed
+    assert can_be_written(out) and out.is_symlink() and precious.read_text() == "ours"
+    os.chown(out, OTHER, OTHER, follow_symlinks=False)
+    assert not can_be_written(out)
+    with pytest.raises(PermissionError, match="a link of another user"):
+        write_whole(out, "lost")
+    assert precious.read_text() == "ours"
+    everybodys.chmod(0o755)  # who may write here is known
+    assert can_be_written(out)
+
+
 def test_no_progress_is_noted_in_a_file_that_a_link_names(everybodys, monkeypatch, capsys):
     precious = everybodys / "precious"
     precious.write_text("kept")

@@ -1,14 +1,24 @@
 """The exercises of the course in order, found in the notebooks by the calls of their checks."""
 
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import nbformat
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
 
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+import nbformat  # noqa: E402
+
+from guard.inputs import MEBIBYTE, InputError, read_text  # noqa: E402
+
+NOTEBOOKS = ROOT / "notebooks"
+MOST_BYTES = 64 * MEBIBYTE  # of a notebook; the course's largest has one
 CALL = r"^(?:check|build)\.(\w+)\((?:(\d+), )?[\w, ]*\)$"  # a.b is not the reader's: it is shown
-OTHER_CONTENT = (ValueError, AttributeError, KeyError, TypeError, RecursionError)  # of a notebook
+# What nbformat raises for other content than a notebook's.
+OTHER_CONTENT = (
+    AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError
+)  # fmt: skip
 NOT_EXERCISES = ("perform", "broken_piece")  # calls that show something once the answer is right
 
 
@@ -32,6 +42,11 @@ def exercises_of(cells, lesson):
     return found
 
 
+def notebook_of(path):
+    """The notebook in a file. Raises InputError for what cannot be read, as a pipe or a device."""
+    return nbformat.reads(read_text(path, MOST_BYTES), as_version=4)
+
+
 def lesson_of(path):
     return path.stem.partition("_")[0]
 
@@ -45,7 +60,7 @@ def read_notebooks(folder=NOTEBOOKS):
     found, skipped, whose = {}, [], {}
     for path in sorted(folder.glob("*.ipynb"), key=lambda path: (len(path.name), path.name)):
         try:
-            cells = nbformat.read(path, as_version=4).cells
+            cells = notebook_of(path).cells
             exercises = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
             other = next((whose[one.name] for one in exercises if one.name in whose), None)
             if other:
@@ -53,8 +68,8 @@ def read_notebooks(folder=NOTEBOOKS):
                 continue
             whose |= {exercise.name: path.name for exercise in exercises}
             found[path] = exercises
-        except OSError as error:
-            skipped.append(f"{path.name} cannot be read: {error.strerror}")
+        except InputError as error:
+            skipped.append(str(error).replace(str(path), path.name))
         # Not JSON, as an empty file or one with a conflict; or JSON of something else.
         except (nbformat.ValidationError, *OTHER_CONTENT):
             skipped.append(f"{path.name} is not a notebook")

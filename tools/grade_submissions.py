@@ -10,6 +10,7 @@ import argparse
 import csv
 import io
 import json
+import os
 import sys
 from html import escape
 from pathlib import Path
@@ -28,7 +29,7 @@ MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
-    if not arguments.folder.is_dir():
+    if not os.path.isdir(arguments.folder):
         sys.exit(
             f"grade_submissions.py: {arguments.folder} is not a folder; name the one with the files"
         )

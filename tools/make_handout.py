@@ -13,6 +13,7 @@ Made again, it has one commit more, so that `git pull` brings what has changed.
 """
 
 import base64
+import os
 import re
 import shutil
 import subprocess
@@ -44,6 +45,7 @@ ANSWERS = {
 PACKED = '''# SPDX-License-Identifier: Apache-2.0
 # Packed in the handout, since the text has answers of exercises. It runs as it is.
 import base64
+import os
 import zlib
 
 PACKED = """
@@ -88,7 +90,7 @@ def write_course(folder):
             shutil.rmtree(old) if old.name != ".git" else None
         else:
             old.unlink()
-    files = [Path(line) for line in listed if (ROOT / line).is_file()]
+    files = [Path(line) for line in listed if os.path.isfile(ROOT / line)]
     files = [file for file in files if not is_left_out(file)]
     hidden = 0
     for file in files:

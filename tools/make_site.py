@@ -26,6 +26,7 @@ import search_index
 import site_index
 import site_page
 from answers import answers_of, folded
+from exercises import OTHER_CONTENT, notebook_of
 from formulas import with_formulas
 from nbconvert import HTMLExporter
 from pygments import highlight
@@ -35,6 +36,7 @@ from pygments.lexers import get_lexer_by_name
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from guard.inputs import read_text  # noqa: E402
 from lab.schedule_map import draw_map  # noqa: E402
 
 SITE = ROOT / "build" / "site"
@@ -60,8 +62,9 @@ class Course(NamedTuple):
 def main():
     arguments = parse_arguments()
     site = arguments.into.resolve()
-    shutil.rmtree(site, ignore_errors=True)
     try:
+        check_is_site(site)
+        shutil.rmtree(site, ignore_errors=True)
         (site / SCRIPTS).mkdir(parents=True)
     except OSError as error:
         sys.exit(f"make_site.py: {site} cannot be written ({error.strerror}); name another --into")
@@ -91,13 +94,19 @@ def parse_arguments():
     kind.add_argument("--static", action="store_true", help="no Python in the pages")
     kind.add_argument("--live", action="store_true", help="fail where Pyodide cannot be had")
     arguments = parser.parse_args()
-    if not arguments.of.is_dir():
+    if not os.path.isdir(arguments.of):
         parser.error(f"--of {arguments.of} is not a folder; name that of the course")
     if arguments.address:
         if not re.match(r"https?://[^\s\"<>]+$", arguments.address):
             parser.error(f"--address must start with https://, not '{arguments.address}'")
         arguments.address = arguments.address.rstrip("/") + "/"
     return arguments
+
+
+def check_is_site(folder):
+    """End the program if there is something else than a site of this program, which is removed."""
+    if os.path.isdir(folder) and os.listdir(folder) and not os.path.isdir(folder / SCRIPTS):
+        sys.exit(f"make_site.py: in {folder} is something else than a site; name a new folder")
 
 
 def try_to_live(folder):
@@ -110,7 +119,7 @@ def try_to_live(folder):
 
 
 def read_course(root, lives, address=""):
-    files = files_of_the_course(root)
+    files = [file for file in files_of_the_course(root) if is_readable(root, file)]
     folders = {parent for file in files for parent in file.parents}
     titles = {file: title_of(root / file) for file in files if file.suffix in PAGES}
     titles[INDEX] = COURSE
@@ -200,7 +209,9 @@ def further_pages_of(course):
 def files_of_the_course(root):
     """What a reader may want to see, as paths from the root: all that git keeps but the tests."""
     if root != ROOT:  # a copy, in which all files are wanted
-        return sorted(path.relative_to(root) for path in root.rglob("[!.]*") if path.is_file())
+        return sorted(
+            path.relative_to(root) for path in root.rglob("[!.]*") if os.path.isfile(path)
+        )
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -210,7 +221,20 @@ def files_of_the_course(root):
     ).stdout
     files = [Path(line) for line in listed.splitlines()]
     shown = [file for file in files if file.parts[0] != "tests" and not file.name.startswith(".")]
-    return [file for file in shown if (root / file).is_file()]
+    return [file for file in shown if os.path.isfile(root / file)]
+
+
+def is_readable(root, file):
+    """Whether a file can become a page; one that cannot, such as a damaged notebook, is named."""
+    try:
+        if file.suffix == ".ipynb":
+            notebook_of(root / file)
+        elif file.suffix not in PICTURES:
+            read_text(root / file)
+    except (nbformat.ValidationError, *OTHER_CONTENT):
+        print(f"skipped: {file} is not a {'notebook' if file.suffix == '.ipynb' else 'text'}")
+        return False
+    return True
 
 
 def address_of(path, folders):
@@ -231,7 +255,7 @@ def body_of(file, exporter, course):
     if file.suffix not in PAGES:
         return code_of(file, course)
     if file.suffix == ".ipynb":
-        notebook = nbformat.read(course.root / file, as_version=4)
+        notebook = notebook_of(course.root / file)
         notebook.cells = [cell for cell in notebook.cells if not make_hosted.is_first(cell)]
     else:
         text = (course.root / file).read_text()
@@ -345,9 +369,9 @@ def list_of(folder, course):
 
 def title_of(page):
     """The heading that a page starts with, else its name."""
-    text = page.read_text()
+    text = "" if page.suffix == ".ipynb" else page.read_text()
     if page.suffix == ".ipynb":
-        text = "".join(cell.source for cell in nbformat.reads(text, as_version=4).cells[:1])
+        text = "".join(cell.source for cell in notebook_of(page).cells[:1])
     return text.splitlines()[0].lstrip("# ") if text.startswith("# ") else page.name
 
 

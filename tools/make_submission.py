@@ -23,8 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-import nbformat  # noqa: E402
-from exercises import NOTEBOOKS, exercises_of, lesson_of, read_notebooks  # noqa: E402
+from exercises import NOTEBOOKS, exercises_of, lesson_of, notebook_of, read_notebooks  # noqa: E402
 
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 from guard.files import write_whole  # noqa: E402
@@ -79,28 +78,43 @@ def parse_arguments():
 
 def run_apart(path):
     """The answers of one notebook, from a separate process that is stopped after LIMIT."""
+    cells = notebook_of(path).cells
+    exercises = [exercise for _, exercise in exercises_of(cells, lesson_of(path))]
     command = [sys.executable, __file__, "--one", path]
     problem = f"Not yet: the checks of this notebook did not end within {LIMIT} s"
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=LIMIT
         )
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
+        if answers := answers_in(done.stdout, exercises):
+            return answers
         reason = (done.stderr.strip() or "it said nothing").splitlines()[-1]
         problem = f"Not yet: the checks of this notebook could not run: {reason}"
     except subprocess.TimeoutExpired:
         pass
-    cells = nbformat.read(path, as_version=4).cells
     return [
         {"lesson": exercise.lesson, "exercise": exercise.name, "said": problem, "answer": ""}
-        for _, exercise in exercises_of(cells, lesson_of(path))
+        for exercise in exercises
     ]
+
+
+def answers_in(output, exercises):
+    """The answers to all `exercises` in what a notebook's process has printed, or None.
+
+    They are not the last line if an answer prints something more when the process ends.
+    """
+    names = [(exercise.lesson, exercise.name) for exercise in exercises]
+    for line in reversed(output.splitlines()):
+        with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+            answers = json.loads(line)
+            if [(answer["lesson"], answer["exercise"]) for answer in answers] == names:
+                return answers
+    return None
 
 
 def answers_of(path):
     """[{lesson, exercise, said, answer}] of a notebook, after its answers and checks have run."""
-    cells = nbformat.read(path, as_version=4).cells
+    cells = notebook_of(path).cells
     checks = exercises_of(cells, lesson_of(path))
     with_checks = {index for index, _ in checks}
     namespace = {"__name__": "__main__"}

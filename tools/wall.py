@@ -62,7 +62,7 @@ class Count(NamedTuple):
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
-    if not arguments.folder.is_dir():
+    if not os.path.isdir(arguments.folder):
         sys.exit(
             f"wall.py: {arguments.folder} is not a folder; name the one with everybody's progress"
         )
@@ -109,11 +109,11 @@ def with_known(people, lessons):
 
 def place_of(person, records, now):
     last = records[-1]
-    same = [record for record in records if record["exercise"] == last["exercise"]]
     wrong = []
-    for record in same:
-        wrong = [] if record["outcome"] == RIGHT else [*wrong, record]
-    wrong = [record for record in wrong if record["outcome"] == TRIED]
+    for record in records:
+        if record["exercise"] == last["exercise"]:
+            wrong = [] if record["outcome"] == RIGHT else wrong
+            wrong += [record] if record["outcome"] == TRIED else []
     since = now - (wrong or [last])[0]["time"]
     stuck = last["outcome"] == TRIED and (len(wrong) >= MANY_ATTEMPTS or since >= LONG)
     return Place(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import stat
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def replace_file(path, write):
 
     A crash leaves the old file or the new one, never a part of either.
     """
+    if is_anothers_link(path):
+        raise OSError(errno.EACCES, "it is a link of another user", str(path))
     path = Path(os.path.realpath(path))  # keep a symbolic link
     if os.path.lexists(path) and not path.is_file():  # /dev/null must not become a file
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -35,6 +38,21 @@ def replace_file(path, write):
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def is_anothers_link(path):
+    """Return whether `path` is a link that another user made in a folder that others may write to.
+
+    It may lead to any file of this user. Linux refuses to follow such links (protected_symlinks),
+    unless somebody has resolved them before, as a file that is replaced requires.
+    """
+    if not os.path.islink(path):
+        return False
+    folder = os.stat(os.path.dirname(os.path.abspath(path)))
+    owners = folder.st_uid, os.geteuid() if hasattr(os, "geteuid") else folder.st_uid
+    return (
+        bool(folder.st_mode & (stat.S_IWOTH | stat.S_IWGRP)) and os.lstat(path).st_uid not in owners
+    )
 
 
 def new_file_beside(path):

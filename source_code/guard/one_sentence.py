@@ -18,12 +18,23 @@ WAIT = 5.0  # a launcher ends all ranks when the first one ends, so the first on
 def in_one_sentence():
     """A context, and the decorator of a main(), in which SystemExit(sentence) ends a program so."""
     try:
+        check_current_folder()
         yield
     except SystemExit as end:
         if not isinstance(end.code, str):
             raise
         say(end.code)
         raise SystemExit(2) from None
+
+
+def check_current_folder():
+    """Reject a current folder that is gone, as after `git switch`: no path in it can be resolved."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise SystemExit(
+            f"the current folder cannot be used ({error.strerror}); change to one that is there"
+        ) from None
 
 
 def say(sentence):

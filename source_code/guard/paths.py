@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from guard.claims import content_of
-from guard.files import new_file_beside
+from guard.files import is_anothers_link, new_file_beside
 
 
 def check_paths(parser, arguments):
@@ -97,6 +97,8 @@ def can_be_written(path):
     """Return whether a file can be created or replaced at `path`, links resolved."""
     real = os.path.realpath(path)
     if not os.path.basename(path) or os.path.islink(real):  # links that lead back to themselves
+        return False
+    if is_anothers_link(path):
         return False
     if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
         return False

@@ -49,7 +49,13 @@ class Output(io.TextIOWrapper):
 
 
 def keep_running_unheard():
-    """Make standard output an Output, unless a notebook or a test has replaced it."""
+    """Make standard output an Output, unless a notebook or a test has replaced it.
+
+    A standard error that is closed becomes one that nobody reads; else sentences would be printed
+    to standard output, between the lines that another program may read there.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if sys.stdout is None:  # closed by the process that started it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     elif sys.stdout is sys.__stdout__ and not isinstance(sys.stdout, Output):

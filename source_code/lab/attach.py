@@ -134,4 +134,4 @@ def dump_stacks_when_asked():
     """Make this rank print the stacks of all its threads on SIGUSR2; it then continues."""
     if hasattr(signal, "SIGUSR2"):
         # Not sys.stderr, which a notebook or a test may have replaced by an object without a file.
-        faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr, all_threads=True)

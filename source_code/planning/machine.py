@@ -6,6 +6,7 @@ file that names its sources; the files in the folder machines/ are found by name
 are those of machines/dgx-a100-80gb.json. Sizes are in bytes, times in seconds, rates per second.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def read_machine(name, gpus):
     known = machine_names()
     full = SHORT.get(name.lower(), name)
     path = MACHINES / f"{full}.json" if full in known else Path(name)
-    if full not in known and not path.exists():
+    if full not in known and not os.path.exists(path):
         raise InputError(f"{name} is neither a file nor one of {', '.join([*SHORT, *known])}")
     return machine_from(read_json(path, MEBIBYTE), gpus, name)
 

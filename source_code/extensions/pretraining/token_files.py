@@ -269,7 +269,7 @@ class TokenWriter:
     def __init__(self, folder, part, width, most):
         self.folder, self.part, self.width, self.most = Path(folder), part, width, most
         self.made = []  # names of files
-        self.shards, self.file, self.ends = [], None, array("q")
+        self.shards, self.file, self.ends, self.total = [], None, array("q"), 0
 
     def write(self, tokens):
         """Append a list of tokens."""
@@ -282,12 +282,13 @@ class TokenWriter:
             self.file.write(content)
             self.digest.update(content)
             self.count += len(part)
+            self.total += len(part)
             if self.count == self.most:
                 self.close()
 
     def end_document(self):
         """Note that a document ends here."""
-        self.ends.append(self.total + (self.count if self.file else 0))
+        self.ends.append(self.total)
 
     def write_ends(self):
         """Write the ends of the documents. Returns the entry for tokens.json."""
@@ -301,6 +302,11 @@ class TokenWriter:
         return {"file": name, "tokens": len(self.ends), "sha256": digest}
 
     def open(self):
+        if len(self.shards) == MOST_SHARDS:
+            raise DataError(
+                f"--shard-tokens {self.most}: the {self.part.replace('_', '-')} part has more than "
+                f"{MOST_SHARDS:,} times as many tokens; use a larger number"
+            )
         name = f"{self.part}-{len(self.shards):05}.bin"
         self.file, self.name = open(self.folder / name, "xb"), name
         self.made.append(name)
@@ -315,10 +321,6 @@ class TokenWriter:
             shard = {"file": self.name, "tokens": self.count, "sha256": self.digest.hexdigest()}
             self.shards.append(shard)
             self.file = None
-
-    @property
-    def total(self):
-        return sum(shard["tokens"] for shard in self.shards)
 
 
 def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, tokenizer):

@@ -112,6 +112,11 @@ def filled_up(batch, rows):
     )
 
 
+def numbers_of(tokenizer):
+    """One more than the largest token; not the number of tokens, since numbers may be left out."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1) if tokenizer else BYTES
+
+
 def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False, seq_len=32):
     """Return a Corpus from a Text in bytes. Raises DataError if too short or no tokenizer fits."""
     plain = content.training, content.held_out
@@ -121,8 +126,7 @@ def load_corpus(content, vocabulary=BYTES, tokenizer_file=None, documents=False,
         tokenizer = read_tokenizer(tokenizer_file)
     elif vocabulary > BYTES:
         tokenizer = train_tokenizer(texts[0], vocabulary)
-    # Not the number of tokens: a tokenizer may leave numbers out.
-    num_tokens = 1 + max(tokenizer.get_vocab().values()) if tokenizer else BYTES
+    num_tokens = numbers_of(tokenizer)
     if num_tokens > vocabulary:
         raise DataError(
             f"--vocabulary {vocabulary} is less than the {num_tokens} tokens of the tokenizer; "

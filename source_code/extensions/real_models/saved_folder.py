@@ -56,6 +56,11 @@ def read_model(folder, seq_len):
     folder = Path(folder)
     settings, config = read_settings(folder, seq_len)
     model = SavedModel(folder, settings, config, find_tensors(folder))
+    if settings.layers > len(model.tensors):  # before any is built
+        raise InputError(
+            f"{folder} has {len(model.tensors):,} tensors, too few for the {settings.layers:,} layers "
+            f"of {CONFIG_FILE}; use the {CONFIG_FILE} of these weights"
+        )
     for name, layout in lay_out(settings).named_parameters():
         stored = model.tensors.get(model.stored_name(name))
         if stored is None:
