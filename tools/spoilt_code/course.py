@@ -144,7 +144,7 @@ FAULTS = [
         "test_small.py",
         (
             "test_every_schedule_passes_the_rehearsal_of_nccl_and_has_the_losses_of_one_process"
-            "[strict-2]",
+            "[strict-4]",
         ),
     ),
     Fault(
