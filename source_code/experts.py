@@ -110,9 +110,8 @@ def build_worker(arguments, job, schedule, stages, group, cut):
     """Return the Worker; with --exchange it paces all itself, and times it with the lab's clock."""
     a = arguments
     if a.exchange:
-        exchanges = [
-            2 * (last - first) for first, last in cut
-        ]  # a dispatch and a combine per layer
+        # A dispatch and a combine for each layer of a stage.
+        exchanges = [2 * (last - first) for first, last in cut]
         a.pace_costs = replace(a.pace_costs, exchange=tuple(a.exchange), exchanges=exchanges)
         return PairWorker(job, schedule, stages, group, a.pace_costs)
     return Worker(job, schedule, stages)

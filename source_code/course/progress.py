@@ -35,9 +35,8 @@ def note(exercise, outcome):
     record = {"exercise": exercise, "outcome": outcome, "time": round(time.time(), 1)}
     file = folder / f"{name_of_person()}.jsonl"
     is_shared = bool(os.environ.get(FOLDER_VARIABLE))
-    if is_shared and not os.path.isdir(
-        folder
-    ):  # a folder of its own would hide a slip from everybody
+    # A folder of its own would hide a slip from everybody.
+    if is_shared and not os.path.isdir(folder):
         tell_once(f"Your progress is not noted: {FOLDER_VARIABLE} {folder} is not a folder")
         return
     try:
