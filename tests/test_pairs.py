@@ -11,7 +11,7 @@ from further import first_of
 from ranks import PRELOAD, run_on_ranks
 
 from course.launch import run
-from extensions.experts.turns import Turns
+from extensions.experts.turns import Pace, Turns
 from lab.simulator import Costs, simulate
 from pipeline.schedule import Action, ScheduleError, message_of
 from pipeline.schedules import (
@@ -177,13 +177,20 @@ def test_two_threads_change_at_fixed_points_and_errors_arrive():
     turns.change()  # without a pair
 
 
+def test_the_parts_of_an_action_and_its_all_to_alls_add_up_to_its_costs_for_any_number_of_them():
+    costs = Costs(12, 24, exchange=(20, 8), exchanges=[2, 4])
+    for action in (Action(0, "F", 1), Action(1, "F", 1), Action(1, "B", 0)):
+        pace, number = Pace(costs), costs.exchanges_of(action)
+        pace.begin(action)
+        assert 1000 * pace.own.part * (number + 1) == pytest.approx(costs.computing(action))
+        assert 1000 * pace.own.exchange * number == pytest.approx(costs.exchange_of(action))
+
+
 def parts_of(rank, flags):
     """[(stages' all-to-alls by the costs, parts performed, all-to-alls performed)] of each action."""
     from unittest import mock
 
     import experts
-
-    from extensions.experts.turns import Pace
 
     seen, methods = [], (Pace.begin, Pace.end_part, Pace.arrive)
 

@@ -9,6 +9,7 @@ Other programs only add time to a step. So the machine counts as quiet if no ste
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ def main():
     parser.add_argument("--tries", type=int, default=5)
     parser.add_argument("--over", type=float, default=15.0, help="per cent")
     arguments = parser.parse_args()
-    if not arguments.notebook.is_file():
+    if not os.path.isfile(arguments.notebook):
         raise SystemExit(f"{arguments.notebook} is not a file; give a lesson in notebooks")
     run = ROOT / "build" / "quiet" / arguments.notebook.name
     run.parent.mkdir(parents=True, exist_ok=True)
