@@ -93,7 +93,7 @@ def test_a_submission_is_made_of_the_notebooks_that_can_be_read(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ("rows_1 = '\\x00'", "NameError"),
+        ("rows_1 = '\\x00'", "rank 0, step 0"),
         ("import os\nos.write(1, b'\\xff\\n')", "NameError"),
         ("import atexit\natexit.register(print, 5)", "NameError"),
         ("import os\nos.write(1, b'[]')\nos._exit(0)", "the checks of this notebook could not run"),
