@@ -1,6 +1,6 @@
 """Performs three schedules with an all-to-all of 5 and 15 ms, and compares them with predictions.
 
-    python tools/benchmark_experts.py        # about five minutes, on a machine that does nothing else
+    python tools/benchmark_experts.py        # about four minutes, on a machine that does nothing else
 
 Each row is the median step of five runs. The exit status is 1 if a step is more than 4 % longer or
 shorter than predicted, or if two schedules are ordered otherwise than predicted although their
@@ -45,7 +45,7 @@ def main():
 
 def measure(schedule, double, exchange):
     """Return the median of the performed steps, and the predicted one, in milliseconds."""
-    pace = f"--pace {20 * double} {40 * double} --exchange {exchange * double} {exchange * double}"
+    pace = f"--pace {10 * double} {20 * double} --exchange {exchange * double} {exchange * double}"
     steps = []
     for _ in range(RUNS):
         output = run(f"experts.py {SMALL} {schedule} {pace} --steps 6", 4, warm=True, show=False)
