@@ -18,20 +18,20 @@ import torch
 
 from extensions.optimization.clipping import clip_gradients
 from extensions.optimization.learning_rate import WarmUpThenCosine
-from extensions.optimization.threads import use_threads
 from extensions.optimization.update import check_rate, clip_and_set_rate
 from extensions.pretraining.batches import Batches, needed_on
 from extensions.pretraining.forward_only import activations_of
-from extensions.pretraining.packing import masked_loss, packed
+from extensions.pretraining.packing import masked_loss
 from extensions.pretraining.padding import ShareOfLoss
 from extensions.pretraining.prompts import has_prompts, load_prompts
 from extensions.pretraining.token_files import is_token_folder, load_tokens
-from extensions.pretraining.tokens import BYTES, load_corpus, read_content
+from extensions.pretraining.tokens import BYTES, load_corpus
 from extensions.pretraining.trained_stages import build_stages, update_copies
 from extensions.pretraining.training_flags import (
     add_training_flags,
     check_training_flags,
     choose_dtype,
+    reject_packed,
 )
 from extensions.real_models.library_model import check_library, library_model
 from extensions.real_models.saved_folder import take_model, tokenizer_of
@@ -40,6 +40,7 @@ from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
 from guard.paths import check_new_folder
 from lab import attach
+from pipeline.data import load_text
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.schedules.from_flags import choose_schedule
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
@@ -51,7 +52,6 @@ def main():
     arguments, schedule = read_flags()
     job = start_job(arguments, schedule.pairs)
     claim_output(arguments, job, "--save", arguments.save)
-    use_threads(arguments)
     share_of_loss = ShareOfLoss()
     masters, stages = build_stages(arguments, job, schedule, build_model_part, share_of_loss)
     parameters = dict(pair for part in masters.values() for pair in part.named_parameters())
@@ -115,25 +115,16 @@ def read_corpus(arguments):
     """What is learnt, in the tokens of the saved model."""
     a, tokenizer = arguments, tokenizer_of(arguments.model_folder)
     if is_token_folder(a.data):
-        if a.documents:
-            raise SystemExit(
-                f"--data {a.data} is one text of all documents; use --packed for --documents"
-            )
         return load_tokens(a.data, a.vocabulary, a.seq_len, a.packed, tokenizer)
+    reject_packed(a)
     if tokenizer is None and a.vocabulary != BYTES:
         raise SystemExit(
             f"--model {a.model_folder} has no tokenizer.json; put the model's own there, or make tokens "
             "for --data with the course's prepare_data.py and its --tokenizer"
         )
     if has_prompts(a.data):
-        if a.documents or a.packed:
-            raise SystemExit(
-                f"--data {a.data} has a prompt per row; leave out --documents and --packed"
-            )
         return load_prompts(a.data, a.vocabulary, tokenizer, a.seq_len)
-    content = read_content(a.data, a.seq_len)
-    corpus = load_corpus(content, a.vocabulary, tokenizer, a.documents or a.packed, a.seq_len)
-    return packed(corpus, a.seq_len) if a.packed else corpus
+    return load_corpus(load_text(a.data, a.seq_len), a.vocabulary, tokenizer, a.seq_len)
 
 
 def pass_of(arguments, batch):

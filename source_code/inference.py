@@ -22,11 +22,12 @@ from extensions.inference.passes import action_of, plan_passes, schedule_of
 from extensions.inference.requests import choose_token, read_requests
 from extensions.inference.saved_model import build_saved_part, take_sizes
 from extensions.pretraining.token_files import is_token_folder, load_tokens
-from extensions.pretraining.tokens import BYTES, load_corpus, read_content
+from extensions.pretraining.tokens import BYTES, load_corpus
 from extensions.real_models.saved_folder import tokenizer_of
 from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import positive_integer, ranks_from_environment
+from pipeline.data import load_text
 from pipeline.job import join_job
 from pipeline.message import Message
 from pipeline.training import complete_model, cut_layers, model_parser
@@ -259,8 +260,7 @@ def read_corpus(arguments):
         raise SystemExit(
             f"--model {a.model_folder} has no tokenizer.json; name one with --tokenizer"
         )
-    content = read_content(a.data, a.seq_len)
-    return load_corpus(content, a.vocabulary, tokenizer, False, a.seq_len)
+    return load_corpus(load_text(a.data, a.seq_len), a.vocabulary, tokenizer, a.seq_len)
 
 
 if __name__ == "__main__":

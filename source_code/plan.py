@@ -187,6 +187,7 @@ def plan_program(words):
     if arguments.gpus > MOST_GPUS:
         raise SystemExit(f"--gpus {arguments.gpus:g}: {MOST_GPUS:,} are the most")
     arguments.num_ranks = arguments.gpus
+    arguments.shuffle = False  # there is no text, whose rows could be counted
     schedule = pretrain_llama.complete_flags(parser, arguments, read_data=lambda _: None)
     check_training_flags(arguments, schedule)
     print_program_plan(arguments, schedule, arguments.machine)

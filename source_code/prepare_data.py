@@ -7,23 +7,18 @@
 --data takes text files, files of JSON lines (.jsonl) with one document per line under --field, and
 folders of either. Documents are separated by an empty line. Each ends up whole in the training part
 or in the held-out one. Texts are read and encoded a part at a time, so they may be larger than the
-memory. --check FOLDER compares an existing folder with its checksums, and ends.
+memory. --dataset NAME takes a Hugging Face data set instead, of the hub or of a local folder, and
+streams no more of it than --characters. --check FOLDER compares an existing folder with its
+checksums, and ends.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from extensions.pretraining.token_files import (
-    MOST_TOKENS,
-    TOKEN_PARTS,
-    TOKENIZER,
-    TOKENS_FILE,
-    TokenWriter,
-    check_folder,
-    write_tokens_file,
-)
-from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer, train_tokenizer
+from extensions.pretraining.token_files import MOST_TOKENS, TOKEN_PARTS, TOKENIZER, TOKENS_FILE
+from extensions.pretraining.token_writer import TokenWriter, check_folder, write_tokens_file
+from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer
 from guard.claims import ClaimError, NewFolder
 from guard.files import not_written
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
@@ -57,11 +52,11 @@ def main():
 
 def prepare(arguments):
     """Write the folder, or leave nothing of it behind, and say what is in it."""
-    paths, out = files_of(arguments.data), Path(arguments.out)
+    arguments.paths, out = files_of(arguments.data or []), Path(arguments.out)
     check_new_folder("--out", out)
     claimed, writers = NewFolder("--out", out), {}
     try:
-        said = encode_all(arguments, paths, out, writers)
+        said = encode_all(arguments, out, writers)
     except BaseException:  # an interrupt, too
         made = [name for writer in writers.values() for name in writer.made]
         claimed.give_up([*made, TOKENIZER, TOKENS_FILE] if writers else [])
@@ -70,9 +65,9 @@ def prepare(arguments):
     print(said)
 
 
-def encode_all(arguments, paths, out, writers):
+def encode_all(arguments, out, writers):
     """Encode every document of every file, with a writer for each part. Returns what to print."""
-    tokenizer = choose_tokenizer(arguments, paths)
+    tokenizer = choose_tokenizer(arguments)
     num_tokens = numbers_of(tokenizer)
     width = next((width for width, most in MOST_TOKENS.items() if num_tokens <= most), None)
     if width is None:
@@ -81,7 +76,7 @@ def encode_all(arguments, paths, out, writers):
         )
     writers |= {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in TOKEN_PARTS}
     held_out_bytes = documents = 0
-    for documents, document in enumerate(documents_in(paths, arguments.field), 1):
+    for documents, document in enumerate(documents_in(arguments), 1):
         part = "held_out" if documents % arguments.hold_out == 0 else "training"
         text = document + SEPARATOR
         held_out_bytes += len(text.encode()) if part == "held_out" else 0
@@ -92,10 +87,11 @@ def encode_all(arguments, paths, out, writers):
         writers[part].end_document()
     for writer in writers.values():
         writer.close()
+    flag = "--dataset" if arguments.dataset else "--data"
     for part, writer in writers.items():
         if not writer.total:
             raise SystemExit(
-                f"--data has {documents} documents, and none is left for the {part} part; use more "
+                f"{flag} has {documents} documents, and none is left for the {part} part; use more "
                 f"text or another --hold-out than {arguments.hold_out}"
             )
     if tokenizer:
@@ -122,14 +118,14 @@ def files_of(names):
     return paths
 
 
-def choose_tokenizer(arguments, paths):
+def choose_tokenizer(arguments):
     """Return the tokenizer of --tokenizer, or one trained on the text's first part; None: bytes."""
     if arguments.tokenizer:
         return read_tokenizer(arguments.tokenizer)
     if arguments.vocabulary == BYTES:
         return None
     sample, length = [], 0
-    for document in documents_in(paths, arguments.field):
+    for document in documents_in(arguments):
         sample.append(document)
         length += len(document)
         if length > arguments.sample_characters:
@@ -137,12 +133,82 @@ def choose_tokenizer(arguments, paths):
     return train_tokenizer(SEPARATOR.join(sample), arguments.vocabulary)
 
 
-def documents_in(paths, field):
+def train_tokenizer(text, vocabulary):
+    """Train a byte-pair tokenizer with at most `vocabulary` tokens, including the 256 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocabulary, BYTES + len(text)),  # it makes room for as many at once
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def documents_in(arguments):
     """Yield every document that is not empty, as text."""
-    for path in paths:
-        yield from (documents_of_lines if path.suffix == ".jsonl" else documents_of_text)(
-            path, field
-        )
+    if arguments.dataset:
+        yield from documents_of_dataset(arguments.dataset, arguments.characters)
+    for path in arguments.paths:
+        if path.suffix == ".jsonl":
+            yield from documents_of_lines(path, arguments.field)
+        else:
+            yield from documents_of_text(path)
+
+
+def documents_of_dataset(name, characters):
+    """Yield the texts in the column `text` of a Hugging Face data set, `characters` in all.
+
+    `name` names a data set of the hub or a local folder, also one that save_to_disk has written,
+    followed by a colon and a configuration if it needs one. Only what is read is downloaded.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"--dataset {name} needs the package datasets; install it with `pip install datasets`, "
+            "or name text files with --data"
+        ) from None
+    path, _, configuration = name.partition(":")
+    library_error = getattr(getattr(datasets, "exceptions", None), "DatasetsError", OSError)
+    try:
+        for row in training_rows(datasets, path, configuration):
+            document = row.get("text")
+            if not isinstance(document, str):
+                raise DataError(f"--dataset {name} has no column named text; use one that has")
+            if document.strip():
+                yield document[:characters]
+            characters -= len(document)
+            if characters <= 0:
+                return
+    except DataError:
+        raise
+    except (OSError, RuntimeError, ValueError, library_error) as error:  # a network, a hub, a file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"--dataset {name} cannot be read ({reason}); check the name and the network, or name "
+            "a local copy"
+        ) from None
+
+
+def training_rows(datasets, path, configuration):
+    """Return the rows of a data set's part `train`; the library reads its two kinds of folders by
+    two functions."""
+    if os.path.isfile(os.path.join(path, "dataset_dict.json")):
+        parts = datasets.load_from_disk(path)
+        if "train" not in parts:
+            raise DataError(
+                f"--dataset {path} has the parts {', '.join(parts)} and no train; name the folder "
+                "of one of them"
+            )
+        return parts["train"]
+    if os.path.isfile(os.path.join(path, "state.json")):
+        return datasets.load_from_disk(path)
+    return datasets.load_dataset(path, configuration or None, split="train", streaming=True)
 
 
 def documents_of_lines(path, field):
@@ -164,7 +230,7 @@ def documents_of_lines(path, field):
             yield document
 
 
-def documents_of_text(path, field):
+def documents_of_text(path):
     """Yield the parts between empty lines."""
     lines, length = [], 0
     for line in lines_of(path):
@@ -221,6 +287,8 @@ def read_flags():
     parser = Parser(description=__doc__.splitlines()[0])
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--data", nargs="+", metavar="PATH", help="texts, JSON lines, or folders of them")
+    add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
+    add("--characters", default=10_000_000, help="of --dataset", **count)
     add("--field", default="text", help="where a document stands in a line of JSON")
     add("--vocabulary", default=BYTES, help="256: bytes; more: byte pairs", **count)
     add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
@@ -230,7 +298,9 @@ def read_flags():
     add("--out", metavar="FOLDER", help="where the tokens go; a new folder")
     add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")
     arguments = parser.parse_args()
-    if not arguments.check and not (arguments.data and arguments.out):
+    if arguments.dataset and arguments.data:
+        raise SystemExit("--dataset and --data both say what to read; use one of them")
+    if not arguments.check and not ((arguments.data or arguments.dataset) and arguments.out):
         raise SystemExit("--data and --out are both needed: texts to read, and a folder to write")
     if arguments.vocabulary < BYTES:
         raise SystemExit(

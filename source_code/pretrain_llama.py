@@ -44,33 +44,28 @@ from extensions.data_parallel.replicas import (
 from extensions.optimization.clipping import clip_gradients
 from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
-from extensions.optimization.threads import use_threads
 from extensions.optimization.update import check_rate, clip_and_set_rate
 from extensions.pretraining.batches import Batches, needed_on
-from extensions.pretraining.forward_only import ForwardOnly, activations_of
+from extensions.pretraining.forward_only import ForwardOnly
 from extensions.pretraining.metrics import Metrics
-from extensions.pretraining.packing import masked_loss, packed
+from extensions.pretraining.packing import masked_loss
 from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
 from extensions.pretraining.sample import show_sample
 from extensions.pretraining.token_files import is_token_folder, load_tokens
-from extensions.pretraining.tokens import (
-    BYTES,
-    filled_up,
-    load_corpus,
-    read_content,
-    stream_content,
-)
+from extensions.pretraining.tokens import BYTES, filled_up, load_corpus
 from extensions.pretraining.trained_stages import build_stages, update_copies
 from extensions.pretraining.training_flags import (
     add_training_flags,
     check_training_flags,
     choose_dtype,
+    reject_packed,
 )
 from extensions.real_models.saved_part import empty_part, with_settings
 from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import positive_integer, positive_number
+from pipeline.data import load_text
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
 from pipeline.training import LossLog, complete_arguments, start_job, training_parser
@@ -92,7 +87,6 @@ def main():
     if arguments.export:
         return export_newest(arguments)
     job = start_job(arguments, schedule.pairs)
-    use_threads(arguments)
     replicas, share_of_loss = form_replicas(job, arguments.replicas), ShareOfLoss()
     stop_request = StopRequest() if arguments.checkpoints else None
     masters, stages = build_stages(arguments, job, schedule, build_model_part, share_of_loss)
@@ -155,7 +149,7 @@ def read_flags():
     arguments.settings = None
     schedule = complete_flags(parser, arguments, read_corpus)
     further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
-    further |= {"vocabulary": 0, "documents": 0, "packed": 0, "shuffle": 0, "settings": None}
+    further |= {"vocabulary": 0, "packed": 0, "shuffle": 0, "settings": None}
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)
     if arguments.settings:
@@ -169,10 +163,7 @@ def program_parser():
     parser = training_parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--model", choices=list(MODELS), default="1m", help="sizes by name; flags override them")
-    add("--vocabulary", help="256: bytes; more: byte pairs", **count)
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
-    add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
-    add("--characters", default=10_000_000, help="of --dataset", **count)
+    add("--vocabulary", help="tokens that the model knows; bytes are 256", **count)
     add_training_flags(parser, warm_up_steps=10)
     add_replica_arguments(parser)
     add("--accumulate", default=1, help="passes per update", **count)
@@ -183,7 +174,6 @@ def program_parser():
     add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
     add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
     add_checkpoint_arguments(parser)
-    parser.reads.append("--tokenizer")
     parser.writes.append("--metrics")
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
     parser.set_defaults(steps=100, optimizer="adamw", seq_len=128, batch_size=32, **sizes)
@@ -233,13 +223,6 @@ def complete_sizes(arguments):
         raise SystemExit(
             f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256"
         )
-    if is_token_folder(arguments.data) and (arguments.tokenizer or arguments.documents):
-        raise SystemExit(
-            f"--data {arguments.data} has tokens already, one text of all documents; leave out "
-            "--tokenizer, and use --packed in place of --documents"
-        )
-    if arguments.dataset and arguments.data:
-        raise SystemExit("--dataset and --data both say what to learn; use one of them")
 
 
 def pieces_of_batch(arguments):
@@ -247,7 +230,7 @@ def pieces_of_batch(arguments):
 
 
 def read_corpus(arguments):
-    """What is learnt: read your own data here.
+    """What is learnt, the bytes of a text or a folder of prepare_data.py: read your own data here.
 
     What the rest relies on: `batch(number, batch_size, seq_len, seed)` returns inputs and targets,
     both (batch_size, seq_len), int64, from its arguments alone, the same on every rank and after a
@@ -259,18 +242,8 @@ def read_corpus(arguments):
     if is_token_folder(arguments.data):
         sizes = arguments.vocabulary, arguments.seq_len
         return load_tokens(arguments.data, *sizes, arguments.packed)
-    if arguments.dataset:
-        content = stream_content(arguments.dataset, arguments.characters, arguments.seq_len)
-    else:
-        content = read_content(arguments.data, arguments.seq_len)
-    corpus = load_corpus(
-        content,
-        arguments.vocabulary,
-        arguments.tokenizer,
-        arguments.documents or arguments.packed,
-        arguments.seq_len,
-    )
-    return packed(corpus, arguments.seq_len) if arguments.packed else corpus
+    reject_packed(arguments)
+    return load_corpus(load_text(arguments.data, arguments.seq_len))
 
 
 def build_model_part(arguments, first, last, device="cpu"):
@@ -336,10 +309,7 @@ def run_passes(passes, worker):
     losses = []
     for number, (inputs, targets) in enumerate(passes, 1):
         worker.sums = number == len(passes)  # replicas exchange gradients once they are whole
-        # Every rank knows how long the rows are, and so what the others send.
-        length = next(iter(inputs.values())).shape[1]
-        with activations_of(worker.job, (*worker.job.shape[:1], length, *worker.job.shape[2:])):
-            losses.append(worker.run_step(inputs, targets))
+        losses.append(worker.run_step(inputs, targets))
     return None if losses[0] is None else sum(losses)
 
 

@@ -14,8 +14,9 @@ from saved_models import write_model
 
 from extensions.inference import requests
 from extensions.inference.requests import choose_token
-from extensions.pretraining import token_files
-from extensions.pretraining.token_files import TokenWriter, load_tokens, write_tokens_file
+from extensions.pretraining import token_files, token_writer
+from extensions.pretraining.token_files import load_tokens
+from extensions.pretraining.token_writer import TokenWriter, write_tokens_file
 from extensions.pretraining.tokens import DataError, complaints_of_library
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
@@ -159,7 +160,7 @@ def test_an_error_of_what_is_read_does_not_blame_what_is_written(tmp_path, monke
 
 
 def test_more_files_of_tokens_than_can_be_read_are_not_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(token_files, "MOST_SHARDS", 10)
+    monkeypatch.setattr(token_writer, "MOST_SHARDS", 10)
     (tmp_path / "a.txt").write_text("hello\n\n" * 100)
     words = "--data", tmp_path / "a.txt", "--out", tmp_path / "out", "--shard-tokens", 1
     said = ends_with(prepare_data.main, monkeypatch, capsys, *words)

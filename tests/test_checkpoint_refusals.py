@@ -185,7 +185,7 @@ def test_outputs_lie_apart_before_there_is_a_folder(refusal, tmp_path):
     assert list(tmp_path.iterdir()) == [record] and list(record.iterdir()) == []
 
 
-@pytest.mark.parametrize("read", ["--data", "--tokenizer"])
+@pytest.mark.parametrize("read", ["--data"])
 @pytest.mark.parametrize("flag", [*OUTPUTS, "--metrics"])
 def test_no_output_overwrites_a_file_that_is_read(refusal, tmp_path, read, flag):
     (tmp_path / "file").write_bytes(bytes(1000))

@@ -14,6 +14,7 @@ import time
 import copy_template
 import grade_submissions
 import make_submission
+import prepare_data
 import pytest
 import torch
 from damage import INPUTS, damaged, generator, replace
@@ -25,8 +26,9 @@ from course import launch, progress
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
 from extensions.checkpointing.checkpoint_reader import read_whole
-from extensions.pretraining.token_files import check_folder, load_tokens
-from extensions.pretraining.tokens import load_corpus, read_content, train_tokenizer
+from extensions.pretraining.token_files import load_tokens
+from extensions.pretraining.token_writer import check_folder
+from extensions.pretraining.tokens import load_corpus
 from extensions.real_models.saved_folder import read_model
 from guard.inputs import InputError
 from guard.paths import check_input
@@ -197,7 +199,7 @@ def test_configs_of_models(tmp_path):
 def test_tokenizers(tmp_path):
     path, text = tmp_path / "tokenizer.json", load_text()
     words = text.training[:2000].to(torch.uint8).numpy().tobytes().decode()
-    train_tokenizer(words, 300).save(str(path))
+    prepare_data.train_tokenizer(words, 300).save(str(path))
     text = type(text)(text.training[:2000], text.held_out[:1000])
 
     def read(path):
@@ -210,16 +212,15 @@ def test_tokenizers(tmp_path):
 
 
 def test_texts(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name in ("a.txt", "b.txt"):
-        (folder / name).write_text("It was a bright cold day in April. " * 20)
+    path = tmp_path / "a.txt"
+    path.write_text("It was a bright cold day in April. " * 20)
 
     def read(path):
-        text = read_content(path, 8)
+        check_input("--data", path)  # as a guarded program does first
+        text = load_text(path, 8)
         return len(text.held_out) >= 9 and int(text.training.max()) < 256
 
-    assert all(attack("texts", folder, read, DataError))
+    assert all(attack("texts", path, read, (DataError, SystemExit)))
 
 
 def test_configurations(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from saved_models import write_model
+from token_folders import prepare
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -100,11 +101,12 @@ def step_on_a_stub(rank, flags):
         "",
         "--schedule zb-h1 --dtype bfloat16 --recompute layer",
         "--schedule interleaved-1f1b --chunks 2 --recompute stage --accumulate 2",
-        "--schedule gpipe --packed --recompute selective --dtype bfloat16",
-        "--schedule gpipe --replicas 2 --documents",
+        "--schedule gpipe --data {tokens} --packed --recompute selective --dtype bfloat16",
+        "--schedule gpipe --replicas 2 --shuffle",
     ],
 )
-def test_no_rank_waits_for_its_device_between_the_first_and_the_last_action(flags):
+def test_no_rank_waits_for_its_device_between_the_first_and_the_last_action(flags, tmp_path):
+    flags = flags.format(tokens=prepare(tmp_path / "tokens"))
     for rank in range(4):
         names = step_on_a_stub(rank, flags)
         assert "aten::mm" in names
@@ -445,7 +447,6 @@ def test_finetune_cuts_by_counted_work(tmp_path):
     [
         ("--compile eager --schedule zb-h1", "--compile with --schedule zb-h1"),
         ("--compile eager --recompute selective", "--recompute none"),
-        ("--threads 2 --dtype float64", "--dtype float32 or bfloat16"),
         ("--cut even", "--cut"),
     ],
 )

@@ -11,8 +11,9 @@ from course.launch import run
 from extensions.pretraining.epochs import InEpochs
 from extensions.pretraining.packing import PackedDocuments
 from extensions.pretraining.padding import PADDING
-from extensions.pretraining.token_files import MappedCorpus, MappedTokens
-from extensions.pretraining.tokens import Corpus, Documents
+from extensions.pretraining.prompts import Completions
+from extensions.pretraining.token_files import MappedTokens
+from extensions.pretraining.tokens import Corpus
 
 TOKENS, LENGTH = torch.arange(200), 7  # 28 rows of 7 tokens, and a rest of 4
 PARTS = [torch.arange(first, first + length) for first, length in [(0, 9), (20, 3), (40, 12)] * 5]
@@ -23,9 +24,9 @@ def corpora():
     ends = torch.tensor(list(accumulate([20] * 10)))
     return {
         "a text": (Corpus(TOKENS, TOKENS), 28),
-        "files": (MappedCorpus(files, files), 28),
+        "files": (Corpus(files, files), 28),
         "packed": (PackedDocuments(TOKENS, TOKENS, ends=(ends, ends)), 28),
-        "documents": (Documents(TOKENS, TOKENS, training_documents=tuple(PARTS)), 15),
+        "prompts": (Completions(TOKENS, TOKENS, rows=tuple(PARTS), lengths=(1,) * 15), 15),
     }
 
 
@@ -41,7 +42,7 @@ def test_every_row_comes_once_per_epoch_in_an_order_of_its_own(kind):
     assert corpus.num_rows(LENGTH) == rows
     seen, made = batches(corpus, 3 * rows, 5)  # 15 epochs; no batch ends with the first
     first, second = seen[:rows], seen[rows : 2 * rows]
-    wanted = range(0, rows * LENGTH, LENGTH) if kind != "documents" else [0, 20, 40] * 5
+    wanted = range(0, rows * LENGTH, LENGTH) if kind != "prompts" else [0, 20, 40] * 5
     assert Counter(first) == Counter(second) == Counter(wanted)
     assert first != second and batches(corpus, rows, 5, seed=1)[0][:rows] != first
     for inputs, targets in made:

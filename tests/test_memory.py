@@ -132,7 +132,7 @@ TABLE = re.compile(r"^rank (\d+) +(measured|predicted) +(.*)$", re.M)
                 4,
                 "--schedule interleaved-1f1b --chunks 2 --replicas 2 --recompute stage --vocabulary 300",
             ),
-            (2, "--schedule dualpipe-v --recompute selective --optimizer sgd --documents"),
+            (2, "--schedule dualpipe-v --recompute selective --optimizer sgd --shuffle"),
             (1, "--schedule gpipe --optimizer momentum"),
         ],
         2,

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from extensions.pretraining.tokens import read_content
 from pipeline import data, model
 from pipeline.data import DataError, load_text
 from pipeline.model import (
@@ -401,11 +400,6 @@ def test_what_is_no_plain_text_is_refused_and_the_way_out_is_named(content, said
     path.write_bytes(content)
     with pytest.raises(DataError, match=said):
         load_text(path, seq_len=8)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=said):
-        read_content(folder, seq_len=8)
 
 
 @pytest.mark.parametrize(

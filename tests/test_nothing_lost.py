@@ -16,7 +16,7 @@ from saved_models import save_library_model
 
 from course.failed_run import RunFailed
 from course.launch import ROOT
-from extensions.pretraining.token_files import check_folder
+from extensions.pretraining.token_writer import check_folder
 from guard import files
 from guard.claims import LOCK, ClaimError, NewFolder, lock_folder
 from pipeline.data import DEFAULT_TEXT

@@ -1,18 +1,14 @@
 """Several documents in a row give what each gives alone, and every rank knows where they end."""
 
-import sys
-from unittest import mock
-
-import prepare_data
 import pytest
 import torch
+from token_folders import prepare
 
 from course.launch import PRELOAD, run
-from extensions.pretraining.packing import PackedDocuments, document_mask, masked_loss, packed
+from extensions.pretraining.packing import PackedDocuments, document_mask, masked_loss
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.token_files import load_tokens
-from extensions.pretraining.tokens import Documents, load_corpus
-from pipeline.data import DEFAULT_TEXT, DataError, load_text
+from pipeline.data import DataError
 from pipeline.model import ModelConfig, build_part, token_loss
 
 PRELOAD.extend(["torch._dynamo", "torch.distributed.checkpoint"])
@@ -21,8 +17,8 @@ EXACT = f"{SMALL} --device cpu --dtype float64 --evaluate-windows 8 --warm-up-st
 
 
 @pytest.fixture
-def documents():
-    return load_corpus(load_text(), documents=True, seq_len=64)
+def corpus(tmp_path):
+    return load_tokens(prepare(tmp_path / "tokens"), 256, 64, packed=True)
 
 
 def documents_in(inputs, targets):
@@ -32,8 +28,8 @@ def documents_in(inputs, targets):
     return [(inputs[a:b], targets[a:b]) for a, b in zip(ends, ends[1:])]
 
 
-def test_packed_documents_have_the_logits_and_the_gradients_of_each_alone_to_1e_12(documents):
-    inputs, targets = packed(documents, 64).batch(1, 8, 64)
+def test_packed_documents_have_the_logits_and_the_gradients_of_each_alone_to_1e_12(corpus):
+    inputs, targets = corpus.batch(1, 8, 64)
     model = build_part(ModelConfig(layers=2, seq_len=64), 0, 2)
     loss, together = masked_loss(model, inputs, targets), model(inputs, document_mask(targets))
     loss.backward()
@@ -55,16 +51,7 @@ def test_packed_documents_have_the_logits_and_the_gradients_of_each_alone_to_1e_
     assert (model(inputs) - together).abs().max() > 0.1  # without a mask
 
 
-def test_a_document_ends_where_its_last_token_is_and_every_token_comes_in_order(documents):
-    corpus = packed(documents, 64)
-    for part, tokens, ends in zip(
-        (documents.training_documents, documents.held_out_documents),
-        (corpus.training, corpus.held_out),
-        corpus.ends,
-    ):
-        starts = [0, *ends.tolist()]
-        found = [tokens[a:b].tolist() for a, b in zip(starts, starts[1:])]
-        assert found == [document.tolist() for document in part]
+def test_a_target_is_left_out_where_a_document_ends_and_every_token_comes_in_order(corpus):
     inputs, targets = corpus.windows(64, 3)
     assert torch.equal(inputs.flatten(), corpus.held_out[: inputs.numel()])
     places = (targets.flatten() == PADDING).nonzero().flatten() + 1
@@ -72,8 +59,8 @@ def test_a_document_ends_where_its_last_token_is_and_every_token_comes_in_order(
 
 
 def test_a_row_that_begins_or_ends_with_a_document_is_cut_there():
-    parts = tuple(torch.full((length,), length) for length in (3, 1, 4))
-    corpus = packed(Documents(torch.cat(parts), torch.cat(parts), None, 256, 1.0, parts, parts), 4)
+    tokens, ends = torch.tensor([3, 3, 3, 1, 4, 4, 4, 4]), torch.tensor([3, 4, 8])
+    corpus = PackedDocuments(tokens, tokens, ends=(ends, ends))
     inputs, targets = corpus.rows(corpus.training, corpus.ends[0], [0, 2, 3], 4)
     assert inputs.tolist() == [[3, 3, 3, 1], [3, 1, 4, 4], [1, 4, 4, 4]]
     p = PADDING
@@ -84,8 +71,6 @@ def test_a_row_that_begins_or_ends_with_a_document_is_cut_there():
         [False, False, True, False],
         [False, False, True, True],
     ]
-    with pytest.raises(DataError, match="--seq-len 8"):
-        packed(Documents(torch.cat(parts), torch.cat(parts), None, 256, 1.0, parts, parts), 8)
 
 
 @pytest.mark.parametrize(
@@ -95,49 +80,18 @@ def test_a_row_that_begins_or_ends_with_a_document_is_cut_there():
         (2, "--layers 4 --schedule zb-v --recompute layer --sample 3"),
     ],
 )
-def test_pipelines_train_packed_documents_as_one_process_does(ranks, flags):
-    command = f"pretrain_llama.py {EXACT} --packed --steps 3 {flags}"
+def test_pipelines_train_packed_documents_as_one_process_does(ranks, flags, tmp_path):
+    data = prepare(tmp_path / "tokens")
+    command = f"pretrain_llama.py {EXACT} --data {data} --packed --steps 3 {flags}"
     output = run(command, ranks, warm=True, show=False, limit=60).output
     assert "as promised" in output
-
-
-def test_rows_of_documents_are_as_long_as_the_longest_of_each_batch(documents):
-    lengths = set()
-    for step in range(6):
-        inputs, targets = documents.batch(step, 2, 2000)
-        real = (targets != PADDING).sum(1)
-        assert inputs.shape == targets.shape == (2, real.max())
-        lengths.add(inputs.shape[1])
-    assert len(lengths) > 3
-    assert documents.batch(0, 2, 16)[0].shape == (2, 16)
-
-
-def test_a_pipeline_trains_rows_of_another_length_in_every_step(tmp_path):
-    """The longest of two documents, of 2 to 40 bytes, is another one in each of six steps."""
-    text = "\n\n".join(
-        "abcdefghij klm nop qrstu vwx yz and the rest"[: 2 + n % 39] for n in range(300)
-    )
-    (tmp_path / "text.txt").write_text(text)
-    flags = f"{EXACT} --documents --layers 4 --steps 6 --batch-size 2 --microbatches 2"
-    command = (
-        f"pretrain_llama.py {flags} --data {tmp_path / 'text.txt'} --schedule interleaved-1f1b"
-    )
-    output = run(f"{command} --chunks 2", 2, warm=True, show=False, limit=60).output
-    assert "as promised" in output
-    corpus = load_corpus(load_text(tmp_path / "text.txt", 64), documents=True, seq_len=64)
-    assert len({corpus.batch(step, 2, 64)[0].shape[1] for step in range(6)}) > 3
 
 
 # Documents in files of tokens
 
 
-def prepare(folder, *words):
-    with mock.patch.object(sys, "argv", ["prepare_data.py", "--out", str(folder), *words]):
-        assert prepare_data.main() == 0
-
-
 def test_token_files_say_where_their_documents_end(tmp_path):
-    prepare(tmp_path / "tokens", "--data", str(DEFAULT_TEXT), "--shard-tokens", "7001")
+    prepare(tmp_path / "tokens", "--shard-tokens", 7001)
     corpus = load_tokens(tmp_path / "tokens", 256, 64, packed=True)
     assert isinstance(corpus, PackedDocuments)
     for tokens, ends in zip((corpus.training, corpus.held_out), corpus.ends):
@@ -161,7 +115,7 @@ def test_a_folder_that_does_not_say_it_is_rejected(tmp_path):
 
     from extensions.pretraining.token_files import TOKENS_FILE, checksum_of_tokens_file
 
-    prepare(tmp_path / "tokens", "--data", str(DEFAULT_TEXT))
+    prepare(tmp_path / "tokens")
     path = tmp_path / "tokens" / TOKENS_FILE
     said = json.loads(path.read_text())
     ends = said.pop("ends")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import types
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,21 +11,17 @@ import pretrain_llama
 import pytest
 import torch
 from further import first_of
+from token_folders import prepare
 
 from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
 from extensions.optimization.mixed_precision import computing_copy, refresh
 from extensions.pretraining.forward_only import ForwardOnly
 from extensions.pretraining.metrics import Metrics
-from extensions.pretraining.padding import PADDING
+from extensions.pretraining.padding import PADDING, count_real_tokens
 from extensions.pretraining.throughput import PEAKS, flops_per_token, known_peak
-from extensions.pretraining.tokens import (
-    filled_up,
-    in_rows,
-    load_corpus,
-    read_content,
-    stream_content,
-)
+from extensions.pretraining.token_files import load_tokens
+from extensions.pretraining.tokens import filled_up, load_corpus
 from extensions.pretraining.training_flags import default_dtype
 from extensions.pretraining.weight_count import count_weights
 from pipeline.data import DataError, load_text
@@ -49,6 +44,13 @@ def train(flags, ranks=4, limit=60):
         return {row["step"]: row["loss"] for row in rows}, output
 
 
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Flags for 300 tokens, which are byte pairs."""
+    folder = prepare(tmp_path_factory.mktemp("made") / "tokens", "--vocabulary", 300)
+    return f"--data {folder} --vocabulary 300"
+
+
 def difference_of(output):
     return float(re.search(r"largest difference from one process: (\S+), as promised", output)[1])
 
@@ -64,14 +66,14 @@ def difference_of(output):
             (4, "--schedule gpipe --replicas 2 --accumulate 2 --recompute layer --cut auto"),
             (
                 4,
-                "--schedule interleaved-1f1b --chunks 2 --replicas 2 --documents --microbatches 2 "
+                "--schedule interleaved-1f1b --chunks 2 --replicas 2 {tokens} --packed --microbatches 2 "
                 "--clip 0.3",
             ),
-            (2, "--schedule zb-v --recompute stage --documents --accumulate 4"),
-            (4, "--schedule zb-h1 --replicas 4 --recompute selective --vocabulary 300"),
+            (2, "--schedule zb-v --recompute stage {tokens} --packed --accumulate 4"),
+            (4, "--schedule zb-h1 --replicas 4 --recompute selective {tokens}"),
             (
                 3,
-                "--schedule dualpipe-v --layers 7 --batch-size 24 --microbatches 6 --accumulate 2 --documents",
+                "--schedule dualpipe-v --layers 7 --batch-size 24 --microbatches 6 --accumulate 2 {tokens} --packed",
             ),
             (
                 1,
@@ -82,31 +84,26 @@ def difference_of(output):
         4,
     ),
 )
-def test_losses_are_those_of_one_process_to_1e_12(ranks, flags):
-    losses, output = train(f"{EXACT} --steps 3 --verify {flags}", ranks)
+def test_losses_are_those_of_one_process_to_1e_12(ranks, flags, tokens):
+    losses, output = train(f"{EXACT} --steps 3 --verify {flags.format(tokens=tokens)}", ranks)
     assert sorted(losses) == [0, 1, 2]
     assert difference_of(output) <= 1e-12
 
 
-def test_accumulation_and_replicas_change_no_loss_by_more_than_1e_12_and_documents_do():
+def test_accumulation_and_replicas_change_no_loss_by_more_than_1e_12_and_packing_does(tokens):
     plain, _ = train(f"{EXACT} --steps 3", ranks=1)
     other, _ = train(f"{EXACT} --steps 3 --accumulate 2 --replicas 2")
     assert max(abs(plain[step] - other[step]) for step in plain) <= 1e-12
-    documents, _ = train(f"{EXACT} --steps 1 --documents", ranks=1)
-    assert abs(documents[0] - plain[0]) > 1e-3
+    whole, _ = train(f"{EXACT} --steps 1 {tokens}", ranks=1)
+    documents, _ = train(f"{EXACT} --steps 1 {tokens} --packed", ranks=1)
+    assert abs(documents[0] - whole[0]) > 1e-3
 
 
-def test_micro_batches_of_documents_have_unequally_many_tokens_and_each_token_counts_once():
-    corpus = load_corpus(load_text(), documents=True, seq_len=200)
-    inputs, targets = corpus.batch(0, 16, 200)
-    counts = [(rows != PADDING).sum().item() for rows in targets.chunk(4)]
-    assert len(set(counts)) > 1
-    model = build_part(ModelConfig(4, 16, 2, 2, 200), 0, 4)
-    parts = [token_loss(model(i), t) for i, t in zip(inputs.chunk(4), targets.chunk(4))]
-    whole = token_loss(model(inputs), targets)
-    weighted = sum(loss * count for loss, count in zip(parts, counts)) / sum(counts)
-    assert abs(weighted - whole) <= 1e-12
-    assert abs(sum(parts) / 4 - whole) > 1e-4  # what a mean of means would have been
+def test_micro_batches_of_documents_have_unequally_many_tokens_that_count(tmp_path):
+    corpus = load_tokens(prepare(tmp_path / "tokens"), 256, 200, packed=True)
+    _, targets = corpus.batch(0, 16, 200)
+    counts = [count_real_tokens([rows]) for rows in targets.chunk(4)]
+    assert len(set(counts)) > 1 and sum(counts) == (targets != PADDING).sum()
 
 
 @pytest.mark.parametrize("schedule", first_of(["zb-h1", "1f1b"], 1))
@@ -197,13 +194,13 @@ def test_continued_with_other_ranks_replicas_and_schedule_the_losses_stay_within
     assert max(abs(losses[step] - whole[step]) for step in whole) <= 1e-12
 
 
-def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path):
+def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path, tokens):
     folder = f"--checkpoints {tmp_path / 'saved'}"
     train(f"{EXACT} --steps 1 {folder}", ranks=2)
     with pytest.raises(RunFailed, match="--vocabulary"):
-        train(f"{EXACT} --steps 2 --vocabulary 300 {folder}", ranks=2)
-    with pytest.raises(RunFailed, match="--documents"):
-        train(f"{EXACT} --steps 2 --documents {folder}", ranks=2)
+        train(f"{EXACT} --steps 2 {tokens} {folder}", ranks=2)
+    with pytest.raises(RunFailed, match="--data"):
+        train(f"{EXACT} --steps 2 --data {prepare(tmp_path / 'bytes')} {folder}", ranks=2)
 
 
 # Refusals: one sentence, before the first message.
@@ -216,13 +213,10 @@ def test_a_checkpoint_of_another_text_or_tokenizer_is_refused(tmp_path):
             (2, "--accumulate 3", "--accumulate 3"),
             (4, "--replicas 3", "--replicas 3"),
             (1, "--vocabulary 100", "--vocabulary 100"),
-            (1, "--dataset a/b", "pip install datasets"),
-            (1, "--dataset a/b --data x", "use one of them"),
-            (1, "--tokenizer nowhere.json", "--tokenizer: nowhere.json cannot be read"),
+            (1, "--packed", "--packed needs to know where documents end"),
             (1, "--warm-up-steps 8", "--decay-steps 8"),
             (1, "--metrics nowhere/log", "--metrics"),
             (1, "--seq-len 30000", "--seq-len 30000"),
-            (1, "--vocabulary 2000 --seq-len 900", "--vocabulary"),
         ],
         4,
     ),
@@ -238,95 +232,37 @@ def test_what_does_not_fit_is_refused_in_one_sentence(ranks, flags, sentence):
 # Texts.
 
 
-def test_byte_pairs_come_back_as_the_same_text_and_are_the_same_each_time():
-    first, second = (load_corpus(load_text(), vocabulary=500) for _ in range(2))
-    assert torch.equal(first.training, second.training)
-    assert len(first.training) < 0.6 * len(load_text().training)
-    assert first.decode(first.training.tolist()).encode() == bytes(load_text().training.tolist())
+def test_byte_pairs_come_back_as_the_same_text_and_are_the_same_each_time(tmp_path):
+    folders = [prepare(tmp_path / name, "--vocabulary", 500) for name in ("a", "b")]
+    first, second = (load_tokens(folder, 500, 16) for folder in folders)
+    bytes_of_text = load_tokens(prepare(tmp_path / "bytes"), 256, 16).training
+    assert torch.equal(first.training[:], second.training[:])
+    assert len(first.training) < 0.6 * len(bytes_of_text)
+    decoded = first.decode(first.training[:].tolist()).encode()
+    assert decoded == bytes(bytes_of_text[:].tolist())
     assert first.decode(first.encode("a line of stations")) == "a line of stations"
-    assert first.num_tokens == 500 and first.training.max() < 500
+    assert first.num_tokens == 500 and first.training[:].max() < 500
 
 
 def test_a_tokenizer_is_read_from_a_file(tmp_path):
-    trained = load_corpus(load_text(), vocabulary=400)
-    trained.tokenizer.save(str(tmp_path / "tokenizer.json"))
-    read = load_corpus(load_text(), 1000, tmp_path / "tokenizer.json")
-    assert torch.equal(read.training, trained.training)
+    file = prepare(tmp_path / "tokens", "--vocabulary", 400) / "tokenizer.json"
+    corpus = load_corpus(load_text(), 1000, file)
+    assert corpus.decode(corpus.training[:50].tolist()) == load_text_of(corpus, 50)
     with pytest.raises(DataError, match="use at least 400"):
-        load_corpus(load_text(), 300, tmp_path / "tokenizer.json")
+        load_corpus(load_text(), 300, file)
 
 
-def test_rows_are_documents_and_padding_is_behind_them():
-    documents = [torch.arange(1, n + 1) for n in (3, 5, 9)]
-    inputs, targets = in_rows(documents, 4)
-    assert inputs.tolist() == [[1, 2, 0, 0], [1, 2, 3, 4], [1, 2, 3, 4]]
-    assert targets.tolist() == [[2, 3, PADDING, PADDING], [2, 3, 4, 5], [2, 3, 4, 5]]
-    inputs, targets = filled_up((inputs, targets), 2)
+def load_text_of(corpus, count):
+    """The beginning of the course's text, as long as the first `count` tokens."""
+    length = len(corpus.decode(corpus.training[:count].tolist()).encode())
+    return bytes(load_text().training[:length].tolist()).decode()
+
+
+def test_a_held_out_part_is_filled_up_with_rows_that_do_not_count():
+    rows = torch.arange(12).view(3, 4)
+    inputs, targets = filled_up((rows, rows), 2)
     assert inputs.shape == targets.shape == (4, 4)
-    assert targets[3].tolist() == [PADDING] * 4
-
-
-def test_a_folder_is_all_of_its_text_files(tmp_path):
-    (tmp_path / "b.txt").write_text("second " * 50)
-    (tmp_path / "a.txt").write_text("first " * 50)
-    (tmp_path / "c.md").write_text("no text")
-    text = read_content(tmp_path, 8)
-    content = bytes(torch.cat([text.training, text.held_out]).tolist()).decode()
-    assert content == "first " * 50 + "\n\n" + "second " * 50
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="has no .txt files"):
-        read_content(tmp_path / "empty", 8)
-
-
-def stand_in(rows, asked):
-    """A module in the place of Hugging Face's `datasets`."""
-    module = types.ModuleType("datasets")
-
-    def load_dataset(path, name=None, split=None, streaming=False):
-        asked.append((path, name, split, streaming))
-        for row in rows:
-            asked.append(row)
-            yield row
-
-    module.load_dataset = load_dataset
-    return module
-
-
-def test_a_data_set_is_streamed_only_as_far_as_it_is_needed(monkeypatch):
-    asked, rows = [], [{"text": f"story {number} " * 20} for number in range(100)]
-    monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, asked))
-    text = stream_content("somebody/stories:small", 1000, 8)
-    content = bytes(torch.cat([text.training, text.held_out]).tolist()).decode()
-    assert asked[0] == ("somebody/stories", "small", "train", True)
-    assert content == "\n\n".join(row["text"] for row in rows[:7])[:1000]
-    assert asked[-1] == rows[6]
-
-
-@pytest.mark.parametrize(
-    ("rows", "sentence"),
-    [([{"words": "x"}], "no column named text"), ([{"text": "short"}], "--dataset: .* 5 bytes")],
-)
-def test_a_data_set_of_no_use_is_refused(rows, sentence, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, []))
-    with pytest.raises(DataError, match=sentence):
-        stream_content("somebody/stories", 1000, 8)
-
-
-@pytest.mark.parametrize("form", ["dataset_dict.json", "state.json"])
-def test_a_folder_of_save_to_disk_is_read_by_its_own_function(form, tmp_path, monkeypatch):
-    rows = [{"text": f"story {number} " * 20} for number in range(100)]
-    module = stand_in([{"text": "of load_dataset"}], [])
-    parts = {"train": rows} if form == "dataset_dict.json" else rows
-    module.load_from_disk = lambda path: {str(tmp_path): parts}[path]
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    (tmp_path / form).write_text("{}")
-    text = stream_content(str(tmp_path), 1000, 8)
-    content = bytes(torch.cat([text.training, text.held_out]).tolist()).decode()
-    assert content == "\n\n".join(row["text"] for row in rows[:7])[:1000]
-    if form == "dataset_dict.json":
-        module.load_from_disk = lambda path: {"test": rows, "dev": rows}
-        with pytest.raises(DataError, match="has the parts test, dev and no train"):
-            stream_content(str(tmp_path), 1000, 8)
+    assert targets[3].tolist() == [PADDING] * 4 and torch.equal(targets[:3], rows)
 
 
 # Speed and precision.

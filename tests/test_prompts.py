@@ -9,7 +9,7 @@ from saved_models import save_library_model
 from course.launch import run
 from extensions.pretraining.epochs import InEpochs
 from extensions.pretraining.padding import PADDING
-from extensions.pretraining.prompts import has_prompts, load_prompts
+from extensions.pretraining.prompts import has_prompts, in_rows, load_prompts
 from pipeline.data import DataError
 
 ROWS = [{"prompt": f"{n} times {n} is ", "completion": f"{n * n}.\n"} for n in range(3, 43)]
@@ -20,20 +20,36 @@ def write(path, rows):
     return path
 
 
+def length(row):
+    return len(row["prompt"] + row["completion"])
+
+
 def test_every_target_is_a_token_of_a_completion_and_each_of_them_is_one(tmp_path):
     corpus = load_prompts(write(tmp_path / "a.jsonl", ROWS), 256, None, 32)
-    assert corpus.num_rows(32) == 36 and len(corpus.held_out_documents) == 4
+    assert corpus.num_rows(32) == 36 and len(corpus.held_out) == sum(map(length, ROWS[36:]))
     inputs, targets = InEpochs(corpus).batch(0, 36, 32)
     learnt = [bytes(row[row != PADDING].tolist()).decode() for row in targets]
     assert sorted(learnt) == sorted(row["completion"] for row in ROWS[:36])
     for tokens, row in zip(inputs, targets):
         for here in (row != PADDING).nonzero().flatten().tolist():  # each is the next token
             assert here + 1 == len(tokens) or tokens[here + 1] in (row[here], 0)
-    _, held_out = corpus.windows(32, 99)
-    said = [bytes(row[row != PADDING].tolist()).decode() for row in held_out]
-    assert said == [row["completion"] for row in ROWS[36:]]
     _, drawn = corpus.batch(0, 8, 32)
     assert not torch.isin(drawn, torch.tensor(list(b" times"))).any()
+
+
+def test_rows_are_padded_behind_and_as_long_as_the_longest_of_each_batch(tmp_path):
+    rows = [torch.arange(1, n + 1) for n in (3, 5, 9)]
+    inputs, targets = in_rows(rows, 4)
+    assert inputs.tolist() == [[1, 2, 0, 0], [1, 2, 3, 4], [1, 2, 3, 4]]
+    assert targets.tolist() == [[2, 3, PADDING, PADDING], [2, 3, 4, 5], [2, 3, 4, 5]]
+    rows = [{"prompt": "x" * (1 + n % 20), "completion": "yes"} for n in range(60)]
+    corpus, lengths = load_prompts(write(tmp_path / "a.jsonl", rows), 256, None, 32), set()
+    for step in range(20):
+        inputs, targets = corpus.batch(step, 2, 32)
+        last = (targets != PADDING).nonzero()[:, 1].max().item()
+        assert inputs.shape == targets.shape == (2, last + 1)
+        lengths.add(last + 1)
+    assert len(lengths) > 3 and corpus.batch(0, 40, 8)[0].shape == (40, 8)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from further import first_of, further
 from ranks import PRELOAD, run_on_ranks
 from saved_models import library_config, library_model_with, save_library_model, write_model
+from token_folders import prepare
 
 from course.failed_run import RunFailed
 from course.launch import run
@@ -197,8 +198,8 @@ def test_in_bfloat16_the_saved_model_has_the_pipeline_s_logits_and_float32_maste
             ("qwen2", 2, "--schedule interleaved-1f1b --chunks 2 --recompute layer"),
             ("qwen2", 3, "--schedule zb-h2 --recompute selective --optimizer sgd"),
             ("qwen3", 2, "--schedule zb-v --recompute layer --cut 1,1,1,1"),
-            ("llama", 2, "--schedule gpipe --recompute stage --documents --cut auto"),
-            ("llama", 2, "--schedule zb-v --recompute layer --packed --shuffle"),
+            ("llama", 2, "--schedule gpipe --recompute stage --shuffle --cut auto"),
+            ("llama", 2, "--schedule zb-v --recompute layer --data {tokens} --packed --shuffle"),
             ("qwen2", 2, "--cut 3,1 --warm-up-steps 2 --decay-steps 3 --compile aot_eager"),
         ],
         4,
@@ -207,6 +208,7 @@ def test_in_bfloat16_the_saved_model_has_the_pipeline_s_logits_and_float32_maste
 def test_every_kind_of_schedule_and_recomputation_has_the_losses_of_transformers(
     folders, tmp_path, family, ranks, flags
 ):
+    flags = flags.format(tokens=prepare(tmp_path / "tokens"))
     command = f"--model {folders[family, 1]} {FLAGS} --dtype float64 --steps 3 --verify {flags}"
     results = run_on_ranks(fine_tune, ranks, command, str(tmp_path), timeout=90)
     assert [status for status, *_ in results] == [0] * ranks

@@ -6,6 +6,7 @@ rules (lab/rehearsal.py). What breaks a rule hangs, and the watch says where.
 
 import importlib
 import io
+import json
 import re
 import runpy
 import sys
@@ -64,7 +65,7 @@ EXTENDED = [
     "tensor_parallel --tensor 2 --kv-heads 2 --clip 0.1",
     "tensor_parallel --tensor 2 --kv-heads 2 --replicas 2 --sequence whole",
     "inference --requests 5 --groups 4 --tokens 4 --seq-len 32",
-    "finetune --model {model} --documents --dtype float64",
+    "finetune --model {model} --data {folder}/prompts.jsonl --dtype float64",
 ]
 FLAG_OF_SIZE = r"--(layers|dim|heads|kv-heads) \d+"
 LIBRARY = [
@@ -125,6 +126,8 @@ def run_scripts(rank, mode, calls, folder):
 def assert_all_pass(mode, calls, folder):
     if calls is EXTENDED:
         write_model(folder / "model")
+        rows = [{"prompt": "one ", "completion": "two" * (1 + n % 9)} for n in range(40)]
+        (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for statuses in run_on_ranks(run_scripts, 4, mode, calls, str(folder), timeout=280):
         assert statuses == dict.fromkeys(calls, 0)
 

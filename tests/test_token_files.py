@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import prepare_data
@@ -15,10 +16,10 @@ from course.launch import PRELOAD, ROOT, run
 from extensions.pretraining.token_files import (
     TOKENS_FILE,
     MappedTokens,
-    check_folder,
     checksum_of_tokens_file,
     load_tokens,
 )
+from extensions.pretraining.token_writer import check_folder
 from guard.inputs import InputError
 from pipeline.data import DEFAULT_TEXT, DataError
 
@@ -133,6 +134,91 @@ def test_pretraining_continues_from_the_same_tokens_and_rejects_others(make, tmp
     assert len(run(f"{command} --data {folders[0]} --steps 4", **options).losses) == 2
     with pytest.raises(Exception, match="--data"):
         run(f"{command} --data {folders[1]} --steps 6", **options)
+
+
+# Data sets of Hugging Face
+
+
+def stand_in(rows, asked):
+    """A module in the place of Hugging Face's `datasets`."""
+    module = types.ModuleType("datasets")
+
+    def load_dataset(path, name=None, split=None, streaming=False):
+        asked.append((path, name, split, streaming))
+        for row in rows:
+            asked.append(row)
+            yield row
+
+    module.load_dataset = load_dataset
+    return module
+
+
+def texts_of(folder):
+    """All documents of a folder of bytes, the held-out ones last."""
+    corpus = load_tokens(folder, 256, 4, packed=True)
+    parts = zip((corpus.training, corpus.held_out), corpus.ends)
+    return [
+        bytes(tokens[first:end].tolist()).decode().removesuffix("\n\n")
+        for tokens, ends in parts
+        for first, end in zip([0, *ends.tolist()], ends.tolist())
+    ]
+
+
+def test_a_data_set_is_streamed_only_as_far_as_it_is_needed(monkeypatch, make):
+    asked, rows = [], [{"text": f"story {number} " * 20} for number in range(100)]
+    monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, asked))
+    status, _, folder = make(
+        "--dataset", "somebody/stories:small", "--characters", 1200, "--hold-out", 4
+    )
+    assert status == 0 and asked[0] == ("somebody/stories", "small", "train", True)
+    texts = [row["text"] for row in rows[:7]]
+    assert sorted(texts_of(folder)) == sorted(
+        [*texts, rows[7]["text"][: 1200 - sum(map(len, texts))]]
+    )
+    assert asked[-1] == rows[7]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([{"words": "x"}], "no column named text"),
+        ([{"text": "short"}], "--dataset has 1 documents, and none is left for the held_out part"),
+    ],
+)
+def test_a_data_set_of_no_use_is_refused(rows, sentence, monkeypatch, make):
+    monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, []))
+    status, said, folder = make("--dataset", "somebody/stories")
+    assert status and sentence in f"{status} {said}" and not folder.exists()
+
+
+@pytest.mark.parametrize("form", ["dataset_dict.json", "state.json"])
+def test_a_folder_of_save_to_disk_is_read_by_its_own_function(form, tmp_path, monkeypatch, make):
+    rows = [{"text": f"story {number} " * 20} for number in range(100)]
+    module = stand_in([{"text": "of load_dataset"}], [])
+    parts = {"train": rows} if form == "dataset_dict.json" else rows
+    module.load_from_disk = lambda path: {str(tmp_path): parts}[path]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    (tmp_path / form).write_text("{}")
+    status, _, folder = make("--dataset", tmp_path)
+    assert status == 0
+    assert sorted(texts_of(folder)) == sorted(row["text"] for row in rows)
+    if form == "dataset_dict.json":
+        module.load_from_disk = lambda path: {"test": rows, "dev": rows}
+        status, said, _ = make("--dataset", tmp_path, out="other")
+        assert "has the parts test, dev and no train" in f"{status} {said}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--dataset", "a/b"], "pip install datasets"),
+        (["--dataset", "a/b", "--data", "x"], "use one of them"),
+        (["--data", DEFAULT_TEXT, "--tokenizer", "nowhere.json"], "nowhere.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_the_way_out(words, sentence, make):
+    status, said, folder = make(*words)
+    assert status and sentence in f"{status} {said}" and not folder.exists()
 
 
 # A gigabyte

@@ -140,7 +140,7 @@ def configuration_of(arguments, further, saved):
 
 def fingerprint_of(text):
     """Return the text's own `fingerprint` if it has one, else the SHA-256 of its tokens."""
-    if hasattr(text, "fingerprint"):
+    if getattr(text, "fingerprint", ""):
         return text.fingerprint
     tokens = text.training.numpy().tobytes() + text.held_out.numpy().tobytes()
     return hashlib.sha256(tokens).hexdigest()

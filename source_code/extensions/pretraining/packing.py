@@ -12,13 +12,11 @@ mask is sent.
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 
 from extensions.pretraining.padding import PADDING
 from extensions.pretraining.tokens import Corpus
-from pipeline.data import DataError
 from pipeline.model import token_loss
 
 
@@ -56,20 +54,6 @@ class PackedDocuments(Corpus):
             first, behind = torch.searchsorted(ends, torch.tensor([start + 1, start + seq_len + 1]))
             row[ends[first:behind] - 1 - start] = PADDING
         return inputs, targets
-
-
-def packed(documents, seq_len):
-    """Return a Documents (tokens.py) as PackedDocuments. Raises DataError if they fill no row."""
-    parts = documents.training_documents, documents.held_out_documents
-    whole = [torch.cat(part) for part in parts]
-    if min(map(len, whole)) < seq_len + 1:
-        raise DataError(
-            f"--packed: the held-out documents have {len(whole[1])} tokens, and --seq-len {seq_len} "
-            "needs one more than itself; use a longer text or a smaller --seq-len"
-        )
-    ends = tuple(torch.tensor(list(accumulate(map(len, part)))) for part in parts)
-    further = documents.tokenizer, documents.num_tokens, documents.bytes_per_token
-    return PackedDocuments(*whole, *further, ends)
 
 
 def document_mask(targets):

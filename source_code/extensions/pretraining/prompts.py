@@ -5,14 +5,17 @@ A file has one JSON object per line, with the texts `prompt` and `completion`. A
 both, one behind the other. The target of a token of the prompt is PADDING, which no loss counts;
 that of the prompt's last token is the first token of the completion. A completion that shall end
 with a special token, so that a model learns to stop, has its text at the end.
+
+The rows of a batch are as long as its longest one, so the length differs from step to step.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from extensions.pretraining.padding import PADDING
-from extensions.pretraining.tokens import Documents, encode, read_tokenizer
+from extensions.pretraining.tokens import Corpus, encode, numbers_of, read_tokenizer
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json, read_text
 from pipeline.data import DataError
 
@@ -20,19 +23,44 @@ PARTS = "prompt", "completion"
 
 
 @dataclass(frozen=True)
-class Completions(Documents):
-    """Documents of a prompt and a completion each; `lengths` are the tokens of the prompts, for the
-    training part and the held-out part."""
+class Completions(Corpus):
+    """A Corpus with a prompt and its completion per row, cut at the end of the row or padded.
 
+    `rows` are the tokens of both, `lengths` the number of those of the prompt.
+    """
+
+    rows: tuple = ()
     lengths: tuple = ()
 
-    def rows_at(self, indices, seq_len):
-        inputs, targets = super().rows_at(indices, seq_len)
-        return inputs, without_prompts(targets, [self.lengths[0][index] for index in indices])
+    def batch(self, step, batch_size, seq_len, seed=0):
+        """As that of Text, with rows as long as the longest one, and at most `seq_len`."""
+        generator = torch.Generator().manual_seed((seed * 2654435769 + step) % 2**32)
+        drawn = torch.randint(len(self.rows), (batch_size,), generator=generator).tolist()
+        return self.rows_at(drawn, seq_len)
 
-    def windows(self, seq_len, most):
-        inputs, targets = super().windows(seq_len, most)
-        return inputs, without_prompts(targets, self.lengths[1])
+    def num_rows(self, seq_len):
+        return len(self.rows)
+
+    def rows_at(self, indices, seq_len):
+        rows = [self.rows[index] for index in indices]
+        longest = max(map(len, rows)) - 1  # of what has a next token
+        inputs, targets = in_rows(rows, max(1, min(seq_len, longest)))
+        return inputs, without_prompts(targets, [self.lengths[index] for index in indices])
+
+
+def in_rows(rows, seq_len):
+    """Return inputs and targets, both (rows, seq_len), from one-dimensional token tensors.
+
+    Padding comes last and attention is causal, so attention needs no mask for the padding.
+    """
+
+    def padded(parts, filler):
+        whole = torch.full((seq_len,), filler)  # so that all become as long as this
+        return pad_sequence([whole, *parts], batch_first=True, padding_value=filler)[1:]
+
+    inputs = [row[:seq_len][: len(row) - 1] for row in rows]
+    targets = [row[1 : seq_len + 1] for row in rows]
+    return padded(inputs, 0), padded(targets, PADDING)
 
 
 def without_prompts(targets, lengths):
@@ -75,11 +103,10 @@ def load_prompts(path, vocabulary, tokenizer_file, seq_len):
     if len(rows) < 10:
         raise DataError(f"--data: {path} has {len(rows)} prompts; use at least 10, one per line")
     cut = len(rows) - len(rows) // 10
-    parts = tuple(rows[:cut]), tuple(rows[cut:])
-    whole = [torch.cat(part) for part in parts]
-    num_tokens = 1 + max(tokenizer.get_vocab().values()) if tokenizer else vocabulary
-    lengths = tuple(lengths[:cut]), tuple(lengths[cut:])
-    return Completions(*whole, tokenizer, num_tokens, 1.0, *parts, lengths)
+    whole = torch.cat(rows[:cut]), torch.cat(rows[cut:])
+    num_tokens = numbers_of(tokenizer) if tokenizer else vocabulary
+    learnt = {"rows": tuple(rows[:cut]), "lengths": tuple(lengths[:cut])}
+    return Completions(*whole, tokenizer, num_tokens, **learnt)
 
 
 def tokens_of(tokenizer, row, where):

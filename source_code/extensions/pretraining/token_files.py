@@ -15,8 +15,6 @@ with the text, and the first batch does not wait until the whole text is read.
 import hashlib
 import os
 import sys
-from array import array
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -24,7 +22,7 @@ import torch
 
 from extensions.pretraining.packing import PackedDocuments
 from extensions.pretraining.tokens import Corpus, read_tokenizer
-from guard.files import to_json, write_whole
+from guard.files import to_json
 from guard.inputs import (
     MEBIBYTE,
     InputError,
@@ -73,28 +71,14 @@ class MappedTokens:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-@dataclass(frozen=True)
-class MappedCorpus(Corpus):
-    """A Corpus whose tokens stay in their files. `fingerprint` identifies the text."""
-
-    fingerprint: str = ""
-
-
-@dataclass(frozen=True)
-class MappedDocuments(PackedDocuments):
-    """A PackedDocuments whose tokens and ends of documents stay in their files."""
-
-    fingerprint: str = ""
-
-
 def is_token_folder(path):
     return path is not None and os.path.isfile(os.path.join(path, TOKENS_FILE))
 
 
 def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=None):
-    """Return the MappedCorpus in a folder from prepare_data.py. Raises DataError.
+    """Return the Corpus in a folder from prepare_data.py, mapped into memory. Raises DataError.
 
-    With `packed` it is a MappedDocuments, which also has the ends of its documents.
+    With `packed` it is a PackedDocuments, which also has the ends of its documents.
     `tokenizer_of_model` is the path of the tokenizer.json that a saved model was trained with, if
     there is one: the tokens have to be those of that tokenizer.
 
@@ -131,8 +115,8 @@ def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=No
         description["bytes_per_token"],
     )  # fmt: skip
     if packed:
-        return MappedDocuments(*corpus, ends, f"{description['checksum']} packed")
-    return MappedCorpus(*corpus, description["checksum"])
+        return PackedDocuments(*corpus, f"{description['checksum']} packed", ends)
+    return Corpus(*corpus, description["checksum"])
 
 
 def check_tokenizer(folder, tokenizer, path):
@@ -244,93 +228,3 @@ def map_file(folder, shard, dtype):
         return torch.empty(0, dtype=dtype)
     storage = torch.UntypedStorage.from_file(str(path), False, size)
     return torch.empty(0, dtype=dtype).set_(storage)
-
-
-def check_folder(folder):
-    """Compare every file with its checksum. Raises InputError that names the first damaged file."""
-    folder = Path(folder)
-    description = read_tokens_file(folder)
-    for part in TOKEN_PARTS:
-        map_part(folder, description, part)
-        ends = description.get("ends", {})
-        for shard in [*description["files"][part], *([ends[part]] if part in ends else [])]:
-            digest = hashlib.sha256()
-            with open_input(folder / shard["file"]) as file:
-                while block := file.read(MEBIBYTE):
-                    digest.update(block)
-            if digest.hexdigest() != shard["sha256"]:
-                raise InputError(f"{folder / shard['file']} is not what was written")
-    return description
-
-
-class TokenWriter:
-    """Writes the files of one part, each with at most `most` tokens of `width` bytes."""
-
-    def __init__(self, folder, part, width, most):
-        self.folder, self.part, self.width, self.most = Path(folder), part, width, most
-        self.made = []  # names of files
-        self.shards, self.file, self.ends, self.total = [], None, array("q"), 0
-
-    def write(self, tokens):
-        """Append a list of tokens."""
-        while tokens:
-            if self.file is None:
-                self.open()
-            part, tokens = tokens[: self.most - self.count], tokens[self.most - self.count :]
-            content = torch.tensor(part, dtype=torch.int64).to(DTYPE_OF_WIDTH[self.width])
-            content = content.view(torch.uint8).numpy().tobytes()
-            self.file.write(content)
-            self.digest.update(content)
-            self.count += len(part)
-            self.total += len(part)
-            if self.count == self.most:
-                self.close()
-
-    def end_document(self):
-        """Note that a document ends here."""
-        self.ends.append(self.total)
-
-    def write_ends(self):
-        """Write the ends of the documents. Returns the entry for tokens.json."""
-        name, content = f"{self.part}-ends.bin", self.ends.tobytes()
-        with open(self.folder / name, "xb") as file:
-            self.made.append(name)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        digest = hashlib.sha256(content).hexdigest()
-        return {"file": name, "tokens": len(self.ends), "sha256": digest}
-
-    def open(self):
-        if len(self.shards) == MOST_SHARDS:
-            raise DataError(
-                f"--shard-tokens {self.most}: the {self.part.replace('_', '-')} part has more than "
-                f"{MOST_SHARDS:,} times as many tokens; use a larger number"
-            )
-        name = f"{self.part}-{len(self.shards):05}.bin"
-        self.file, self.name = open(self.folder / name, "xb"), name
-        self.made.append(name)
-        self.digest, self.count = hashlib.sha256(), 0
-
-    def close(self):
-        """Close the file that is being written, if there is one."""
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            shard = {"file": self.name, "tokens": self.count, "sha256": self.digest.hexdigest()}
-            self.shards.append(shard)
-            self.file = None
-
-
-def write_tokens_file(folder, writers, width, num_tokens, bytes_per_token, tokenizer):
-    """Write tokens.json last, which makes the folder valid; `writers` has a writer per part."""
-    files = {part: writer.shards for part, writer in writers.items()}
-    ends = {part: writer.write_ends() for part, writer in writers.items()}
-    description = {
-        "bytes_per_number": width, "num_tokens": num_tokens, "bytes_per_token": bytes_per_token,
-        "tokenizer": tokenizer, "files": files, "ends": ends,
-    }  # fmt: skip
-    description["checksum"] = checksum_of_tokens_file(description)
-    write_whole(Path(folder) / TOKENS_FILE, to_json(description, indent=1) + "\n")
-    return description

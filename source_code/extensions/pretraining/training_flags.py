@@ -4,7 +4,6 @@
 import torch
 
 from extensions.optimization.compiling import add_compile_flag, check_compile
-from extensions.optimization.threads import add_thread_flag, check_threads
 from extensions.optimization.update import add_update_flags
 from extensions.pretraining.cut_by_time import add_cut_flag, complete_cut
 from extensions.pretraining.epochs import take_epochs
@@ -14,22 +13,27 @@ from pipeline.schedules.from_flags import add_schedule_flags
 
 
 def add_training_flags(parser, warm_up_steps):
-    """Add the flags of documents, schedule, cut, computation and update.
+    """Add the flags of rows, schedule, cut, computation and update.
 
     The parser is one made by `training_parser`.
     """
     add = parser.add_argument
-    add("--documents", action="store_true", help="a row is one document, between blank lines")
-    add(
-        "--packed", action="store_true", help="the same with several to a row, kept apart by a mask"
-    )
+    add("--packed", action="store_true", help="documents share rows, and a mask keeps them apart")
     add("--shuffle", action="store_true", help="each row once per epoch, not drawn with repeats")
     add_schedule_flags(parser, default="1f1b")
     add_cut_flag(parser)
     add_compile_flag(parser)
-    add_thread_flag(parser)
     add("--recompute", choices=list(MODES), default="none", help="what runs forward a second time")
     add_update_flags(parser, warm_up_steps)
+
+
+def reject_packed(arguments):
+    """Reject --packed for a text that does not say where its documents end."""
+    if arguments.packed:
+        raise SystemExit(
+            "--packed needs to know where documents end; make a folder of tokens with prepare_data.py, "
+            "and name it with --data"
+        )
 
 
 def choose_dtype(arguments):
@@ -59,5 +63,4 @@ def check_training_flags(arguments, schedule):
     """Reject what cannot be compiled, computed or cut; choose a cut by counted work, and epochs."""
     take_epochs(arguments)
     check_compile(arguments, schedule)
-    check_threads(arguments)
     complete_cut(arguments, schedule.num_stages)
