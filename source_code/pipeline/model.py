@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 linear = partial(nn.Linear, bias=False)
+RMSNorm = partial(nn.RMSNorm, eps=1e-6)  # Zhang and Sennrich 2019, 1910.07467
 
 
 @dataclass(frozen=True)
@@ -37,43 +38,6 @@ class ModelConfig:
     def hidden_dim(self):
         """Width of the SwiGLU layer: 8/3 of `dim`, rounded up to a multiple of 16."""
         return 16 * math.ceil(8 * self.dim / 3 / 16)
-
-
-class RMSNorm(nn.Module):
-    """(..., dim) over its root mean square, times a weight (Zhang and Sennrich 2019, 1910.07467).
-
-    It is computed in float32 for 16-bit types, in which a sum of squares is too inexact.
-    """
-
-    def __init__(self, dim):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-
-    def forward(self, x):
-        if x.dtype.itemsize < 4:
-            return NormOf16Bits.apply(x, self.weight)
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-class NormOf16Bits(torch.autograd.Function):
-    """RMSNorm computed in float32. Its backward needs the 16-bit input and one number per row;
-    autograd itself would keep two copies in float32."""
-
-    @staticmethod
-    def forward(context, x, weight):
-        wide = x.float()
-        root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        context.save_for_backward(x, weight, root)
-        return (wide * root * weight).to(x.dtype)
-
-    @staticmethod
-    def backward(context, gradient):
-        x, weight, root = context.saved_tensors
-        rows, gradient = x.float() * root, gradient.float()
-        of_weight = (gradient * rows).flatten(0, -2).sum(0).to(weight.dtype)
-        gradient = gradient * weight
-        of_x = root * (gradient - rows * (gradient * rows).mean(-1, keepdim=True))
-        return of_x.to(x.dtype), of_weight
 
 
 class Attention(nn.Module):

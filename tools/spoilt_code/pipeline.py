@@ -202,15 +202,6 @@ FAULTS = [
         ("test_no_position_sees_a_later_token",),
     ),
     Fault(
-        "norm-forgets-a-term",
-        "pipeline/model.py::NormOf16Bits.backward",
-        "gradient - rows * (gradient * rows).mean(-1, keepdim=True)",
-        "gradient",
-        "The hand-written backward of a 16-bit norm misses the change of the root.",
-        "test_device_costs.py",
-        ("test_the_gradients_of_such_a_norm_are_those_of_autograd",),
-    ),
-    Fault(
         "learning-rate-ignored",
         "pipeline/training.py::complete_arguments",
         "a.learning_rate = a.learning_rate or LEARNING_RATES[a.optimizer]",

@@ -6,6 +6,9 @@ would be rounded away, and a sum of many micro-batches' gradients would stop gro
 of the model exists twice. A copy in bfloat16 runs forwards and backwards. The master in float32
 accumulates the gradients of all micro-batches, and the optimizer updates it (Micikevicius et al.
 2018, 1710.03740, section 3.1; bfloat16 needs no scaling of the loss).
+
+Torch computes a norm of 16-bit numbers in float32, too, and keeps four times the bytes of its input
+for the backward. The copy's norms keep the input and one number per row.
 """
 
 import copy
@@ -31,7 +34,35 @@ def computing_copy(master, dtype):
     for weight, updated in zip(part.parameters(), master.parameters()):
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(partial(hand_over, updated))
+    for module in part.modules():
+        if type(module) is torch.nn.RMSNorm and dtype.itemsize < 4:
+            module.forward = partial(frugal_norm, module)
     return part
+
+
+def frugal_norm(module, x):
+    """What `module`, an RMSNorm, returns for x (..., dim) in 16 bits."""
+    return NormOf16Bits.apply(x, module.weight, module.eps)
+
+
+class NormOf16Bits(torch.autograd.Function):
+    """RMSNorm computed in float32; its backward needs the 16-bit input and one number per row."""
+
+    @staticmethod
+    def forward(context, x, weight, epsilon):
+        wide = x.float()
+        root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        context.save_for_backward(x, weight, root)
+        return (wide * root * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight, root = context.saved_tensors
+        rows, gradient = x.float() * root, gradient.float()
+        of_weight = (gradient * rows).flatten(0, -2).sum(0).to(weight.dtype)
+        gradient = gradient * weight
+        of_x = root * (gradient - rows * (gradient * rows).mean(-1, keepdim=True))
+        return of_x.to(x.dtype), of_weight, None
 
 
 def hand_over_deferred(stage, master):

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from pipeline.model import DecoderLayer, ModelConfig, ModelPart, RMSNorm
+from pipeline.model import DecoderLayer, ModelConfig, ModelPart
 
 NAMES = {  # the course's name of a module: that in a file
     "embedding": "model.embed_tokens",
@@ -78,16 +78,15 @@ def name_in_file(name):
     return f"model.layers.{layer}.{NAMES[module]}.{kind}"
 
 
-class NormInFloat32(RMSNorm):
+class NormInFloat32(nn.RMSNorm):
     """RMSNorm as transformers computes it: in float32, for every dtype of the model."""
 
     def __init__(self, dim, epsilon):
-        super().__init__(dim)
-        self.epsilon = epsilon
+        super().__init__(dim, epsilon)
 
     def forward(self, x):
         h = x.float()
-        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * h.to(x.dtype)
 
 
