@@ -3,13 +3,17 @@
 
     python source_code/convert.py --from-hf DIR --checkpoints NEW_FOLDER
     python source_code/convert.py --checkpoints FOLDER --to-hf NEW_DIR --tokenizer DIR
+    python source_code/convert.py --checkpoints FOLDER --to-file FILE
 
 The first writes a checkpoint that pretrain_llama.py continues, from a folder with a Llama,
-Mistral, Qwen2 or Qwen3. The second writes the newest checkpoint as a folder that AutoModelForCausalLM loads. One
-process does it, with memory for the whole model; no weight changes, unless --dtype rounds it.
+Mistral, Qwen2 or Qwen3. The second writes the newest checkpoint as a folder that
+AutoModelForCausalLM loads. The third writes all of it as one file of torch.save, which has a state
+dictionary of the whole model under "model". One process does it, with memory for the whole model;
+no weight changes, unless --dtype rounds it.
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -18,16 +22,21 @@ from types import SimpleNamespace
 import torch
 
 from extensions.checkpointing.checkpoint import Checkpoints, Training, find_not_finite_tensor
-from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files, find_checkpoint
-from extensions.checkpointing.checkpoint_reader import read_weights
+from extensions.checkpointing.checkpoint_folder import (
+    CheckpointError,
+    check_files,
+    find_checkpoint,
+    sync_folder,
+)
+from extensions.checkpointing.whole_checkpoint import read_weights, read_whole
 from extensions.optimization.learning_rate import ConstantRate
 from extensions.real_models.saved_folder import SIZE_FLAGS, read_model
 from extensions.real_models.saved_output import claim_output, config_in, config_of, save_model
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, with_settings
 from guard.around_main import guarded
-from guard.files import not_written
+from guard.files import not_written, replace_file
 from guard.inputs import InputError
-from guard.paths import check_new_folder, check_paths_apart
+from guard.paths import check_file, check_new_folder, check_paths_apart
 from pipeline.command_line import Parser
 from pipeline.job import join_job
 from pipeline.model import ModelConfig
@@ -39,7 +48,9 @@ FIRST_RUN = "run-0001"
 @guarded
 def main():
     arguments = read_flags()
-    return (bring_in if arguments.from_hf else take_out)(arguments)
+    if arguments.from_hf:
+        return bring_in(arguments)
+    return take_out(arguments) if arguments.to_hf else write_file(arguments)
 
 
 def read_flags():
@@ -48,20 +59,29 @@ def read_flags():
     add("--from-hf", metavar="DIR", help="a saved Llama, Mistral, Qwen2 or Qwen3 of transformers")
     add("--checkpoints", metavar="FOLDER", required=True, help="of pretrain_llama.py")
     add("--to-hf", metavar="DIR", help="write the newest checkpoint there; a new folder")
+    add("--to-file", metavar="FILE", help="write the newest checkpoint as one file of torch.save")
     add("--tokenizer", metavar="DIR", help="the folder whose tokenizer goes into --to-hf")
     add(
         "--dtype", choices=list(DTYPES), help="of the weights in --to-hf, else as in the checkpoint"
     )
     arguments = parser.parse_args()
-    if bool(arguments.from_hf) == bool(arguments.to_hf):
-        raise SystemExit("--from-hf brings a model in, and --to-hf takes one out; use one of them")
-    if arguments.from_hf and (arguments.tokenizer or arguments.dtype):
+    outputs = {"--from-hf": "checkpoints", "--to-hf": "to_hf", "--to-file": "to_file"}
+    asked = [flag for flag in outputs if getattr(arguments, flag[2:].replace("-", "_")) is not None]
+    if len(asked) != 1:
+        raise SystemExit(
+            "--from-hf brings a model in, and --to-hf or --to-file takes one out; use one of them"
+        )
+    if asked != ["--to-hf"] and (arguments.tokenizer or arguments.dtype):
         raise SystemExit("--tokenizer and --dtype are for --to-hf; leave them out")
-    flag, name = ("--checkpoints", "checkpoints") if arguments.from_hf else ("--to-hf", "to_hf")
+    name = outputs[asked[0]]
+    flag = f"--{name.replace('_', '-')}"
     read = {"--from-hf": "from_hf", "--checkpoints": "checkpoints", "--tokenizer": "tokenizer"}
     read.pop(flag, None)
     check_paths_apart(arguments, {flag: name}, read)
-    check_new_folder(flag, getattr(arguments, name))
+    if arguments.to_file is None:
+        check_new_folder(flag, getattr(arguments, name))
+    else:
+        check_file(flag, arguments.to_file)
     return arguments
 
 
@@ -97,15 +117,32 @@ def bring_in(arguments):
     return 0
 
 
+def newest(folder):
+    """Return the newest Checkpoint, once all of its files have their checksums."""
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        raise SystemExit(f"--checkpoints: there is no checkpoint in {folder}; train first")
+    check_files(checkpoint, checkpoint.description["files"])
+    return checkpoint
+
+
+def write_file(arguments):
+    """Write the newest checkpoint as one file of torch.save. Returns the exit status."""
+    try:
+        checkpoint = newest(arguments.checkpoints)
+        state = read_whole(checkpoint)
+        replace_file(arguments.to_file, lambda partial: torch.save(state, partial))
+        sync_folder(os.path.dirname(os.path.realpath(arguments.to_file)))
+    except (CheckpointError, OSError) as error:
+        raise SystemExit(f"--to-file {arguments.to_file}: {error}") from None
+    print(f"{checkpoint.path} is now also in {arguments.to_file}")
+    return 0
+
+
 def take_out(arguments):
     """Write the newest checkpoint as a folder of transformers. Returns the exit status."""
     try:
-        checkpoint = find_checkpoint(arguments.checkpoints)
-        if checkpoint is None:
-            raise SystemExit(
-                f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
-            )
-        check_files(checkpoint, checkpoint.description["files"])
+        checkpoint = newest(arguments.checkpoints)
         settings, config = settings_in(checkpoint.description["configuration"])
         part = lay_out(settings)
         weights = read_weights(checkpoint, [name for name, _ in part.named_parameters()])

@@ -23,9 +23,7 @@ A loss, gradient norm or weight that is not finite ends every rank with status 1
 from then on, so the checkpoints before it stay. With --on-nan skip the update of that step is left
 out, and the training continues.
 
-    python distributed_checkpointing.py --checkpoints build/run --export build/model.pt
-
-writes the newest checkpoint as one file for torch.load.
+convert.py writes the newest checkpoint as one file for torch.load.
 """
 
 import sys
@@ -36,7 +34,6 @@ from extensions.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
-    export_newest,
     nothing_left,
     status_of_end,
 )
@@ -69,8 +66,6 @@ from pipeline.worker import Worker
 @guarded
 def main():
     arguments = read_flags()
-    if arguments.export:
-        return export_newest(arguments)
     schedule = choose_schedule(arguments)
     cut = cut_layers(arguments, schedule.num_stages)
     job = start_job(arguments, schedule.pairs)

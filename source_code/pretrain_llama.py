@@ -25,7 +25,6 @@ from extensions.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
-    export_newest,
     nothing_left,
     status_of_end,
 )
@@ -84,8 +83,6 @@ ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), sec
 @guarded
 def main():
     arguments, schedule = read_flags()
-    if arguments.export:
-        return export_newest(arguments)
     job = start_job(arguments, schedule.pairs)
     replicas, share_of_loss = form_replicas(job, arguments.replicas), ShareOfLoss()
     stop_request = StopRequest() if arguments.checkpoints else None

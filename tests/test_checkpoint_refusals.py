@@ -108,15 +108,11 @@ def test_what_was_not_given_is_taken_from_the_checkpoint_and_what_may_differ_may
         ("--checkpoints FOLDER --from-step 3", "--from-step"),
         ("--checkpoints FOLDER --from-step 0", "--from-step"),
         ("--checkpoints FOLDER --fresh --from-step 5", "--fresh"),
-        ("--checkpoints FOLDER --export FILE", "--export"),  # nothing is there
         ("--save-every 3", "--save-every"),
         ("--keep 3", "--keep"),
         ("--asynchronous", "--asynchronous"),
         ("--fresh", "--fresh"),
         ("--from-step 3", "--from-step"),
-        ("--export FILE", "--export"),
-        ("--checkpoints FOLDER --export /proc/file", "--export"),
-        ("--checkpoints FOLDER --export ''", "--export"),
         ("--schedule 1f1b --chunks 2", "--schedule"),
         ("--schedule interleaved-1f1b --chunks 9", "--layers"),
         ("--schedule zigzag", "--schedule"),
@@ -140,13 +136,7 @@ def test_flags_that_cannot_be_followed_are_refused_in_one_sentence(refusal, tmp_
     assert list(folder.iterdir()) == [] and file.read_text() == "text"
 
 
-def test_export_is_the_work_of_one_process(refusal, saved, tmp_path):
-    flags = ["--checkpoints", str(saved), "--optimizer", "adamw", "--export", str(tmp_path / "f")]
-    sentence = refusal.check(SCRIPT, *flags, names="--export", ranks=2)
-    assert "python instead of torchrun" in sentence
-
-
-OUTPUTS = ("--export", "--losses", "--timeline", "--profile", "--record")
+OUTPUTS = ("--losses", "--timeline", "--profile", "--record")
 
 
 @pytest.mark.parametrize("script", (SCRIPT, "pretrain_llama"))
@@ -169,8 +159,8 @@ def test_no_output_lies_on_or_in_the_checkpoints(refusal, saved, script, flag, p
 def test_a_checkpoint_folder_behind_a_link_is_looked_into(refusal, saved):
     link = saved.parent / "link"
     link.symlink_to(saved, target_is_directory=True)
-    flags = ["--checkpoints", str(link), "--optimizer", "adamw", "--export", f"{saved}/latest"]
-    assert "lies in --checkpoints" in refusal.check(SCRIPT, *flags, names="--export")
+    flags = ["--checkpoints", str(link), "--optimizer", "adamw", "--losses", f"{saved}/latest"]
+    assert "lies in --checkpoints" in refusal.check(SCRIPT, *flags, names="--losses")
 
 
 def test_outputs_lie_apart_before_there_is_a_folder(refusal, tmp_path):
@@ -208,9 +198,9 @@ def test_a_schedule_that_is_performed_is_not_overwritten(refusal):
 
 def test_outputs_beside_the_checkpoints_are_accepted(saved, monkeypatch):
     # A name that begins like the folder's is not a place within it.
-    beside = ["--export", f"{saved}.pt", "--losses", f"{saved}-losses"]
+    beside = ["--timeline", f"{saved}.json", "--losses", f"{saved}-losses"]
     found = parse(monkeypatch, "--checkpoints", str(saved), "--optimizer", "adamw", *beside)
-    assert found.export == f"{saved}.pt" and found.begin.step == 10
+    assert found.losses == f"{saved}-losses" and found.begin.step == 10
 
 
 def test_an_older_step_that_is_not_there_is_refused_with_those_that_are(refusal, saved):

@@ -363,8 +363,8 @@ def test_the_rate_warms_up_falls_along_a_cosine_and_stays_at_a_tenth():
 def test_one_file_has_the_whole_model_and_its_optimizer(tmp_path, optimizer):
     train(tmp_path, f"--optimizer {optimizer}", steps=4)
     file = tmp_path / "model.pt"
-    flags = f"{SIZES} --clip 1 --optimizer {optimizer} --checkpoints {tmp_path / 'saved'}"
-    run(f"distributed_checkpointing.py {flags} --export {file}", None, warm=True, show=False)
+    flags = f"--checkpoints {tmp_path / 'saved'} --to-file {file}"
+    run(f"convert.py {flags}", None, warm=True, show=False)
     state = torch.load(file)
     model = build_part(ModelConfig(8, 16, 2, 2, 8), 0, 8)
     model.load_state_dict(state["model"])

@@ -25,7 +25,7 @@ from test_machine_timing import MODEL, text_of_here
 from course import launch, progress
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
-from extensions.checkpointing.checkpoint_reader import read_whole
+from extensions.checkpointing.whole_checkpoint import read_whole
 from extensions.pretraining.token_files import load_tokens
 from extensions.pretraining.token_writer import check_folder
 from extensions.pretraining.tokens import load_corpus

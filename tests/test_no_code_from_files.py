@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from extensions.checkpointing import checkpoint_folder, checkpoint_reader
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
-from extensions.checkpointing.checkpoint_reader import check_archive, read_whole
+from extensions.checkpointing.checkpoint_reader import check_archive
+from extensions.checkpointing.whole_checkpoint import read_whole
 from guard.inputs import InputError
 from guard.unpickling import UNPICKLING_ERRORS, unpickle
 from pipeline.job import join_job

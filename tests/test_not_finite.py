@@ -16,7 +16,7 @@ from ranks import run_on_ranks
 from course.failed_run import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint_folder
-from extensions.checkpointing.checkpoint_reader import read_whole
+from extensions.checkpointing.whole_checkpoint import read_whole
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import MOST_SKIPPED, find_not_finite
 from extensions.tensor_parallel import sharded_training

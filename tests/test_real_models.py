@@ -19,7 +19,7 @@ from token_folders import prepare
 from course.failed_run import RunFailed
 from course.launch import run
 from extensions.checkpointing.checkpoint_folder import find_checkpoint
-from extensions.checkpointing.checkpoint_reader import fill_weights
+from extensions.checkpointing.whole_checkpoint import fill_weights
 from extensions.pretraining.forward_only import forwards_of, nothing_kept
 from extensions.real_models import saved_output, tensor_files
 from extensions.real_models.saved_folder import read_model
@@ -350,6 +350,10 @@ def test_what_a_converted_model_does_not_fit_is_rejected_in_one_sentence(folders
         ("convert.py", f"--from-hf {narrow} --checkpoints {tmp_path / 'x'}", "with finetune.py"),
         ("convert.py", f"--checkpoints {model} --to-hf {tmp_path / 'x'}", "no checkpoint in"),
         ("convert.py", f"--checkpoints {saved} --to-hf {saved}/x", "lies in"),
+        ("convert.py", f"--checkpoints {model} --to-file {tmp_path / 'x'}", "no checkpoint in"),
+        ("convert.py", f"--checkpoints {saved} --to-file {saved}/x", "lies in"),
+        ("convert.py", f"--checkpoints {saved} --to-file /proc/file", "--to-file"),
+        ("convert.py", f"--checkpoints {saved} --to-hf {saved}/x --to-file x", "use one of them"),
         ("convert.py", f"--checkpoints {saved} --to-hf {tmp_path / 'x'} --dtype 8", "--dtype"),
         ("pretrain_llama.py", f"{start} --seq-len 16 --verify", "--verify begins with drawn"),
         ("pretrain_llama.py", f"{start} --seq-len 65", "64 positions"),

@@ -8,21 +8,15 @@ import hashlib
 import os
 import sys
 
-import torch
-
 from extensions.checkpointing.checkpoint import Checkpoints
 from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
-    check_files,
     find_checkpoint,
     first_difference,
     mark_stopped,
     run_to_write,
-    sync_folder,
 )
-from extensions.checkpointing.checkpoint_reader import read_whole
 from extensions.checkpointing.stop_request import status_when_stopped
-from guard.files import replace_file
 from guard.paths import can_be_written
 from pipeline.command_line import positive_integer
 
@@ -40,9 +34,7 @@ def add_checkpoint_arguments(parser):
     add("--asynchronous", action="store_true", help="train on while a checkpoint is written")
     add("--fresh", action="store_true", help="begin anew beside what is there, which stays")
     add("--from-step", type=positive_integer, metavar="N", help="continue from an older checkpoint")
-    add("--export", metavar="FILE", help="write the checkpoint as one torch.save file, and end")
     parser.reads.insert(0, "--checkpoints")  # also written; first, so that its content is kept
-    parser.writes.append("--export")
 
 
 def check_checkpoint_arguments(arguments, further):
@@ -75,7 +67,7 @@ def check_checkpoint_arguments(arguments, further):
 
 def check_combinations(arguments):
     """Reject flags that need another flag, and flags that contradict each other."""
-    for flag in ("save-every", "keep", "asynchronous", "fresh", "from-step", "export"):
+    for flag in ("save-every", "keep", "asynchronous", "fresh", "from-step"):
         if getattr(arguments, flag.replace("-", "_")) and not arguments.checkpoints:
             raise SystemExit(
                 f"--{flag} needs --checkpoints FOLDER; name the folder, or leave it out"
@@ -83,11 +75,6 @@ def check_combinations(arguments):
     beginnings = {"--fresh": arguments.fresh, "--from-step": arguments.from_step}
     if all(beginnings.values()):
         raise SystemExit("--fresh begins anew and --from-step from a checkpoint; use one of them")
-    if arguments.export:
-        if arguments.num_ranks > 1:
-            raise SystemExit(
-                "--export is the work of one process; start it with python instead of torchrun"
-            )
 
 
 def look_into_folder(arguments):
@@ -106,10 +93,6 @@ def look_into_folder(arguments):
         arguments.begin = find_checkpoint(folder, arguments.from_step)
     arguments.from_checkpoint = arguments.begin and arguments.begin.identity  # ranks compare it
     arguments.run = run_to_write(folder, arguments.begin, arguments.begin is newest)
-    if arguments.export:
-        if arguments.begin is None:
-            raise SystemExit(f"--export: there is no checkpoint in {folder}; train first")
-        return
     # Rank 0 creates a folder that does not exist yet, so its parent must be writable.
     inside = folder if os.path.isdir(folder) else parent
     if not can_be_written(os.path.join(inside, "checkpoint")):
@@ -185,27 +168,6 @@ def end_diverged(job, what, checkpoints):
             flush=True,
         )
     return 1
-
-
-def export(checkpoint, file):
-    """Write a checkpoint as one torch.save file, in one process with enough memory for all of it.
-
-    torch.load(file)["model"] is a state dictionary of the whole model.
-    """
-    check_files(checkpoint, checkpoint.description["files"])
-    state = read_whole(checkpoint)
-    replace_file(file, lambda partial: torch.save(state, partial))
-    sync_folder(os.path.dirname(os.path.realpath(file)))
-
-
-def export_newest(arguments):
-    """Write the checkpoint that training would continue from as one file."""
-    try:
-        export(arguments.begin, arguments.export)
-    except (CheckpointError, OSError) as error:
-        raise SystemExit(f"--export {arguments.export}: {error}") from None
-    print(f"{arguments.begin.path} is now also in {arguments.export}")
-    return 0
 
 
 def status_of_end(arguments, job, training, checkpoints, stopped, diverged):

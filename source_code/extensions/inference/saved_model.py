@@ -10,7 +10,7 @@ from extensions.checkpointing.checkpoint_folder import (
     find_checkpoint,
     steps_of,
 )
-from extensions.checkpointing.checkpoint_reader import fill_weights
+from extensions.checkpointing.whole_checkpoint import fill_weights
 from extensions.real_models.saved_folder import take_model
 from pipeline.model import build_part
 

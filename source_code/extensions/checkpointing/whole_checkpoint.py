@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a checkpoint in one process: all of it, or some weights by their names in the whole model."""
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from extensions.checkpointing.checkpoint_folder import CheckpointError
+from extensions.checkpointing.checkpoint_reader import (
+    PlainPlanner,
+    PlainReader,
+    ReadsPlainValues,
+    reason_of,
+)
+
+
+class WholePlanner(ReadsPlainValues, _EmptyStateDictLoadPlanner):
+    """Loads the whole checkpoint."""
+
+
+def read_whole(checkpoint):
+    """Return a whole Checkpoint as nested dictionaries, in one process. Raises CheckpointError."""
+    state, reader = {}, PlainReader(checkpoint)
+    reader.read_metadata()  # an older torch would not say why it is rejected
+    try:
+        _load_state_dict(state, storage_reader=reader, planner=WholePlanner(), no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
+    return state
+
+
+def read_weights(checkpoint, names):
+    """Return {name: tensor} of the model in a Checkpoint, in one process. Raises CheckpointError."""
+    saved = PlainReader(checkpoint).read_metadata().state_dict_metadata
+    weights = {}
+    for name in names:
+        entry = saved.get(f"model.{name}")
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{checkpoint.path} has no weight {name}")
+        weights[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    fill_weights(checkpoint, weights)
+    return weights
+
+
+def fill_weights(checkpoint, weights):
+    """Fill `weights`, tensors by name, from a Checkpoint; no others are read."""
+    reader, planner = PlainReader(checkpoint), PlainPlanner()
+    try:
+        _load_state_dict({"model": weights}, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
