@@ -132,10 +132,13 @@ def ends(all_reduce, enter=None, leave=None):
 def with_helpers(monkeypatch):
     from course.checks import reader_on_ranks
 
-    plain = reader_on_ranks.source_of_function
-    monkeypatch.setattr(
-        reader_on_ranks, "source_of_function", lambda *given: plain(*given) + HELPERS
-    )
+    plain = reader_on_ranks.collect
+
+    def with_more(function):
+        (*helpers, (name, text)), imports = plain(function)
+        return [*helpers, (name, text + HELPERS)], imports
+
+    monkeypatch.setattr(reader_on_ranks, "collect", with_more)
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,14 @@ def program(monkeypatch):
     """Let the check read a changed text of `right`."""
     from course.checks import reader_on_ranks
 
-    plain = reader_on_ranks.source_of_function
+    plain = reader_on_ranks.collect
 
     def give(change):
-        monkeypatch.setattr(
-            reader_on_ranks, "source_of_function", lambda *given: change(plain(*given))
-        )
+        def changed(function):
+            (*helpers, (name, text)), imports = plain(function)
+            return [*helpers, (name, change(text))], imports
+
+        monkeypatch.setattr(reader_on_ranks, "collect", changed)
         return right
 
     return give

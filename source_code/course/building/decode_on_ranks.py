@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls a reader's decode loop on this rank and prints its result, which lesson_11b.py reads.
 
-One argument: a JSON file with the source of the function, its name, the groups and the tokens.
+One argument: the file of the request.
 """
 
-import json
 import sys
-from pathlib import Path
 
 import torch
 
-from course.building import ANSWER, WAITING
-from course.building.request import define
+from course.building import WAITING
+from course.building.request import errors_told, read_request, report
 from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import Pass, Row
 from extensions.inference.requests import choose_token
@@ -25,8 +23,7 @@ CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=1, seq_len=32)
 @guarded
 def main():
     """Give the reader's function its tools, and report from rank 0."""
-    request = json.loads(Path(sys.argv[1]).read_text())
-    decode = define(request)
+    request, (decode,) = read_request(sys.argv[1])
     first, count = first_tokens(request["groups"]), request["count"]
     pairs = [(0, 1), (1, 2), (2, 0)]
     job = join_job("cpu", WAITING, pairs)
@@ -37,9 +34,8 @@ def main():
     job.complete_sends()
     if job.rank == 0:
         texts = result if isinstance(result, dict) else None
-        print(ANSWER + json.dumps({"texts": texts, "did": tools.did}, default=repr), flush=True)
+        report({"texts": texts, "did": tools.did})
     job.leave()
-    return 0
 
 
 def first_tokens(groups):
@@ -110,4 +106,5 @@ def texts_of_one_process(groups, count):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with errors_told():
+        main()

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's dispatch and combine on this rank; lesson_10d.py reads the report.
 
-One argument: a JSON file with the source of the function and its name. Each of two ranks has one
+One argument: the file of the request. Each of two ranks has one
 expert, a matrix, and 3 or 5 tokens of its own.
 """
 
-import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from course.building import ANSWER, WAITING
-from course.building.request import define
+from course.building import WAITING
+from course.building.request import errors_told, read_request, report
 from extensions.experts.expert_group import ExpertGroup
 from guard.around_main import guarded
 from pipeline.collectives import gather, open_groups
@@ -29,15 +27,13 @@ WIDTH = 4
 @guarded
 def main():
     """Call the reader's function between two ranks, and report from rank 0."""
-    request = json.loads(Path(sys.argv[1]).read_text())
-    reader = define(request)
+    _, (reader,) = read_request(sys.argv[1])
     job = join_job("cpu", WAITING)
     open_groups(job, [RANKS])
     reports = gather(job, run_layer(job, reader))
     if job.rank == 0:
-        print(ANSWER + json.dumps(reports), flush=True)
+        report(reports)
     job.leave()
-    return 0
 
 
 def run_layer(job, reader):
@@ -108,4 +104,5 @@ def close(found, right):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with errors_told():
+        main()

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a layer with a reader's collectives on this rank; lesson_10b.py reads the report.
 
-One argument: a JSON file with the source of the function and its name. The layer is a feed-forward
+One argument: the file of the request. The layer is a feed-forward
 network, x -> down(relu(up(x))), and each of two ranks has half of its hidden units.
 """
 
-import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from course.building import ANSWER, WAITING
-from course.building.request import define
+from course.building import WAITING
+from course.building.request import errors_told, read_request, report
 from guard.around_main import guarded
 from pipeline.collectives import Summing, gather, open_groups
 from pipeline.job import join_job
@@ -24,21 +22,19 @@ RANKS = 0, 1
 @guarded
 def main():
     """Put a layer between the reader's functions, and report from rank 0."""
-    request = json.loads(Path(sys.argv[1]).read_text())
-    reader = define(request)
+    _, (reader,) = read_request(sys.argv[1])
     job = join_job("cpu", WAITING)
     open_groups(job, [RANKS])
     calls = []
     pair = reader(partial(all_reduce, job, calls))
     try:
-        report = run_layer(job.rank, pair, calls) if is_pair(pair) else None
+        own = run_layer(job.rank, pair, calls) if is_pair(pair) else None
     except NotATensor as error:
-        report = {"wrong": str(error)}
-    reports = gather(job, report)
+        own = {"wrong": str(error)}
+    reports = gather(job, own)
     if job.rank == 0:
-        print(ANSWER + json.dumps(reports), flush=True)
+        report(reports)
     job.leave()
-    return 0
 
 
 def is_pair(pair):
@@ -106,4 +102,5 @@ def compare(found, right, own):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with errors_told():
+        main()

@@ -2,7 +2,7 @@
 """Checks of lesson 10b: the collectives of a layer on two real ranks, and a mesh for a machine."""
 
 from course.checks.answer import NotAttempted, checked, close, many
-from course.checks.reader_on_ranks import on_ranks
+from course.checks.reader_on_ranks import perform, request_of
 from lab.simulator import Costs, simulate
 from pipeline.schedules import one_f_one_b
 
@@ -24,7 +24,7 @@ PLACES = {  # the code to look at first if that tensor is wrong
 @checked("output and gradients of the whole layer, with one sum forward and one backward.")
 def layer_ends(ends):
     """Check `ends(all_reduce)`: a pair (enter, leave), applied before and after a split layer."""
-    reports = on_ranks(SCRIPT, ends, 2, places=4)
+    [reports] = perform(SCRIPT, request_of([ends], places=4), 2)
     for rank, report in enumerate(reports):
         if report is None:
             return "return a pair, such as Enter.apply, Leave.apply"

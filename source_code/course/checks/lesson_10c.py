@@ -4,7 +4,7 @@
 import math
 
 from course.checks.answer import call, checked, close
-from course.checks.reader_on_ranks import on_ranks
+from course.checks.reader_on_ranks import perform, request_of
 
 RANKS, MOST_CALLS = 3, 3
 SCRIPT = "course/building/loss_on_ranks.py"
@@ -24,7 +24,7 @@ GRADIENTS = {
 @checked("the loss and the gradient of the whole vocabulary, and no score has left its rank.")
 def split_loss(function):
     """Check `function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
-    reports = on_ranks(SCRIPT, function, RANKS)
+    [reports] = perform(SCRIPT, request_of([function]), RANKS)
     for rank, of_rank in enumerate(reports):
         for size, report in zip(("", ", with scores a thousand times as large,"), of_rank):
             if report is None:

@@ -2,7 +2,7 @@
 """Checks of lesson 11b: a decode loop on three real ranks, and the number of groups for a chat."""
 
 from course.checks.answer import call_for_number, checked, many
-from course.checks.reader_on_ranks import on_ranks
+from course.checks.reader_on_ranks import perform, request_of
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate
@@ -17,7 +17,7 @@ def decode_loop(decode):
     groups."""
     from course.building.decode_on_ranks import texts_of_one_process
 
-    found = on_ranks(SCRIPT, decode, RANKS, groups=GROUPS, count=COUNT)
+    [found] = perform(SCRIPT, request_of([decode], groups=GROUPS, count=COUNT), RANKS)
     texts, did = found["texts"], found["did"]
     if texts is None:
         return "rank 0 returned no dictionary: return {group: its tokens} there"

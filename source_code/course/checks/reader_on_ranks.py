@@ -31,38 +31,11 @@ def one_thread():
         torch.set_num_threads(usual)
 
 
-def source_of_function(function, places=1):
-    """The source of a function.
-
-    Raises NotAttempted for an untouched stub, which has `...` at `places` places, and WrongAnswer
-    if some of them are left.
-    """
-    if not inspect.isfunction(function):
-        raise WrongAnswer("this exercise asks for a function")
-    source = collect(function)[0][-1][1]
-    left = holes(source)
-    if len(left) >= places:
-        raise NotAttempted
-    if left:
-        raise WrongAnswer(f"line {left[0]} of {function.__name__} still has its ...")
-    return source
-
-
-def on_ranks(script, function, num_ranks, places=1, **more):
-    """Run `script` with the reader's function, and with the helpers and imports that it uses; return
-    rank 0's report. Its untouched stub has `...` at `places` places. Raises WrongAnswer."""
-    source = source_of_function(function, places)
-    (*helpers, _), imports = collect(function)
-    request = {"source": source, "helpers": helpers, "imports": imports, **more}
-    request["function"] = function.__name__
-    with requested(request) as file:
-        return answers_of(run_script(f"{script} {file}", num_ranks))[0]
-
-
-def request_of(functions, **more):
+def request_of(functions, places=1, **more):
     """The request with which request.py defines the reader's functions and all that they use.
 
-    Raises NotAttempted while every function still has its `...`, and WrongAnswer if only some have.
+    Raises NotAttempted while every function still has its `...`, at `places` places each, and
+    WrongAnswer if only some are left.
     """
     sources, imports = {}, []
     for function in functions:
@@ -72,7 +45,7 @@ def request_of(functions, **more):
         sources |= dict(texts)
         imports += [line for line in lines if line not in imports]
     names = [function.__name__ for function in functions]
-    if all(holes(sources[name]) for name in names):
+    if all(len(holes(sources[name])) >= places for name in names):
         raise NotAttempted
     for name, text in sources.items():
         if holes(text):
@@ -123,10 +96,6 @@ def what_failed(said, sources=None):
             )
         return f"{at} raised {shorten(error, 140, placeholder=' ...')}"
     waits = re.findall(r"rank \d+ waited .*?(?=rank \d+ waited|\(rank|\n|$)", said)
-    line = re.findall(r'File "your cell", line (\d+)', said)
-    error = re.findall(r"^(?:\[rank\d+\]: )?(\w+(?:Error|Exception): .*)$", said, re.MULTILINE)
-    if line and error:
-        return f"line {line[-1]} of your function raised {error[-1]}"
     if waits:
         return f"the ranks did not come to an end: {with_who_left(max(waits, key=len).strip())}"
     if is_late(said):
