@@ -300,7 +300,7 @@ def recomputes_as_autograd_keeps(backward):
 
 def trains_as_one_process(path):
     """Whether the losses on eight ranks, which the check does not try, are those of one."""
-    shown = run_script(f"course/building/program_on_ranks.py {request_file(path)}", 8)
+    shown = run_script(f"course/checks/build_library_on_ranks.py {request_file(path)}", 8)
     wanted = library_mistakes.losses_of(8, clip="whole" if "held out" in shown else None)
     found = [float(loss) for loss in re.findall(r"loss (\S+)", shown)]
     return library_mistakes.agree(found, wanted)

@@ -6,7 +6,7 @@ import math
 from course.checks.answer import checked
 from course.checks.reader_on_ranks import perform, request_of
 
-SCRIPT = "course/building/comparison_on_ranks.py"
+SCRIPT = "course/checks/build_comparison_on_ranks.py"
 EXACT = 1e-12
 
 

@@ -9,7 +9,7 @@ from course.checks.build_text import holes
 from course.checks.library_mistakes import LIMIT, MICROBATCHES, STEPS, losses_of, mistake_in
 from course.checks.reader_on_ranks import answers_of, requested, run_script
 
-SCRIPT = "course/building/program_on_ranks.py"
+SCRIPT = "course/checks/build_library_on_ranks.py"
 
 
 @checked("the losses of one process on four ranks and on two, with nothing between you and torch.")

@@ -26,7 +26,7 @@ LAYER_FLAGS = (
     "--dtype float64 --device cpu --dim 16 --heads 2 --kv-heads 2 --seq-len 16 --layers 4 --steps 3 "
     "--batch-size 8 --microbatches 4 --evaluate-windows 2 --schedule 1f1b --verify"
 )
-LAYER_SCRIPT = "course/building/layer_in_training.py"
+LAYER_SCRIPT = "course/checks/build_llama_in_training.py"
 
 
 @checked("each plan fits its machine, and none is slower than it has to be.")

@@ -4,7 +4,7 @@
 from course.checks.answer import checked
 from course.checks.reader_on_ranks import perform, request_of
 
-SCRIPT = "course/building/recompute_on_ranks.py"
+SCRIPT = "course/checks/build_recompute_on_ranks.py"
 
 
 @checked("the gradients of a stage that keeps everything, and one inside at a time.")

@@ -17,7 +17,7 @@ from course.checks.reader_on_ranks import (
 from course.failed_run import RunFailed
 from course.launch import run
 
-SCRIPT = "course/building/save_on_ranks.py"
+SCRIPT = "course/checks/build_save_on_ranks.py"
 STEPS, LIMIT = 12, 30
 KILLED = "was ended by SIGKILL"
 WORDS = {

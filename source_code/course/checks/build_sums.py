@@ -6,7 +6,7 @@ from course.checks.reader_on_ranks import perform, request_of
 from lab.simulator import Costs, simulate
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 
-SCRIPT = "course/building/sums_on_ranks.py"
+SCRIPT = "course/checks/build_sums_on_ranks.py"
 HIDDEN = 0.8  # the largest accepted wait, as a share of that without the hook; 0.5 can be reached
 PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8)]
 

@@ -6,7 +6,7 @@ from course.checks.reader_on_ranks import perform, request_of
 from lab.simulator import Costs, simulate
 from pipeline.schedules import one_f_one_b
 
-SCRIPT = "course/building/layer_on_ranks.py"
+SCRIPT = "course/checks/lesson_10b_on_ranks.py"
 NAMES = {
     "output": "the layer's output",
     "down": "the gradient of the second matrix",

@@ -7,7 +7,7 @@ from course.checks.answer import call, checked, close
 from course.checks.reader_on_ranks import perform, request_of
 
 RANKS, MOST_CALLS = 3, 3
-SCRIPT = "course/building/loss_on_ranks.py"
+SCRIPT = "course/checks/lesson_10c_on_ranks.py"
 LOSSES = {  # the sentence about each loss that a known omission gives
     "sum": "of this rank's rows alone: the sum of the exponentials needs those of all ranks",
     "target": "without the score of most targets: the rank that has it must tell the others",
@@ -55,7 +55,7 @@ def complaint_of(report):
 
 
 def complaint_of_gradient(what, *more):
-    """The error in the gradient, from the result of `compare` in loss_on_ranks.py."""
+    """The error in the gradient, from the result of `compare` in lesson_10c_on_ranks.py."""
     if what == "right":
         return None
     if what == "shape":

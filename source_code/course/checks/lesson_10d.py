@@ -4,7 +4,7 @@
 from course.checks.answer import NotAttempted, checked
 from course.checks.reader_on_ranks import perform, request_of
 
-SCRIPT = "course/building/experts_on_ranks.py"
+SCRIPT = "course/checks/lesson_10d_on_ranks.py"
 SHARES = 1.125, 0.3125  # of ranks 0 and 1: the sums 4.5 and 1.25, over 4 sequences
 MEANS = 1.5, 1.25  # over each rank's own sequences
 

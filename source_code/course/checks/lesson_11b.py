@@ -8,14 +8,14 @@ from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate
 
 RANKS, GROUPS, COUNT = 3, 3, 4
-SCRIPT = "course/building/decode_on_ranks.py"
+SCRIPT = "course/checks/lesson_11b_on_ranks.py"
 
 
 @checked("the texts of one process, and every rank had a group to work on.")
 def decode_loop(decode):
     """Check `decode(rank, last, first, count, forward, send, receive)` on three ranks, with three
     groups."""
-    from course.building.decode_on_ranks import texts_of_one_process
+    from course.checks.lesson_11b_on_ranks import texts_of_one_process
 
     [found] = perform(SCRIPT, request_of([decode], groups=GROUPS, count=COUNT), RANKS)
     texts, did = found["texts"], found["did"]
