@@ -26,9 +26,9 @@ from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
     nothing_left,
+    save_when_due,
     status_of_end,
 )
-from extensions.checkpointing.saving import save_when_due
 from extensions.checkpointing.stop_request import StopRequest
 from extensions.data_parallel.replica_arguments import (
     add_replica_arguments,
@@ -45,11 +45,10 @@ from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.update import check_rate, clip_and_set_rate
 from extensions.pretraining.batches import Batches, needed_on
-from extensions.pretraining.forward_only import ForwardOnly
+from extensions.pretraining.forward_only import ForwardOnly, show_sample
 from extensions.pretraining.metrics import Metrics
 from extensions.pretraining.packing import masked_loss
 from extensions.pretraining.padding import ShareOfLoss, count_real_tokens
-from extensions.pretraining.sample import show_sample
 from extensions.pretraining.token_files import is_token_folder, load_tokens
 from extensions.pretraining.tokens import BYTES, filled_up, load_corpus
 from extensions.pretraining.trained_stages import build_stages, update_copies
