@@ -32,6 +32,7 @@ class PairWorker(Worker):
         actions = [forward, action] if forward else [action]
         self.fetch(actions[0])
         start = self.job.clock.now()
+        self.pace.restart()
         if forward:
             self.turns.run_both(*(partial(self.perform_paced, each) for each in actions))
         else:

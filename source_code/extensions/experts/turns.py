@@ -56,28 +56,34 @@ class Pace:
     """Lets the parts of an action, and its all-to-alls, last as long as `costs` say, in ms.
 
     An action with n all-to-alls, two for each layer, is cut into n + 1 equal parts. Each thread of
-    a pair has an action of its own.
+    a pair has an action of its own. Within a pair every part begins at its planned moment or as soon
+    after it as the thread can run, so what the change of threads takes does not add up.
     """
 
     def __init__(self, costs):
         self.costs = costs
         self.own = threading.local()
+        self.free = 0.0  # the planned end of the last part, after which another one can begin
+
+    def restart(self):
+        """Begin to plan an action or a pair: its first part begins now."""
+        self.free = time.perf_counter()
 
     def begin(self, action):
         exchanges = self.costs.exchanges_of(action)
         self.own.part = self.costs.computing(action) / (exchanges + 1) / 1000
         self.own.exchange = self.costs.exchange_of(action) / exchanges / 1000
-        self.own.since = time.perf_counter()
+        self.own.since = self.free
 
     def end_part(self):
         """Wait until the part that computes has lasted long enough; the all-to-all begins."""
-        sleep_until(self.own.since + self.own.part)
-        self.own.sent_at = time.perf_counter()
+        self.free = self.own.sent_at = self.own.since + self.own.part
+        sleep_until(self.free)
 
     def arrive(self):
         """Wait until the all-to-all has lasted long enough; the next part begins."""
-        sleep_until(self.own.sent_at + self.own.exchange)
-        self.own.since = time.perf_counter()
+        self.own.since = max(self.own.sent_at + self.own.exchange, self.free)
+        sleep_until(self.own.since)
 
 
 def sleep_until(moment):
