@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN = .venv/bin
 INSTALLED = .venv/installed
 
+# Containers often set it, and then each rank, kernel and test compiles the course anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help lab check test test-all test-torch soak run notebooks images slides site handout hosted wall submission benchmark measurements wheels
 

@@ -132,6 +132,7 @@ guard = OnlyMarkedTestsStartProcesses()
 
 
 def pytest_configure(config):
+    gc.disable()  # until all is collected: what is imported until then stays
     sys.stderr.flush()
     config.pluginmanager.register(LastResort(LIMIT), "last-resort")
     config.pluginmanager.register(guard, "only-marked-tests-start-processes")
@@ -222,3 +223,4 @@ def pytest_terminal_summary(terminalreporter):
 def pytest_collection_finish():
     """Spare the garbage collector thousands of tests, which all stay until the end."""
     gc.freeze()
+    gc.enable()

@@ -8,3 +8,4 @@ page, and one at the server's end would take half a second.
 import gc
 
 gc.freeze()
+gc.enable()  # see paused_collector.py

@@ -69,7 +69,9 @@ def warm_up(*modules):
     PRELOAD.extend(module for module in modules if module not in PRELOAD)
     if can_fork():
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "course.frozen_imports"])
+        context.set_forkserver_preload(
+            ["course.paused_collector", *PRELOAD, "course.frozen_imports"]
+        )
         from multiprocessing import forkserver
 
         with _without_main(), _importable():

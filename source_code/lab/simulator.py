@@ -21,6 +21,7 @@ import gc
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from lab.timeline import Event, Timeline
 from pipeline.command_line import positive_number
@@ -141,6 +142,9 @@ def collector_paused():
             gc.enable()
 
 
+_new_event = partial(tuple.__new__, Event)  # Event(...) takes four times as long
+
+
 @collector_paused()  # half of the time of a large schedule
 def simulate(schedule, costs):
     """Simulate `schedule` with `costs`; returns a Timeline. Raises ScheduleError for a deadlock.
@@ -151,7 +155,7 @@ def simulate(schedule, costs):
     made = {}  # message -> the rank that made it, and when that action ended
     links = {}  # (source, destination) -> when the link has served all its messages
     arrivals = {}  # (destination, message) -> when it arrives, of messages that occupy a link
-    cost_of = {}  # (stage, kind), or with `work` the action -> cost
+    cost_of = {}  # (stage, kind), or with `work` the action -> cost, and the part that recomputes
     events = []
     partners, pair_ends = getattr(schedule, "partners", {}), {}
     for rank, action, needs in schedule.playable_order:
@@ -162,20 +166,21 @@ def simulate(schedule, costs):
                 arrived += costs.between(maker, rank)
                 arrived = arrivals.get((rank, need), arrived)
             start = max(start, arrived)
+        key = action if costs.work else action[:2]
+        if key not in cost_of:
+            cost_of[key] = costs.of(action), costs.recompute_of(action)
+        cost, recompute = cost_of[key]
         if action in partners:  # its result leaves when the pair has ended
             whole, of_forward = costs.of_pair(action, partners[action])
             end, sends = start + of_forward, start + whole
             pair_ends[partners[action]] = sends
         else:
-            key = action if costs.work else action[:2]
-            if key not in cost_of:
-                cost_of[key] = costs.of(action)
-            end = sends = pair_ends.get(action, start + cost_of[key])
+            end = sends = pair_ends.get(action, start + cost)
         free[rank] = end
         made[message_of(action)] = rank, sends
         if costs.occupancy:
             serve(links, arrivals, schedule.routes_after(action), sends, costs)
-        events.append(Event(rank, action, start, end, costs.recompute_of(action)))
+        events.append(_new_event((rank, action, start, end, recompute)))
     return Timeline(schedule.name, tuple(events), arrivals)
 
 

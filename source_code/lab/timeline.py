@@ -81,8 +81,10 @@ class Timeline:
     def by_rank(self):
         """The events of each rank, in the order in which it took them."""
         ranks = [[] for _ in range(self.num_ranks)]
-        for event in sorted(self.events, key=attrgetter("start", "end")):
+        for event in self.events:
             ranks[event.rank].append(event)
+        for events in ranks:  # one by one: each is nearly in order, and all together are not
+            events.sort(key=attrgetter("start", "end"))
         return ranks
 
     @cached_property

@@ -100,8 +100,9 @@ def fit(runs):
     def excess(time):
         return sum(math.log1p(error_of(run, 1 / time)) for run in runs)
 
-    one, other = (scale / runs[0].machine.flops for scale in (1.0, 1.1))
+    one = 1 / runs[0].machine.flops
     at_one = excess(one)
+    other = one * math.exp(-at_one / len(runs))  # as if all of the time were matrix products
     for _ in range(20):
         at_other = excess(other)
         if abs(at_other) < 1e-5 or at_other == at_one:
