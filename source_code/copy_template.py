@@ -96,7 +96,7 @@ def main():
             path.write_text(text, encoding="utf-8")
             print(f"{len(text.splitlines()):5} lines  {path}")
     except (CannotCopy, OSError, UnicodeDecodeError) as reason:
-        print(" ".join(map(shortened, str(reason).split())), file=sys.stderr)
+        print(shortened(str(reason)), file=sys.stderr)
         return 2
     return int(bool(not_written))
 

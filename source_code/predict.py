@@ -19,7 +19,7 @@ from lab.figures import draw_timelines
 from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.terminal_timeline import COLUMNS, in_text
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, positive_integer
+from pipeline.command_line import Parser, by_name, positive_integer
 from pipeline.schedule import LARGEST_CSV, ScheduleError, from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import schedule_option
@@ -138,7 +138,7 @@ def schedule_of(arguments):
     name, chunks = arguments.schedule, arguments.chunks
     sizes = f" --ranks {arguments.ranks} --microbatches {arguments.microbatches}"
     sizes += f" --chunks {chunks}" if chunks else ""
-    options = dict(arguments.option or [])
+    options = by_name("--option", arguments.option)
     sizes += "".join(f" --option {option}={value}" for option, value in options.items())
     try:
         if name in SCHEDULES:

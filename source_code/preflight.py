@@ -43,6 +43,7 @@ import torch.distributed as dist
 
 from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
+from guard.meeting import check_limits
 from guard.one_sentence import in_one_sentence
 from guard.printing import keep_running_unheard
 from lab.message_checks import Check, check_two_ranks, checks_of_job
@@ -62,6 +63,7 @@ INSTALL = "install the course's versions: pip install -r requirements.txt"
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
+    check_limits()
     prints = read_ranks()[0] == 0
     as_text = as_json if arguments.json else as_row
     if prints and not arguments.json:

@@ -100,7 +100,7 @@ def encode_all(arguments, out, writers):
     write_tokens_file(out, writers, width, num_tokens, per_token, tokenizer is not None)
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())
     return (
-        f"{documents:,} documents: {counts} tokens of {width} bytes, {num_tokens} different\n"
+        f"{documents:,} documents: {counts} tokens of {width} bytes, numbers below {num_tokens}\n"
         f"train with --data {out} --vocabulary {num_tokens}"
     )
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+from guard.one_sentence import in_one_sentence
 from lab import rehearsal
 
 STUCK = 5.0  # seconds without an ended operation
@@ -21,16 +22,27 @@ GRACE = 2.0  # seconds in which the other ranks print theirs
 
 
 def main():
-    if len(sys.argv) < 3 or sys.argv[1] not in rehearsal.MODES:
-        modes = ", ".join(rehearsal.MODES)
-        sys.exit(f"rehearse.py needs a mode ({modes}) and a program, such as strict my_pipeline.py")
-    mode, program = sys.argv[1:3]
-    if not os.path.isfile(program):
-        sys.exit(f"rehearse.py: there is no program {program}; give its path from this folder")
+    with in_one_sentence():
+        mode, program = mode_and_program()
     rehearsal.begin(mode)
     threading.Thread(target=end_when_stuck, daemon=True).start()
     sys.argv = sys.argv[2:]
-    runpy.run_path(program, run_name="__main__")
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except ValueError as error:
+        if "env://" not in str(error):
+            raise
+        sys.exit(f"rehearse.py: {error}; start it with torchrun, which sets it for each rank")
+
+
+def mode_and_program():
+    """Return the mode and the path of the program, or reject them."""
+    if len(sys.argv) < 3 or sys.argv[1] not in rehearsal.MODES:
+        modes = ", ".join(rehearsal.MODES)
+        sys.exit(f"rehearse.py needs a mode ({modes}) and a program, such as strict my_pipeline.py")
+    if not os.path.isfile(sys.argv[2]):
+        sys.exit(f"rehearse.py: there is no program {sys.argv[2]}; give its path from this folder")
+    return sys.argv[1:3]
 
 
 def end_when_stuck():

@@ -22,7 +22,7 @@ from lab.known_schedules import TITLES
 from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, positive_integer, positive_number
+from pipeline.command_line import Parser, by_name, positive_integer, positive_number
 from pipeline.schedule import to_csv
 from planning.bounded_search import Question, search
 
@@ -84,12 +84,12 @@ def rooms(text):
 
 
 def hop(text):
-    """((rank, rank), time) of A,B=T."""
+    """((rank, rank), time) of A,B=T, the smaller rank first."""
     pair, equals, time = text.partition("=")
     ends = pair.split(",")
     if not equals or len(ends) != 2 or not all(end.isdecimal() for end in ends):
         raise argparse.ArgumentTypeError(f"must be A,B=T with two ranks, not '{text}'")
-    return tuple(map(int, ends)), cost(time)
+    return tuple(sorted(map(int, ends))), cost(time)
 
 
 def question_of(arguments):
@@ -143,7 +143,7 @@ def hops(arguments):
     """Return {(rank, rank): latency} in both directions, from --transfer and --hop."""
     ranks = range(arguments.ranks)
     found = {(a, b): arguments.transfer for a in ranks for b in ranks if a != b}
-    for pair, time in arguments.hop or []:
+    for pair, time in by_name("--hop", arguments.hop).items():
         if pair not in found:
             raise SystemExit(
                 f"--hop {pair[0]},{pair[1]}: use two of the ranks 0 to {arguments.ranks - 1}"
@@ -158,10 +158,15 @@ def from_timeline(path):
         timeline = read_timeline(path)
     except TimelineError as error:
         raise SystemExit(f"--timeline {error}; name a file that a training script wrote") from None
-    kinds = {event.action.kind for event in timeline.events}
     places = {event.action.stage: event.rank for event in timeline.events}
     m = 1 + max(event.action.microbatch for event in timeline.events)
-    if "U" in kinds or sorted(places) != list(range(len(places))) or not kinds & {"B", "I"}:
+    kinds = {}  # kind -> {(stage, micro-batch)}
+    for event in timeline.events:
+        stage, kind, microbatch = event.action
+        kinds.setdefault(kind, set()).add((stage, microbatch))
+    backwards = kinds.get("B", set()) | kinds.get("I", set())
+    whole = len(kinds.get("F", ())) == len(backwards) == len(places) * m
+    if "U" in kinds or not whole or kinds.get("I") != kinds.get("W"):
         raise SystemExit(
             f"--timeline {path} is not that of one synchronous training step; name another one"
         )

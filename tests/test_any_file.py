@@ -1,5 +1,6 @@
 """One bad file, or a folder that cannot be written, does not end the work of a room."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -40,7 +41,7 @@ def sentence_of(main, monkeypatch, *words):
     """The sentence with which a tool ends."""
     monkeypatch.setattr(sys, "argv", [f"{main.__module__}.py", *map(str, words)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        inspect.unwrap(main)()
     assert isinstance(ended.value.code, str) and "\n" not in ended.value.code
     return ended.value.code
 
@@ -159,7 +160,8 @@ def test_a_table_names_what_it_skips_and_has_the_others(tmp_path):
 @pytest.mark.parametrize("tool", [grade_submissions, wall, make_site])
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, tool):
     (tmp_path / "file").touch()  # no folder can be made below it, not even by root
-    words = [] if tool is make_site else [tmp_path]
+    (tmp_path / "room").mkdir()
+    words = [] if tool is make_site else [tmp_path / "room"]
     words += ["--static"] if tool is make_site else []
     said = sentence_of(tool.main, monkeypatch, *words, "--into", tmp_path / "file" / "below")
     assert said.startswith(f"{tool.__name__}.py: ") and "Not a directory" in said

@@ -7,12 +7,15 @@ import stat
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from cluster import LOCAL_CLUSTER, ROOT
 
 from course import progress
-from guard.files import write_whole
+from extensions.pretraining import metrics
+from extensions.pretraining.metrics import open_in_place
+from guard.files import replace_file, write_whole
 from guard.paths import can_be_written
 
 OTHER = 65534
@@ -145,20 +148,55 @@ def test_a_link_at_the_name_that_a_file_has_while_it_is_written_is_not_followed(
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o1777, 0o777, 0o2770])
-def test_a_link_of_another_user_leads_no_output_to_a_file_of_ours(everybodys, mode):
-    everybodys.chmod(mode)
-    precious, out = everybodys / "precious", everybodys / "out.json"
+@pytest.mark.parametrize("owner", [os.getuid(), OTHER])
+def test_no_link_in_a_folder_of_others_leads_an_output_to_a_file_of_ours(everybodys, mode, owner):
+    own = everybodys / "own"
+    own.mkdir(0o755)
+    precious, out, to_it = own / "precious", everybodys / "out.json", own / "to_it"
     precious.write_text("kept")
     out.symlink_to(precious)
-    write_whole(out, "ours")  # one's own link is followed
-    assert can_be_written(out) and out.is_symlink() and precious.read_text() == "ours"
-    os.chown(out, OTHER, OTHER, follow_symlinks=False)
-    assert not can_be_written(out)
-    with pytest.raises(PermissionError, match="a link of another user"):
-        write_whole(out, "lost")
-    assert precious.read_text() == "ours"
+    to_it.symlink_to(out)
+    os.chown(out, owner, owner, follow_symlinks=False)
+    everybodys.chmod(mode)
+    for name in (out, to_it, everybodys / "own" / ".." / "out.json"):
+        assert not can_be_written(name)
+        with pytest.raises(PermissionError, match="a link in a folder of others"):
+            write_whole(name, "lost")
+        with pytest.raises(PermissionError, match="a link in a folder of others"):
+            open_in_place(name, "w")
+    assert precious.read_text() == "kept"
     everybodys.chmod(0o755)  # who may write here is known
-    assert can_be_written(out)
+    write_whole(to_it, "ours")
+    assert can_be_written(out) and out.is_symlink() and to_it.is_symlink()
+    assert precious.read_text() == "ours"
+
+
+@needs_root
+def test_a_folder_of_ours_behind_a_link_of_another_user_gets_no_output(everybodys):
+    own, table = everybodys / "own", everybodys / "table"
+    own.mkdir(0o755)
+    table.symlink_to(own)
+    write_whole(table / "out.json", "ours")  # as to another disk
+    os.chown(table, OTHER, OTHER, follow_symlinks=False)
+    with pytest.raises(PermissionError, match="a link of another user"):
+        write_whole(table / "out.json", "lost")
+    assert (own / "out.json").read_text() == "ours" and not can_be_written(table / "new.json")
+
+
+def test_a_link_that_others_make_after_the_check_is_replaced_or_not_followed(everybodys):
+    precious, out, log = (everybodys / name for name in ("precious", "out.json", "log"))
+    precious.write_text("kept")
+    replace_file(out, lambda partial: (partial.write_text("new"), out.symlink_to(precious)))
+    assert not out.is_symlink() and out.read_text() == "new"
+    log.symlink_to(precious)
+    with mock.patch.object(metrics, "place_of", return_value=log), pytest.raises(OSError):
+        open_in_place(log, "a")
+    assert precious.read_text() == "kept"
+
+
+def test_links_that_lead_in_a_circle_are_no_place(tmp_path):
+    (tmp_path / "a").symlink_to("b"), (tmp_path / "b").symlink_to("a")
+    assert not can_be_written(tmp_path / "a")
 
 
 def test_no_progress_is_noted_in_a_file_that_a_link_names(everybodys, monkeypatch, capsys):

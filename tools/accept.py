@@ -24,9 +24,11 @@ from this_machine import describe  # noqa: E402
 
 from course import launch  # noqa: E402
 from guard.files import to_json, write_whole  # noqa: E402
+from guard.one_sentence import in_one_sentence  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
 
+@in_one_sentence()
 def main():
     arguments = parse_arguments()
     nodes = find_nodes()

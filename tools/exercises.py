@@ -43,8 +43,15 @@ def exercises_of(cells, lesson):
 
 
 def notebook_of(path):
-    """The notebook in a file. Raises InputError for what cannot be read, as a pipe or a device."""
-    return nbformat.reads(read_text(path, MOST_BYTES), as_version=4)
+    """The notebook in a file. Raises InputError for what is none, or cannot be read, as a pipe."""
+    text = read_text(path, MOST_BYTES)
+    try:
+        notebook = nbformat.reads(text, as_version=4)
+        "".join(cell.cell_type + cell.source for cell in notebook.cells)
+    # Not JSON, as an empty file or one with a conflict; or JSON of something else.
+    except (nbformat.ValidationError, *OTHER_CONTENT):
+        raise InputError(f"{path} is not a notebook") from None
+    return notebook
 
 
 def lesson_of(path):
@@ -70,9 +77,6 @@ def read_notebooks(folder=NOTEBOOKS):
             found[path] = exercises
         except InputError as error:
             skipped.append(str(error).replace(str(path), path.name))
-        # Not JSON, as an empty file or one with a conflict; or JSON of something else.
-        except (nbformat.ValidationError, *OTHER_CONTENT):
-            skipped.append(f"{path.name} is not a notebook")
     return dict(sorted(found.items())), sorted(skipped)
 
 

@@ -6,7 +6,6 @@ Nothing of a submission is run: it is read as JSON, and its text is shown as tex
 each person's own checks said on that person's machine. The page has every answer to look at.
 """
 
-import argparse
 import csv
 import io
 import json
@@ -19,13 +18,16 @@ from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
 from guard.files import write_whole
+from guard.one_sentence import in_one_sentence
 from guard.printing import keep_running_unheard
+from pipeline.command_line import Parser
 
 MOST_BYTES = 5_000_000
 KEYS = {"lesson", "exercise", "said", "answer"}
 MARKS = {"Right: ": "right", "Not yet: ": "not yet"}
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
@@ -33,10 +35,11 @@ def main():
         sys.exit(
             f"grade_submissions.py: {arguments.folder} is not a folder; name the one with the files"
         )
-    into = arguments.into or arguments.folder
+    folder = Path(arguments.folder)
+    into = Path(arguments.into or folder)
     written = into / "grades.csv", into / "grades.html"
     try:
-        submissions, skipped = read_all(arguments.folder, ours=written)
+        submissions, skipped = read_all(folder, ours=written)
         notebooks, no_notebooks = read_notebooks()
         exercises = [exercise for each in notebooks.values() for exercise in each]
         skipped += no_notebooks
@@ -53,9 +56,9 @@ def main():
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the submissions are")
-    parser.add_argument("--into", type=Path, help="the folder for the table")
+    parser = Parser(__doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="where the submissions are")
+    parser.add_argument("--into", metavar="FOLDER", help="the folder for the table")
     return parser.parse_args()
 
 

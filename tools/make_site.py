@@ -7,7 +7,6 @@ code that they link to. Where npm can fetch Pyodide, explorers, puzzles and exer
 (living_pages.py); elsewhere the pages show what is stored. No page loads anything from elsewhere.
 """
 
-import argparse
 import html
 import os
 import re
@@ -26,7 +25,7 @@ import search_index
 import site_index
 import site_page
 from answers import answers_of, folded
-from exercises import OTHER_CONTENT, notebook_of
+from exercises import notebook_of
 from formulas import with_formulas
 from nbconvert import HTMLExporter
 from pygments import highlight
@@ -36,8 +35,10 @@ from pygments.lexers import get_lexer_by_name
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from guard.inputs import read_text  # noqa: E402
+from guard.inputs import InputError, read_text  # noqa: E402
+from guard.one_sentence import in_one_sentence  # noqa: E402
 from lab.schedule_map import draw_map  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 
 SITE = ROOT / "build" / "site"
 PAGES = (".md", ".ipynb")  # what becomes a page; other files are shown as they are
@@ -59,9 +60,10 @@ class Course(NamedTuple):
     address: str = ""  # of the published site, with a slash at its end
 
 
+@in_one_sentence()
 def main():
     arguments = parse_arguments()
-    site = arguments.into.resolve()
+    site = Path(arguments.into).resolve()
     try:
         check_is_site(site)
         shutil.rmtree(site, ignore_errors=True)
@@ -73,7 +75,7 @@ def main():
         print(f"make_site.py --live: {missing}", file=sys.stderr)
         return 1
     lives = not missing and not arguments.static
-    course = read_course(arguments.of.resolve(), lives, arguments.address)
+    course = read_course(Path(arguments.of).resolve(), lives, arguments.address)
     write_pages(site, course)
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
@@ -86,10 +88,12 @@ def main():
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--into", type=Path, default=SITE, help="the folder, which is made anew")
-    parser.add_argument("--of", type=Path, default=ROOT, help="the folder of the course")
-    parser.add_argument("--address", default="", help="where the site is published: https://...")
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--into", default=SITE, metavar="FOLDER", help="the folder, which is made anew"
+    )
+    parser.add_argument("--of", default=ROOT, metavar="FOLDER", help="the folder of the course")
+    parser.add_argument("--address", metavar="URL", help="where the site is published: https://...")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--static", action="store_true", help="no Python in the pages")
     kind.add_argument("--live", action="store_true", help="fail where Pyodide cannot be had")
@@ -99,7 +103,7 @@ def parse_arguments():
     if arguments.address:
         if not re.match(r"https?://[^\s\"<>]+$", arguments.address):
             parser.error(f"--address must start with https://, not '{arguments.address}'")
-        arguments.address = arguments.address.rstrip("/") + "/"
+    arguments.address = f"{arguments.address.rstrip('/')}/" if arguments.address else ""
     return arguments
 
 
@@ -231,7 +235,7 @@ def is_readable(root, file):
             notebook_of(root / file)
         elif file.suffix not in PICTURES:
             read_text(root / file)
-    except (nbformat.ValidationError, *OTHER_CONTENT):
+    except InputError:
         print(f"skipped: {file} is not a {'notebook' if file.suffix == '.ipynb' else 'text'}")
         return False
     return True

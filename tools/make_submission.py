@@ -27,7 +27,10 @@ from exercises import NOTEBOOKS, exercises_of, lesson_of, notebook_of, read_note
 
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 from guard.files import write_whole  # noqa: E402
+from guard.inputs import InputError  # noqa: E402
+from guard.one_sentence import in_one_sentence  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook
@@ -35,12 +38,16 @@ MOST_LETTERS = 20_000  # of an answer, and of the output of a check
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
     if arguments.one:
         os.environ[FOLDER_VARIABLE] = OFF  # these runs do not count as attempts
-        print(json.dumps(answers_of(arguments.one)))
+        try:
+            print(json.dumps(answers_of(arguments.one)))
+        except InputError as error:
+            sys.exit(f"--one: {error}")
         return 0
     answers = []
     notebooks, skipped = read_notebooks()
@@ -66,7 +73,7 @@ def main():
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("lessons", nargs="*", help="such as 02 12b; all unless given")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # the process of one notebook
     arguments = parser.parse_args()

@@ -7,7 +7,6 @@ Other programs only add time to a step. So the machine counts as quiet if no ste
 --pace took more than --over per cent longer than predicted. Only such a run is stored.
 """
 
-import argparse
 import json
 import os
 import re
@@ -17,18 +16,24 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from guard.one_sentence import in_one_sentence  # noqa: E402
+from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
+
 STEP = r"^step ([\d.]+) ms \(predicted ([\d.]+) ms\)"
 
 
+@in_one_sentence()
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebook", type=Path)
-    parser.add_argument("--tries", type=int, default=5)
-    parser.add_argument("--over", type=float, default=15.0, help="per cent")
+    parser = Parser(__doc__)
+    parser.add_argument("notebook", metavar="NOTEBOOK")
+    parser.add_argument("--tries", type=positive_integer, default=5, metavar="N")
+    parser.add_argument("--over", type=positive_number, default=15.0, metavar="X", help="per cent")
     arguments = parser.parse_args()
     if not os.path.isfile(arguments.notebook):
         raise SystemExit(f"{arguments.notebook} is not a file; give a lesson in notebooks")
-    run = ROOT / "build" / "quiet" / arguments.notebook.name
+    run = ROOT / "build" / "quiet" / Path(arguments.notebook).name
     run.parent.mkdir(parents=True, exist_ok=True)
     for attempt in range(1, arguments.tries + 1):
         shutil.copy(arguments.notebook, run)

@@ -8,7 +8,6 @@ folder changes, and the page reads that file twice a second; it needs no server.
 only with --names.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -24,7 +23,10 @@ from exercises import all_exercises  # noqa: E402
 
 from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
 from guard.files import write_whole  # noqa: E402
+from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.paths import check_apart  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 
 WALL = ROOT / "build" / "wall"
 EVERY = 0.5  # seconds
@@ -59,6 +61,7 @@ class Count(NamedTuple):
     attempts: float
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     arguments = parse_arguments()
@@ -66,7 +69,8 @@ def main():
         sys.exit(
             f"wall.py: {arguments.folder} is not a folder; name the one with everybody's progress"
         )
-    wall = arguments.into
+    wall = Path(arguments.into)
+    check_apart("--into", wall, "FOLDER", arguments.folder)
     lessons = {exercise.name: exercise.lesson for exercise in all_exercises()}
     try:
         wall.mkdir(parents=True, exist_ok=True)
@@ -83,10 +87,12 @@ def main():
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where COURSE_PROGRESS points for everybody")
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="where COURSE_PROGRESS points for everybody"
+    )
     parser.add_argument("--names", action="store_true", help="show names, not numbers")
-    parser.add_argument("--into", type=Path, default=WALL, help="the folder of the page")
+    parser.add_argument("--into", default=WALL, metavar="FOLDER", help="the folder of the page")
     return parser.parse_args()
 
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
 from guard.inputs import read_json  # noqa: E402
+from guard.one_sentence import in_one_sentence  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +23,7 @@ PAGE = "docs/measurements.md"
 ANCHOR = "#on-borrowed-gpus"
 
 
+@in_one_sentence()
 def main():
     parser = Parser(__doc__)
     parser.add_argument("file", metavar="FILE", help="what accept.py has written")

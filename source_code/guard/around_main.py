@@ -9,17 +9,24 @@ import argparse
 import functools
 from contextlib import contextmanager
 
+import torch
+
 import guard.unpickling  # noqa: F401 - objects from other ranks run no code
 from guard.agreement import settings_of
 from guard.files import not_written, write_whole
-from guard.launcher import ranks_set
+from guard.launcher import ranks_set, read_ranks
 from guard.one_sentence import in_one_sentence, tell_launcher
 from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from guard.sizes import check_duration, check_memory
-from pipeline.job import joining, told
+from pipeline.job import end_process, joining, told
 from pipeline.training import checks, writing
+
+NO_MEMORY = MemoryError, torch.OutOfMemoryError
+SAID_WITHOUT_MEMORY = (
+    "can't allocate memory", "can't start new thread", "Resource temporarily unavailable"
+)  # fmt: skip
 
 
 def guarded(main):
@@ -30,10 +37,25 @@ def guarded(main):
         keep_running_unheard()
         end_quietly_when_interrupted()
         not_written.clear()
-        with in_one_sentence(), ranks_set(), attached():
+        with in_one_sentence(), ranks_set(), attached(), naming_lack_of_memory():
             return main() or int(bool(not_written))
 
     return surrounded
+
+
+@contextmanager
+def naming_lack_of_memory():
+    """A context in which a lack of memory ends this rank with one sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
+        if not isinstance(error, NO_MEMORY) and not reason.startswith(SAID_WITHOUT_MEMORY):
+            raise
+        end_process(
+            f"rank {read_ranks()[0]} has too little memory ({reason or 'for Python itself'}); use "
+            "smaller sizes or more ranks, or raise a limit (ulimit -v)"
+        )
 
 
 @contextmanager

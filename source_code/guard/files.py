@@ -10,6 +10,7 @@ import stat
 import sys
 from pathlib import Path
 
+MOST_LINKS = 40  # that lead from one to the next, as Linux counts
 not_written = []  # flags of outputs that could not be written; if any, the run ends with status 1
 
 
@@ -25,9 +26,7 @@ def replace_file(path, write):
 
     A crash leaves the old file or the new one, never a part of either.
     """
-    if is_anothers_link(path):
-        raise OSError(errno.EACCES, "it is a link of another user", str(path))
-    path = Path(os.path.realpath(path))  # keep a symbolic link
+    path = place_of(path)
     if os.path.lexists(path) and not path.is_file():  # /dev/null must not become a file
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     partial = new_file_beside(path)
@@ -40,19 +39,31 @@ def replace_file(path, write):
         partial.unlink(missing_ok=True)
 
 
-def is_anothers_link(path):
-    """Return whether `path` is a link that another user made in a folder that others may write to.
+def place_of(path):
+    """Return the path at which an output is written: links to it are followed, so that they stay.
 
-    It may lead to any file of this user. Linux refuses to follow such links (protected_symlinks),
-    unless somebody has resolved them before, as a file that is replaced requires.
+    Raises OSError for a link in a folder that others may write to, whoever made it: it may lead to
+    any file of this user. What they put there later is replaced, and not followed. On the way to
+    the file's folder, only links that others made are rejected: a link to another disk is usual.
     """
-    if not os.path.islink(path):
-        return False
-    folder = os.stat(os.path.dirname(os.path.abspath(path)))
-    owners = folder.st_uid, os.geteuid() if hasattr(os, "geteuid") else folder.st_uid
-    return (
-        bool(folder.st_mode & (stat.S_IWOTH | stat.S_IWGRP)) and os.lstat(path).st_uid not in owners
-    )
+    path = Path(path)
+    for folder in path.absolute().parents:
+        if os.path.islink(folder) and others_may_write(folder.parent):
+            if os.lstat(folder).st_uid not in (os.geteuid(), folder.parent.stat().st_uid):
+                raise OSError(errno.EACCES, "it is a link of another user", str(folder))
+    for _ in range(MOST_LINKS):
+        path = Path(os.path.realpath(path.parent)) / path.name
+        if not os.path.islink(path):
+            return path
+        if others_may_write(path.parent):
+            raise OSError(errno.EACCES, "it is a link in a folder of others", str(path))
+        path = path.parent / os.readlink(path)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def others_may_write(folder):
+    """Return whether other users may make files in a folder; on Windows its mode does not say."""
+    return os.name != "nt" and bool(os.stat(folder).st_mode & (stat.S_IWOTH | stat.S_IWGRP))
 
 
 def new_file_beside(path):

@@ -11,9 +11,19 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
 from guard.launcher import LauncherError, meeting_point
 from guard.siblings import end_siblings, stopped_among
 from pipeline.job import GRACE, SLOW_START, end_process, store_of_one
+
+LEAST = {  # that a rank needs: two ranks open more than 32 files, and torch maps 0.7 GB
+    "RLIMIT_NOFILE": (64, "open files", "-n"),
+    "RLIMIT_AS": (2**30, "bytes of memory", "-v"),
+}
 
 
 def find_store(job):
@@ -23,6 +33,7 @@ def find_store(job):
     Otherwise it ends after SLOW_START if that is longer: on a loaded machine, torchrun may need
     that long to answer, too.
     """
+    check_limits()
     if job.num_ranks == 1:
         return store_of_one()
     try:
@@ -46,6 +57,22 @@ def find_store(job):
         reason = str(error).splitlines()[0]
         said = "cannot listen" if is_keeper else waited
         end_process(f"rank {job.rank} {said} at {address}:{port} ({reason})")
+
+
+def check_limits():
+    """Reject an interface that this machine lacks, and limits with which torch fails or hangs."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name.partition(":")[0] not in known:
+            raise SystemExit(
+                f"GLOO_SOCKET_IFNAME is {name}, and this machine has {', '.join(known)}; set it to one "
+                "of these, or leave it out"
+            )
+    for name, (least, what, flag) in LEAST.items() if resource else ():
+        if 0 <= resource.getrlimit(getattr(resource, name))[0] < least:  # -1 is no limit
+            raise SystemExit(
+                f"a process may have fewer than {least:,} {what} here; raise the limit with ulimit {flag}"
+            )
 
 
 def check_known(address):

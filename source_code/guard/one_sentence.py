@@ -11,6 +11,7 @@ from pathlib import Path
 from guard.launcher import LauncherError, read_ranks
 
 LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
+LONGEST = 3000  # letters of a sentence; a longer one has a name of many words
 WAIT = 5.0  # a launcher ends all ranks when the first one ends, so the first one prints
 
 
@@ -45,7 +46,7 @@ def say(sentence):
         first = True
     if not first:
         return time.sleep(WAIT)
-    sentence = " ".join(map(shortened, sentence.split()))
+    sentence = shortened(sentence)
     print(sentence, file=sys.stderr, flush=True)
     tell_launcher(sentence)
 
@@ -59,6 +60,11 @@ def tell_launcher(sentence):
             Path(file).write_text(json.dumps({"message": reason}))
 
 
-def shortened(word):
-    """Return a word of a sentence; of one that is longer than any path, its beginning."""
-    return word if len(word) <= LONGEST_WORD else f"{word[:40]}... ({len(word):,} letters)"
+def shortened(sentence):
+    """Return a sentence on one line, without most of what is longer than any name in it."""
+    words = (
+        word if len(word) <= LONGEST_WORD else f"{word[:40]}... ({len(word):,} letters)"
+        for word in sentence.split()
+    )
+    line = " ".join(words)
+    return line if len(line) <= LONGEST else f"{line[:200]} ... {line[-500:]}"

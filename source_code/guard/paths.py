@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from guard.claims import content_of
-from guard.files import is_anothers_link, new_file_beside
+from guard.files import new_file_beside, place_of
 
 
 def check_paths(parser, arguments):
@@ -95,10 +95,11 @@ def check_file(flag, path):
 
 def can_be_written(path):
     """Return whether a file can be created or replaced at `path`, links resolved."""
-    real = os.path.realpath(path)
-    if not os.path.basename(path) or os.path.islink(real):  # links that lead back to themselves
+    try:
+        real = place_of(path)
+    except OSError:
         return False
-    if is_anothers_link(path):
+    if not os.path.basename(path):
         return False
     if os.path.exists(real) and not (os.path.isfile(real) and os.access(real, os.W_OK)):
         return False

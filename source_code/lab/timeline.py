@@ -235,7 +235,7 @@ def _numbers(named):
 
 
 def _whole(timeline):
-    """`timeline`, if no action occurs twice and no rank or stage is missing."""
+    """`timeline`, if no action occurs twice and no rank, stage or micro-batch is missing."""
     events = timeline.events
     if not events or timeline.makespan <= 0:
         raise TimelineError("no action in it took any time")
@@ -244,6 +244,7 @@ def _whole(timeline):
     for what, found in (
         ("rank", {event.rank for event in events}),
         ("stage", {event.action.stage for event in events}),
+        ("micro-batch", {event.action.microbatch for event in events}),
     ):
         if len(found) != max(found) + 1:
             raise TimelineError(f"it has {what} {max(found)} and lacks one before it")

@@ -120,6 +120,8 @@ def from_sizes(text):
             raise InputError(
                 f"'{part}' is not a size up to {LARGEST_SIZE:,}; use {'=N, '.join(SIZES)}=N, gated=1, tied=0"
             )
+        if key in sizes:
+            raise InputError(f"{text[:MOST_LETTERS]} gives {key} twice; give it once")
         sizes[key] = int(value)
     return checked(sizes, text)
 

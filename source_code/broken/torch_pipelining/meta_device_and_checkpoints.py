@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traps of lesson 08: weights and buffers (section "The meta device and checkpoints")."""
 
+import shutil
+import tempfile
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from broken.torch_pipelining import small_pipeline as small
-from pipeline.collectives import gather
+from pipeline.collectives import gather, share
 
 
 class LayerWithTable(nn.Module):
@@ -102,6 +105,32 @@ def part_of_a_checkpoint(job, cured):
                  for rank, own in enumerate(states) for name, tensor in own.items()}  # fmt: skip
     small.build_model().load_state_dict(state)
     small.say(job, "the whole model is loaded")
+
+
+def equal_names_in_a_checkpoint(job, cured):
+    """torch.distributed.checkpoint takes equal names on two ranks for copies of one tensor.
+
+    Broken: each rank saves its stage by the names in its own module. Cured: with the stage's number.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    import extensions.checkpointing.checkpoint_reader  # noqa: F401 - the guard allows its classes
+
+    small.allow_slow_start(job)
+    folder = share(job, tempfile.mkdtemp() if job.rank == 0 else None)
+    prefix = f"stages.{job.rank}." if cured else ""
+    part = small.build_own_stages(job)[job.rank]
+    saved = {prefix + name: tensor for name, tensor in part.state_dict().items()}
+    wanted = [tensor.clone() for tensor in saved.values()]
+    dcp.save(saved, checkpoint_id=folder)
+    for tensor in saved.values():
+        tensor.zero_()
+    dcp.load(saved, checkpoint_id=folder)
+    ranks = gather(job, (list(saved.values()), wanted))
+    if job.rank == 0:
+        shutil.rmtree(folder)
+        loaded, wanted = (sum(each, []) for each in zip(*ranks))
+        small.print_distance("weight", loaded, wanted)
 
 
 def token_out_of_range(job, cured):

@@ -7,18 +7,19 @@ continued training appends to the same file.
 """
 
 import math
+import os
 import statistics
 import time
 
 from extensions.pretraining.throughput import flops_per_token, peak_flops
-from guard.files import json_line, say_not_written
+from guard.files import json_line, place_of, say_not_written
 from pipeline.job import end_process
 
 
 def open_for_one(path):
     """Open a log that this run alone may write until it ends; reject one that another run writes."""
     try:
-        claim = open(path, "ab")
+        claim = open_in_place(path, "a")
     except OSError:  # the first line that cannot be written says so
         return None
     try:
@@ -30,6 +31,15 @@ def open_for_one(path):
     except (ImportError, OSError):  # a system or a file system without locks
         pass
     return claim
+
+
+def open_in_place(path, mode):
+    """Open a file of text at its `place_of`, but no link that others may have put there since."""
+
+    def opener(place, flags):
+        return os.open(place, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+    return open(place_of(path), mode, encoding="utf-8", opener=opener)
 
 
 class Metrics:
@@ -89,7 +99,7 @@ class Metrics:
         if not self.file:
             return
         try:
-            with open(self.file, mode, encoding="utf-8") as file:
+            with open_in_place(self.file, mode) as file:
                 file.write(text)
         except OSError as error:  # the disk is full: the training goes on without its log
             say_not_written("--metrics", self.file, error)

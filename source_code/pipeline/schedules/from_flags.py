@@ -3,7 +3,7 @@
 
 import argparse
 
-from pipeline.command_line import positive_integer, ranks_from_environment
+from pipeline.command_line import by_name, positive_integer, ranks_from_environment
 from pipeline.schedule import ScheduleError, read_csv
 from pipeline.schedules import (
     SCHEDULES,
@@ -38,7 +38,7 @@ def schedule_option(text):
 def choose_schedule(arguments, num_ranks=None):
     """Return the schedule of the flags. `num_ranks` is that of one pipeline, by default all."""
     num_ranks = num_ranks or ranks_from_environment()[1]
-    options = dict(arguments.option or [])
+    options = by_name("--option", arguments.option)
     sizes = arguments.schedule, num_ranks, arguments.microbatches, arguments.chunks
     try:
         return check_legal(build_schedule(*sizes, **options))  # a generator may be the user's own

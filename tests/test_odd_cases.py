@@ -1,0 +1,201 @@
+"""What is odd costs one sentence: a name given twice, half a timeline, a long name, small limits."""
+
+import importlib
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import make_submission
+import pytest
+import wall
+from further import first_of, further
+
+from guard import one_sentence
+from lab.simulator import Costs, simulate
+from lab.timeline import Timeline, to_chrome_trace
+from pipeline.schedules import build_schedule
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "source_code/gpipe.py"
+SMALL = "--steps 1 --layers 2 --dim 16 --heads 2 --kv-heads 1 --seq-len 4 --batch-size 8"
+
+
+def rejected(monkeypatch, capsys, program, *words):
+    """The sentence with which a program ends, the whole of its standard error."""
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(program).main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("plan layers=2,hidden=64,vocabulary=256,layers=3", "gives layers twice"),
+        ("plan layers=2,hidden=64,vocabulary=256,tied=0,tied=0", "gives tied twice"),
+        ("predict v-min --option stable=1 --option stable=2", "--option gives stable twice"),
+        ("train --schedule v-min --option a=1 --option a=1", "--option gives a twice"),
+        ("search_schedule --hop 0,1=10 --hop 1,0=20", "--hop gives (0, 1) twice"),
+    ],
+)
+def test_what_a_list_gives_twice_is_named(monkeypatch, capsys, words, sentence):
+    assert f"{sentence}; give it once" in rejected(monkeypatch, capsys, *words.split())
+
+
+def without(timeline, removed):
+    return Timeline("half", tuple(e for e in timeline.events if not removed(e.action)))
+
+
+@pytest.mark.parametrize(
+    ("name", "removed"),
+    [
+        ("gpipe", lambda action: action.microbatch == 0),
+        ("gpipe", lambda action: action.microbatch == 1),
+        ("gpipe", lambda action: action == (1, "F", 2)),
+        ("gpipe", lambda action: action == (0, "B", 2)),
+        ("zb-h1", lambda action: action == (0, "W", 2)),
+        ("zb-h1", lambda action: action == (1, "I", 0)),
+    ],
+)
+def test_a_timeline_that_lacks_a_part_of_the_step_is_named(
+    monkeypatch, capsys, tmp_path, name, removed
+):
+    whole, file = simulate(build_schedule(name, 2, 3), Costs(1, 2)), tmp_path / "run.json"
+    file.write_text(to_chrome_trace(without(whole, removed)))
+    said = rejected(monkeypatch, capsys, "search_schedule", "--timeline", file)
+    assert f"--timeline {file}" in said and ("micro-batch" in said or "one synchronous" in said)
+
+
+def test_no_drawing_is_made_of_a_timeline_that_lacks_a_micro_batch(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "run.json"
+    whole = simulate(build_schedule("gpipe", 2, 3), Costs(1, 2))
+    file.write_text(to_chrome_trace(without(whole, lambda action: action.microbatch == 0)))
+    said = rejected(
+        monkeypatch, capsys, "predict", "gpipe", "--performed", file, "--svg", tmp_path / "a.svg"
+    )
+    assert "it has micro-batch 2 and lacks one before it" in said
+    assert not (tmp_path / "a.svg").exists()
+
+
+@pytest.mark.parametrize("into", ["room", "room/wall", "."])
+def test_a_wall_is_not_drawn_among_the_files_that_it_shows(monkeypatch, capsys, tmp_path, into):
+    (tmp_path / "room").mkdir()
+    said = rejected(monkeypatch, capsys, "wall", tmp_path / "room", "--into", tmp_path / into)
+    assert "FOLDER" in said and [path.name for path in tmp_path.rglob("*")] == ["room"]
+    assert rejected(monkeypatch, capsys, "wall", "").startswith("FOLDER is empty text")
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"cells": [3]}', '{"nbformat": 4}'])
+def test_what_is_no_notebook_ends_the_process_of_one_notebook_with_a_sentence(
+    monkeypatch, capsys, tmp_path, text
+):
+    monkeypatch.setenv(make_submission.FOLDER_VARIABLE, make_submission.OFF)
+    file = tmp_path / "12_a.ipynb"
+    if text is not None:
+        file.write_text(text)
+    said = rejected(monkeypatch, capsys, "make_submission", "--one", file)
+    assert said.startswith(f"--one: {file} ")
+
+
+LONG = ["x" * 5000, "x " * 2500, "x" * 400 + " y" * 2500]
+PROGRAMS = "predict", "wall", "grade_submissions", "make_submission", "write_measurements"
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("program", [*PROGRAMS, "make_site", "quiet_run", "rehearse", "accept"])
+def test_a_name_of_thousands_of_letters_is_not_thrown_back(monkeypatch, capsys, program, name):
+    words = {"rehearse": ["strict"], "make_site": ["--of"]}.get(program, [])
+    said = rejected(monkeypatch, capsys, program, *words, name)
+    assert len(said) < one_sentence.LONGEST
+    if program == "quiet_run":
+        assert said.endswith("give a lesson in notebooks\n")  # what to do is still there
+
+
+def limited(name, most):
+    """For a new process: a limit of this kind."""
+    return lambda: resource.setrlimit(getattr(resource, name), (most, most))
+
+
+def started(*words, limit=None, **variables):
+    """How a process ends that has this limit and only these variables."""
+    return subprocess.run(
+        [sys.executable, *words], env=variables, preexec_fn=limit, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+CASES = [
+    ({"limit": limited("RLIMIT_NOFILE", 32)}, 2, "fewer than 64 open files here; raise the limit"),
+    ({"GLOO_SOCKET_IFNAME": "nosuch0"}, 2, "GLOO_SOCKET_IFNAME is nosuch0, and this machine has"),
+    ({"limit": limited("RLIMIT_AS", 700 * 2**20)}, 2, "fewer than 1,073,741,824 bytes of memory"),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("world", "status", "sentence"), first_of(CASES, 2))
+def test_a_process_that_lacks_what_torch_needs_ends_with_one_sentence(world, status, sentence):
+    ended = started(SCRIPT, *SMALL.split(), **world)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert sentence in ended.stderr and ended.stderr.count("\n") == 1
+
+
+@further
+@pytest.mark.processes
+def test_a_model_that_is_larger_than_the_limit_of_memory_ends_with_one_sentence():
+    sizes = "--steps 1 --dim 2048 --layers 8".split()
+    ended = started(SCRIPT, *sizes, limit=limited("RLIMIT_AS", 3 * 2**29))
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("rank 0 has too little memory (can't allocate memory: you tried")
+
+
+@further
+@pytest.mark.processes
+def test_a_limit_of_the_size_of_files_costs_the_files_and_not_the_training(tmp_path):
+    outputs = ["--timeline", tmp_path / "timeline.json", "--record", tmp_path / "run"]
+    ended = started(SCRIPT, *SMALL.split(), *outputs, limit=limited("RLIMIT_FSIZE", 1024))
+    assert ended.returncode == 1 and "step 0  loss" in ended.stdout
+    assert "was not written (File too large); nothing else is lost" in ended.stderr
+    assert "Traceback" not in ended.stderr and not (tmp_path / "timeline.json").exists()
+
+
+@further
+@pytest.mark.processes
+def test_python_that_may_not_look_beside_a_script_needs_pythonpath():
+    """As the page of machines says."""
+    ended = started(SCRIPT, PYTHONSAFEPATH="1")
+    assert ended.returncode == 1 and ended.stderr.endswith("No module named 'guard'\n")
+    ended = started(SCRIPT, "--help", PYTHONSAFEPATH="1", PYTHONPATH=str(SCRIPT.parent))
+    assert ended.returncode == 0 and "--microbatches" in ended.stdout
+
+
+PLAIN = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+
+
+@pytest.mark.processes
+def test_a_program_that_is_rehearsed_without_ranks_is_told_to_have_some(tmp_path):
+    program = tmp_path / "plain.py"
+    program.write_text(PLAIN)
+    ended = started(ROOT / "source_code/rehearse.py", "strict", program)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert "RANK expected, but not set; start it with torchrun" in ended.stderr
+    program.write_text("raise ValueError('of the program')\n")
+    ended = started(ROOT / "source_code/rehearse.py", "strict", program)
+    assert ended.stderr.startswith("Traceback") and "of the program" in ended.stderr
+
+
+def test_every_wall_that_may_be_drawn_is(tmp_path, monkeypatch):
+    (tmp_path / "progress").mkdir()
+    monkeypatch.setattr(
+        sys, "argv", ["wall.py", str(tmp_path / "progress"), "--into", str(tmp_path / "wall")]
+    )
+
+    def once(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wall.time, "sleep", once)
+    assert wall.main() == 0
+    assert json.loads((tmp_path / "wall" / "wall_data.js").read_text()[5:-3])
