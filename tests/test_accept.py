@@ -154,6 +154,7 @@ def test_the_figures_replace_what_stood_between_the_marks_and_one_row_names_the_
 
 
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"small": True}])
-def test_what_stood_in_for_gpus_is_no_measurement(pages, monkeypatch, changes):
-    with pytest.raises(SystemExit, match="has no measurements: CPUs stood in for GPUs"):
+def test_what_stood_in_for_gpus_is_no_measurement(pages, monkeypatch, changes, capsys):
+    with pytest.raises(SystemExit):
         write(pages, monkeypatch, **changes)
+    assert "has no measurements: CPUs stood in for GPUs" in capsys.readouterr().err
