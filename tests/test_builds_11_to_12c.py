@@ -55,7 +55,7 @@ def written(tmp_path, text):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, re.search(r"def (\w+)", text)[1])
+    return getattr(module, re.search(r"^def (\w+)", text, re.MULTILINE)[1])
 
 
 def answer_to(capsys, ask, *answers):
