@@ -45,9 +45,9 @@ TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_s
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
 	tensor_parallel vocabulary_parallel inference no_code_from_files)) tests/hosted_emulation.py
 
-soak: $(INSTALLED) ## damage files and schedules in 10,000 ways: an hour
+soak: $(INSTALLED) ## damage files, schedules and answers in thousands of ways: hours
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest $(DRAWN_AT_RANDOM) $(PYTEST_FLAGS)
-	COURSE_SOAK=1 $(BIN)/python -m pytest -m soak tests $(PYTEST_FLAGS)
+	COURSE_SOAK=1 $(BIN)/python -m pytest --session-timeout=28800 -m soak tests $(PYTEST_FLAGS)
 	$(BIN)/python tools/spoil_code.py
 
 DRAWN_AT_RANDOM = $(addprefix tests/test_,damaged_files.py launchers.py schedule_properties.py)

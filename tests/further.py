@@ -21,12 +21,19 @@ def with_marks(case, marks):
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
 
 
-def seeds_up_to(few, many):
-    """Ranges of seeds for random changes: `few` for `make test-all`, the others for `make soak`."""
+def seeds_up_to(few, many=200, at_once=25):
+    """Ranges of seeds for random changes: `few` for `make test-all`, and `many` for `make soak`.
+
+    Those of the soak are ranges of `at_once`, since a test has ten minutes.
+    """
+    starts = range(few, few + many, at_once)
     return [
         pytest.param(range(few), marks=further),
-        pytest.param(range(few, many), marks=pytest.mark.soak),
+        *(
+            pytest.param(range(start, min(start + at_once, few + many)), marks=pytest.mark.soak)
+            for start in starts
+        ),
     ]
 
 
-SEEDS = seeds_up_to(5, 45)
+SEEDS = seeds_up_to(5)

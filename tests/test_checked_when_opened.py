@@ -184,6 +184,7 @@ def test_a_tokenizer_that_leaves_numbers_out_keeps_its_numbers(
         return
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, words)])
     assert prepare_data.main() == 0
+    assert "tokens of 4 bytes, numbers below 70001\n" in capsys.readouterr().out
     corpus = load_tokens(out, largest + 1, 2)
     assert corpus.training[0:4].tolist() == [0, largest, 0, largest]
 

@@ -3,9 +3,13 @@
 The checks of lesson 12b answer wrong diagnoses and wrong repairs in sentences.
 """
 
+import importlib.util
+import inspect
 import json
 import re
 import shutil
+import sys
+import textwrap
 
 import pytest
 from further import first_of
@@ -322,6 +326,16 @@ def test_a_repair_restores_the_losses_of_one_process(capsys, case):
     assert answer == f"Right: {check.CASES[case].cured}"
 
 
+def in_a_cell(function, folder):
+    """The same function as the text of a cell defines it, outside of any other function."""
+    path = folder / f"cell_of_{function.__name__}.py"
+    path.write_text(textwrap.dedent(inspect.getsource(function)))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, function.__name__)
+
+
 def wrong(name):
     """Wrong repairs, by name; each stands in a function of its own, since all have one name."""
 
@@ -446,8 +460,8 @@ def wrong(name):
         4,
     ),
 )
-def test_repair_explains(capsys, case, name, sentence):
-    answer = answer_to(capsys, check.repair, case, wrong(name))
+def test_repair_explains(capsys, tmp_path, case, name, sentence):
+    answer = answer_to(capsys, check.repair, case, in_a_cell(wrong(name), tmp_path))
     assert answer.startswith("Not yet: ") and sentence in answer, answer
 
 
@@ -469,12 +483,13 @@ def test_a_cut_whose_slowest_stage_is_no_slower_is_even_enough():
     assert check._uneven(fill_from_the_front) is None
 
 
-def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys):
+def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys, tmp_path):
     def next_to_send(outputs):
         """Words."""
         return ...
 
-    assert answer_to(capsys, check.repair, 1, next_to_send) == NOT_ATTEMPTED
+    stub = in_a_cell(next_to_send, tmp_path)
+    assert answer_to(capsys, check.repair, 1, stub) == NOT_ATTEMPTED
     assert answer_to(capsys, check.repair, 1, ...) == NOT_ATTEMPTED
     assert "call it next_to_send" in answer_to(capsys, check.repair, 1, lambda outputs: 1)
     assert "call it next_to_send" in answer_to(capsys, check.repair, 1, Cured.tied_gradient)

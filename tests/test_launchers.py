@@ -138,7 +138,7 @@ def test_a_rank_takes_a_place_that_there_is_or_says_in_one_sentence_why_not(envi
         assert 0 <= rank < num_ranks and 0 <= local_rank < num_ranks, drawn
         assert 1 <= local_ranks <= num_ranks, drawn
         if meeting is not None:
-            assert meeting[0] and 0 <= meeting[1] <= 65535, drawn
+            assert meeting[0] and 1 <= meeting[1] <= 65535, drawn
     assert taken
 
 
@@ -156,7 +156,8 @@ WHOLE |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
         ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
-        ({"MASTER_PORT": "70000"}, "from 0 to 65535"),
+        ({"MASTER_PORT": "70000"}, "from 1 to 65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is '0'"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),

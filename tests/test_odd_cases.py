@@ -5,7 +5,9 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import make_submission
 import pytest
@@ -81,12 +83,32 @@ def test_no_drawing_is_made_of_a_timeline_that_lacks_a_micro_batch(monkeypatch, 
     assert not (tmp_path / "a.svg").exists()
 
 
+@pytest.fixture
+def shown_once(monkeypatch):
+    """Ends a wall when it would wait for the next look."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wall, "time", SimpleNamespace(time=time.time, sleep=interrupted))
+
+
 @pytest.mark.parametrize("into", ["room", "room/wall", "."])
+@pytest.mark.usefixtures("shown_once")
 def test_a_wall_is_not_drawn_among_the_files_that_it_shows(monkeypatch, capsys, tmp_path, into):
     (tmp_path / "room").mkdir()
     said = rejected(monkeypatch, capsys, "wall", tmp_path / "room", "--into", tmp_path / into)
     assert "FOLDER" in said and [path.name for path in tmp_path.rglob("*")] == ["room"]
     assert rejected(monkeypatch, capsys, "wall", "").startswith("FOLDER is empty text")
+
+
+@pytest.mark.usefixtures("shown_once")
+def test_a_wall_beside_the_files_that_it_shows_is_drawn(tmp_path, monkeypatch):
+    (tmp_path / "progress").mkdir()
+    words = ["wall.py", str(tmp_path / "progress"), "--into", str(tmp_path / "wall")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert wall.main() == 0
+    assert json.loads((tmp_path / "wall" / "wall_data.js").read_text()[5:-3])
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"cells": [3]}', '{"nbformat": 4}'])
@@ -131,6 +153,7 @@ def started(*words, limit=None, **variables):
 CASES = [
     ({"limit": limited("RLIMIT_NOFILE", 32)}, 2, "fewer than 64 open files here; raise the limit"),
     ({"GLOO_SOCKET_IFNAME": "nosuch0"}, 2, "GLOO_SOCKET_IFNAME is nosuch0, and this machine has"),
+    ({"GLOO_SOCKET_IFNAME": "lo,"}, 2, "GLOO_SOCKET_IFNAME is lo,, and this machine has"),
     ({"limit": limited("RLIMIT_AS", 700 * 2**20)}, 2, "fewer than 1,073,741,824 bytes of memory"),
 ]
 
@@ -175,6 +198,7 @@ def test_python_that_may_not_look_beside_a_script_needs_pythonpath():
 PLAIN = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 
 
+@further
 @pytest.mark.processes
 def test_a_program_that_is_rehearsed_without_ranks_is_told_to_have_some(tmp_path):
     program = tmp_path / "plain.py"
@@ -185,17 +209,3 @@ def test_a_program_that_is_rehearsed_without_ranks_is_told_to_have_some(tmp_path
     program.write_text("raise ValueError('of the program')\n")
     ended = started(ROOT / "source_code/rehearse.py", "strict", program)
     assert ended.stderr.startswith("Traceback") and "of the program" in ended.stderr
-
-
-def test_every_wall_that_may_be_drawn_is(tmp_path, monkeypatch):
-    (tmp_path / "progress").mkdir()
-    monkeypatch.setattr(
-        sys, "argv", ["wall.py", str(tmp_path / "progress"), "--into", str(tmp_path / "wall")]
-    )
-
-    def once(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(wall.time, "sleep", once)
-    assert wall.main() == 0
-    assert json.loads((tmp_path / "wall" / "wall_data.js").read_text()[5:-3])

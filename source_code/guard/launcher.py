@@ -65,7 +65,7 @@ def meeting_point():
         raise LauncherError(
             "MASTER_ADDR is not set, so the ranks cannot meet; start them with torchrun"
         )
-    return address, whole_number("MASTER_PORT", most=65535)
+    return address, whole_number("MASTER_PORT", least=1, most=65535)
 
 
 def whole_number(name, default=None, least=0, most=2**31 - 1):

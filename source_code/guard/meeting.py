@@ -62,10 +62,11 @@ def find_store(job):
 def check_limits():
     """Reject an interface that this machine lacks, and limits with which torch fails or hangs."""
     known = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+    given = os.environ.get("GLOO_SOCKET_IFNAME")
+    for name in given.split(",") if given else ():
         if name.partition(":")[0] not in known:
             raise SystemExit(
-                f"GLOO_SOCKET_IFNAME is {name}, and this machine has {', '.join(known)}; set it to one "
+                f"GLOO_SOCKET_IFNAME is {given}, and this machine has {', '.join(known)}; set it to one "
                 "of these, or leave it out"
             )
     for name, (least, what, flag) in LEAST.items() if resource else ():

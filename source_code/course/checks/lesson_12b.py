@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 12b: the fault and its ranks, and whether the repair gives the right losses."""
 
-import ast
-import inspect
 import math
 import re
 import shutil
-import textwrap
 
 from course import launch
 from course.building import WAITING
-from course.checks.answer import NotAttempted, WrongAnswer, call, checked, close, many
+from course.checks.answer import WrongAnswer, call, checked, close, many
+from course.checks.build_text import collect
+from course.checks.reader_on_ranks import source_of_function
 from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
 from course.failed_run import RunFailed
 from course.source import source_of
@@ -22,6 +21,11 @@ FAULTY_CODE = "broken/pipelines/faults.py"
 RANKS = 4
 UNKNOWN = 9  # the case of UNKNOWN_SCRIPT: two ranks, compared with one process
 UNKNOWN_SCRIPT = "broken_unknown_program.py"
+HEAD = (
+    "import math",
+    "import torch",
+    "from small.pipeline import *",
+)  # whose names `collect` leaves out
 asked = {}  # case -> number of hints shown
 wrong = {}  # case -> the different wrong diagnoses so far
 
@@ -188,32 +192,17 @@ def _check_repair(number, function):
 
 
 def _write_piece(name, function):
-    """Write the learner's function into a file that the ranks can read; return its path."""
+    """Write the learner's function, and what it uses, into a file for the ranks; return its path."""
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
     if getattr(function, "__name__", "") != name:
         raise WrongAnswer(f"write it with def and call it {name}, as the broken one is called")
-    try:
-        text = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        raise WrongAnswer("its source cannot be read; write it with def in a cell") from None
-    if _is_stub(text):
-        raise NotAttempted
+    source_of_function(function)  # raises NotAttempted for a stub
+    sources, imports = collect(function)
     file = launch.ROOT / "build" / "lesson_12b" / f"{name}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text("\n".join([*HEAD, *imports, *(text for _, text in sources)]) + "\n")
     return file
-
-
-def _is_stub(text):
-    """Whether the function has only its docstring and `...`."""
-    body = ast.parse(text).body[0].body
-    dots = [
-        isinstance(node, (ast.Expr, ast.Return)) and isinstance(node.value, ast.Constant)
-        and (node.value.value is ... or isinstance(node.value.value, str))
-        for node in body
-    ]  # fmt: skip
-    return all(dots)
 
 
 def _run(flags, folder):
