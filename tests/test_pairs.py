@@ -186,6 +186,49 @@ def test_the_parts_of_an_action_and_its_all_to_alls_add_up_to_its_costs_for_any_
         assert 1000 * pace.own.exchange * number == pytest.approx(costs.exchange_of(action))
 
 
+class LateClock:
+    """In place of the module `time`: every sleep ends late, and looking at the clock takes time."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        self.now += 1e-5
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds + 4e-4
+
+
+def test_late_sleeps_do_not_add_up_in_an_action_or_a_pair(monkeypatch):
+    clock, turns = LateClock(), Turns()
+    monkeypatch.setattr("extensions.experts.turns.time", clock)
+    costs = Costs(12, 24, exchange=(20, 8), exchanges=[6, 6])
+    forward, backward = Action(0, "F", 1), Action(1, "B", 0)
+    pace = Pace(costs)
+
+    def perform(action):
+        pace.begin(action)
+        for _ in range(costs.exchanges_of(action)):
+            pace.end_part()
+            turns.change()
+            pace.arrive()
+        pace.end_part()
+
+    def lateness(wanted, *actions):
+        pace.restart()
+        start = pace.free
+        if len(actions) == 2:
+            turns.run_both(*(lambda one=one: perform(one) for one in actions))
+        else:
+            perform(*actions)
+        return 1000 * (clock.now - start) - wanted
+
+    whole, _ = costs.of_pair(forward, backward)
+    assert 0 <= lateness(whole, forward, backward) < 0.5
+    assert 0 <= lateness(costs.of(forward), forward) < 0.5
+
+
 def parts_of(rank, flags):
     """[(stages' all-to-alls by the costs, parts performed, all-to-alls performed)] of each action."""
     from unittest import mock

@@ -70,7 +70,8 @@ def check_limits():
                 "of these, or leave it out"
             )
     for name, (least, what, flag) in LEAST.items() if resource else ():
-        if 0 <= resource.getrlimit(getattr(resource, name))[0] < least:  # -1 is no limit
+        limit, _ = resource.getrlimit(getattr(resource, name))
+        if limit != resource.RLIM_INFINITY and limit < least:
             raise SystemExit(
                 f"a process may have fewer than {least:,} {what} here; raise the limit with ulimit {flag}"
             )
