@@ -92,7 +92,7 @@ handout: $(INSTALLED) ## make what participants get in build/handout, without an
 	$(BIN)/python tools/make_handout.py
 
 # make hosted ADDRESS=owner/name
-hosted: ## let every lesson run in a hosted notebook, with links that open it (ADDRESS=owner/name)
+hosted: ## let lessons run in a hosted notebook (ADDRESS=owner/name)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/make_hosted.py $(ADDRESS)
 
 # make wall FOLDER=/shared/progress FLAGS=--names

@@ -177,15 +177,19 @@ def measure(schedule, timeline):
 
 
 def in_words(schedule, figures, costs):
-    """Return the text that is printed without --json, one figure per line."""
-    unit = f"units of time (forward {costs.forward:g}, backward {costs.backward:g} per stage)"
+    """Return the text that is printed without --json, one figure per line.
+
+    `costs` are the arguments. A performed run counts in milliseconds, so the costs beside it do, too.
+    """
+    unit = "ms" if costs.performed else "units of time"
     held = " ".join(map(str, figures["peak_held_per_rank"]))
     return "\n".join(
         [
             f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
             f"{schedule.num_microbatches} micro-batches",
-            f"makespan            {figures['makespan']:g} {unit}",
-            f"ideal               {figures['ideal']:g} units of time (the largest busy time of a rank)",
+            f"makespan            {figures['makespan']:g} {unit} "
+            f"(forward {costs.forward:g}, backward {costs.backward:g} per stage)",
+            f"ideal               {figures['ideal']:g} {unit} (the largest busy time of a rank)",
             f"bubble over total   {figures['bubble_over_total']:.4f}  (idle / makespan)",
             f"bubble over ideal   {figures['bubble_over_ideal']:.4f}  (idle / busy)",
             f"peak held per rank  {held} activations (stage x micro-batch)",

@@ -229,7 +229,11 @@ MEASURE = """slides.map(slide => {
         }
         least = Math.min(least, size);
     }
-    const broken = [...slide.querySelectorAll('pre')].some(pre => pre.scrollWidth > pre.clientWidth);
+    const cut = [...slide.querySelectorAll('pre')].some(pre => pre.scrollWidth > pre.clientWidth);
+    const words = [...slide.querySelectorAll('svg text')].map(e => e.getBoundingClientRect());
+    const lie = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 3
+        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 12;  // pixels
+    const broken = cut || words.some((a, i) => words.slice(i + 1).some(b => lie(a, b)));
     slide.style.display = '';
     return [bottom, right, least, broken];
 })"""

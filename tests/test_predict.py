@@ -194,7 +194,7 @@ def test_the_drawing_shows_the_prediction_above_what_was_performed(tmp_path, cap
     performed.write_text(to_chrome_trace(simulate(naive(2, 3), Costs(2, 4))))
     path = tmp_path / "both.svg"
     words = ["gpipe", "--ranks", 2, "--microbatches", 3, "--svg", path, "--performed", performed]
-    assert "makespan            12 units" in printed_in_this_process(capsys, *words)
+    assert "makespan            12 ms" in printed_in_this_process(capsys, *words)
     root = ElementTree.fromstring(path.read_text())
     label = root.get("aria-label")
     assert label.startswith("predicted: gpipe, 2 ranks, 12 ") and "performed: naive, 2" in label

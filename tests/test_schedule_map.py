@@ -53,7 +53,7 @@ def test_the_map_has_a_dot_and_a_name_for_every_schedule_within_the_drawing(p, m
 
 def test_what_is_held_is_drawn_for_both_timelines_on_one_scale():
     svg = draw_held({"predicted": same_work("gpipe", 4, 8), "to compare": same_work("1f1b", 4, 8)})
-    assert "gpipe 8 (rank 0), 1f1b 4 (rank 0)" in svg
+    assert "gpipe 8 (rank 0), dashed: 1f1b 4 (rank 0)" in svg
     area, line = re.findall(r'<path d="(M62.*?)"', svg)[:2]
     tops = [min(float(y) for y in re.findall(r"V([\d.]+)", path)) for path in (area, line)]
     assert tops == pytest.approx([26, 53]), "eight are twice as high as four"

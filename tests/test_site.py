@@ -100,6 +100,15 @@ def test_a_long_page_has_a_list_of_its_headings_and_a_short_one_has_none(pages):
     assert 'class="contents"' not in short
 
 
+def test_every_lesson_folds_its_imports_and_a_search_finds_them_as_code(pages):
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        page = pages[f"notebooks/{path.stem}.html"]
+        (folded,) = re.findall(r'<details class="folded">.*?</details>', page, re.S)
+        assert "warm_up" in folded and page.count(">import</span>") > folded.count(">import</span>")
+        _, _, _, prose, code = search_index.sections_of(path.stem, "", folded)[0]
+        assert not prose and "import" in code
+
+
 def test_no_folder_of_the_site_is_one_that_a_host_leaves_out(pages):
     assert not [address for address in pages if re.search(r"(^|/)\.", address)]
     assert any("workflows/tests.yml" in address for address in pages)

@@ -43,6 +43,7 @@ from pipeline.command_line import Parser  # noqa: E402
 SITE = ROOT / "build" / "site"
 PAGES = (".md", ".ipynb")  # what becomes a page; other files are shown as they are
 PICTURES = (".svg", ".png")
+SETS_UP = r"(import|from) .*^warm_up\("  # the first cell of a lesson, without a picture
 NOT_ATTEMPTED = "Not attempted yet"  # what a check says of a stub
 CHECKED_ELSEWHERE = (
     '<p class="panel">The check of this exercise runs in JupyterLab: <code>make lab</code>.</p>'
@@ -126,7 +127,7 @@ def read_course(root, lives, address=""):
     files = [file for file in files_of_the_course(root) if is_readable(root, file)]
     folders = {parent for file in files for parent in file.parents}
     titles = {file: title_of(root / file) for file in files if file.suffix in PAGES}
-    titles[INDEX] = COURSE
+    titles |= {INDEX: COURSE, LOST: "This page is not there"}
     titles |= {EXPLORER: "The explorer", PUZZLES: "The puzzles"} if lives else {}
     return Course(root, files, folders, titles, lives, address)
 
@@ -163,7 +164,7 @@ def write_pages(site, course):
     for folder in course.folders - {Path(".")}:
         write(folder, list_of(folder, course))
     (site / "favicon.svg").write_text(site_page.FAVICON)
-    lost = page_of(Path("404.md"), site_index.NOT_FOUND, course)
+    lost = page_of(LOST, site_index.NOT_FOUND, course)
     if course.address:  # a host shows this page at any address
         lost = lost.replace("<title>", f'<base href="{course.address}"><title>', 1)
     (site / "404.html").write_text(lost)
@@ -293,6 +294,12 @@ def prepare_code(cell):
     cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     if any(output.get("text", "").startswith(NOT_ATTEMPTED) for output in cell.outputs):
         cell.outputs = [nbformat.v4.new_output("display_data", {"text/html": CHECKED_ELSEWHERE})]
+    if re.match(SETS_UP, cell.source, re.S | re.M):
+        cell.metadata["transient"] = {"remove_source": True}  # nbconvert then shows outputs alone
+        code = highlight(cell.source, get_lexer_by_name("python"), HtmlFormatter())
+        words = "imports and settings of this lesson"
+        shown = f'<details class="folded"><summary>{words}</summary>{code}</details>'
+        cell.outputs.insert(0, nbformat.v4.new_output("display_data", {"text/html": shown}))
     for output in cell.outputs:
         picture = output.get("data", {}).pop("image/svg+xml", None)
         if picture:
@@ -444,8 +451,9 @@ sliders, a cursor and a table.</p>"""
 SCRIPTS = "live"  # the folder of the site for scripts
 # As if they were pages of the repository.
 INDEX, EXPLORER, PUZZLES = Path("index.md"), Path("explorer.md"), Path("puzzles.md")
+LOST = Path("404.md")
 GLOSSARY = Path("docs/glossary.md")
-MADE = (INDEX, EXPLORER, PUZZLES)
+MADE = (INDEX, EXPLORER, PUZZLES, LOST)
 SLIDES = Path("slides/index.html")  # a page of its own kind
 
 

@@ -9,7 +9,10 @@ import json
 import re
 
 HEADING = r"<(h[1-3])\b[^>]*?(?: id=\"([^\"]*)\")?[^>]*>(.*?)</\1>"
-NOT_TEXT = r"<(svg|style|script|math)\b.*?</\1>|<a class=\"anchor-link\".*?</a>"
+NOT_TEXT = (
+    r"<(svg|style|script|math|summary)\b.*?</\1>|<a class=\"anchor-link\".*?</a>"
+    r"|<div class=\"prompt\b[^>]*>.*?</div>"
+)
 CODE = r"<pre\b.*?</pre>"
 TERM = r"<tr>\s*<td>(.*?)</td>"  # the first cell of a row of the glossary
 

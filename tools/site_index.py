@@ -64,10 +64,11 @@ COPY = """- [One file of 300 lines](source_code/small/pipeline.py) needs torch a
 """
 DOORS = """<div class="doors">
 <a href="explorer.md"><b>Play: the explorer</b>Choose a schedule, move a slider, and see who waits.</a>
-<a href="puzzles.md#puzzle-1"><b>Play: puzzle 1</b>Order the actions of two ranks. Eleven puzzles.</a>
-<a href="notebooks/00_start_here.ipynb"><b>Read: lesson 00</b>Begin the course.</a></div>"""
+<a href="puzzles.md#puzzle-1"><b>Play: puzzle 1</b>Put the work of two GPUs in order.
+Eleven puzzles.</a>
+<a href="notebooks/00_start_here.ipynb"><b>Read: lesson 00</b>Four processes train one model. Begin here.</a></div>"""
 READ = """<div class="doors">
-<a href="notebooks/00_start_here.ipynb"><b>Read: lesson 00</b>Begin the course.</a>
+<a href="notebooks/00_start_here.ipynb"><b>Read: lesson 00</b>Four processes train one model. Begin here.</a>
 <a href="images/README.md"><b>Look: all schedules</b>Every schedule, predicted and performed.</a></div>"""
 
 PUZZLES_PAGE = """# The puzzles

@@ -100,7 +100,7 @@ STYLE = """
   --link: #0b5c8a; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e4e6e8; --page: #16191c; --quiet: #22272b; --line: #454b50; --link: #7cc4ee; } }
-body { margin: 0; position: relative; background: var(--page); color: var(--text); display: grid;
+body { margin: 0; position: relative; --ground: var(--page); background: var(--page); color: var(--text); display: grid;
   grid: auto 1fr / 270px minmax(0, 1fr); font: 17px/1.6 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
 header { padding: 22px 20px 0; font-size: 15px; line-height: 1.4; } header a { text-decoration: none; }
 header, nav { border-right: 1px solid var(--line); }
@@ -120,15 +120,16 @@ a { color: var(--link); } a.anchor-link { visibility: hidden; padding-left: .3em
 h1, h2, h3 { line-height: 1.25; margin: 1.6em 0 .5em; } h1 { margin-top: .6em; }
 pre, code { font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 pre { font-size: 14px; line-height: 1.45; overflow-x: auto; margin: 0; padding: 10px 14px;
-  background: var(--quiet); border-radius: 6px; }
+  --ground: var(--quiet); background: var(--ground); border-radius: 6px; }
 code { font-size: .9em; } pre code { font-size: inherit; }
 .highlight { background: var(--quiet) !important; border-radius: 6px; margin: 10px 0; }
 .output_wrapper pre, .output pre { border-left: 4px solid #009E73; border-radius: 0;
-  background: none; }
-.output .highlight pre { border-left: 0; background: var(--quiet); }
+  --ground: var(--page); }
+.output .highlight pre { border-left: 0; --ground: var(--quiet); }
 .output_svg, .output_html, p:has(> math) { overflow-x: auto; }
 .prompt { display: none; }
 svg, img { max-width: 100%; height: auto; }
+img[src*="gpipe-above"] { max-height: 50vh; } /* so that both timelines are on the first screen */
 table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 15px; margin: 14px 0; }
 td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: top; }
@@ -136,21 +137,23 @@ td, th { padding: 5px 12px; border-bottom: 1px solid var(--line); text-align: le
   header { display: flex; gap: 16px; justify-content: space-between; padding: 12px 18px; border: 0;
     border-bottom: 1px solid var(--line); }
   header .ways { display: inline; white-space: nowrap; }
+  header b { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
   main { padding: 8px 18px 40px; } h1 { font-size: 26px; }
   p > img:is([src*="gpipe-above"], [src*="map-of"], [src*="the-same"]) { min-width: 0 !important; }
   /* What is wide keeps a width at which it can be read, and scrolls. */
   .wide, p:has(> img) { overflow-x: auto; }
   /* A shadow at an edge says that it goes on there; the covers in front of it scroll along. */
-  .wide, p:has(> img), .output_html { background:
-    linear-gradient(90deg, var(--page) 30%, transparent) 0 / 40px 100% no-repeat local,
-    linear-gradient(-90deg, var(--page) 30%, transparent) 100% / 40px 100% no-repeat local,
+  .wide, p:has(> img), .output_html, pre { background:
+    linear-gradient(90deg, var(--ground) 30%, transparent) 0 / 40px 100% no-repeat local,
+    linear-gradient(-90deg, var(--ground) 30%, transparent) 100% / 40px 100% no-repeat local,
     linear-gradient(90deg, #888a, transparent) 0 / 12px 100% no-repeat scroll,
-    linear-gradient(-90deg, #888a, transparent) 100% / 12px 100% no-repeat scroll; }
+    linear-gradient(-90deg, #888a, transparent) 100% / 12px 100% no-repeat scroll var(--ground); }
   .output svg, .wide > *, p > img { min-width: 620px; }
   .wide > table { display: table; min-width: 760px; }
   nav { max-height: none; position: static; border: 0; border-top: 1px solid var(--line); } }
 @media (min-width: 801px) { .output pre { white-space: pre-wrap; } }
-.contents { font-size: 15px; margin: 10px 0; } .contents summary { cursor: pointer; color: var(--link); }
+:is(.contents, .folded) { font-size: 15px; margin: 10px 0; }
+:is(.contents, .folded) summary { cursor: pointer; color: var(--link); }
 .contents ol { margin: 6px 0; padding-left: 24px; columns: 2; }
 /* It is in sight from the second screen on, so that it never covers what a visitor sees first. */
 .top { position: absolute; top: min(200vh, 100% - 44px); bottom: 0; right: 14px; z-index: 3;
@@ -173,5 +176,6 @@ svg text:is([fill="#767676"], [style*="#767676"]) { fill: var(--text) !important
   pre, .wide, table, .output_svg, .output_html, .live-picture { overflow: visible !important; }
   table { display: table; } td, th { overflow-wrap: anywhere; }
   .output svg, .wide > *, p > img, .live-picture > * { min-width: 0 !important; }
+  .folded::details-content { display: block; content-visibility: visible; }
   svg, img, tr { break-inside: avoid; } }
 """

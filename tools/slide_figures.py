@@ -15,6 +15,7 @@ WIDTH, HEIGHT = 1168, 420
 LEAST = 24.6  # pixels: 18 pt, plus a margin for rounding
 LINES, COLUMNS = 12, 79  # of printed output and code
 DARK = "#3a3a3a"  # the drawings' grey is for a page; a projector needs more contrast
+PINK = "#D3006E"  # a longest path
 LETTER = 0.58  # width of a letter over its height, rounded up
 BOLD = 0.68
 SVG = "http://www.w3.org/2000/svg"
@@ -56,6 +57,7 @@ def drawing(svg):
     legend = ""
     if root.find(f".//{{{SVG}}}g[@class='blocks']") is not None:
         legend = cut_off_legend(root)
+        leave_out_upper_axes(root)
     for element in root.findall(f"{{{SVG}}}metadata") + root.findall(f"{{{SVG}}}title"):
         root.remove(element)
     enlarge(root, HEIGHT - (46 if legend else 0))
@@ -71,6 +73,7 @@ def cut_off_legend(root):
     top = min(float(sign.get("y")) for sign in signs) - 6
     for element in list(root):
         heights = [element.get(name) for name in ("y", "y1") if element.get(name)]
+        heights += re.findall(r"^M[\d.]+ ([\d.]+)", element.get("d", ""))
         if heights and float(heights[0]) >= top:
             root.remove(element)
     x, y, width, tall = view_box(root)
@@ -85,9 +88,24 @@ def cut_off_legend(root):
     recomputed = root.find(f".//{{{SVG}}}g[@class='recomputed']") is not None
     entries = [(f"background:{FILL[kind]}", LEGEND[kind]) for kind in kinds]
     entries += [(f"background:{FILL['F']};border:2px dashed #555", "run again")] * recomputed
-    entries.append(("background:#dedede", "waiting"))
+    entries.append(("background:var(--waiting)", "waiting"))
+    if root.find(f"{{{SVG}}}path[@stroke='{PINK}']") is not None:
+        entries.append((f"background:{PINK};height:4px;border:0;margin-bottom:7px", "longest path"))
     boxes = [f'<span><i style="{style}"></i>{words}</span>' for style, words in entries]
     return f"<figcaption>{' '.join(boxes)}</figcaption>"
+
+
+def leave_out_upper_axes(root):
+    """Remove the numbers between a timeline and the next, whose caption needs their room.
+
+    All timelines of a drawing have one scale, and the lowest keeps its numbers.
+    """
+    words = root.findall(f"{{{SVG}}}text")
+    captions = [float(each.get("y")) for each in words if each.get("font-size") == "15"]
+    for each in words:
+        above = [caption - float(each.get("y")) for caption in captions]
+        if each.get("text-anchor") == "middle" and any(0 < gap <= 30 for gap in above):
+            root.remove(each)
 
 
 def view_box(root):

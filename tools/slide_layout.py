@@ -49,8 +49,8 @@ def said_on_the_slide(sentence, note, room, may_go_on, next_sentence=""):
     following, rest = sentences_and_rest(note)
     while following and HALF - 100 > height_of(sentence, SIZES[2], room):
         longer = f"{sentence} {following[0]}"
-        asks = following[0].endswith(("?", ":"))
-        if asks or following[0] in next_sentence or len(longer.split()) > MOST_WORDS:
+        leads_on = re.search(r"[?:]$|: (- |1\.$)", following[0])  # to an answer or a list
+        if leads_on or following[0] in next_sentence or len(longer.split()) > MOST_WORDS:
             break
         sentence = longer
         following.pop(0)
@@ -109,4 +109,4 @@ def height_of_figure(figure):
         return 16 + 1.3 * float(printed[1]) * (1 + figure.count("\n"))
     if "<table" in figure:
         return 20 + 46 * figure.count("<tr")
-    return 90  # a formula
+    return 150  # a formula

@@ -35,29 +35,40 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-body { margin: 0; background: #fff; color: #1a1a1a; font: 30px/1.35 Helvetica, Arial, sans-serif; }
+/* A dark page dims no block: words, axes and grounds change, the colours of actions stay. */
+:root { color-scheme: light; --text: #1a1a1a; --page: #fff; --title: #0b5c8a; --quiet: #f2f4f6;
+  --waiting: #d0d0d0; --drawn: #3a3a3a; --note: #fff8dc; }
+@media screen and (prefers-color-scheme: dark) { :root { color-scheme: dark; --text: #e4e6e8;
+  --page: #16191c; --title: #7cc4ee; --quiet: #22272b; --waiting: #404346; --drawn: #c3c8cd;
+  --note: #33301f; } }
+body { margin: 0; min-height: 100vh; display: grid; align-content: safe center; grid-template-columns: minmax(0, 1fr);
+  background: var(--page); color: var(--text); font: 30px/1.35 Helvetica, Arial, sans-serif; }
 section { display: none; box-sizing: border-box; width: 1280px; height: 720px; padding: 34px 56px 56px;
   overflow: hidden; position: relative; margin: 0 auto; transform-origin: top center; }
 section.on { display: block; }
-h1 { font-size: 64px; line-height: 1.15; margin: 90px 0 36px; color: #0b5c8a; }
-h2 { font-size: 42px; line-height: 1.15; margin: 0 0 20px; color: #0b5c8a; }
+h1 { font-size: 64px; line-height: 1.15; margin: 90px 0 36px; color: var(--title); }
+h2 { font-size: 42px; line-height: 1.15; margin: 0 0 20px; color: var(--title); }
 p { margin: 0 0 22px; font-size: 32px; }
 pre { font: 24px/1.3 Menlo, Consolas, "DejaVu Sans Mono", monospace; margin: 0; padding: 8px 4px; }
-pre.code { background: #f2f4f6; }
-pre.output { border-left: 6px solid #009E73; background: #fafafa; }
+pre.code { background: var(--quiet); }
+pre.output { border-left: 6px solid #009E73; background: var(--quiet); }
 code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .9em; }
 td code, th code { font-size: 24px; } table { border-collapse: collapse; font-size: 25px; } td, th { padding: 4px 14px; border-bottom: 1px solid #999; text-align: left; }
-math { font-size: 36px; }
-figure { margin: 0; text-align: center; }
+math { font-size: 36px; } math[display="block"] { font-size: 60px; }
+figure { margin: 0; text-align: center; } figure svg { overflow: visible; }
 figcaption { font-size: 24.2px; margin-top: 6px; }
 figcaption span { white-space: nowrap; margin: 0 5px; }
 figcaption i { display: inline-block; width: 26px; height: 18px; margin-right: 8px; border: 1px solid #000; }
-.number { position: absolute; right: 24px; bottom: 12px; font-size: 24px; color: #555; }
-.minutes { position: absolute; left: 64px; bottom: 30px; font-size: 30px; color: #0b5c8a; }
+.number { position: absolute; right: 24px; bottom: 12px; font-size: 24px; opacity: .75; }
+section:first-of-type .number::before { content: "arrow keys turn the page, n says more"; margin-right: 48px; }
+@media (pointer: coarse) { section:first-of-type .number::before { content: "tap to turn the page"; } }
+svg :is([fill="#3a3a3a"], [style*="fill: #3a3a3a"]) { fill: var(--drawn) !important; }
+svg :is([stroke="#3a3a3a"], [style*="stroke: #3a3a3a"]) { stroke: var(--drawn) !important; }
+.minutes { position: absolute; left: 64px; bottom: 30px; font-size: 30px; color: var(--title); }
 .minutes b { font-size: 84px; font-variant-numeric: tabular-nums; margin-right: 18px; }
 aside { display: none; }
 #notes { position: fixed; left: 0; right: 0; bottom: 0; max-height: 45%; overflow: auto; display: none;
-  padding: 16px 64px; background: #fff8dc; font-size: 24px; border-top: 3px solid #E69F00; }
+  padding: 16px 64px; background: var(--note); font-size: 24px; border-top: 3px solid #E69F00; }
 @media print { @page { size: 1280px 720px; margin: 0; } #notes { display: none !important; }
   section { display: block; page-break-after: always; } }
 </style></head><body>

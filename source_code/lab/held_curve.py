@@ -6,11 +6,13 @@ of the backward for the weights. With v stages per rank, each activation counts 
 micro-batch, so that schedules with different numbers of stages can be compared.
 """
 
+import re
 from html import escape
 
 from lab.drawing import FONT, LEFT, RIGHT, TEXT, WIDTH
 
 HELD = "#D55E00"
+LETTER = 6.7  # the width of a letter, in units of the drawing
 TALL = 54  # of the curve's own part of a drawing
 
 
@@ -83,11 +85,15 @@ def held_parts(timelines, width=WIDTH, rank=None):
 
     if rank is None:
         words = [f"{each.name} {peak:g} (rank {fullest})" for each, fullest, peak in found]
-        alt = "micro-batches held: " + ", ".join(words)
+        alt = "micro-batches held: " + ", dashed: ".join(words)
     else:
         words = [f"{each.name} {peak:g}" for each, _, peak in found]
         alt = f"micro-batches that rank {rank} holds, at the peak: " + ", ".join(words)
-    parts = [_text(8, FONT, alt, "start")]
+    shown = alt
+    for less in (r" \(rank \d+\)", " held"):  # on a phone
+        if LETTER * len(shown) > width - 8:
+            shown = re.sub(less, "", shown)
+    parts = [_text(8, FONT, shown, "start")]
     for number, (timeline, shown, peak) in enumerate(found):
         path = outline(held_over_time(timeline, shown), timeline.makespan, x, y)
         paint = f'fill="{HELD}" fill-opacity="0.6" stroke="{HELD}"'

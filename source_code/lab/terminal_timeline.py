@@ -15,7 +15,12 @@ NAME = 8  # columns for "rank 12 "
 SIGN = {"F": ">", "B": "<", "I": "<", "W": "w", "U": "u"}
 # Of the terminal's 256 colours the nearest to those of drawing.py: (block, letters on it).
 PAINT = {"F": (74, 16), "B": (29, 231), "I": (79, 16), "W": (214, 16), "U": (166, 16)}
-LEGEND = "0> forward of micro-batch 0   < backward   w backward for weights   . waiting"
+LEGEND = {
+    "F": "0> forward of micro-batch 0",
+    "B": "< backward",
+    "W": "w backward for weights",
+    "U": "u update",
+}
 
 
 def in_text(timelines, colours=False, unit="ms", columns=COLUMNS):
@@ -29,7 +34,15 @@ def in_text(timelines, colours=False, unit="ms", columns=COLUMNS):
             row = _row(events, timeline.start, longest / cells, cells)
             lines.append(f"{f'rank {rank}':<{NAME}}" + "".join(_painted(row, colours)))
         lines.append("")
-    return [*lines[:-1], _axis(longest, cells, unit), *wrap(LEGEND, columns)]
+    return [*lines[:-1], _axis(longest, cells, unit), *_legend(timelines.values(), columns)]
+
+
+def _legend(timelines, columns):
+    """What the signs mean that occur, in lines that break between two of them."""
+    kinds = {event.action.kind.replace("I", "B") for each in timelines for event in each.events}
+    entries = [words for kind, words in LEGEND.items() if kind in kinds] + [". waiting"]
+    unbroken = "   ".join(entry.replace(" ", "\xa0") for entry in entries)
+    return [line.replace("\xa0", " ") for line in wrap(unbroken, columns)]
 
 
 def _row(events, start, step, cells):
