@@ -131,9 +131,10 @@ def with_32000_tokens(rank, dtype):
 
 def test_the_float32_copy_of_the_scores_of_32000_tokens_never_exists():
     ((held, peak),) = run_on_ranks(with_32000_tokens, 1, torch.bfloat16)
-    # The scores in 16 bits are half of it, and their gradient is another half in the backward.
+    # The scores in 16 bits are half of it, and their gradient is another half in the backward. A
+    # processor without products in 16 bits copies one of them. Without pieces, the peak is 3.
     assert 0.5 <= held < 0.6
-    assert 1.0 <= peak < 1.3
+    assert 1.0 <= peak < 1.6
     ((held, peak),) = run_on_ranks(with_32000_tokens, 1, torch.float32)
     assert 1.0 <= held < 1.1  # the scores themselves
     assert 2.0 <= peak < 2.3  # without pieces there are three

@@ -295,6 +295,17 @@ def test_every_script_has_its_row_on_the_scripts_page():
         assert page.count(f"| [{path.name}]({path.name}) |") == 1, path.name
 
 
+def test_the_scripts_page_names_only_files_that_their_package_has():
+    page = (SOURCE / "README.md").read_text().partition("## The packages")[2]
+    rows = dict(re.findall(r"^\| \[(\w+)\]\(\w+\) \|.*\| (.*) \|$", page, re.M))
+    assert set(rows) == set(architecture.PACKAGES)
+    for package, contents in rows.items():
+        names = re.findall(r"`(\w+\.py|\w+/)`", contents)
+        assert names and [name for name in names if not (SOURCE / package / name).exists()] == []
+    topics = {path.name + "/" for path in (SOURCE / "extensions").iterdir() if path.is_dir()}
+    assert topics - {"__pycache__/"} == set(re.findall(r"`(\w+/)`", rows["extensions"]))
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_every_picture_says_in_words_what_it_shows(path):
     markdown = markdown_of(path)
