@@ -118,6 +118,8 @@ def test_at_least_30_families_are_counted():
          "is for a language model"),
         ({"model_type": "phi", "qk_layernorm": True}, "qk_layernorm is True are not counted"),
         ({"model_type": "qwen3", "attention_bias": "yes"}, "attention_bias is yes, and not true"),
+        ({"model_type": "llama", "max_position_embeddings": -1}, "say max_position_embeddings"),
+        ({"model_type": "opt", "max_position_embeddings": None}, "say max_position_embeddings"),
     ],
 )  # fmt: skip
 def test_what_is_not_counted_is_rejected_in_one_sentence(file, sentence):

@@ -182,7 +182,7 @@ def read_family(config, path):
             continue
         given = [config[key] for key in keys if key in config]
         value = next((each for each in given if each is not None), None)
-        if value is None and not given:  # null is not a default
+        if value is None and not given and size != "positions":  # null is not a default
             value = getattr(family, size, 0) or None
         if value is not None:
             sizes[size] = value

@@ -129,7 +129,11 @@ def from_sizes(text):
 def from_config(config, path):
     """The Model of a config.json of transformers. Raises InputError."""
     family, sizes, tied = read_family(config, path)
-    longest = sizes.pop("positions", 0)
+    longest = sizes.pop("positions", None)
+    if longest is None and family.positions is None:
+        longest = 1  # no weights belong to positions
+    if not is_count(longest, LARGEST_SIZE) or longest == 0:
+        raise InputError(f"{path} does not say max_position_embeddings, a number from 1")
     built = {"gated": family.gated, "tied": tied, "norms_in_float32": family.gated}
     model = checked({**sizes, **built}, path)
     if model.head_dim * model.head_count == model.hidden:  # which is what no head_dim means
@@ -137,11 +141,7 @@ def from_config(config, path):
     layer, ends = weights_outside_matrices(family, config, model, path)
     if model.gated and (layer, ends) == (2 * model.hidden, model.hidden):
         return model
-    rows = 0
-    if family.positions is not None:
-        if not is_count(longest, LARGEST_SIZE) or longest == 0:
-            raise InputError(f"{path} does not say max_position_embeddings, a number from 1")
-        rows = longest + family.positions
+    rows = 0 if family.positions is None else longest + family.positions
     return replace(model, layer_rest=layer, positions=rows, ends_rest=ends)
 
 
