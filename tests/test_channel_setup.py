@@ -15,8 +15,9 @@ import train
 from ranks import run_on_ranks
 
 from course.failed_run import RunFailed
+from guard.presence import guarded_meeting
 from pipeline.collectives import open_groups
-from pipeline.job import Job, join_job
+from pipeline.job import Job, join_job, joining
 
 SMALL = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --steps 2 --device cpu"
 
@@ -62,6 +63,7 @@ def test_receives_posted_at_the_start_would_let_them_hang():
 def join_while_rank_2_sleeps(rank):
     if rank == 2:
         Job.receive = lambda *_: time.sleep(60)
+    joining.append(guarded_meeting)
     join_job("cpu", timeout=2)
     time.sleep(60)  # rank 0, which needs nothing from rank 2 and keeps the store
 

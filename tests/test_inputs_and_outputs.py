@@ -20,12 +20,11 @@ from test_bad_input import SCRIPTS, Refusal
 
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder
-from guard import files, inputs
+from guard import ending, files, inputs
 from guard.files import write_output, write_whole
 from guard.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
 from guard.paths import can_be_written
 from guard.printing import Output
-from pipeline import job
 from pipeline.command_line import Parser
 from pipeline.schedule import to_csv
 from pipeline.schedules import MOST_ACTIONS, build_schedule, gpipe
@@ -501,10 +500,10 @@ def test_what_is_printed_leaves_in_one_piece_since_ranks_share_a_pipe(monkeypatc
         assert reader.recv(999).decode() == "rank 0 waits for rank 1 \n  queued: a message\n"
         with open(os.dup(writer.fileno()), "w") as stream:
             monkeypatch.setattr(sys, "stderr", stream)
-            monkeypatch.setattr(job.os, "_exit", sys.exit)
-            monkeypatch.setattr(job, "ending", threading.Lock())
+            monkeypatch.setattr(ending.os, "_exit", sys.exit)
+            monkeypatch.setattr(ending, "ending", threading.Lock())
             with pytest.raises(SystemExit):
-                job.end_process("rank 1 waits for rank 0\n  queued: a message")
+                ending.end_process("rank 1 waits for rank 0\n  queued: a message")
         assert reader.recv(999).decode() == "rank 1 waits for rank 0\n  queued: a message\n"
 
 

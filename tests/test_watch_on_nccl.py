@@ -204,7 +204,7 @@ def test_a_wait_of_the_device_counts_from_when_it_stands_there(watch):
 
 def test_the_start_of_a_transfer_leaves_nothing_to_the_device(watch):
     before = len(watch.marks)
-    with watch.around_starts(jobs.Job(0, 2, None, "nccl", 60.0).naming_loss)(1, "a message"):
+    with watch.around_starts(jobs.Job(0, 2, None, "nccl", 60.0).starting)(1, "a message"):
         assert watch.wait.what == "a message"
     assert len(watch.marks) == before
 

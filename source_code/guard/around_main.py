@@ -13,14 +13,15 @@ import torch
 
 import guard.unpickling  # noqa: F401 - objects from other ranks run no code
 from guard.agreement import settings_of
+from guard.ending import end_process
 from guard.files import not_written, write_whole
 from guard.launcher import ranks_set, read_ranks
-from guard.one_sentence import in_one_sentence, tell_launcher
+from guard.one_sentence import in_one_sentence
 from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from guard.sizes import check_duration, check_memory
-from pipeline.job import end_process, joining, told
+from pipeline.job import joining
 from pipeline.training import checks, writing
 
 NO_MEMORY = MemoryError, torch.OutOfMemoryError
@@ -77,7 +78,6 @@ def attached():
 
     argparse.ArgumentParser.parse_args = noted
     joining.append(meeting)
-    told.append(tell_launcher)
     writing.append(write_whole)
     before, checks[:] = list(checks), [*checks, check_memory, check_duration]
     try:
@@ -85,6 +85,5 @@ def attached():
     finally:
         argparse.ArgumentParser.parse_args = parse_args
         joining.remove(meeting)
-        told.remove(tell_launcher)
         writing.remove(write_whole)
         checks[:] = before

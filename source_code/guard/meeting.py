@@ -16,9 +16,10 @@ try:
 except ImportError:  # Windows
     resource = None
 
+from guard.ending import end_process
 from guard.launcher import LauncherError, meeting_point
 from guard.siblings import end_siblings, stopped_among
-from pipeline.job import GRACE, SLOW_START, end_process, store_of_one
+from pipeline.job import GRACE, SLOW_START, store_of_one
 
 LEAST = {  # that a rank needs: two ranks open more than 32 files, and torch maps 0.7 GB
     "RLIMIT_NOFILE": (64, "open files", "-n"),

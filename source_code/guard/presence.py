@@ -14,10 +14,11 @@ from functools import partial
 import torch.distributed as dist
 
 from guard.agreement import Disagreement, Missing, agree, ranks_text
+from guard.ending import end_process, name_losses
 from guard.meeting import find_store, launcher_keeps_the_store
 from guard.siblings import end_siblings, launcher_lives, stopped_among
 from guard.watch import attach_watch
-from pipeline.job import GRACE, SLOW_START, end_process
+from pipeline.job import GRACE, SLOW_START
 
 SIGN_OF_LIFE = 0.25  # seconds between two signs
 SILENCE = 2.0  # seconds without a sign, after which a rank counts as silent
@@ -32,6 +33,7 @@ def guarded_meeting(job, settings=None):
     """
     presence = Presence(job.rank, job.num_ranks, job.timeout)
     presence.start()
+    name_losses(job)
     job.store, job.processes = find_store(job), {}
     if job.num_ranks == 1:
         yield

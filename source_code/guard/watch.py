@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from guard.ending import end_process
 from guard.siblings import end_siblings
-from pipeline.job import end_process
 
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
 STORE_TIMEOUT = 2  # seconds that a store may take for an answer
@@ -75,7 +75,7 @@ def watch_of(job):
         watch.store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
         watch.processes = getattr(job, "processes", {})  # set for a guarded job
     job.explain_loss = watch.explain_loss
-    job.naming_loss = watch.around_starts(job.naming_loss)
+    job.starting = watch.around_starts(job.starting)
     return watch
 
 
@@ -114,12 +114,12 @@ class Watch(threading.Thread):
         finally:
             self.wait = outer and outer._replace(since=time.monotonic())
 
-    def around_starts(self, naming_loss):
-        """`naming_loss` of a job, watched: with NCCL the start of a transfer can block, too."""
+    def around_starts(self, starting):
+        """`starting` of a job, watched: with NCCL the start of a transfer can block, too."""
 
         @contextmanager
         def watched(peer, what):
-            with self.host_waiting(peer, what), naming_loss(peer, what):
+            with self.host_waiting(peer, what), starting(peer, what):
                 yield
 
         return watched

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from guard.ending import end_process
 from lab.variables import DELAY_VARIABLE, OCCUPANCY_VARIABLE, PRETENDED_VARIABLE
-from pipeline.job import end_process
 
 
 class NodesError(ValueError):

@@ -63,7 +63,7 @@ class Summing:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         self.flat = flat.to(job.wire)
         group = job.groups[ranks]
-        with job.naming_loss(self.following, what):
+        with job.starting(self.following, what):
             self.work = job.start(
                 ranks, lambda: dist.all_reduce(self.flat, group=group, async_op=True)
             )

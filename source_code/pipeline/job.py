@@ -10,11 +10,8 @@ have arrived.
 
 import atexit
 import gc
-import os
-import sys
-import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -28,8 +25,6 @@ from pipeline.message import Message
 
 SLOW_START = 60.0  # least seconds that ranks have to find each other
 GRACE = 5.0  # seconds after the longest wait, when the transport ends it
-ending = threading.Lock()
-told = []  # functions that hear the sentence with which this process ends
 joining = []  # contexts in which a job of this process is joined; the last one counts
 
 
@@ -108,27 +103,17 @@ class Job:
         """Start a transfer to the ranks `peers`; `begin()` returns torch's work."""
         return begin()
 
+    def starting(self, peer, what):
+        """Return the context in which a transfer is started, with rank `peer` at its other end."""
+        return nullcontext()
+
     def waiting(self, peer, what):
         """Return the context of a call that blocks until rank `peer` acts."""
-        return self.naming_loss(peer, what)
+        return nullcontext()
 
     def waiting_for_all(self, what):
-        """Return the context of a call that needs every rank; errors name the next rank."""
+        """Return the context of a call that needs every rank, for which the next one stands."""
         return self.waiting((self.rank + 1) % self.num_ranks, what)
-
-    @contextmanager
-    def naming_loss(self, peer, what):
-        """Return the context of a transport call; if `peer` is lost, end the process, naming it."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_loss(error):
-                raise
-            end_process(self.explain_loss(peer, what, error))
-
-    def explain_loss(self, peer, what, error):
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        return f"rank {self.rank} lost rank {peer} while waiting for {what} ({reason})"
 
     def leave(self):
         """Leave together, so that no rank closes a connection that another still uses."""
@@ -149,7 +134,7 @@ class Transfer:
         self.awaited = f"the receipt of {message}" if self.sends else message
         ends = (job.rank, peer) if self.sends else (peer, job.rank)
         begin = partial(operation, buffer, peer, group=job.channel(*ends, message))
-        with job.naming_loss(peer, self.awaited):
+        with job.starting(peer, self.awaited):
             self.work = job.start([peer], begin) if self.sends else begin()
 
     def wait(self):
@@ -183,14 +168,13 @@ def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None):
 @contextmanager
 def meet(job):
     """Find the other ranks where the launcher says. Within this context the job has its store."""
-    with job.naming_loss((job.rank + 1) % job.num_ranks, "the start of the job"):
-        if job.num_ranks == 1:
-            job.store = store_of_one()
-        else:
-            limit = timedelta(seconds=max(job.timeout, SLOW_START))
-            ranks = {"rank": job.rank, "world_size": job.num_ranks}
-            job.store = next(dist.rendezvous("env://", **ranks, timeout=limit))[0]
-        yield
+    if job.num_ranks == 1:
+        job.store = store_of_one()
+    else:
+        limit = timedelta(seconds=max(job.timeout, SLOW_START))
+        ranks = {"rank": job.rank, "world_size": job.num_ranks}
+        job.store = next(dist.rendezvous("env://", **ranks, timeout=limit))[0]
+    yield
 
 
 def store_of_one():
@@ -241,24 +225,3 @@ def choose_device(wanted, local_rank):
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def is_loss(error):
-    """Return whether an error or its cause says that the transport lost the other side."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    words = "closed by peer", "reset by peer", "Timed out"
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-
-
-def end_process(sentence, before_leaving=lambda: None):
-    """Print one sentence and end this process at once, without waiting for any other rank."""
-    ending.acquire()  # never released: only one thread prints and ends the process
-    sys.stderr.write(f"{sentence}\n")  # in one piece: other ranks may write at the same moment
-    sys.stderr.flush()
-    for tell in told:
-        tell(sentence)
-    sys.stdout.flush()
-    before_leaving()
-    time.sleep(0.3)  # other ranks may still read the reason from this rank's store
-    os._exit(1)

@@ -85,7 +85,7 @@ class ExpertGroup:
             group=self.job.groups[self.ranks], async_op=True,
         )  # fmt: skip
         following = self.ranks[(self.index + 1) % self.size]
-        with self.job.naming_loss(following, f"its {what} of an all-to-all"):
+        with self.job.starting(following, f"its {what} of an all-to-all"):
             work = self.job.start(self.ranks, begin)
 
         def wait():

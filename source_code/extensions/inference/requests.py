@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.job import end_process
+from guard.ending import end_process
 
 
 @dataclass(frozen=True)

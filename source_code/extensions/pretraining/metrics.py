@@ -12,8 +12,8 @@ import statistics
 import time
 
 from extensions.pretraining.throughput import flops_per_token, peak_flops
+from guard.ending import end_process
 from guard.files import json_line, place_of, say_not_written
-from pipeline.job import end_process
 
 
 def open_for_one(path):

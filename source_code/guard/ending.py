@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends this process with one sentence, also when the connection to another rank breaks."""
+
+import os
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from guard.one_sentence import tell_launcher
+
+ending = threading.Lock()
+
+
+def end_process(sentence, before_leaving=lambda: None):
+    """Print one sentence and end this process at once, without waiting for any other rank."""
+    ending.acquire()  # never released: only one thread prints and ends the process
+    sys.stderr.write(f"{sentence}\n")  # in one piece: other ranks may write at the same moment
+    sys.stderr.flush()
+    tell_launcher(sentence)
+    sys.stdout.flush()
+    before_leaving()
+    time.sleep(0.3)  # other ranks may still read the reason from this rank's store
+    os._exit(1)
+
+
+def name_losses(job):
+    """From now on a broken connection ends this rank, with a sentence that names the other rank."""
+
+    def explain_loss(peer, what, error):
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        return f"rank {job.rank} lost rank {peer} while waiting for {what} ({reason})"
+
+    @contextmanager
+    def naming_loss(peer, what):
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            end_process(job.explain_loss(peer, what, error))
+
+    job.explain_loss, job.starting, job.waiting = explain_loss, naming_loss, naming_loss
+
+
+def is_loss(error):
+    """Return whether an error or its cause says that the transport lost the other side."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    words = "closed by peer", "reset by peer", "Timed out"
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
