@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from further import further
 
 from course.launch import ROOT, SCRIPTS
 from guard.free_port import free_port
@@ -48,6 +49,7 @@ def test_nothing_of_a_script_refers_to_a_process_group_at_its_end(tmp_path, scri
     check_end(tmp_path, SCRIPTS / script, flags)
 
 
+@further
 def test_nothing_of_a_one_file_copy_refers_to_a_process_group_at_its_end(tmp_path):
     copy = tmp_path / "program.py"
     words = [sys.executable, SCRIPTS / "copy_template.py", "gpipe.py", copy]

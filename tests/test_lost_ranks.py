@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from further import first_of
+from further import first_of, further
 
 from course.failed_run import RunFailed
 from course.followed_run import follow
@@ -117,6 +117,7 @@ def test_a_stopped_rank_ends_the_job_after_the_timeout_and_is_named(rank):
     assert TIMEOUT - 1 < took < TIMEOUT + WITHIN
 
 
+@further
 def test_a_stopped_rank_ends_the_job_under_torchrun_and_is_named():
     # A stopped process does not heed torchrun's request to end, for which it waits 30 s.
     message, took = Job(signal.SIGSTOP, 1, torchrun=True).end()

@@ -148,7 +148,7 @@ def test_frozen_and_adapted_stages_train_as_one_process_does(part, script, flags
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("part", first_of(["FrozenFirst", "WithLoRA", "FrozenLast"], 2))
+@pytest.mark.parametrize("part", first_of(["FrozenFirst", "WithLoRA", "FrozenLast"], 1))
 def test_with_replicas_clipping_decay_and_16_bits_nothing_frozen_moves(part):
     flags = "--schedule zb-h1 --replicas 2 --clip 0.1 --recompute layer --batch-size 8"
     flags = f"{SMALL} {flags} --microbatches 4 --heads 4 --kv-heads 2 --vocabulary 256"

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from further import further
+from further import first_of, further
 from ranks import run_on_ranks
 
 from course.launch import ROOT
@@ -84,7 +84,7 @@ def measured(flags, counts, per_microbatch=1):
 COUNTS = [(8, 2), (64, 1), (256, 1)]
 
 
-@pytest.mark.parametrize("flags", ["one_f_one_b", "train --schedule 1f1b"])
+@pytest.mark.parametrize("flags", first_of(["one_f_one_b", "train --schedule 1f1b"], 1))
 def test_in_1f1b_rank_r_has_at_most_p_minus_r_plus_2_sent_tensors_for_any_m(flags):
     # At most p - 1 - r activations have no gradient yet, after which one more is sent; and of the
     # gradients the last two may not have been taken.

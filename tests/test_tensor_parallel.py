@@ -46,11 +46,11 @@ def train(flags, ranks, limit=90):
         [
             (8, "--replicas 2 --tensor 2"),
             (8, "--replicas 1 --tensor 2 --sequence whole"),
-            (8, "--replicas 2 --tensor 4"),
+            (8, "--replicas 2 --tensor 4"),  # one stage
             (4, "--tensor 2 --schedule zb-v --optimizer adamw --learning-rate 0.005"),
             (4, "--tensor 2 --schedule interleaved-1f1b --sequence whole"),
         ],
-        3,
+        2,
     ),
     ids=["2x2x2", "1x4x2", "2x1x4", "1x2x2 zb-v", "1x2x2 interleaved"],
 )
