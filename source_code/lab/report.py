@@ -3,6 +3,7 @@
 
 import statistics
 import sys
+from textwrap import wrap
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class Report:
         memory = gather(self.job, (peak_memory(self.job.device), self.memory.peak))
         if self.job.rank == 0 and passes[0]:
             timelines = timelines_of(self.schedule.name, passes)
-            print(self.summary(timelines, memory), flush=True)
+            print(in_lines(self.summary(timelines, memory)), flush=True)
             if timeline_file:
                 write_output("--timeline", timeline_file, to_chrome_trace(timelines[-1]))
 
@@ -76,6 +77,16 @@ class Report:
             f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
             f"peak memory {peaks} MiB, of it held for backwards {held} MiB"
         )
+
+
+def in_lines(summary, columns=78):
+    """The summary in lines that fit a terminal; a file or a notebook gets one line to search."""
+    if not sys.stdout.isatty():
+        return summary
+    parts = summary.replace("  peak", "\n  peak").replace(", of it", ",\n  of it").splitlines()
+    return "\n".join(
+        line for part in parts for line in wrap(part, columns, subsequent_indent="    ")
+    )
 
 
 def timelines_of(name, passes_of_ranks):
