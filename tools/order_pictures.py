@@ -142,32 +142,32 @@ def deferred_weight_gradients():
 
 def replicas():
     """Two replicas of a pipeline: who sends along a row, who sums along a column (lesson 10)."""
-    parts, left, apart, wide = [], 130, 174, 124
+    parts, left, apart, wide = [], 122, 190, 122
     for replica in range(2):
-        top = 30 + 116 * replica
-        parts.append(text(left - 14, top + 21, f"replica {replica}", "end", bold=True))
-        parts.append(text(left - 14, top + 39, "half of the batch", "end"))
+        top = 32 + 116 * replica
+        parts.append(label(4, top + 24, f"replica {replica}", "start", bold=True))
+        parts.append(label(4, top + 47, f"batch half {replica}", "start"))
         for stage in range(RANKS):
-            x = left + apart * stage
-            parts += box(x, top, wide, 54, "", shade_of("F", stage % 2), NUMBER["F"])
+            x, color = left + apart * stage, NUMBER["F"]
+            parts += box(x, top, wide, 58, **blue(stage % 2))
             rank = RANKS * replica + stage
-            parts.append(text(x + wide / 2, top + 24, f"rank {rank}", color=NUMBER["F"], bold=True))
-            parts.append(text(x + wide / 2, top + 43, f"stage {stage}", color=NUMBER["F"]))
+            parts.append(label(x + wide / 2, top + 24, f"rank {rank}", color=color, bold=True))
+            parts.append(label(x + wide / 2, top + 47, f"stage {stage}", color=color))
             if stage:
-                parts += arrow((x - apart + wide, top + 18), (x, top + 18))
-                parts += arrow((x, top + 38), (x - apart + wide, top + 38))
+                parts += arrow((x - apart + wide, top + 19), (x, top + 19))
+                parts += arrow((x, top + 40), (x - apart + wide, top + 40))
     for stage in range(RANKS):
         middle = left + apart * stage + wide / 2
-        parts += arrow((middle, 115), (middle, 146)) + arrow((middle, 115), (middle, 84))
-    parts.append(text(left + 1.5 * apart + wide / 2, 18, "a row: messages of each micro-batch"))
-    words = "a column: one sum of gradients per step"
-    parts.append(text(left + 1.5 * apart + wide / 2, 222, words))
+        parts += arrow((middle, 119), (middle, 148)) + arrow((middle, 119), (middle, 90))
+    middle = left + 1.5 * apart + wide / 2
+    parts.append(label(middle, 18, "a row: messages of each micro-batch"))
+    parts.append(label(middle, 230, "a column: one sum of gradients per step"))
     alt = (
         "Eight ranks as a mesh of 2 replicas and 4 stages. Ranks 0 to 3 are one pipeline, ranks 4 "
         "to 7 the other. Each micro-batch sends activations along a row and gradients back. Ranks "
         "0 and 4, 1 and 5, 2 and 6, 3 and 7 have the same stage and sum its gradients once per step."
     )
-    return Picture(wrap(parts, 236, alt), alt)
+    return Picture(wrap(parts, 240, alt), alt)
 
 
 def laundry():

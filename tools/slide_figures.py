@@ -106,8 +106,8 @@ def cut_off_legend(root):
     bottom = top - y + 8  # its axis has larger words, too
     for curve in root.findall(f"{{{SVG}}}g[@transform]"):  # what a rank holds, below the legend
         before = float(re.fullmatch(r"translate\(0 ([\d.]+)\)", curve.get("transform"))[1])
-        curve.set("transform", f"translate(0 {bottom + 12})")
-        bottom += 12 + tall - before
+        curve.set("transform", f"translate(0 {bottom + 22})")
+        bottom += 22 + tall - before
     root.set("viewBox", f"{x} {y} {width} {bottom}")
     stories = " ".join(e.text or "" for e in root.iter(f"{{{SVG}}}title"))
     kinds = [kind for kind in FILL if f"{LEGEND[kind]} of" in stories]
