@@ -21,16 +21,16 @@ allow(Event, Action)  # ranks gather what they performed
 class Report:
     """Prints how a job runs when it starts, and a summary when it ends. All ranks make one.
 
-    `what` is the name of one pass through `schedule`. On a terminal, a progress bar shows `bar`
-    steps; 0 shows none.
+    `what` is the name of one pass through `schedule`. A progress bar shows `bar` steps if the losses
+    go into a file and the errors to a terminal; 0 shows none. The lines of losses would break it.
     """
 
     def __init__(self, job, schedule, clock, memory, network, what="step", bar=0):
         self.job, self.schedule, self.what = job, schedule, what
         self.clock, self.memory, self.network = clock, memory, network
         self.bar = None
-        if bar and sys.stderr.isatty():
-            from tqdm import tqdm  # needed only on a terminal
+        if bar and sys.stderr.isatty() and not sys.stdout.isatty():
+            from tqdm import tqdm  # needed only there
 
             self.bar = tqdm(total=bar, unit="pass")
         if job.rank == 0:
