@@ -23,7 +23,7 @@ check: $(INSTALLED) ## the linter, and the tests that start no process: two minu
 	$(LINT)
 	$(TESTS) -m "not processes" tests $(PYTEST_FLAGS)
 
-test: $(INSTALLED) ## set up .venv and test every lesson, script, schedule and check
+test: $(INSTALLED) ## set up .venv; test every lesson, script, schedule and check
 	$(LINT)
 	$(TESTS) -m "not (further and processes)" $(PYTEST_FLAGS)
 
@@ -45,7 +45,7 @@ TORCH_TESTS = $(addprefix tests/test_,$(addsuffix .py,equals_one_process every_s
 	message_order flight_recorder checkpointing data_parallel replicas pretrain_llama \
 	tensor_parallel vocabulary_parallel inference no_code_from_files)) tests/hosted_emulation.py
 
-soak: $(INSTALLED) ## damage files, schedules and answers in thousands of ways: hours
+soak: $(INSTALLED) ## damage files, schedules, answers in thousands of ways: hours
 	FUZZ_INPUTS=10000 $(BIN)/python -m pytest $(DRAWN_AT_RANDOM) $(PYTEST_FLAGS)
 	COURSE_SOAK=1 $(BIN)/python -m pytest --session-timeout=28800 -m soak tests $(PYTEST_FLAGS)
 	$(BIN)/python tools/spoil_code.py
@@ -62,10 +62,11 @@ TESTS = $(BIN)/python $(RUN_TESTS)
 
 run: $(INSTALLED) ## train on four processes, and draw prediction and run
 	@mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 source_code/gpipe.py \
-		--verify --pace 10 20 --timeline build/gpipe.json
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \
+		source_code/gpipe.py --verify --pace 10 20 --timeline build/gpipe.json
 	$(BIN)/python source_code/predict.py gpipe --ranks 4 --microbatches 8 \
-		--forward 10 --backward 20 --performed build/gpipe.json --svg build/gpipe.svg --terminal
+		--forward 10 --backward 20 --performed build/gpipe.json \
+		--svg build/gpipe.svg --terminal
 	@echo "build/gpipe.svg is the same picture for a browser, with messages."
 
 # make notebooks ONLY=notebooks/02_gpipe.ipynb
@@ -101,7 +102,7 @@ wall: $(INSTALLED) ## show where a room is in build/wall, from everybody's progr
 	@mkdir -p $(FOLDER)
 	$(BIN)/python tools/wall.py $(FOLDER) $(FLAGS)
 
-submission: $(INSTALLED) ## run all checks of your notebooks and write one file to hand in
+submission: $(INSTALLED) ## run all checks of your notebooks; write one file to hand in
 	$(BIN)/python tools/make_submission.py
 
 benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's pipeline

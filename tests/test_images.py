@@ -109,6 +109,12 @@ def test_the_last_rank_of_zb_h1_defers_p_minus_1_weight_gradients_and_ends_with_
     assert [action.microbatch for action, _ in found if action.kind == "W"] == list(range(8))
 
 
+def test_the_matrices_of_the_picture_are_those_that_lesson_10b_multiplies():
+    text = (ROOT / "notebooks" / "10b_three_dimensions.ipynb").read_text()
+    assert f"x = torch.tensor({order_pictures.X})" in text
+    assert f"matrix = torch.tensor({order_pictures.W})" in text
+
+
 @pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)
 def test_a_page_shows_the_figure(path):
     assert any(f"{path.name})" in page.read_text() for page in PAGES)

@@ -188,6 +188,15 @@ def test_the_sentence_of_a_slide_changes_with_the_notebook():
     assert make_slides.slides_of(cells)[1].sentence == "Two stands still."
 
 
+def test_a_picture_of_the_prose_is_on_a_slide_if_its_letters_are_large_enough():
+    mark, large, small = "<!-- slide: T -->", "idea-mesh", "idea-cut-graph"
+    for picture, shown in ((large, True), (small, False)):
+        prose = f"{mark}One. Two.\n\n![x](../images/{picture}.svg)"
+        assert bool(make_slides.slide_of(prose, "99").figure) == shown
+    asking = f"{mark}How long?\n\n![x](../images/{large}.svg)"
+    assert make_slides.slide_of(asking, "99").figure is None
+
+
 def test_slides_tell_the_exercises_and_not_the_answers(slides):
     for path in LESSONS:
         page = html.unescape(slides[path.stem])

@@ -22,7 +22,7 @@ from extensions.recompute import MODES, recomputing
 from lab.activation_memory import ActivationMemory
 from lab.clock import Clock
 from lab.figures import draw_timelines
-from lab.report import measured_costs
+from lab.report import in_lines, measured_costs
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, from_chrome_trace, to_chrome_trace
 from pipeline.model import ModelConfig, build_part, token_loss
@@ -58,6 +58,18 @@ def train(schedule, mode, more=""):
     held = re.search(r"held for backwards ([\d. ]+) MiB", done.output)[1]
     orders = tuple(tuple(event.action for event in events) for events in done.timeline.by_rank)
     return [json.loads(row)["loss"] for row in rows], [float(n) for n in held.split()], orders
+
+
+@pytest.mark.parametrize("ranks", [4, 32])
+def test_a_terminal_gets_the_summary_in_lines_of_at_most_78_columns_and_a_file_gets_one(ranks):
+    summary = (
+        "step 1234.5 ms (predicted 1234.0 ms)  idle 27.3% (predicted 27.3%)  "
+        f"peak memory {'12345 ' * ranks}MiB, of it held for backwards {'123.45 ' * ranks}MiB"
+    )
+    assert in_lines(summary) == summary, "a test has no terminal"
+    with mock.patch("lab.report.sys.stdout.isatty", lambda: True):
+        shown = in_lines(summary)
+    assert max(map(len, shown.splitlines())) <= 78 and shown.split() == summary.split()
 
 
 def schedules_and_modes():

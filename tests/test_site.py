@@ -11,6 +11,7 @@ import make_site
 import pytest
 import search_index
 import site_page
+import slide_page
 
 from course.launch import ROOT
 
@@ -121,6 +122,16 @@ def test_the_first_page_leads_to_lesson_00_the_map_and_one_file_and_is_not_the_r
     for picture in ("gpipe-above-1f1b.svg", "map-of-schedules.svg"):
         assert f'src="images/{picture}"' in page
     assert 'href="source_code/small/pipeline.py.html"' in page
+
+
+def test_the_list_of_slides_leads_back_to_the_first_page(tmp_path):
+    course = COURSE._replace(root=tmp_path)
+    made = make_site.slides_of(course)
+    made.parent.mkdir(parents=True)
+    made.write_text(slide_page.index_of({"99_x": "X"}))
+    make_site.copy_slides(tmp_path / "site", course)
+    links = re.findall(r'href="([^"]*)"', (tmp_path / "site" / make_site.SLIDES).read_text())
+    assert links == ["../index.html", "99_x.html"]
 
 
 def test_the_glossary_leads_to_every_lesson_in_its_own_text(pages):

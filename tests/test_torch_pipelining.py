@@ -343,18 +343,25 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
 
 
 def has_bar(rank):
-    """Whether this rank of a V on 2 ranks shows a progress bar, its stderr being a terminal."""
+    """Whether this rank of a V on 2 ranks shows a progress bar, its stderr being a terminal.
+
+    First with losses that go into a file, then with losses on the terminal, too.
+    """
     arguments = arguments_of(f"{SMALL} --schedule ZBVZeroBubble")
     job = join_library_job(arguments)
     sys.stderr.isatty = lambda: True
-    lab = attach.observe(arguments, job, [], schedule_as_data("ZBVZeroBubble", 2, 8, 2))
-    bar = lab.report.bar
+    found = []
+    for also in (False, True):
+        sys.stdout.isatty = lambda: also  # noqa: B023
+        lab = attach.observe(arguments, job, [], schedule_as_data("ZBVZeroBubble", 2, 8, 2))
+        found.append(lab.report.bar is not None and lab.report.bar.total)
     job.leave()
-    return bar is not None and bar.total
+    return found
 
 
-def test_a_terminal_on_the_rank_of_the_last_stage_gets_a_progress_bar():
-    assert run_on_ranks(has_bar, 2) == [4, False], "in a V the last stage is on rank 0"
+def test_a_terminal_without_losses_on_the_rank_of_the_last_stage_gets_a_progress_bar():
+    shown = [[4, False], [False, False]]
+    assert run_on_ranks(has_bar, 2) == shown, "in a V the last stage is on rank 0"
 
 
 # The free-form network, and Hugging Face

@@ -34,23 +34,22 @@ PALE = "#bdbdbd"  # of what another rank does; its letter is black
 THIN = f'stroke="{TEXT}" stroke-width="1.4" fill="none"'
 
 
-def text(x, y, words, anchor="middle", color=TEXT, bold=False):
+def text(x, y, words, anchor="middle", color=TEXT, bold=False, size=FONT):
     weight = ' font-weight="bold"' if bold else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
         f'fill="{color}"{weight}>{words}</text>'
     )
 
 
-def box(left, top, width, height, words="", fill=GROUND, color=TEXT):
+def box(left, top, width, height, words="", fill=GROUND, color=TEXT, size=FONT):
     """A rectangle with words in its middle. `fill` is a colour or attributes."""
     paint = f'fill="{fill}"' if fill.startswith("#") else fill
     parts = [
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height}" rx="3" {paint}/>'
     ]
-    return parts + [text(left + width / 2, top + height / 2 + 4.5, words, color=color)] * bool(
-        words
-    )
+    middle = left + width / 2, top + height / 2 + 4.5 * size / FONT
+    return parts + [text(*middle, words, color=color, size=size)] * bool(words)
 
 
 def arrow(*corners):

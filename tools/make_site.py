@@ -160,7 +160,7 @@ def write_pages(site, course):
         write(EXPLORER, site_index.EXPLORER_PAGE + explorer + site_index.ABOUT_EXPLORER)
         write(PUZZLES, with_links(puzzles_page(exporter, course), PUZZLES, course))
     if slides_of(course).is_file():
-        shutil.copytree(slides_of(course).parent, site / "slides")
+        copy_slides(site, course)
     for folder in course.folders - {Path(".")}:
         write(folder, list_of(folder, course))
     (site / "favicon.svg").write_text(site_page.FAVICON)
@@ -176,6 +176,14 @@ def write_pages(site, course):
 def slides_of(course):
     """The list of the slides that `make slides` made, which may not be there."""
     return course.root / "build" / "slides" / "index.html"
+
+
+def copy_slides(site, course):
+    """The slides, whose list leads back to the first page only where there is one."""
+    shutil.copytree(slides_of(course).parent, site / SLIDES.parent)
+    back = f'<p><a href="../{address_of(INDEX, course.folders)}">{html.escape(COURSE)}</a></p>'
+    text = (site / SLIDES).read_text()
+    (site / SLIDES).write_text(text.replace("<body>", f"<body>{back}", 1))
 
 
 def index_page(exporter, course):

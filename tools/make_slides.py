@@ -4,9 +4,9 @@
     python tools/make_slides.py 02 03           # some
 
 A mark in a lesson's prose, <!-- slide: TITLE -->, makes a slide of the sentence after it, and
-stands on the line above where the sentence begins its line. The figure of the slide is the next
-stored output of the lesson, else the one above: a drawing, or some lines of output or code. The
-text between the sentence and the next mark becomes the speaker's note. A sentence that asks for a
+stands on the line above where the sentence begins its line. The figure of the slide is a table or a
+picture of its own text, else the next figure of the lesson, else the one above: a picture, a stored
+drawing, or some lines of output or code. Pictures with small letters are not for slides. The text between the sentence and the next mark becomes the speaker's note. A sentence that asks for a
 prediction has no figure. <!-- slide: TITLE; above --> takes the last figure above, "; drawing" the
 last drawing above, and "; words" none. Exercises and the question at the end need no mark.
 docs/lesson-plans.md gives the minutes, what to do, and what to ask at an exercise.
@@ -23,7 +23,7 @@ from formulas import with_formulas
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from slide_figures import figure_of  # noqa: E402
+from slide_figures import figure_of, picture  # noqa: E402
 from slide_layout import (  # noqa: E402
     height_of_figure,
     said_on_the_slide,
@@ -106,6 +106,10 @@ def slides_of(cells, number=""):
             if made and re.match(MARK, part):
                 made.sentence = with_subject(made.sentence, before, asks(made))
             before += part
+            if shown_here := picture_in(part):
+                shown.append(shown_here)
+                if waiting and not made:
+                    waiting.figure, waiting = shown_here, None
             if made:
                 slides.append(made)
                 option = re.match(MARK, part)[2] if re.match(MARK, part) else "words"
@@ -125,8 +129,10 @@ def slide_of(part, number):
     """The slide of a part of the prose, or None."""
     if mark := re.match(MARK, part):
         sentence, note = first_sentence(part[mark.end() :])
-        table = None if mark[2] == "words" else table_in(part)
-        return Slide(mark[1], capital(sentence), table, shortened(note))
+        slide = Slide(mark[1], capital(sentence), None, shortened(note))
+        if mark[2] != "words":
+            slide.figure = table_in(part) or (None if asks(slide) else picture_in(part))
+        return slide
     if exercise := re.match(
         r"\*\*(\d+)\. (.*?)\.?\*\*\s*\((?:(\d+)(?: more)? minutes|[^)]*)\)\.?\s*", part
     ):
@@ -185,6 +191,13 @@ def table_in(part):
     return html_of(found[0]) if found else None
 
 
+def picture_in(part):
+    """The first picture of the prose that can be read on a slide, as HTML, or None."""
+    found = re.findall(r"!\[[^\]]*\]\(\.\./(images/[\w.-]+\.svg)\)", part)
+    drawn = (picture((ROOT / file).read_text(encoding="utf-8")) for file in found)
+    return next(filter(None, drawn), None)
+
+
 def asks(slide):
     """Whether the slide asks for a prediction, which the figure would answer."""
     words = r"\?|[Ww]rite .*down|[Bb]efore you|[Gg]uess|[Pp]redict the|[Ss]ay (it|a number)"
@@ -220,7 +233,8 @@ def texts_of(slides, plan):
     for slide, following in zip(slides, [*slides[1:], Slide("", "")]):
         begins, said = plan.get("Title" if slide.is_first else slide.name, (None, ""))
         heading = "h1" if slide.is_first else "h2"
-        figure = height_of_figure(slide.figure) + (150 if slide.minutes else 170 * slide.is_first)
+        figure = height_of_figure(slide.figure) + (150 if slide.minutes else 0)
+        figure += (184 if len(slide.title) > 32 else 110) if slide.is_first else 0
         may_go_on = not (slide.is_first or slide.minutes or asks(slide) or slide.title == "Next")
         words, note = slide.sentence, slide.note
         if may_go_on:

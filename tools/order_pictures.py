@@ -1,20 +1,33 @@
-"""Pictures of orders and of places for lessons 03, 05, 09, 10 and 10b; make_images.py saves them.
+"""Pictures of orders and of places for lessons 00, 03, 05, 09, 10 and 10b; make_images.py saves them.
 
-They have no time axis: what waits in a queue, the passages of a rank, and who holds what in a mesh.
+They show no schedule: what waits in a queue, the passages of a rank, who holds what in a mesh. Those
+with LARGE letters can be read on a slide.
 """
+
+from functools import partial
 
 from idea_pictures import THIN, arrow, box, text
 
-from lab.drawing import FILL, NUMBER, shade_of, wrap
+from lab.drawing import FILL, NUMBER, TEXT, WAITING, shade_of, wrap
 from lab.figures import Picture
 from pipeline.schedules import interleaved_1f1b, zb_h1
 
 RANKS, MICROBATCHES, CHUNKS = 4, 8, 2
 WIDE = 44  # of a passage
+LARGE = 18  # of letters that can be read on a slide
+X = [[1, 2, 3, 4], [5, 6, 7, 8]]  # the product of lesson 10b
+W = [[1, 0, 2, 0], [0, 1, 0, 2], [3, 0, 1, 0], [0, 3, 0, 1]]
+CELL = 38  # of a number of a matrix
 FORWARD, BACKWARD = (
     {"fill": FILL["F"], "color": NUMBER["F"]},
     {"fill": FILL["B"], "color": NUMBER["B"]},
 )
+label = partial(text, size=LARGE)
+
+
+def blue(shade):
+    """The paint of a box with large letters, in a shade of the forward."""
+    return {"fill": shade_of("F", shade), "color": NUMBER["F"], "size": LARGE}
 
 
 def crossing_sends():
@@ -129,78 +142,182 @@ def deferred_weight_gradients():
 
 def replicas():
     """Two replicas of a pipeline: who sends along a row, who sums along a column (lesson 10)."""
-    parts, left, apart, wide = [], 130, 174, 124
+    parts, left, apart, wide = [], 122, 190, 122
     for replica in range(2):
-        top = 30 + 116 * replica
-        parts.append(text(left - 14, top + 21, f"replica {replica}", "end", bold=True))
-        parts.append(text(left - 14, top + 39, "half of the batch", "end"))
+        top = 32 + 116 * replica
+        parts.append(label(4, top + 24, f"replica {replica}", "start", bold=True))
+        parts.append(label(4, top + 47, f"batch half {replica}", "start"))
         for stage in range(RANKS):
-            x = left + apart * stage
-            parts += box(x, top, wide, 54, "", shade_of("F", stage % 2), NUMBER["F"])
+            x, color = left + apart * stage, NUMBER["F"]
+            parts += box(x, top, wide, 58, **blue(stage % 2))
             rank = RANKS * replica + stage
-            parts.append(text(x + wide / 2, top + 24, f"rank {rank}", color=NUMBER["F"], bold=True))
-            parts.append(text(x + wide / 2, top + 43, f"stage {stage}", color=NUMBER["F"]))
+            parts.append(label(x + wide / 2, top + 24, f"rank {rank}", color=color, bold=True))
+            parts.append(label(x + wide / 2, top + 47, f"stage {stage}", color=color))
             if stage:
-                parts += arrow((x - apart + wide, top + 18), (x, top + 18))
-                parts += arrow((x, top + 38), (x - apart + wide, top + 38))
+                parts += arrow((x - apart + wide, top + 19), (x, top + 19))
+                parts += arrow((x, top + 40), (x - apart + wide, top + 40))
     for stage in range(RANKS):
         middle = left + apart * stage + wide / 2
-        parts += arrow((middle, 115), (middle, 146)) + arrow((middle, 115), (middle, 84))
-    parts.append(text(left + 1.5 * apart + wide / 2, 18, "a row: messages of each micro-batch"))
-    words = "a column: one sum of gradients per step"
-    parts.append(text(left + 1.5 * apart + wide / 2, 222, words))
+        parts += arrow((middle, 119), (middle, 148)) + arrow((middle, 119), (middle, 90))
+    middle = left + 1.5 * apart + wide / 2
+    parts.append(label(middle, 18, "a row: messages of each micro-batch"))
+    parts.append(label(middle, 230, "a column: one sum of gradients per step"))
     alt = (
         "Eight ranks as a mesh of 2 replicas and 4 stages. Ranks 0 to 3 are one pipeline, ranks 4 "
         "to 7 the other. Each micro-batch sends activations along a row and gradients back. Ranks "
         "0 and 4, 1 and 5, 2 and 6, 3 and 7 have the same stage and sum its gradients once per step."
     )
-    return Picture(wrap(parts, 236, alt), alt)
+    return Picture(wrap(parts, 240, alt), alt)
+
+
+def laundry():
+    """What is known before the reader's guess: the washer's row, and the dryer's first load (lesson 00)."""
+    left, minute = 96, 3.5
+    parts = [label(left - 12, 34, "washer", "end"), label(left - 12, 86, "dryer", "end")]
+    parts += box(left, 60, 30 * minute - 2, 40, fill=WAITING)
+    for load in range(4):
+        parts += box(left + 30 * minute * load, 8, 30 * minute - 2, 40, f"load {load}", **blue(0))
+    parts += box(left + 30 * minute, 60, 40 * minute - 2, 40, "load 0", **blue(0))
+    open_end = f'{THIN} stroke-dasharray="5 4"'
+    parts += box(left + 70 * minute, 60, 130 * minute, 40, fill=open_end)
+    parts.append(label(left + 135 * minute, 86, "loads 1, 2 and 3: until when?"))
+    for at in (0, 30, 60, 90, 120):
+        parts.append(label(left + minute * at, 124, f"{at} min" if at == 0 else str(at)))
+    alt = (
+        "The washer works on load 0 from minute 0 to 30, on load 1 to 60, on load 2 to 90 and on "
+        "load 3 to 120. The dryer waits for load 0 until minute 30 and dries it until minute 70. "
+        "The picture leaves open when it dries the other three loads."
+    )
+    return Picture(wrap(parts, 132, alt), alt)
+
+
+def two_cuts():
+    """The product of lesson 10b, cut in two ways: which numbers each of two ranks has."""
+    parts = [label(204, 20, "cut by columns", bold=True), label(594, 20, "cut by rows", bold=True)]
+    top, cell = 56, CELL
+    for left, by_rows in ((24, False), (414, True)):
+        right = left + 4 * cell + 40
+        middle = top + 2 * cell
+        parts.append(label(left + 4 * cell + 20, middle + 6, "×"))
+        parts += cells(left, top + cell, X, "columns" if by_rows else "not at all")
+        parts += cells(right, top, W, "rows" if by_rows else "columns")
+        if not by_rows:
+            parts.append(label(left + 2 * cell, top + cell - 9, "on both ranks"))
+        for rank in range(2):
+            along = cell * (1 + 2 * rank)
+            if by_rows:
+                parts.append(label(left + along, top + cell - 9, f"rank {rank}"))
+                parts.append(label(right + 4 * cell + 8, top + along + 6, f"rank {rank}", "start"))
+            else:
+                parts.append(label(right + along, top - 9, f"rank {rank}"))
+    alt = (
+        "A product of x, which has 2 rows, and a 4 × 4 matrix, cut for two ranks in two ways. Cut "
+        "by columns, rank 0 has the left two columns of the matrix and rank 1 the right two, and "
+        "both have all of x. Cut by rows, rank 0 has the upper two rows of the matrix and the left "
+        "two columns of x, and rank 1 has the lower two rows and the right two columns."
+    )
+    return Picture(wrap(parts, top + 4 * cell + 8, alt), alt)
+
+
+def cells(left, top, numbers, cut):
+    """The numbers of a matrix that is cut by "rows", "columns" or not at all: a shade per rank."""
+    parts = []
+    for row, line in enumerate(numbers):
+        for column, number in enumerate(line):
+            rank = {"rows": row // 2, "columns": column // 2}.get(cut)
+            paint = {"size": LARGE} if rank is None else blue(rank)
+            x, y = left + CELL * column, top + CELL * row
+            parts += box(x, y, CELL - 2, CELL - 2, str(number), **paint)
+    return parts
+
+
+def columns_then_rows():
+    """Two products with nothing sent between them, and the collectives at both ends (lesson 10b)."""
+    parts, enter, leave = [], 204, 660
+    heads = ((enter, "enter"), (324, "W1: columns"), (514, "W2: rows"), (leave, "leave"))
+    parts += [label(x, 20, name, bold=True) for x, name in heads]
+    for rank in range(2):
+        top = 34 + 70 * rank
+        middle = top + 29
+        parts.append(label(10, middle + 6, f"rank {rank}", "start", bold=True))
+        parts += box(100, top + 9, 44, 40, "x", size=LARGE)
+        parts += arrow((144, middle), (enter - 9, middle)) + arrow(
+            (enter + 9, middle), (280, middle)
+        )
+        parts += box(282, top, 84, 58) + box(282 + 42 * rank, top, 42, 58, "W1", **blue(rank))
+        parts += arrow((366, middle), (396, middle))
+        parts += box(398, top + 9, 44, 40) + box(398 + 22 * rank, top + 9, 22, 40, **blue(rank))
+        parts += arrow((442, middle), (470, middle))
+        parts += box(472, top, 84, 58) + box(472, top + 29 * rank, 84, 29, "W2", **blue(rank))
+        parts += arrow((556, middle), (leave - 9, middle)) + arrow(
+            (leave + 9, middle), (736, middle)
+        )
+        parts.append(label((556 + leave - 9) / 2, middle - 8, "a term"))
+        parts += box(738, top + 9, 44, 40, "y", size=LARGE)
+    for x in (enter, leave):  # where the ranks talk
+        parts += box(x - 9, 32, 18, 134, fill=f'fill="{TEXT}" stroke="{TEXT}"')
+    rows = (
+        ("forward", "nothing", "all-reduce"),
+        ("backward", "all-reduce", "nothing"),
+        ("forward", "all-gather", "reduce-scatter"),
+        ("backward", "reduce-scatter", "all-gather"),
+    )
+    for row, (direction, first, last) in enumerate(rows):
+        y = 192 + 22 * row + 8 * (row > 1)
+        parts.append(label(10, y, direction, "start"))
+        parts += [label(enter, y, first), label(leave, y, last)]
+        if row % 2 == 0:
+            how = ("whole", "split")[row // 2]
+            parts.append(label((enter + leave) / 2, y + 11, f"sequence {how}"))
+    alt = (
+        "A feed-forward network on two ranks. Both ranks have x. Rank 0 has the left half of the "
+        "columns of W1 and the upper half of the rows of W2, rank 1 the other halves. Nothing is "
+        "sent between W1 and W2. After W2 each rank has a term of y, and `leave` sums the terms with "
+        "an all-reduce; in the backward, `enter` sums the gradients of x with an all-reduce. If the "
+        "sequence is split, `enter` is an all-gather and `leave` a reduce-scatter in the forward, "
+        "and the other way round in the backward."
+    )
+    return Picture(wrap(parts, 274, alt), alt)
 
 
 def mesh():
     """Who holds what on 2 replicas of 2 stages of 2 ranks each (lesson 10b)."""
     parts = []
     for replica in range(2):
-        top = 8 + 186 * replica
-        parts.append(text(8, top + 70, f"replica {replica}:", "start", bold=True))
-        parts.append(text(8, top + 88, f"half {replica} of the rows", "start"))
+        top = 4 + 176 * replica
+        parts.append(label(4, top + 56, f"replica {replica}", "start", bold=True))
+        parts.append(label(4, top + 80, f"batch half {replica}", "start"))
         for stage in range(2):
-            left = 150 + 350 * stage
-            parts += box(left, top, 310, 146)
-            parts.append(text(left + 155, top + 20, f"stage {stage}", bold=True))
+            left = 122 + 366 * stage
+            parts += box(left, top, 326, 122)
+            parts.append(label(left + 163, top + 21, f"stage {stage}", bold=True))
             for part in range(2):
-                rank, fill = 4 * replica + 2 * stage + part, shade_of("F", stage)
-                inner = left + 10 + 150 * part
-                parts += box(inner, top + 30, 140, 84, "", fill, NUMBER["F"])
-                lines = (f"rank {rank}", f"half {part} of each matrix", f"of stage {stage}")
-                for line, words in enumerate(lines):
-                    parts.append(
-                        text(
-                            inner + 70,
-                            top + 54 + 20 * line,
-                            words,
-                            color=NUMBER["F"],
-                            bold=not line,
-                        )
-                    )
-            parts.append(text(left + 155, top + 134, "sums of each layer"))
-        parts += arrow((460, top + 60), (500, top + 60)) + arrow((500, top + 90), (460, top + 90))
-    for left in (220, 370, 570, 720):
-        parts += arrow((left, 154), (left, 194)) + arrow((left, 194), (left, 154))
-    parts.append(text(475, 179, "sums of gradients"))
+                rank, inner = 4 * replica + 2 * stage + part, left + 8 + 160 * part
+                parts += box(inner, top + 30, 150, 60, **blue(stage))
+                name, held = f"rank {rank}", f"matrix half {part}"
+                parts.append(label(inner + 75, top + 55, name, color=NUMBER["F"], bold=True))
+                parts.append(label(inner + 75, top + 79, held, color=NUMBER["F"]))
+            parts.append(label(left + 163, top + 112, "sums in each layer"))
+        parts += arrow((448, top + 48), (488, top + 48)) + arrow((488, top + 74), (448, top + 74))
+    for x in (205, 365, 571, 731):
+        parts += arrow((x, 153), (x, 178)) + arrow((x, 153), (x, 128))
+    parts.append(label(468, 159, "sums of gradients"))
     alt = (
         "Eight ranks as 2 replicas of 2 stages of 2 ranks. Ranks 0 and 1 have a half each of every "
         "matrix of stage 0, ranks 2 and 3 of stage 1; ranks 4 to 7 have the same for the other half "
-        "of the rows. Ranks of a stage sum in each layer, activations go from stage 0 to stage 1 "
+        "of the batch. Ranks of a stage sum in each layer, activations go from stage 0 to stage 1 "
         "and gradients back, and ranks 0 and 4, 1 and 5, 2 and 6, 3 and 7 sum their gradients."
     )
-    return Picture(wrap(parts, 348, alt), alt)
+    return Picture(wrap(parts, 305, alt), alt)
 
 
 ORDERS = {
+    "idea-laundry": laundry,
     "idea-crossing-sends": crossing_sends,
     "idea-passages": passages,
     "idea-deferred": deferred_weight_gradients,
     "idea-replicas": replicas,
+    "idea-two-cuts": two_cuts,
+    "idea-columns-then-rows": columns_then_rows,
     "idea-mesh": mesh,
 }

@@ -128,6 +128,7 @@ code { font-size: .9em; } pre code { font-size: inherit; }
 .output .highlight pre { border-left: 0; --ground: var(--quiet); }
 .output_svg, .output_html, p:has(> math) { overflow-x: auto; }
 .prompt { display: none; }
+mfrac > * { padding: .14em 0; } /* or letters touch the bar */
 svg, img { max-width: 100%; height: auto; }
 img[src*="gpipe-above"] { max-height: 50vh; } /* so that both timelines are on the first screen */
 table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 15px; margin: 14px 0; }

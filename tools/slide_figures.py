@@ -51,16 +51,42 @@ def preformatted(kind, lines):
 
 def drawing(svg):
     """An SVG text scaled to a slide, with its legend below."""
-    ElementTree.register_namespace("", SVG)
-    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")  # marks of a curve
-    root = ElementTree.fromstring(svg[svg.index("<svg") :])
+    root = parsed(svg)
     legend = ""
     if root.find(f".//{{{SVG}}}g[@class='blocks']") is not None:
         legend = cut_off_legend(root)
         leave_out_upper_axes(root)
+    enlarge(root, HEIGHT - (46 if legend else 0))
+    return figure_from(root, legend)
+
+
+def picture(svg):
+    """A picture of the prose scaled to a slide; None if its letters would be too small there."""
+    root = parsed(svg)
+    _, _, width, tall = view_box(root)
+    scale = min(WIDTH / width, HEIGHT / tall)
+    sizes = [float(words.get("font-size", 0)) for words in root.iter(f"{{{SVG}}}text")]
+    if scale * min(sizes) < LEAST:
+        return None
+    set_size(root, width * scale, tall * scale)
+    return figure_from(root)
+
+
+def parsed(svg):
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")  # marks of a curve
+    return ElementTree.fromstring(svg[svg.index("<svg") :])
+
+
+def set_size(root, width, height):
+    root.set("width", f"{width:.0f}")
+    root.set("height", f"{height:.0f}")
+    root.attrib.pop("style", None)
+
+
+def figure_from(root, legend=""):
     for element in root.findall(f"{{{SVG}}}metadata") + root.findall(f"{{{SVG}}}title"):
         root.remove(element)
-    enlarge(root, HEIGHT - (46 if legend else 0))
     text = ElementTree.tostring(root, encoding="unicode").replace(TEXT, DARK)
     return f"<figure>{text}{legend}</figure>"
 
@@ -80,8 +106,8 @@ def cut_off_legend(root):
     bottom = top - y + 8  # its axis has larger words, too
     for curve in root.findall(f"{{{SVG}}}g[@transform]"):  # what a rank holds, below the legend
         before = float(re.fullmatch(r"translate\(0 ([\d.]+)\)", curve.get("transform"))[1])
-        curve.set("transform", f"translate(0 {bottom + 12})")
-        bottom += 12 + tall - before
+        curve.set("transform", f"translate(0 {bottom + 22})")
+        bottom += 22 + tall - before
     root.set("viewBox", f"{x} {y} {width} {bottom}")
     stories = " ".join(e.text or "" for e in root.iter(f"{{{SVG}}}title"))
     kinds = [kind for kind in FILL if f"{LEGEND[kind]} of" in stories]
@@ -127,9 +153,7 @@ def enlarge(root, height):
         tall += 0.9 * 0.9 * larger
     scale = min(WIDTH / width, height / tall)
     root.set("viewBox", f"{x:.1f} {y} {width:.1f} {tall:.1f}")
-    root.set("width", f"{width * scale:.0f}")
-    root.set("height", f"{tall * scale:.0f}")
-    root.attrib.pop("style", None)
+    set_size(root, width * scale, tall * scale)
     blocks = [
         [float(block.get(name)) for name in ("x", "y", "width")]
         for block in root.iter(f"{{{SVG}}}rect")

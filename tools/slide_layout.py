@@ -1,7 +1,8 @@
 """How the words and the figure of a slide share its height: as large as they fit, nothing half empty.
 
-All lengths are pixels of a slide of 1280 x 720. Words are estimated from the number of letters, a
-little too long rather than too short, so that nothing runs over the edge.
+All lengths are pixels of a slide of 1280 x 720. Words are estimated from the number of letters: as
+long as the widest usual font makes them, so that nothing runs over the edge, and as short as the
+narrowest does where a slide must not be half empty.
 """
 
 import math
@@ -11,9 +12,13 @@ WIDTH = 1168
 ROOM = 540  # for sentence and figure, below a title of one line
 TITLE_LINE = 48
 TITLE_LETTERS = 50  # of one line of a title
-LETTER = 0.53  # the width of a letter over its height
+LETTER = 0.56  # the width of a letter over its height, at most
+NARROW = 0.46  # and at least
 LINE = 1.35  # the height of a line over that of its letters
+GAP = 22  # below a sentence
 SIZES = (60, 54, 50, 46, 42, 38, 34, 32)
+ALONE = (60, 66, 72, 80, 88)  # of few words without a figure
+TITLE = 68
 MOST_WORDS = 44  # of all sentences of a slide
 HALF = 360
 POINTS_BACK = (
@@ -84,15 +89,28 @@ def note_of(sentences, rest):
 
 
 def size_of(sentence, title, figure):
-    """The height of a sentence's letters: the largest with which it and the figure fit."""
+    """The height of a sentence's letters: the largest with which it and the figure fit.
+
+    Words alone are larger, until they take half of the slide.
+    """
     room = ROOM - figure - TITLE_LINE * (len(title) > TITLE_LETTERS)
+    if not figure:
+        longest = max(map(len, re.split(r"[\s-]", words_of(sentence))))
+        for size in (size for size in ALONE if LETTER * size * longest <= WIDTH):
+            fits = lines_of(sentence, size) <= room
+            if fits and TITLE + lines_of(sentence, size, NARROW) - GAP >= HALF:
+                return size
     return next((size for size in SIZES if lines_of(sentence, size) <= room), SIZES[-1])
 
 
-def lines_of(sentence, size):
+def lines_of(sentence, size, letter=LETTER):
     """The height of a sentence whose letters are `size` high, with the gap below it."""
-    letters = len(re.sub(r"<[^>]*>|[*`]", "", sentence))
-    return 22 + LINE * size * math.ceil(1.06 * LETTER * size * letters / WIDTH)
+    width = letter * size * len(words_of(sentence))
+    return GAP + LINE * size * math.ceil(width / WIDTH)
+
+
+def words_of(sentence):
+    return re.sub(r"<[^>]*>|[*`]", "", sentence)
 
 
 def height_of(sentence, size, figure):

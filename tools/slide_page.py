@@ -54,7 +54,7 @@ pre.code { background: var(--quiet); }
 pre.output { border-left: 6px solid #009E73; background: var(--quiet); }
 code { font-family: Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .9em; }
 td code, th code { font-size: 24px; } table { border-collapse: collapse; font-size: 25px; } td, th { padding: 4px 14px; border-bottom: 1px solid #999; text-align: left; }
-math { font-size: 36px; } math[display="block"] { font-size: 60px; }
+math { font-size: 36px; } math[display="block"] { font-size: 60px; } mfrac > * { padding: .14em 0; }
 figure { margin: 0; text-align: center; } figure svg { overflow: visible; }
 figcaption { font-size: 24.2px; margin-top: 6px; }
 figcaption span { white-space: nowrap; margin: 0 5px; }

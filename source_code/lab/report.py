@@ -3,6 +3,7 @@
 
 import statistics
 import sys
+from textwrap import wrap
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,16 @@ allow(Event, Action)  # ranks gather what they performed
 class Report:
     """Prints how a job runs when it starts, and a summary when it ends. All ranks make one.
 
-    `what` is the name of one pass through `schedule`. On a terminal, a progress bar shows `bar`
-    steps; 0 shows none.
+    `what` is the name of one pass through `schedule`. A progress bar shows `bar` steps if the losses
+    go into a file and the errors to a terminal; 0 shows none. The lines of losses would break it.
     """
 
     def __init__(self, job, schedule, clock, memory, network, what="step", bar=0):
         self.job, self.schedule, self.what = job, schedule, what
         self.clock, self.memory, self.network = clock, memory, network
         self.bar = None
-        if bar and sys.stderr.isatty():
-            from tqdm import tqdm  # needed only on a terminal
+        if bar and sys.stderr.isatty() and not sys.stdout.isatty():
+            from tqdm import tqdm  # needed only there
 
             self.bar = tqdm(total=bar, unit="pass")
         if job.rank == 0:
@@ -58,7 +59,7 @@ class Report:
         memory = gather(self.job, (peak_memory(self.job.device), self.memory.peak))
         if self.job.rank == 0 and passes[0]:
             timelines = timelines_of(self.schedule.name, passes)
-            print(self.summary(timelines, memory), flush=True)
+            print(in_lines(self.summary(timelines, memory)), flush=True)
             if timeline_file:
                 write_output("--timeline", timeline_file, to_chrome_trace(timelines[-1]))
 
@@ -76,6 +77,16 @@ class Report:
             f"idle {idle:.1%} (predicted {predicted.idle_fraction:.1%})  "
             f"peak memory {peaks} MiB, of it held for backwards {held} MiB"
         )
+
+
+def in_lines(summary, columns=78):
+    """The summary in lines that fit a terminal; a file or a notebook gets one line to search."""
+    if not sys.stdout.isatty():
+        return summary
+    parts = summary.replace("  peak", "\n  peak").replace(", of it", ",\n  of it").splitlines()
+    return "\n".join(
+        line for part in parts for line in wrap(part, columns, subsequent_indent="    ")
+    )
 
 
 def timelines_of(name, passes_of_ranks):
