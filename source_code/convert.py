@@ -35,7 +35,7 @@ from extensions.real_models.saved_output import claim_output, config_in, config_
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, with_settings
 from guard.around_main import guarded
 from guard.files import not_written, replace_file
-from guard.inputs import InputError
+from guard.inputs import InputError, is_count
 from guard.paths import check_file, check_new_folder, check_paths_apart
 from pipeline.command_line import Parser
 from pipeline.job import join_job
@@ -131,7 +131,7 @@ def write_file(arguments):
     try:
         checkpoint = newest(arguments.checkpoints)
         state = read_whole(checkpoint)
-        replace_file(arguments.to_file, lambda partial: torch.save(state, partial))
+        replace_file(arguments.to_file, lambda partial: save_state(state, partial))
         sync_folder(os.path.dirname(os.path.realpath(arguments.to_file)))
     except (CheckpointError, OSError) as error:
         raise SystemExit(f"--to-file {arguments.to_file}: {error}") from None
@@ -139,11 +139,21 @@ def write_file(arguments):
     return 0
 
 
+def save_state(state, path):
+    """Write a state by torch.save, whose error for a full disk has another type."""
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:
+        raise OSError(
+            f"it was not written, as on a full disk ({str(error).splitlines()[0]})"
+        ) from None
+
+
 def take_out(arguments):
     """Write the newest checkpoint as a folder of transformers. Returns the exit status."""
     try:
         checkpoint = newest(arguments.checkpoints)
-        settings, config = settings_in(checkpoint.description["configuration"])
+        settings, config = checked_settings(checkpoint)
         part = lay_out(settings)
         weights = read_weights(checkpoint, [name for name, _ in part.named_parameters()])
     except CheckpointError as error:
@@ -166,6 +176,25 @@ def write(arguments, job, config, part, settings):
     if save_model(job, "--to-hf", arguments.to_hf, config, [part], settings, arguments.tokenizer):
         arguments.claimed.release()
     job.leave()
+
+
+def checked_settings(checkpoint):
+    """Return settings_in() of a Checkpoint whose sizes fit its files. Raises CheckpointError."""
+    configuration = checkpoint.description["configuration"]
+    sizes = [configuration.get(f"--{name.replace('_', '-')}", 1) for name in SIZE_FLAGS]
+    try:
+        if not all(is_count(size) and size > 0 for size in sizes):
+            raise ValueError("a size is not a whole number above 0")
+        settings, config = settings_in(configuration)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: its flags are damaged ({error})") from None
+    written = sum(size for size, _ in checkpoint.description["files"].values())
+    if settings.dim * max(settings.layers * settings.dim, settings.vocabulary) > written:
+        raise CheckpointError(
+            f"{checkpoint.path} has {written:,} bytes, and {settings.layers:,} layers of a width of "
+            f"{settings.dim:,} with {settings.vocabulary:,} tokens need more"
+        )
+    return settings, config
 
 
 def settings_in(configuration):

@@ -24,7 +24,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
-from guard.files import not_written
+from guard.files import not_written, write_whole
 from guard.one_sentence import shortened
 from guard.printing import keep_running_unheard
 from pipeline.schedules import SCHEDULES
@@ -92,13 +92,23 @@ def main():
         for path in (path for path in files if path.exists() and read(path) != files[path]):
             raise CannotCopy(f"{path} exists already and differs; name another folder")
         for path, text in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            write_new(path, text, destination)
             print(f"{len(text.splitlines()):5} lines  {path}")
     except (CannotCopy, OSError, UnicodeDecodeError) as reason:
         print(shortened(str(reason)), file=sys.stderr)
         return 2
     return int(bool(not_written))
+
+
+def write_new(path, text, destination):
+    """Write a file of the copy; one that cannot be written is named, and so is what is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        left = f"remove the part of the copy in {destination}, or " if destination.exists() else ""
+        reason = f"{path} cannot be written ({error.strerror})"
+        raise CannotCopy(f"{reason}; {left}name another place") from None
 
 
 def read(path):

@@ -24,7 +24,7 @@ from guard.files import not_written
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
-from guard.printing import keep_running_unheard
+from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
 
@@ -36,6 +36,7 @@ SEPARATOR = "\n\n"
 @in_one_sentence()
 def main():
     keep_running_unheard()
+    end_quietly_when_interrupted()
     arguments = read_flags()
     try:
         if arguments.check:
@@ -44,7 +45,7 @@ def main():
     except (DataError, ClaimError) as error:
         raise SystemExit(str(error)) from None
     except InputError as error:
-        raise SystemExit(f"--data: {error}") from None
+        raise SystemExit(f"{'--dataset' if arguments.dataset else '--data'}: {error}") from None
     except OSError as error:
         raise SystemExit(f"--out {arguments.out} cannot be written ({error.strerror})") from None
     return int(bool(not_written))
@@ -181,14 +182,15 @@ def documents_of_dataset(name, characters):
             if not isinstance(document, str):
                 raise DataError(f"--dataset {name} has no column named text; use one that has")
             if document.strip():
-                yield document[:characters]
+                yield check_unicode(document[:characters], f"{name} has")
             characters -= len(document)
             if characters <= 0:
                 return
-    except DataError:
+    except (DataError, InputError):
         raise
-    except (OSError, RuntimeError, ValueError, library_error) as error:  # a network, a hub, a file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # A network, a hub, a file, a column.
+    except (OSError, RuntimeError, ValueError, LookupError, library_error) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
             f"--dataset {name} cannot be read ({reason}); check the name and the network, or name "
             "a local copy"
@@ -222,12 +224,18 @@ def documents_of_lines(path, field):
         document = row.get(field) if isinstance(row, dict) else None
         if not isinstance(document, str):
             raise InputError(f"{path}, line {number} has no text under --field {field}")
-        try:
-            document.encode()
-        except UnicodeEncodeError:  # one half of a pair of surrogates, as JSON may have
-            raise InputError(f"{path}, line {number} has text that is not Unicode") from None
+        check_unicode(document, f"{path}, line {number} has")
         if document.strip():
             yield document
+
+
+def check_unicode(document, where):
+    """Return the document; half a pair of surrogates, which JSON may have, is rejected."""
+    try:
+        document.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where} text that is not Unicode") from None
+    return document
 
 
 def documents_of_text(path):

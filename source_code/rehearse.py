@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 
+from guard.inputs import InputError, open_input
+from guard.launcher import LauncherError, meeting_point, read_ranks
 from guard.one_sentence import in_one_sentence
 from lab import rehearsal
 
@@ -42,6 +44,12 @@ def mode_and_program():
         sys.exit(f"rehearse.py needs a mode ({modes}) and a program, such as strict my_pipeline.py")
     if not os.path.isfile(sys.argv[2]):
         sys.exit(f"rehearse.py: there is no program {sys.argv[2]}; give its path from this folder")
+    try:
+        open_input(sys.argv[2]).close()
+        if read_ranks()[1] > 1:
+            meeting_point()
+    except (InputError, LauncherError) as error:
+        sys.exit(f"rehearse.py: {error}")
     return sys.argv[1:3]
 
 

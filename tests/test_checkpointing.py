@@ -12,8 +12,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import convert
 import distributed_checkpointing
 import pytest
 import torch
@@ -371,6 +373,35 @@ def test_one_file_has_the_whole_model_and_its_optimizer(tmp_path, optimizer):
     assert set(state.get("optimizer", {})) == (
         set(state["model"]) if optimizer == "adamw" else set()
     )
+
+
+def test_a_full_disk_is_a_sentence_and_the_old_file_stays(tmp_path, monkeypatch):
+    def save(state, path):
+        raise RuntimeError("[enforce fail] . unexpected pos 64 vs 0\nand a trace")
+
+    file = tmp_path / "model.pt"
+    file.write_text("old")
+    monkeypatch.setattr(convert.torch, "save", save)
+    with pytest.raises(OSError, match=r"full disk .*64 vs 0\)$"):
+        convert.replace_file(file, lambda partial: convert.save_state({}, partial))
+    assert file.read_text() == "old" and os.listdir(tmp_path) == ["model.pt"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"--dim": "x"}, {"--heads": 0}, {"--layers": 10**9}, {"--dim": 10**9}, {"--settings": [1]},
+        {"--settings": {"a": 1}}, {"--settings": {"config": "{", "rotary": {}}},
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_fit_the_files_are_rejected_before_a_model_is_laid_out(flags):
+    sizes = {"--layers": 2, "--dim": 8, "--heads": 2, "--kv-heads": 2, "--vocabulary": 256}
+    description = {"configuration": sizes, "files": {"a": [4000, 0]}}
+    saved = SimpleNamespace(path="saved", description=description)
+    assert convert.checked_settings(saved)[0].layers == 2
+    saved.description = {**description, "configuration": {**sizes, **flags}}
+    with pytest.raises(checkpoint_folder.CheckpointError, match="^saved"):
+        convert.checked_settings(saved)
 
 
 # Stopping

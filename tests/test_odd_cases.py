@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import copy_template
 import make_submission
 import pytest
+import rehearse
+import spoil_code
 import wall
 from further import first_of, further
 
@@ -209,3 +212,75 @@ def test_a_program_that_is_rehearsed_without_ranks_is_told_to_have_some(tmp_path
     program.write_text("raise ValueError('of the program')\n")
     ended = started(ROOT / "source_code/rehearse.py", "strict", program)
     assert ended.stderr.startswith("Traceback") and "of the program" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "program", "sentence"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, SCRIPT, "RANK is 'x'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "b"}, SCRIPT, "'b'"),
+        ({}, "/proc/self/mem/x", "no program"),
+    ],
+)
+def test_a_rehearsal_rejects_what_no_launcher_sets(
+    monkeypatch, capsys, variables, program, sentence
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["rehearse.py", "strict", str(program)])
+    with pytest.raises(SystemExit) as ended:
+        rehearse.main()
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("started", ["by hand", "by a launcher"])
+def test_a_rank_that_was_started_by_hand_says_why_it_ends(monkeypatch, capsys, started):
+    """It may be the only one on its node."""
+    monkeypatch.setattr(one_sentence, "WAIT", 0)
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if started == "by hand":
+        monkeypatch.delenv("LOCAL_RANK")
+    one_sentence.say("no place to meet")
+    assert ("no place to meet" in capsys.readouterr().err) == (started == "by hand")
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_names_what_is_left(monkeypatch, capsys, tmp_path):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(copy_template, "write_whole", full)
+    monkeypatch.setattr(sys, "argv", ["copy_template.py", "gpipe.py", str(tmp_path / "mine")])
+    assert copy_template.main() == 2
+    said = capsys.readouterr().err
+    assert "cannot be written (No space left on device); remove" in said
+    assert str(tmp_path / "mine") in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("lacks", ["git", "a folder"])
+def test_faults_are_planted_only_where_copies_can_be_made(monkeypatch, capsys, lacks):
+    def missing(*words, **named):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    owner = spoil_code.subprocess if lacks == "git" else spoil_code.tempfile
+    monkeypatch.setattr(owner, "run" if lacks == "git" else "TemporaryDirectory", missing)
+    if lacks == "git":
+        with pytest.raises(SystemExit, match="install git"):
+            spoil_code.copy_repository(Path("copy"))
+    else:
+        with pytest.raises(SystemExit, match="set TMPDIR"):
+            spoil_code.new_folder()
+
+
+@pytest.mark.processes
+def test_an_interrupt_ends_a_preparation_with_one_word(tmp_path):
+    (tmp_path / "datasets.py").write_text(
+        "def load_dataset(*words, **named):\n    raise KeyboardInterrupt\n"
+    )
+    script = ROOT / "source_code/prepare_data.py"
+    words = ["--dataset", "a", "--out", tmp_path / "out"]
+    ended = started(script, *words, PYTHONPATH=str(tmp_path))
+    assert ended.returncode and ended.stderr == "interrupted\n"
+    assert not (tmp_path / "out").exists()

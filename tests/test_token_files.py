@@ -182,6 +182,7 @@ def test_a_data_set_is_streamed_only_as_far_as_it_is_needed(monkeypatch, make):
     ("rows", "sentence"),
     [
         ([{"words": "x"}], "no column named text"),
+        ([{"text": "half \ud800"}], "--dataset: somebody/stories has text that is not Unicode"),
         ([{"text": "short"}], "--dataset has 1 documents, and none is left for the held_out part"),
     ],
 )
@@ -189,6 +190,18 @@ def test_a_data_set_of_no_use_is_refused(rows, sentence, monkeypatch, make):
     monkeypatch.setitem(sys.modules, "datasets", stand_in(rows, []))
     status, said, folder = make("--dataset", "somebody/stories")
     assert status and sentence in f"{status} {said}" and not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(KeyError("train"), "'train'"), (ValueError("\n\n"), "ValueError")]
+)
+def test_an_error_of_the_library_is_one_sentence(error, reason, monkeypatch, make):
+    module = stand_in([], [])
+    module.load_dataset = lambda *words, **named: (_ for _ in ()).throw(error)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    status, said, folder = make("--dataset", "somebody/stories")
+    assert status and not folder.exists()
+    assert f"--dataset somebody/stories cannot be read ({reason})" in f"{status} {said}"
 
 
 @pytest.mark.parametrize("form", ["dataset_dict.json", "state.json"])

@@ -48,7 +48,9 @@ def main():
         for file, text in zip(written, texts):
             write_whole(file, text)
     except OSError as error:
-        sys.exit(f"grade_submissions.py: {error.filename}: {error.strerror}; nothing else is lost")
+        sys.exit(
+            f"grade_submissions.py: {error.filename or into}: {error.strerror}; nothing else is lost"
+        )
     for sentence in skipped:
         print(f"skipped: {sentence}")
     print(f"{len(submissions)} submissions in {into / 'grades.csv'} and {into / 'grades.html'}")

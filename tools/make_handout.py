@@ -61,7 +61,7 @@ def main():
         copied, hidden = write_course(HANDOUT / "course")
         commit(HANDOUT / "course")
     except OSError as error:
-        sys.exit(f"make_handout.py: {error.filename}: {error.strerror}")
+        sys.exit(f"make_handout.py: {error.filename or HANDOUT}: {error.strerror}")
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or ["git ended without a word"]
         sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}")
@@ -102,11 +102,15 @@ def write_course(folder):
             hidden += without_answers(notebook, file)
             nbformat.write(notebook, target)
         elif file.suffix == ".md":
-            target.write_text(without_links((ROOT / file).read_text(), file))
+            target.write_text(
+                without_links((ROOT / file).read_text(encoding="utf-8"), file), encoding="utf-8"
+            )
         elif file.name == "Makefile":
-            target.write_text(with_targets((ROOT / file).read_text()))
+            target.write_text(
+                with_targets((ROOT / file).read_text(encoding="utf-8")), encoding="utf-8"
+            )
         elif is_packed(file):
-            target.write_text(packed((ROOT / file).read_text()))
+            target.write_text(packed((ROOT / file).read_text(encoding="utf-8")), encoding="utf-8")
     return len(files), hidden
 
 

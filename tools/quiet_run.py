@@ -7,17 +7,20 @@ Other programs only add time to a step. So the machine counts as quiet if no ste
 --pace took more than --over per cent longer than predicted. Only such a run is stored.
 """
 
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from exercises import notebook_of  # noqa: E402
+
+from guard.files import replace_file  # noqa: E402
+from guard.inputs import InputError, read_bytes  # noqa: E402
 from guard.one_sentence import in_one_sentence  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
@@ -33,16 +36,41 @@ def main():
     arguments = parser.parse_args()
     if not os.path.isfile(arguments.notebook):
         raise SystemExit(f"{arguments.notebook} is not a file; give a lesson in notebooks")
-    run = ROOT / "build" / "quiet" / Path(arguments.notebook).name
-    run.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        (ROOT / "build").mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="quiet-", dir=ROOT / "build") as folder:
+            return run_until_quiet(arguments, Path(folder) / "lesson.ipynb")
+    except InputError as error:
+        raise SystemExit(f"{error}; give a lesson in notebooks") from None
+    except OSError as error:
+        raise SystemExit(f"{error.filename or ROOT / 'build'}: {error.strerror}") from None
+
+
+def run_until_quiet(arguments, run):
+    """Run a copy until the machine was quiet, and store it. Returns the exit status.
+
+    The copy has a folder and a name of its own: others may run at the same time, and make gives
+    the name to a shell.
+    """
+    before = read_bytes(arguments.notebook)
+    longest_over(arguments.notebook)
+    command = ["make", "notebooks", f"ONLY={run.relative_to(ROOT)}"]
     for attempt in range(1, arguments.tries + 1):
-        shutil.copy(arguments.notebook, run)
-        subprocess.run(["make", "notebooks", f"ONLY={run.relative_to(ROOT)}"], cwd=ROOT, check=True)
+        run.write_bytes(before)
+        try:
+            subprocess.run(command, cwd=ROOT, check=True)
+        except subprocess.CalledProcessError:
+            raise SystemExit(
+                f"{arguments.notebook} did not run to its end, as said above"
+            ) from None
         over = longest_over(run)
         print(f"run {attempt}: at most {over:.0f} % longer than predicted", flush=True)
-        if over <= arguments.over:
-            shutil.copy(run, arguments.notebook)
-            return 0
+        if over > arguments.over:
+            continue
+        if read_bytes(arguments.notebook) != before:
+            raise SystemExit(f"{arguments.notebook} was changed during the run; run it again")
+        replace_file(arguments.notebook, lambda partial: partial.write_bytes(run.read_bytes()))
+        return 0
     print(f"the machine was not quiet; {arguments.notebook} is as it was", file=sys.stderr)
     return 1
 
@@ -50,9 +78,9 @@ def main():
 def longest_over(path):
     """By how many per cent the slowest step with --pace took longer than predicted; 0 without any."""
     over = [0.0]
-    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-        if "--pace" in "".join(cell["source"]):
-            text = "".join("".join(output.get("text", "")) for output in cell.get("outputs", []))
+    for cell in notebook_of(path).cells:
+        if "--pace" in cell.source:
+            text = "".join(output.get("text", "") for output in cell.get("outputs", []))
             steps = re.findall(STEP, text, re.MULTILINE)
             over += [100 * (float(took) / float(predicted) - 1) for took, predicted in steps]
     return max(over)

@@ -8,7 +8,6 @@ For each fault it runs only the tests that are named beside it, after it has see
 without the fault. It ends with status 1 if a fault was not caught.
 """
 
-import argparse
 import itertools
 import os
 import queue
@@ -22,10 +21,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from spoilt_code import course, extensions, guard, lab, pipeline, planning, scripts
-from spoilt_code.fault import StaleFaultError
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from spoilt_code import course, extensions, guard, lab, pipeline, planning, scripts  # noqa: E402
+from spoilt_code.fault import StaleFaultError  # noqa: E402
+
+from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
+
 FILES = pipeline, guard, lab, extensions, planning, course, scripts
 FAULTS = [fault for file in FILES for fault in file.FAULTS]
 MAKE_TEST = "-m", "not (further and processes)"  # what `make test` leaves out catches nothing
@@ -36,9 +41,11 @@ REPORTED = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
 seconds = itertools.count(1)
 
 
+@in_one_sentence()
 def main():
     """Plant the faults that are named, or all; print what caught each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    keep_running_unheard()
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="faults to plant, else all")
     add("--list", action="store_true", help="only print the faults")
@@ -52,14 +59,14 @@ def main():
     faults = [f for f in FAULTS if f.name in arguments.names or not arguments.names]
     try:
         for fault in faults:
-            fault.plant((ROOT / fault.path).read_text())
+            fault.plant((ROOT / fault.path).read_text(encoding="utf-8"))
     except StaleFaultError as error:
         sys.exit(f"{error}; correct tools/spoilt_code")
     if arguments.list:
         for fault in faults:
             print(f"{fault.name:28} {fault.place}\n{'':28} {fault.wrong}")
         return 0
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with new_folder() as folder:
         copies = [Path(folder) / f"copy-{number}" for number in range(arguments.at_once)]
         for copy in copies:
             copy_repository(copy)
@@ -67,14 +74,31 @@ def main():
         return int(not all(list(plant_in_turn(copies, faults))))
 
 
+def new_folder():
+    """Return a context with a new folder of the system's temporary files, or say what is missing."""
+    try:
+        return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    except OSError as error:
+        sys.exit(
+            f"there is no folder for the copies ({error.strerror}); set TMPDIR to one of yours"
+        )
+
+
 def copy_repository(copy):
     """Copy the working tree, without what git ignores."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-    for name in set(listed.stdout.decode().split("\0")) - {""}:
-        if (ROOT / name).is_file():  # else it has just been deleted
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
+    try:
+        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        sys.exit("git does not list the repository's files; install git, and use a clone")
+    try:
+        for name in set(os.fsdecode(listed.stdout).split("\0")) - {""}:
+            if (ROOT / name).is_file():  # else it has just been deleted
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, copy / name)
+    except OSError as error:
+        reason = f"{error.filename} cannot be copied to {copy} ({error.strerror})"
+        sys.exit(f"{reason}; set TMPDIR to a folder with room")
 
 
 def check_that_tests_pass(copy, faults, at_once):
@@ -110,14 +134,14 @@ def plant_in_turn(copies, faults):
 def verdict_on(fault, copy, limit=LIMIT):
     """Plant the fault in the copy, run its tests, restore. Returns (caught, sentence)."""
     path, began = copy / fault.path, time.monotonic()
-    text, written = path.read_text(), path.stat().st_mtime
-    path.write_text(fault.plant(text))
+    text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime
+    path.write_text(fault.plant(text), encoding="utf-8")
     planted = written + next(seconds)
     os.utime(path, (planted, planted))
     try:
         status, output = run_tests(copy, ["-x", *fault.node_ids], limit)
     finally:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         os.utime(path, (written, written))
     took = f"{time.monotonic() - began:.0f} s"
     if failed := REPORTED.search(output):

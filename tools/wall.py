@@ -83,7 +83,7 @@ def main():
     except KeyboardInterrupt:
         return 0
     except OSError as error:
-        sys.exit(f"wall.py: {error.filename}: {error.strerror}")
+        sys.exit(f"wall.py: {error.filename or wall}: {error.strerror}")
 
 
 def parse_arguments():

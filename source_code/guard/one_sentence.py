@@ -41,7 +41,7 @@ def check_current_folder():
 def say(sentence):
     """Print a sentence on the first rank of this node; the others wait to be ended."""
     try:
-        first = read_ranks()[2] == 0
+        first = read_ranks()[2] == 0 or is_started_by_hand()
     except LauncherError:
         first = True
     if not first:
@@ -49,6 +49,11 @@ def say(sentence):
     sentence = shortened(sentence)
     print(sentence, file=sys.stderr, flush=True)
     tell_launcher(sentence)
+
+
+def is_started_by_hand():
+    """Return whether the rank's number is all there is: the first rank may be on another node."""
+    return "RANK" in os.environ and "LOCAL_RANK" not in os.environ
 
 
 def tell_launcher(sentence):
