@@ -13,10 +13,10 @@ import torch
 
 import guard.unpickling  # noqa: F401 - objects from other ranks run no code
 from guard.agreement import settings_of
-from guard.ending import end_process
+from guard.ending import end_process, told
 from guard.files import not_written, write_whole
 from guard.launcher import ranks_set, read_ranks
-from guard.one_sentence import in_one_sentence
+from guard.one_sentence import in_one_sentence, tell_launcher
 from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
@@ -78,6 +78,7 @@ def attached():
 
     argparse.ArgumentParser.parse_args = noted
     joining.append(meeting)
+    told.append(tell_launcher)
     writing.append(write_whole)
     before, checks[:] = list(checks), [*checks, check_memory, check_duration]
     try:
@@ -85,5 +86,6 @@ def attached():
     finally:
         argparse.ArgumentParser.parse_args = parse_args
         joining.remove(meeting)
+        told.remove(tell_launcher)
         writing.remove(write_whole)
         checks[:] = before
