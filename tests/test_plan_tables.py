@@ -52,7 +52,7 @@ def test_nothing_that_is_printed_is_wider_than_80_columns(flags, capsys):
 def test_a_wide_table_has_every_column_of_every_plan(capsys):
     text = printed("1b --gpus 8 --batch-size 64 --seq-len 2048 --count 3 --wide", capsys)
     heading = next(line for line in text.splitlines() if line.lstrip().startswith("layout  "))
-    columns = "layout schedule size recompute sharding seconds tokens/s MFU GB idle limit remark"
+    columns = "layout schedule size recompute sharding seconds tokens/s MFU GB idle to expect limit remark"
     assert heading.split() == columns.split()
     assert "limited by" not in text
 
