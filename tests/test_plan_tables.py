@@ -72,6 +72,18 @@ def test_what_all_plans_share_is_said_once_and_what_differs_in_each_row():
     ]
 
 
+def test_below_each_plan_are_the_seconds_that_the_error_of_its_kind_allows():
+    machine = Machine(8)
+    found = [
+        forecast(MODEL, machine, plan)
+        for plan in (Plan(ranks=8), Plan(replicas=8, sharding="full"))
+    ]
+    text = " ".join(" ".join(table_lines(MODEL, machine, found)).split())
+    for one in found:
+        least, most = expected_error(machine, one.plan).seconds(one.update)
+        assert least < one.update < most and f"expect {least:.3g} to {most:.3g} s" in text
+
+
 def test_a_column_that_does_not_fit_is_said_below_its_row():
     machine = replace(Machine(8192), gpus=8192)
     model = replace(MODEL, layers=128, batch=8192)

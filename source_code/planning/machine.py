@@ -60,7 +60,7 @@ class Machine:
     peak: float = 312e12
     error: float = 0.0
     fp8_flops: float = 0.0
-    attention_flops: float = 213e12
+    attention_flops: float = 111e12
     hidden: float = 1.0
     measured: TimeCoefficients | None = None
     bytes_per_value: int = 2
