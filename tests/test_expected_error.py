@@ -5,8 +5,11 @@ import re
 from dataclasses import replace
 
 import pytest
+from plan import USABLE
 
 from course.launch import ROOT
+from planning.bound import memory_bound
+from planning.candidates import PLANNED, shapes, shardings
 from planning.expected_error import (
     ExpectedError,
     expected_error,
@@ -19,6 +22,7 @@ from planning.expected_error import (
     size_within,
 )
 from planning.forecast import forecast
+from planning.known_models import NAMED
 from planning.machine import Machine, machine_names, read_machine
 from planning.plan_memory import memory_per_rank
 from planning.plan_tables import error_lines, error_table, not_told_apart
@@ -42,6 +46,16 @@ def test_every_published_plan_fits_into_the_memory_of_its_machine():
     for run in RUNS:
         needed = max(memory_per_rank(run.model, run.machine, run.plan))
         assert needed <= run.machine.memory or run.name in TOO_LARGE, (run.table, run.name)
+
+
+def test_the_layout_that_llama_3_405b_was_trained_with_is_not_rejected_for_memory():
+    """Eight GPUs share a layer, 16 stages, 8192 GPUs: a planner once wanted 125 GB for it."""
+    machine = read_machine("dgx-h100", 8192)
+    model = replace(NAMED["llama-3.1-405b"], length=8192, batch=2048)
+    plan = Plan(ranks=16, tensor=8, replicas=64, kernels="fused")
+    plans = [one for shape in shapes(model, plan, PLANNED) for one in shardings(machine, shape)]
+    needed = [memory_bound(model, machine, one) for one in plans]
+    assert sum(one <= USABLE * machine.memory for one in needed) > 20
 
 
 def test_published_peaks_of_memory_are_met_within_12_percent():
@@ -93,6 +107,8 @@ def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_
         )
         for gpu in ("a100", "h100")
     ]
+    needed = [max(memory_per_rank(run.model, run.machine, run.plan)) for run in COUNTED]
+    rejected = sum(one > USABLE * run.machine.memory for one, run in zip(needed, COUNTED))
     reached = [
         f"| at most 6 % | {size_within(others, 0.5):.1%} |",
         f"| within 15 % | {size_within(others, 0.9):.1%} |",
@@ -102,6 +118,7 @@ def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_
         f"| at least 80 % | {fraction_inside(of_others=True):.1%} |",
         "| at most 6 points | {:.1f}; {:.1f} points |".format(*(100 * one for one in apart)),
         f"| at most 15 % | {median_half_width():.1%} |",
+        f"| of {len(COUNTED)} trained plans, rejected for memory by `plan.py` | 0 | {rejected} |",
     ]
     for line in reached:
         assert re.sub(r"([\d.]+)% \|$", r"\1 % |", line) in page, line
@@ -140,6 +157,23 @@ def test_without_evidence_the_interval_is_wide_and_the_output_says_so():
     ]
     said = "\n".join(error_lines(machine, found))
     assert "No run on this GPU was ever compared" in said and "was never tested" in said
+
+
+@pytest.mark.parametrize(
+    ("other", "biased"),
+    [
+        (Plan(replicas=8, sharding="full"), True),
+        (Plan(tensor=8), True),
+        (Plan(ranks=4, tensor=2), False),
+    ],
+)
+def test_kinds_whose_mean_errors_differ_by_6_points_are_ranked_with_a_warning(other, biased):
+    machine, model = read_machine("h100", 8), Model(16, 1024, batch=64)
+    found = [forecast(model, machine, plan) for plan in (Plan(ranks=8), other)]
+    means = [mean_error(machine, kind_of(one.plan)) for one in found]
+    assert (abs(means[0] - means[1]) > 0.06) == biased
+    said = "\n".join(error_lines(machine, found))
+    assert all((f"{mean:+.0%}" in said.partition("Mean errors")[2]) == biased for mean in means)
 
 
 def test_plans_that_the_error_cannot_tell_apart_are_one_group():

@@ -144,9 +144,9 @@ def test_hidden_is_the_fraction_of_sharding_traffic_that_computation_hides():
 
 def test_fused_attention_and_fp8_have_rates_of_their_own():
     machine = Machine(8, fp8_flops=426e12, **NO_NETWORK)
-    slower = replace(machine, attention_flops=machine.flops / 2)
+    slower = replace(machine, attention_flops=machine.attention_flops / 2)
     base = stages_of(GPT3, machine, Plan()).layer()
-    scores = GPT3.score_flops(1) / 2 / machine.flops  # half of all pairs
+    scores = GPT3.score_flops(1) / 2 / machine.attention_flops  # half of all pairs
     assert stages_of(GPT3, slower, Plan()).layer()[0] - base[0] == pytest.approx(scores)
     products = 2 * GPT3.length * GPT3.layer_matrices / machine.flops
     narrow = stages_of(GPT3, machine, Plan(precision="fp8")).layer()

@@ -158,6 +158,7 @@ def test_what_was_measured_is_read_back_as_it_was():
 
 
 DAMAGE = [
+    (lambda text: text.pop("error"), "file has no 'error'"),
     (lambda text: text.update(measured=3), "'measured' of file is not a JSON object"),
     (lambda text: text["measured"].pop("actions"), "has no 'actions' with F, B, I, W"),
     (lambda text: text["measured"]["actions"].pop("W"), "has no 'actions' with F, B, I, W"),

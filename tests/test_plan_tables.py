@@ -52,7 +52,7 @@ def test_nothing_that_is_printed_is_wider_than_80_columns(flags, capsys):
 def test_a_wide_table_has_every_column_of_every_plan(capsys):
     text = printed("1b --gpus 8 --batch-size 64 --seq-len 2048 --count 3 --wide", capsys)
     heading = next(line for line in text.splitlines() if line.lstrip().startswith("layout  "))
-    columns = "layout schedule size recompute sharding seconds tokens/s MFU GB idle limit remark"
+    columns = "layout schedule size recompute sharding seconds tokens/s MFU GB idle to expect limit remark"
     assert heading.split() == columns.split()
     assert "limited by" not in text
 
@@ -70,6 +70,18 @@ def test_what_all_plans_share_is_said_once_and_what_differs_in_each_row():
     assert [row[:7] for row in rows] == [
         [number, "1", "x", "8", "x", "1", size] for number, size in (("1", "1"), ("2", "2"))
     ]
+
+
+def test_below_each_plan_are_the_seconds_that_the_error_of_its_kind_allows():
+    machine = Machine(8)
+    found = [
+        forecast(MODEL, machine, plan)
+        for plan in (Plan(ranks=8), Plan(replicas=8, sharding="full"))
+    ]
+    text = " ".join(" ".join(table_lines(MODEL, machine, found)).split())
+    for one in found:
+        least, most = expected_error(machine, one.plan).seconds(one.update)
+        assert least < one.update < most and f"expect {least:.3g} to {most:.3g} s" in text
 
 
 def test_a_column_that_does_not_fit_is_said_below_its_row():

@@ -6,6 +6,7 @@ from functools import lru_cache
 import pytest
 
 from course.launch import ROOT
+from planning.expected_error import left_out_errors
 from planning.published import (
     constant_error_of,
     error_of,
@@ -93,8 +94,15 @@ def test_what_the_forecast_misses_is_known():
         assert least <= min(errors) and max(errors) <= most, table
 
 
+@pytest.mark.parametrize("page", ["docs/lessons.md", "notebooks/11c_plan_a_training.ipynb"])
+def test_a_page_that_says_how_many_runs_were_published_counts_all(page):
+    found = re.findall(r"(\d+) published training runs", (ROOT / page).read_text())
+    assert found == [str(len(published_runs()))]
+
+
 def test_the_page_of_measurements_shows_every_row_with_its_error():
-    page = (ROOT / "docs/measurements.md").read_text()
+    page = (ROOT / "docs/measurements.md").read_text().replace("\N{MINUS SIGN}", "-")
+    left_out = {(one["table"], one["name"]): one["error"] for one in left_out_errors()}
     quick = ("BLOOM", "MPT", "torchtitan", "IBM")
     for run in published_runs():
         row = re.search(
@@ -105,5 +113,7 @@ def test_the_page_of_measurements_shows_every_row_with_its_error():
         assert row, run.name
         assert float(row[1]) == pytest.approx(run.seconds, abs=0.006)
         if run.table.startswith(quick):
-            shown = float(row[2].replace("\N{MINUS SIGN}", "-"))
-            assert shown == pytest.approx(100 * error_of(run), abs=0.06)
+            assert float(row[2]) == pytest.approx(100 * error_of(run), abs=0.06)
+        without = left_out.get((run.table, run.name))
+        shown = "not counted" if without is None else f"{100 * without:+.1f} %"
+        assert row[3] == re.sub(r"[+-](0\.0 %)", r"\1", shown), run.name

@@ -5,10 +5,11 @@
 For H100 four constants are fitted to all publications, each with the same weight: the rates of
 matrix products in 16 bits and in FP8, the rate of fused attention, and the fraction of sharding
 traffic that computation hides. Then they are fitted again without one publication at a time, and
-the runs of this publication are forecast. For A100 one rate was fitted to two runs of Megatron-LM
-2021, so all other publications are left out anyway; the runs of Megatron-LM 2021 are forecast with
-the rate that fits the others. Forecasts are nearly linear in the times per operation, so the fit
-solves linear equations around a starting point.
+the runs of this publication are forecast. For A100 the rate of matrix products was fitted to two
+runs of Megatron-LM 2021, whose runs are forecast with the rate that fits the others. The rate of
+fused attention and the hidden fraction are fitted to the publications with fused attention.
+Forecasts are nearly linear in the times per operation, so the fit solves linear equations around a
+starting point.
 """
 
 import json
@@ -25,9 +26,14 @@ from planning.expected_error import GPUS, kind_of  # noqa: E402
 from planning.forecast import forecast  # noqa: E402
 from planning.published import fit, published_runs  # noqa: E402
 
-RATES = {"flops": 650e12, "attention_flops": 300e12, "fp8_flops": 1100e12}  # starting point
-SLOWEST = {"flops": 400e12, "attention_flops": 100e12, "fp8_flops": 500e12}
-FASTEST = {"flops": 940e12, "attention_flops": 650e12, "fp8_flops": 1900e12}
+RATES = {  # of a type of GPU: (starting point, slowest, fastest)
+    "H100": {
+        "flops": (650e12, 400e12, 940e12),
+        "attention_flops": (300e12, 100e12, 650e12),
+        "fp8_flops": (1100e12, 500e12, 1900e12),
+    },
+    "A100": {"attention_flops": (150e12, 50e12, 300e12)},
+}
 HIDDEN = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 STEP = 0.05  # relative, for derivatives
 SCALE = 0.05  # errors beyond it count linearly, not by their square
@@ -37,24 +43,24 @@ def seconds(run, rates):
     return forecast(run.model, replace(run.machine, **rates), run.plan).update
 
 
-def tangent(run, hidden):
+def tangent(run, limits, hidden):
     """(seconds at the starting point, their derivatives by each time per operation, relative)."""
-    start = {**RATES, "hidden": hidden}
+    start = {**{name: rate for name, (rate, _, _) in limits.items()}, "hidden": hidden}
     base = seconds(run, start)
     slopes = []
-    for name, rate in RATES.items():
-        slower = {**start, name: rate / (1 + STEP)}
+    for name in limits:
+        slower = {**start, name: start[name] / (1 + STEP)}
         slopes.append((seconds(run, slower) - base) / STEP)
     return [base, *slopes]
 
 
-def solve(tangents, published, weights):
+def solve(tangents, published, weights, limits):
     """(loss, {rate}) of the times per operation that fit best, for one fraction of hidden traffic."""
     base, slopes = tangents[:, 0], tangents[:, 1:]
-    change = torch.zeros(len(RATES), dtype=torch.float64)
+    change = torch.zeros(len(limits), dtype=torch.float64)
     slowest, fastest = (
-        torch.tensor([RATES[name] / limit[name] - 1 for name in RATES], dtype=torch.float64)
-        for limit in (SLOWEST, FASTEST)
+        torch.tensor([one[0] / one[end] - 1 for one in limits.values()], dtype=torch.float64)
+        for end in (1, 2)
     )
     for _ in range(60):
         times = base + slopes @ change
@@ -62,17 +68,17 @@ def solve(tangents, published, weights):
         pulls = weights / torch.sqrt(errors**2 + SCALE**2)
         gradient = slopes / times[:, None]
         system = gradient.T @ (pulls[:, None] * gradient)
-        system += 1e-6 * torch.eye(len(RATES), dtype=torch.float64)
+        system += 1e-6 * torch.eye(len(limits), dtype=torch.float64)
         change -= 0.7 * torch.linalg.solve(system, gradient.T @ (pulls * errors))
         change = torch.minimum(torch.maximum(change, fastest), slowest)
     errors = torch.log((base + slopes @ change) / published)
     loss = (weights * torch.sqrt(errors**2 + SCALE**2)).sum() / weights.sum()
     return float(loss), {
-        name: rate / (1 + float(own)) for (name, rate), own in zip(RATES.items(), change)
+        name: one[0] / (1 + float(own)) for (name, one), own in zip(limits.items(), change)
     }
 
 
-def fit_rates(runs, tangents):
+def fit_rates(runs, tangents, limits):
     """{rate} with the smallest loss; `tangents[hidden][place]` belongs to `runs[place]`."""
     members = [run.group for run in runs]
     weights = torch.tensor([1 / members.count(group) for group in members], dtype=torch.float64)
@@ -80,27 +86,30 @@ def fit_rates(runs, tangents):
     tried = []
     for hidden in HIDDEN:
         chosen = torch.tensor([tangents[run, hidden] for run in runs], dtype=torch.float64)
-        loss, rates = solve(chosen, published, weights)
+        loss, rates = solve(chosen, published, weights, limits)
         tried.append((loss, hidden, {**rates, "hidden": hidden}))
     return min(tried, key=lambda one: one[:2])[2]
 
 
-def fit_h100(runs):
+def fit_each(runs, limits):
     """({rate} fitted to all, {group: {rate} fitted without it})."""
-    tangents = {(run, hidden): tangent(run, hidden) for run in runs for hidden in HIDDEN}
+    tangents = {(run, hidden): tangent(run, limits, hidden) for run in runs for hidden in HIDDEN}
     groups = dict.fromkeys(run.group for run in runs)
     rest = {group: [run for run in runs if run.group != group] for group in groups}
-    return fit_rates(runs, tangents), {g: fit_rates(own, tangents) for g, own in rest.items()}
+    without = {group: fit_rates(own, tangents, limits) for group, own in rest.items()}
+    return fit_rates(runs, tangents, limits), without
 
 
 def main():
     runs = [run for run in published_runs() if not run.apart]
     of = {gpu: [run for run in runs if GPUS[run.machine.peak] == gpu] for gpu in GPUS.values()}
-    whole, without = fit_h100(of["H100"])
-    print("H100:", {name: f"{value:.4g}" for name, value in whole.items()})
+    fused = [run for run in of["A100"] if run.plan.fused_attention]
+    rates = {}
+    for gpu, members in (("H100", of["H100"]), ("A100", fused)):
+        whole, rates[gpu] = fit_each(members, RATES[gpu])
+        print(f"{gpu}:", {name: f"{value:.4g}" for name, value in whole.items()})
     fitted = "Megatron-LM 2021"
-    rate = fit([run for run in of["A100"] if run.group != fitted])
-    rates = {"H100": without, "A100": {fitted: {"flops": rate, "attention_flops": rate}}}
+    rates["A100"][fitted] = {"flops": fit([run for run in of["A100"] if run.group != fitted])}
     rows = []
     for gpu, members in of.items():
         for run in members:

@@ -41,12 +41,13 @@ class Machine:
     separately. `fp8_flops` is the same for layers that compute in FP8, and 0 if the GPU has none.
     `attention_flops` is the rate of fused attention, which is slower than a product. `hidden` is
     the fraction of the traffic of sharded weights, and of an overlapped tensor group, that can
-    overlap with computation. `peak` is the rate of the data sheet, which only MFU needs. `memory_speed` is the
-    rate of operations that only read and write. `error` is the relative error of the forecasts for
-    this machine on published runs. `measured`, if given, replaces `flops` and `memory_speed`.
-    `bytes_per_value` is that of an activation or a weight. A node is what one fast network connects.
-    It may consist of several computers with `gpus_per_host` GPUs each, which only the command that
-    starts a plan needs to know; 0 means that it is one computer.
+    overlap with computation. `peak` is the rate of the data sheet, which only MFU needs.
+    `memory_speed` is the rate of operations that only read and write. `measured`, if given,
+    replaces `flops` and `memory_speed`, and `error` is then the relative error of its forecasts;
+    other machines have that of expected_error.py. `bytes_per_value` is that of an activation or a
+    weight. A node is what one fast network connects. It may consist of several computers with
+    `gpus_per_host` GPUs each, which only the command that starts a plan needs to know; 0 means that
+    it is one computer.
     """
 
     gpus: int
@@ -57,9 +58,9 @@ class Machine:
     between: Link = Link(22e9, 14e-6, 8)
     memory_speed: float = 1.8e12
     peak: float = 312e12
-    error: float = 0.05
+    error: float = 0.0
     fp8_flops: float = 0.0
-    attention_flops: float = 213e12
+    attention_flops: float = 111e12
     hidden: float = 1.0
     measured: TimeCoefficients | None = None
     bytes_per_value: int = 2
@@ -77,7 +78,6 @@ FIELDS = {
     "teraflops": 1e12,
     "peak_teraflops": 1e12,
     "memory_gigabytes_per_second": 1e9,
-    "error": 1,
 }
 FURTHER = {
     "fp8_teraflops": ("fp8_flops", 1e12),
@@ -118,6 +118,7 @@ def machine_from(text, gpus, name):
     for key, count in {**values, **further}.items():
         if key.startswith("gpus_per") and count % 1:
             raise InputError(f"{name} has no whole number as '{key}'")
+    measured = coefficients_from(text["measured"], name) if "measured" in text else None
     return Machine(
         gpus,
         flops=values["teraflops"],
@@ -127,8 +128,8 @@ def machine_from(text, gpus, name):
         between=_link(text, "between", name),
         memory_speed=values["memory_gigabytes_per_second"],
         peak=values["peak_teraflops"],
-        error=values["error"],
-        measured=coefficients_from(text["measured"], name) if "measured" in text else None,
+        error=_number(text, "error", 1, name) if measured else 0.0,
+        measured=measured,
         bytes_per_value=_bytes_per_value(text, name),
         **further,
     )

@@ -26,11 +26,12 @@ KEPT = ("", "layout", "seconds", "GB")  # columns of every table
 FIGURES = ("", "size", "seconds", "tokens/s", "MFU", "GB", "idle")
 UNSAID = ("tokens/s", "idle", "MFU")  # figures that are not said outside their column
 LEAVING = (*UNSAID, "size", "recompute", "sharding")  # columns in the order in which they go
+SAID_BELOW = ("to expect", "limit", "remark")  # the row, unless all rows agree
 NO_FIGURE = "-"
 
 
 def table_lines(model, machine, found, first=1, wide=False):
-    """A table with a row per Forecast, numbered from `first`, and below it the row's limit.
+    """A table with a row per Forecast, numbered from `first`; below each, its range and its limit.
 
     Where all rows agree, their value is said once, above the table. A column that does not fit into
     WIDTH is left out; if it is a setting of the plan, it is said below the row. With `wide` all is
@@ -45,7 +46,7 @@ def table_lines(model, machine, found, first=1, wide=False):
         return columns(rows, names, FIGURES)
     alike = [name for name in names if name not in KEPT and len({row[name] for row in rows}) == 1]
     alike = alike if len(rows) > 1 else []
-    shown = [name for name in names if name not in alike and name not in ("limit", "remark")]
+    shown = [name for name in names if name not in alike and name not in SAID_BELOW]
     for name in LEAVING:
         if name in shown and len(max(columns(rows, shown, FIGURES), key=len)) > WIDTH:
             shown.remove(name)
@@ -66,6 +67,7 @@ def cells_of(model, machine, one):
     schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
     mfu = f"{one.utilisation(model, machine):.1%}" if model.model_flops else NO_FIGURE
     idle = max(0.0, one.bubble_over_ideal / (1 + one.bubble_over_ideal))
+    least, most = range_of(machine, one)
     return {
         "layout": layout_of(plan),
         "schedule": schedule if plan.ranks > 1 else NO_FIGURE,
@@ -77,6 +79,7 @@ def cells_of(model, machine, one):
         "MFU": mfu,
         "GB": f"{one.memory / 1e9:.1f}",
         "idle": f"{idle:.1%}",
+        "to expect": "" if machine.measured else f"{least:.3g} to {most:.3g} s",
         "limit": limit_of(model, machine, one),
         "remark": remark(plan),
     }
@@ -89,9 +92,8 @@ def layout_of(plan):
 
 def said_of(name, text):
     """A cell outside the table, in words."""
-    return {"limit": f"limited by {text}", "remark": text, "tokens/s": f"{text} tokens/s"}.get(
-        name, f"{name} {text}"
-    )
+    said = {"limit": f"limited by {text}", "to expect": f"expect {text}", "remark": text}
+    return {**said, "tokens/s": f"{text} tokens/s"}.get(name, f"{name} {text}")
 
 
 def remark(plan):
@@ -127,13 +129,12 @@ def error_lines(machine, found):
         if error.rows:
             evidence = f"{error.rows} runs by {error.groups} publications"
         lines.append(f"  {kind:15}  {error.text:14}  {evidence}")
-    means = {kind: mean_error(machine, kind) for kind in ("pipelined", "sharded")}
-    if means.keys() <= kinds.keys() and None not in means.values():
-        if max(means.values()) - min(means.values()) > BIASED:
-            said = ", ".join(f"{kind} {mean:+.0%}" for kind, mean in means.items())
-            lines += lines_of(
-                f"Mean errors of forecasts: {said}; the ranking of the two is biased by that."
-            )
+    means = {kind: mean_error(machine, kind) for kind, error in sorted(kinds.items()) if error.rows}
+    if means and max(means.values()) - min(means.values()) > BIASED:
+        said = ", ".join(f"{kind} {mean:+.0%}" for kind, mean in means.items())
+        lines += lines_of(
+            f"Mean errors of forecasts: {said}; the ranking of these kinds is biased by that."
+        )
     if len(kinds) > 1 and not all(error.rows for error in kinds.values()):
         lines.append("How these kinds rank against each other on this GPU was never tested.")
     return lines
