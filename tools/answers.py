@@ -44,8 +44,12 @@ def answers_of(notebook):
 
 
 def asks_for_a_guess(prose):
-    """Whether the last paragraph asks the reader to answer before the next cell runs."""
-    last = prose.strip().split("\n\n")[-1]
+    """Whether the last paragraph asks the reader to answer before the next cell runs.
+
+    A picture may stand below the question.
+    """
+    words = [part for part in prose.strip().split("\n\n") if not part.startswith("![")]
+    last = words[-1] if words else ""
     return last.endswith("?") or re.search(ASKS, last) is not None
 
 
