@@ -4,8 +4,8 @@
     python source_code/plan.py llama-3-8b --machine dgx-a100-80gb --gpus 16 --batch-size 128
 
 Thousands of plans are compared on paper: replicas x stages x tensor parallelism in a node x
-schedule x micro-batch x cut x recomputation x sharding. Of the schedules with a flush, only
-looped-bfs and dualpipe-v are left out, which gain nothing for a model without experts. MODEL is a
+schedule x micro-batch x cut x recomputation x sharding. The schedules are GPipe, 1F1B, interleaved
+1F1B, ZB-H1, ZB-H2, ZB-V, V-Half and V-Min; others, such as looped-bfs, are not tried. MODEL is a
 name, sizes such as layers=32,hidden=4096,vocabulary=32000, a config.json of transformers, the
 folder of a saved model, or a profile of layers that plan_partition.py --save wrote; --machine is a
 name or a JSON file. --this-machine measures the one you sit at, in a minute or two, and --save

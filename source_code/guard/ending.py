@@ -2,10 +2,12 @@
 """Ends this process with one sentence, also when the connection to another rank breaks."""
 
 import os
+import re
 import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
@@ -29,10 +31,6 @@ def end_process(sentence, before_leaving=lambda: None):
 def name_losses(job):
     """From now on a broken connection ends this rank, with a sentence that names the other rank."""
 
-    def explain_loss(peer, what, error):
-        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        return f"rank {job.rank} lost rank {peer} while waiting for {what} ({reason})"
-
     @contextmanager
     def naming_loss(peer, what):
         try:
@@ -42,7 +40,14 @@ def name_losses(job):
                 raise
             end_process(job.explain_loss(peer, what, error))
 
-    job.explain_loss, job.starting, job.waiting = explain_loss, naming_loss, naming_loss
+    job.explain_loss = partial(text_of_loss, job.rank)
+    job.starting = job.waiting = naming_loss
+
+
+def text_of_loss(rank, peer, what, error):
+    # Gloo names its source file first and gives advice after the first sentence.
+    reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
+    return f"rank {rank} lost rank {peer} while waiting for {what} ({reason})"
 
 
 def is_loss(error):

@@ -12,7 +12,6 @@ tensor: a rank would hold every received message until the watch looks.)
 """
 
 import os
-import re
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from guard.ending import end_process
+from guard.ending import end_process, text_of_loss
 from guard.siblings import end_siblings
 
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
@@ -247,17 +246,13 @@ class Watch(threading.Thread):
 
     def explain_loss(self, peer, what, error):
         """The sentence for a connection that broke during a wait, in place of the job's own."""
-        text = f"rank {self.rank} lost rank {peer} while waiting for {what}"
         try:
             before = self.announced_by(peer)
             self.announce(Wait(peer, what, 0.0))
         except RuntimeError:
             before = None
-        if before:
-            return f"{text} (rank {peer} itself had been waiting for rank {before[0]})"
-        # Gloo names its source file first and gives advice after the first sentence.
-        reason = re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
-        return f"{text} ({reason})"
+        reason = f"rank {peer} itself had been waiting for rank {before[0]}" if before else error
+        return text_of_loss(self.rank, peer, what, reason)
 
 
 def text_of_pending():

@@ -59,10 +59,10 @@ FAULTS = [
     ),
     Fault(
         "lost-rank-misnamed",
-        "guard/ending.py::name_losses",
+        "guard/ending.py::text_of_loss",
         "lost rank {peer} while",
-        "lost rank {job.rank} while",
-        "A rank that has lost its neighbour while the channels open names itself.",
+        "lost rank {rank} while",
+        "A rank that has lost its neighbour names itself.",
         "test_lost_ranks.py",
         ("test_a_rank_whose_send_cannot_begin_waits_for_the_receipt",),
     ),
