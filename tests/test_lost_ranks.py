@@ -312,6 +312,43 @@ def test_a_wait_that_is_over_is_taken_back(monkeypatch):
         watch.join(10)
 
 
+@pytest.mark.parametrize(
+    "error, stays", [("Connection closed by peer", True), ("shape mismatch", False)]
+)
+def test_only_a_wait_that_ends_with_a_lost_rank_stays_announced(monkeypatch, error, stays):
+    # Its rank is about to end: who waits for that rank should look further, to the lost one.
+    store = dist.HashStore()
+    watch, other = Watch(1, 2.0, store), Watch(0, 60, store)
+    monkeypatch.setattr(watch, "end_job", lambda wait: None)  # it would end this process
+    watch.start()
+    try:
+        with pytest.raises(RuntimeError, match=error), watch.waiting(2, "activation 7"):
+            until(lambda: other.announced_by(1))
+            raise RuntimeError(error)
+        assert (watch.longest_wait() is not None) == stays
+        if not stays:
+            until(lambda: other.announced_by(1) is None)
+    finally:
+        watch.stop()
+        watch.join(10)
+    assert other.announced_by(1) == ((2, "activation 7") if stays else None)
+
+
+def test_an_announcement_is_tried_again_after_the_store_failed(monkeypatch):
+    store = dist.HashStore()
+    watch = Watch(1, 60, store)
+
+    def fail(*_):
+        raise RuntimeError("timed out")
+
+    wait = Wait(2, "activation 7", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "announce", fail)
+        watch.tell_others(wait)
+    watch.tell_others(wait)
+    assert Watch(0, 60, store).announced_by(1) == (2, "activation 7")
+
+
 def until(condition):
     give_up = time.monotonic() + 30
     while not condition():

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from guard.ending import end_process, text_of_loss
+from guard.ending import end_process, is_loss, text_of_loss
 from guard.siblings import end_siblings
 
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
@@ -106,12 +106,16 @@ class Watch(threading.Thread):
 
     @contextmanager
     def host_waiting(self, peer, what):
-        outer = self.wait
+        outer, lost = self.wait, False
         self.wait = Wait(peer, str(what), time.monotonic())
         try:
             yield
+        except RuntimeError as error:
+            lost = is_loss(error)
+            raise
         finally:
-            self.wait = outer and outer._replace(since=time.monotonic())
+            if not lost:  # a lost wait stays announced: others follow it to the rank that is gone
+                self.wait = outer and outer._replace(since=time.monotonic())
 
     def around_starts(self, starting):
         """`starting` of a job, watched: with NCCL the start of a transfer can block, too."""
@@ -188,9 +192,9 @@ class Watch(threading.Thread):
     def tell_others(self, wait):
         """Announce a long wait in the store, and withdraw it once it is over."""
         if wait != self.announced:
-            self.announced = wait
-            with suppress(RuntimeError):  # the watch goes on without a store
+            with suppress(RuntimeError):  # the watch goes on without a store, and tries again
                 self.announce(wait)
+                self.announced = wait
 
     def announce(self, wait):
         if self.store is not None:
