@@ -56,7 +56,7 @@ from planning.profiled import ProfiledModel
 from planning.reasons import limit_of
 
 UNSURE = 0.3  # relative error of a fit above which the measurement was disturbed
-USABLE = 0.9  # of a GPU's memory; the rest is for CUDA, NCCL and the gaps of the allocator
+USABLE = 0.9  # of this machine's memory; the rest is for its other programs
 MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
 MOST_MEMORY = 1_000_000  # GB of one of them
@@ -84,8 +84,7 @@ def main():
             f"--gpus {arguments.gpus} are not whole nodes of {machine.gpus_per_node}; "
             f"use a multiple of it"
         )
-    room = arguments.memory * 1e9 if arguments.memory else USABLE * machine.memory
-    machine = replace(machine, memory=room)
+    machine = replace(machine, memory=usable(machine, arguments.memory))
     try:
         check_precision(arguments.precision, model, machine)
         plans = list(all_plans(model, machine, precision=arguments.precision))
@@ -131,7 +130,7 @@ def parse_arguments():
         "--memory",
         type=positive_number,
         metavar="GB",
-        help="usable of a GPU; else 0.9 of its total",
+        help="usable of a GPU; else what it is sold with, or 0.9 of this machine's",
     )
     precisions = {"choices": ("bf16", "fp8"), "default": "bf16"}
     add("--precision", help="of the layers' matrix products; bf16 unless given", **precisions)
@@ -231,6 +230,17 @@ def machine_of(arguments):
     a.batch_size = a.batch_size or (32 if machine.measured else 128)
     a.seq_len = a.seq_len or (128 if machine.measured else 4096)
     return machine
+
+
+def usable(machine, gigabytes=None):
+    """Bytes that a plan may need of a GPU: the given gigabytes, else what it is sold with.
+
+    A GPU with "80 GB" has more: torch reports 79.15 GiB of an A100 and 79.10 GiB of an H100, which
+    are 85 GB. The rest is left to CUDA, NCCL and the gaps of the allocator.
+    """
+    if gigabytes:
+        return gigabytes * 1e9
+    return USABLE * machine.memory if machine.measured else machine.memory
 
 
 def in_words(arguments, model, machine, ours, others):

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from plan import USABLE
+from plan import usable
 
 from course.launch import ROOT
 from planning.bound import memory_bound
@@ -24,7 +24,7 @@ from planning.expected_error import (
 from planning.forecast import forecast
 from planning.known_models import NAMED
 from planning.machine import Machine, machine_names, read_machine
-from planning.plan_memory import memory_per_rank
+from planning.plan_memory import TIGHT, memory_per_rank
 from planning.plan_tables import error_lines, error_table, not_told_apart
 from planning.published import published_runs
 from planning.training_plan import Plan
@@ -55,7 +55,7 @@ def test_the_layout_that_llama_3_405b_was_trained_with_is_not_rejected_for_memor
     plan = Plan(ranks=16, tensor=8, replicas=64, kernels="fused")
     plans = [one for shape in shapes(model, plan, PLANNED) for one in shardings(machine, shape)]
     needed = [memory_bound(model, machine, one) for one in plans]
-    assert sum(one <= USABLE * machine.memory for one in needed) > 20
+    assert sum(one <= usable(machine) for one in needed) > 20
 
 
 def test_published_peaks_of_memory_are_met_within_12_percent():
@@ -108,7 +108,7 @@ def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_
         for gpu in ("a100", "h100")
     ]
     needed = [max(memory_per_rank(run.model, run.machine, run.plan)) for run in COUNTED]
-    rejected = sum(one > USABLE * run.machine.memory for one, run in zip(needed, COUNTED))
+    rejected = sum(one > usable(run.machine) for one, run in zip(needed, COUNTED))
     reached = [
         f"| at most 6 % | {size_within(others, 0.5):.1%} |",
         f"| within 15 % | {size_within(others, 0.9):.1%} |",
@@ -122,6 +122,9 @@ def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_
     ]
     for line in reached:
         assert re.sub(r"([\d.]+)% \|$", r"\1 % |", line) in page, line
+    filled = [one / run.machine.memory for one, run in zip(needed, COUNTED)]
+    assert f"The tightest needs {100 * max(filled):.1f} %" in page
+    assert f"as {sum(one > TIGHT for one in filled)} of these {len(COUNTED)} do" in page
 
 
 def test_the_size_within_which_runs_are_weighs_each_publication_equally():

@@ -182,6 +182,7 @@ def test_plans_that_differ_in_no_column_differ_in_a_remark():
     plan = Plan(ranks=4, replicas=2, cut=(3, 2, 2, 1))
     assert remark(plan) == remark(Plan()) == ""
     assert remark(replace(plan, cut=())) == "even cut"
+    assert remark(plan, tight=True) == "memory is tight"
     assert "replicas of one stage" in remark(replace(plan, neighbours="replicas"))
 
 
@@ -267,7 +268,7 @@ def test_the_command_of_a_plan_needs_and_takes_what_its_forecast_says(capsys):
 def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
     status, text = run("gpt-3 --gpus 16 --batch-size 64 --seq-len 2048", capsys)
     assert status == 1 and max(map(len, text.splitlines())) <= 80
-    assert re.search(r"needs \d+\.\d GB, and a GPU has 72.0\nit fits on \d+ GPUs", text)
+    assert re.search(r"needs \d+\.\d GB, and a GPU has 80.0\nit fits on \d+ GPUs", text)
     status, text = run("1m --gpus 1 --memory 0.000001 --batch-size 1 --seq-len 128", capsys)
     assert status == 1 and "more GPUs alone do not help" in text
 

@@ -12,6 +12,7 @@ from pipeline.schedules import SCHEDULES
 from planning.candidates import all_plans, search_plans
 from planning.known_models import NAMED, is_of_the_course
 from planning.narrow import command_lines, lines_of
+from planning.plan_memory import TIGHT
 
 OF_THE_COURSE = ("1m", "10m", "60m", "125m", "350m", "1b")
 SAVED_BY_NAME = ("llama-", "qwen2.5-")  # what convert.py takes, once their files are here
@@ -83,10 +84,12 @@ def lines_with_files(name, model, machine):
         return lines_of(f"Nothing that pretrain_llama.py can start with a saved {name} fits.")
     flags = flags_of(model, machine, best[0].plan, [*CONVERTED, *sizes_of(model)])
     start = " ".join([start_of(machine, best[0].plan), *flags, "--data", "FILE"])
+    tight = " Its memory is tight." if best[0].memory > TIGHT * machine.memory else ""
     return [
         *lines_of(
             f"With a saved {name} in FOLDER and a text in FILE, the fastest that a script of the "
-            f"course starts takes {best[0].update:.3g} s per update. Convert it once, then train:"
+            f"course starts takes {best[0].update:.3g} s per update.{tight} Convert it once, then "
+            "train:"
         ),
         *command_lines(convert_command("FOLDER")),
         *command_lines(start),

@@ -17,7 +17,7 @@ from planning.expected_error import (
 from planning.forecast import stage_costs
 from planning.microbatches_held import held_by
 from planning.narrow import WIDTH, columns, lines_of
-from planning.plan_memory import memory_per_rank
+from planning.plan_memory import TIGHT, memory_per_rank
 from planning.published import error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
@@ -81,7 +81,7 @@ def cells_of(model, machine, one):
         "idle": f"{idle:.1%}",
         "to expect": "" if machine.measured else f"{least:.3g} to {most:.3g} s",
         "limit": limit_of(model, machine, one),
-        "remark": remark(plan),
+        "remark": remark(plan, tight=one.memory > TIGHT * machine.memory),
     }
 
 
@@ -96,9 +96,10 @@ def said_of(name, text):
     return {**said, "tokens/s": f"{text} tokens/s"}.get(name, f"{name} {text}")
 
 
-def remark(plan):
+def remark(plan, tight=False):
     """Return what no column says, as two plans may differ in nothing else; "" for most plans."""
     remarks = {
+        "memory is tight": tight,
         "even cut": not plan.cut and plan.ranks > 1,
         "a node has replicas of one stage": plan.neighbours == "replicas",
     }
