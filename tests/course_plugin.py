@@ -10,10 +10,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import nbval.kernel
-import pytest
-from kernels import Kernel
-from processes import starts_processes
+sys.modules.setdefault("rfc3987_syntax", None)  # 1.5 s of grammars: see tools/exercises.py
+
+import nbval.kernel  # noqa: E402
+import pytest  # noqa: E402
+from kernels import Kernel  # noqa: E402
+from processes import starts_processes  # noqa: E402
 
 LIMIT = 3600  # seconds, after which everything ends, also what hangs
 NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
