@@ -54,8 +54,8 @@ class Watched:
         tell("goes on", message=self.name)
         return True
 
-    def is_completed(self):
-        return self.work.is_completed()
+    def __getattr__(self, name):
+        return getattr(self.work, name)
 
 
 class OneQueue:
@@ -133,40 +133,14 @@ def watch_messages(strict=False):
 
     With `strict`, messages are started by the rule of a OneQueue.
     """
-    queue = OneQueue() if strict else None
-    counts, works, begin = {}, [], {"send": c10d.isend, "receive": c10d.irecv}
-
-    def start(what, tensor, peer, peer_in_group, group, tag):
-        if peer_in_group is not None:  # what batch_isend_irecv names
-            peer = dist.get_global_rank(group or dist.group.WORLD, peer_in_group)
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
-        if what == "receive" and peer is None and not queue:  # gloo takes what comes; NCCL cannot
-            name_of_peer = ANY_RANK
-        elif isinstance(peer, int) and 0 <= peer < dist.get_world_size():
-            name_of_peer = peer
-        else:
-            way = "to" if what == "send" else "from"
-            raise ValueError(f"there is no rank {peer!r} to {what} {way}")
-        # The messages of two groups are two sequences, like those of two tags.
-        key = what, name_of_peer, f"{tag} {(group or c10d._get_default_group()).group_name}"
-        counts[key] = counts.get(key, 0) + 1
-        name = [*key, counts[key]]
-        at = place(sys._getframe(1))
-        about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:], "at": at}
-        begin_it = partial(begin[what], tensor.detach(), peer, group=group, tag=tag)
-        if queue:
-            return queue.put(QueuedMessage(queue, begin_it, name, about))
-        work = begin_it()
-        works.append(work)  # a Work that is freed would end while its message travels
-        tell("begins", message=name, **about)
-        return Watched(work, name, at)
+    messages, counted = Messages(OneQueue() if strict else None), []
+    torch_join = c10d.init_process_group
 
     def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
-        return start("send", tensor, dst, group_dst, group, tag)
+        return messages.start("send", tensor, dst, group_dst, group, tag)
 
     def irecv(tensor, src=None, group=None, tag=0, group_src=None):
-        return start("receive", tensor, src, group_src, group, tag)
+        return messages.start("receive", tensor, src, group_src, group, tag)
 
     def recv(*arguments, **more):
         message = irecv(*arguments, **more)
@@ -182,7 +156,6 @@ def watch_messages(strict=False):
         torch_join(*arguments, **more)
         tell("goes on", message=name)
 
-    torch_join, counted = c10d.init_process_group, []
     instead = {
         "isend": isend,
         "irecv": irecv,
@@ -190,13 +163,50 @@ def watch_messages(strict=False):
         "recv": recv,
         "init_process_group": join,
     }
-    if queue:
-        instead["batch_isend_irecv"] = queue.batch_isend_irecv
+    if messages.queue:
+        instead["batch_isend_irecv"] = messages.queue.batch_isend_irecv
     for name in COLLECTIVES:
         instead[name] = watched_collective(name, counted)
     for module in (dist, c10d):
         for name, function in instead.items():
             setattr(module, name, function)
+
+
+class Messages:
+    """Starts the messages of this rank, and numbers those of each peer, group and tag."""
+
+    def __init__(self, queue):
+        self.queue, self.counts, self.works = queue, {}, []
+        self.begin = {"send": c10d.isend, "receive": c10d.irecv}
+
+    def start(self, what, tensor, peer, peer_in_group, group, tag):
+        """Start and report a message, or put it into the queue; the result can be waited for."""
+        if peer_in_group is not None:  # what batch_isend_irecv names
+            peer = dist.get_global_rank(group or dist.group.WORLD, peer_in_group)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
+        # The messages of two groups are two sequences, like those of two tags.
+        sequence = f"{tag} {(group or c10d._get_default_group()).group_name}"
+        key = what, self.name_of(peer, what), sequence
+        self.counts[key] = self.counts.get(key, 0) + 1
+        name, at = [*key, self.counts[key]], place(sys._getframe(1))
+        about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:], "at": at}
+        begin = partial(self.begin[what], tensor.detach(), peer, group=group, tag=tag)
+        if self.queue:
+            return self.queue.put(QueuedMessage(self.queue, begin, name, about))
+        work = begin()
+        self.works.append(work)  # a Work that is freed would end while its message travels
+        tell("begins", message=name, **about)
+        return Watched(work, name, at)
+
+    def name_of(self, peer, what):
+        """The number of a rank that exists, or ANY_RANK."""
+        if what == "receive" and peer is None and not self.queue:  # gloo takes what comes
+            return ANY_RANK
+        if isinstance(peer, int) and 0 <= peer < dist.get_world_size():
+            return peer
+        way = "to" if what == "send" else "from"
+        raise ValueError(f"there is no rank {peer!r} to {what} {way}")
 
 
 def watched_collective(name, counted):

@@ -3,7 +3,8 @@
 
 `examining.py` starts it on each rank with the path of a request, a JSON file. `program` in it names
 a function, such as "course.checks.build_sums_on_ranks.main", which is called with the request and
-the reader's functions. The program sends what the check needs as "report" events (messages.py).
+the reader's functions. `seconds` limits its processor time, and `strict` chooses the rule by which
+messages start (messages.py). The program sends what the check needs as "report" events.
 """
 
 import importlib
