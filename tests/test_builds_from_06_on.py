@@ -17,7 +17,7 @@ import torch.distributed as dist
 from further import SEEDS, first_of
 from mutated import mutated
 
-from course.building import request
+from course.building import endless_loops
 from course.checks import (
     build_comparison,
     build_library,
@@ -27,7 +27,6 @@ from course.checks import (
     library_mistakes,
 )
 from course.checks.answer import NOT_ATTEMPTED
-from course.checks.reader_on_ranks import run_script, what_failed
 from course.launch import PRELOAD, ROOT
 from pipeline.schedules import gpipe, zb_v
 
@@ -175,7 +174,7 @@ WRONG = {
         ([("torch.stack(losses).mean()", "torch.stack(losses).sum()")], "not their mean"),
         ([("torch.stack(losses).mean()", "losses[-1]")], "the last micro-batch alone"),
         ([("loss_fn=loss_of)", "loss_fn=loss_of, scale_grads=False)")], "8 times too large"),
-        ([("    else:\n        schedule.step()\n", "")], "waited in vain for another rank at"),
+        ([("    else:\n        schedule.step()\n", "")], "until rank 1 receives, and rank 1 has already returned: a receive is missing there"),
         ([("range(6)", "range(1, 7)")], "the lines are those of steps [1, 2, 3, 4, 5, 6]"),
         ([("batch(step)", "batch(0)")], "every step learns batch(0)"),
         ([("target=targets", "target=targets[:-1]")], "raised"),
@@ -209,7 +208,7 @@ WRONG = {
         ([("off = torch.maximum(off, (ours - theirs).abs().max())",
            "off = off + (ours - theirs).abs().sum()")], "the sum of all differences"),
         ([("    dist.all_reduce", "    if both[0] > 1e-9:\n        dist.all_reduce")],
-         "waited in vain for another rank at line 9 of difference"),
+         "until every rank calls all_reduce, and rank 0 has returned without it"),
         ([("    return (both[0] / both[1]).item()", "    both[0]")], "returns None; return a number"),
     ],
     "save_and_restore": [
@@ -258,16 +257,17 @@ def test_a_typical_wrong_program_gets_its_own_sentence(exercise, edits, sentence
     assert said.startswith("Not yet: ") and sentence in said
 
 
-def test_a_long_error_ends_with_a_whole_word():
-    told = request.RAISED + json.dumps([0, "mine", 1, "ValueError: " + "word " * 60])
-    assert what_failed(told, {"mine": "x"}).endswith("word word ...")
+def test_a_long_error_ends_with_a_whole_word(tmp_path, capsys):
+    long = "    dist.all_reduce", "    raise ValueError('word ' * 60)\n    dist.all_reduce"
+    said = answer_to(tmp_path, capsys, "comparison", long)
+    assert re.search(r"raised ValueError: word .*word word \.\.\. \(on rank \d\)$", said)
 
 
 def test_a_loop_without_an_end_is_ended_at_its_line(tmp_path, capsys, monkeypatch):
     endless = ("    output.backward", "    while True:\n        k += 1\n    output.backward")
     said = answer_to(tmp_path, capsys, "recomputing_backward", endless)
     assert re.search(r"line [67] of backward .* raised TimeoutError: .* does this loop end", said)
-    monkeypatch.setattr(request, "COMPUTING", 0.2)
+    monkeypatch.setattr(endless_loops, "COMPUTING", 0.2)
     endless = ("        start(action.stage)", "        while True:\n            pass")
     said = answer_to(tmp_path, capsys, "sums_in_time", endless)
     assert "after 0B7 your function raised TimeoutError" in said
@@ -300,16 +300,10 @@ def recomputes_as_autograd_keeps(backward):
 
 def trains_as_one_process(path):
     """Whether the losses on eight ranks, which the check does not try, are those of one."""
-    shown = run_script(f"course/checks/build_library_on_ranks.py {request_file(path)}", 8)
-    wanted = library_mistakes.losses_of(8, clip="whole" if "held out" in shown else None)
-    found = [float(loss) for loss in re.findall(r"loss (\S+)", shown)]
+    steps, held_out, _ = build_library.printed_by("mine", path.read_text(), 8)
+    wanted = library_mistakes.losses_of(8, clip="whole" if held_out else None)
+    found = [loss for _, loss in steps] + held_out
     return library_mistakes.agree(found, wanted)
-
-
-def request_file(path):
-    file = path.with_suffix(".json")
-    file.write_text(json.dumps({"sources": [["mine", path.read_text()]]}))
-    return file
 
 
 def finds_a_share_in_one_process(difference):

@@ -2,8 +2,9 @@
 
 import pytest
 
+from course.building.examining import Observed, Rank
 from course.checks import lesson_11b as check
-from course.checks.reader_on_ranks import with_who_left
+from course.checks.build_words import Words
 from course.launch import PRELOAD
 
 PRELOAD.extend(["torch.distributed.checkpoint", "tokenizers"])
@@ -94,9 +95,15 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
         (right, ["Right"]),
         (stub, ["Not attempted yet"]),
         (one_group_at_a_time, ["Not yet", "more than 1 of 3 groups"]),
-        (everybody_waits_first, ["Not yet", "waited", "deadlock"]),
+        (
+            everybody_waits_first,
+            ["Not yet: deadlock: rank 0 waits at line 5 of everybody_waits_first"],
+        ),
         (always_the_first_token, ["Not yet", "token", "group 0", "one process chooses"]),
-        (last_tokens_left_behind, ["Not yet", "rank 0 has returned, but has not received"]),
+        (
+            last_tokens_left_behind,
+            ["line 8 of last_tokens", "until rank 0 receives, and rank 0 has already returned"],
+        ),
         (sends_beyond_the_last_rank, ["Not yet", "rank 2 sends to rank 3", "for rank 0"]),
         (asks_for_a_group_that_is_not_there, ["Not yet", "line 2", "KeyError: 7"]),
     ],
@@ -109,18 +116,17 @@ def test_a_decode_loop_is_answered_by_what_it_did_on_three_ranks(decode, words, 
         assert word in said
 
 
-@pytest.mark.parametrize("first", range(3))
-def test_a_rank_that_left_is_named_whichever_rank_reports_first(first):
-    waits = [
-        "the end of the job",
-        "the receipt of what rank 1 made",
-        "the receipt of what rank 2 made",
-    ]
-    said = f"rank {first} waited 10 s for {waits[first]} from rank {(first + 1) % 3}"
-    for rank in ((first + 1) % 3, (first + 2) % 3):
-        said += f", which waits for {waits[rank]} from rank {(rank + 1) % 3}"
-    told = with_who_left(f"{said}: a deadlock")
-    assert told.endswith("; rank 0 has returned, but has not received all of what rank 2 made")
+@pytest.mark.parametrize("left", range(3))
+def test_a_rank_that_left_is_named_whichever_rank_waits_first(left):
+    """Each rank waits for the one after it, and so for the one that has returned."""
+    observed = Observed([Rank(number) for number in range(3)], stuck=True)
+    observed.note({"rank": left, "event": "done"})
+    for rank in ((left + 1) % 3, (left + 2) % 3):
+        message = ["send", (rank + 1) % 3, "0", 1]
+        observed.note({"rank": rank, "event": "waits", "message": message, "at": None})
+    assert observed.nobody_can_go_on()
+    told = Words(observed, {"sources": []}).transport()
+    assert f"and rank {left} has already returned: a receive is missing there" in told
 
 
 @pytest.mark.parametrize(

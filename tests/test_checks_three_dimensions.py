@@ -130,15 +130,15 @@ def ends(all_reduce, enter=None, leave=None):
 
 @pytest.fixture(autouse=True)
 def with_helpers(monkeypatch):
-    from course.checks import reader_on_ranks
+    from course.checks import build_text
 
-    plain = reader_on_ranks.collect
+    plain = build_text.collect
 
     def with_more(function):
         (*helpers, (name, text)), imports = plain(function)
         return [*helpers, (name, text + HELPERS)], imports
 
-    monkeypatch.setattr(reader_on_ranks, "collect", with_more)
+    monkeypatch.setattr(build_text, "collect", with_more)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,10 @@ def with_helpers(monkeypatch):
         (both_ways, ["second matrix", "2 times the right one", "leaving"]),
         (sum_where_all_is_whole, ["output", "2 times the right one", "forward"]),
         (twice_on_the_way_back, ["layer's input", "2 times the right one", "entering"]),
-        (one_rank_sums, ["Not yet", "waited", "rank 1", "its part of a sum"]),
+        (
+            one_rank_sums,
+            ["Not yet: rank 0 waits", "all_reduce, and rank 1 has returned without it"],
+        ),
         (mean_on_the_way_back, ["layer's input", "0.5 times the right one", "nothing is divided"]),
         (nothing_returned, ["what enters the layer is not a tensor", "NoneType"]),
         (no_apply, ["what enters the layer is not a tensor", "Enter.apply"]),

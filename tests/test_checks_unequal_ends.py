@@ -74,7 +74,7 @@ WRONG = {
             'of_target = all_reduce(scores[rows, own] * here, "sum")',
             'of_target = all_reduce(scores[rows, own] * here, "sum") if here.any() and first else 0',
         ),
-        ["Not yet", "waited", "rank 1", "its part of all_reduce number"],
+        ["Not yet: rank 1 waits at line", "all_reduce, and rank 0 has returned without it"],
     ),
     "no gradient": (changed(", gradient / len(targets)", ""), ["return a pair"]),
     "an error": (changed("targets - first", "targets - nothing"), ["raised NameError"]),
@@ -84,16 +84,16 @@ WRONG = {
 @pytest.fixture
 def program(monkeypatch):
     """Let the check read a changed text of `right`."""
-    from course.checks import reader_on_ranks
+    from course.checks import build_text
 
-    plain = reader_on_ranks.collect
+    plain = build_text.collect
 
     def give(change):
         def changed(function):
             (*helpers, (name, text)), imports = plain(function)
             return [*helpers, (name, change(text))], imports
 
-        monkeypatch.setattr(reader_on_ranks, "collect", changed)
+        monkeypatch.setattr(build_text, "collect", changed)
         return right
 
     return give

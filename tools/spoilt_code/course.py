@@ -21,8 +21,8 @@ FAULTS = [
     Fault(
         "stub-of-a-build-is-run",
         "course/checks/build_text.py::request_of",
-        "if len(holes(sources[-1][1])) >= places:",
-        "if len(holes(sources[-1][1])) > places:",
+        "if all(len(holes(sources[name])) >= places for name in names):",
+        "if all(len(holes(sources[name])) > places for name in names):",
         "A stub that a reader has not touched is called unfinished instead of not attempted.",
         "test_builds.py",
         ("test_nonsense_gets_a_sentence_and_a_stub_is_not_attempted[naive_step]",),
@@ -62,6 +62,15 @@ FAULTS = [
         "A legal schedule solves a puzzle also if it is too long.",
         "test_checks_puzzles.py",
         ("test_a_wrong_answer_gets_its_sentence",),
+    ),
+    Fault(
+        "deadlock-is-waited-out",
+        "course/building/examining.py::Observed.nobody_can_go_on",
+        "return bool(left) and all(rank.waits and self.waits_in_vain(rank) for rank in left)",
+        "return not left",
+        "A deadlock of a reader's ranks is found only after 30 seconds without an event.",
+        "test_checks_inference.py",
+        ("test_a_rank_that_left_is_named_whichever_rank_waits_first",),
     ),
     Fault(
         "build-with-wrong-gradients",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a reader's function on warm ranks with a time limit, and notes what each rank did.
+"""Runs a reader's functions on warm ranks with a time limit, and notes what each rank did.
 
 An examination always ends and leaves no process behind: as soon as no rank can continue, all ranks
 are ended.
@@ -14,6 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from course.building import ANY_RANK, MARK
+from course.failed_run import failed_rank, readable_errors
 from course.followed_run import read_stream
 from course.launch import started_ranks
 
@@ -28,16 +29,15 @@ class Rank:
 
     number: int
     steps: list = field(default_factory=list)
-    results: list = field(default_factory=list)
+    reports: list = field(default_factory=list)  # what the lesson's program has reported
     waits: dict | None = None  # the event of the present wait
     unwaited: dict = field(default_factory=dict)  # message -> the event that began it
     raised: dict | None = None
     lost: dict | None = None  # the event of an error caused by the loss of another rank
-    busy: dict | None = None
-    joined: list = field(default_factory=list)  # the names of its collectives
+    joined: list = field(default_factory=list)  # the names of its collectives; "join" is the first
     last: dict | None = None  # its last event
     ended: bool = False  # whether the present step has ended
-    done: bool = False  # whether all steps have ended
+    done: bool = False  # whether the whole program has ended
 
 
 @dataclass
@@ -50,13 +50,11 @@ class Observed:
     stuck: bool = False
     silent: bool = False  # whether nothing happened any more
     crash: str | None = None
-    printed: str = "\n"  # the last text that the reader's code has printed
+    printed: str = ""  # what the ranks have printed
 
     def waits_in_vain(self, rank):
         """Whether what `rank` waits for has not been started by the other side."""
         what, peer, tag, number = rank.waits["message"]
-        if what == "join":
-            return any(other.ended for other in self.ranks)
         if what == "send":
             receives = self.count(rank.number, peer, tag, "receive")
             return receives + self.count(ANY_RANK, peer, tag, "receive") < number
@@ -105,8 +103,9 @@ class Observed:
             rank.steps.append([])
         elif kind in ("forward", "backward", "weights"):
             rank.steps[-1].append(event)
+        elif kind == "report":
+            rank.reports.append(event["value"])
         elif kind == "ends step":
-            rank.results.append(event)
             rank.ended = True
             if all(other.ended for other in self.ranks):  # then all continue with the next step
                 for other in self.ranks:
@@ -115,29 +114,27 @@ class Observed:
             rank.lost = event
         elif kind == "raised":
             rank.raised = event
-        elif kind == "busy":
-            rank.busy = event
         elif kind == "done":
-            rank.done = True
+            rank.ended = rank.done = True
 
 
-def examine(request, num_ranks, limit=LIMIT):
+def examine(request, num_ranks, show=True):
     """Run `request` (see on_ranks.py) on `num_ranks` ranks and return an Observed.
 
-    It ends when nothing has happened for `limit` seconds.
+    It ends when nothing has happened for LIMIT seconds. `show` prints what the ranks print.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(request, file)
         file.flush()
         with started_ranks(SCRIPT, [file.name], num_ranks) as ranks:
             observed = Observed([Rank(number) for number in range(num_ranks)])
-            _follow(ranks, observed, limit)
-    if not observed.printed.endswith("\n"):
+            _follow(ranks, observed, show)
+    if show and observed.printed and not observed.printed.endswith("\n"):
         print()  # the verdict begins a line of its own
     return observed
 
 
-def _follow(started, observed, limit):
+def _follow(started, observed, show):
     lines, errors = queue.Queue(), []
     for name, stream in started.streams.items():
         threading.Thread(target=read_stream, args=(name, stream, lines), daemon=True).start()
@@ -146,26 +143,26 @@ def _follow(started, observed, limit):
         try:
             name, line = lines.get(timeout=0.1)
         except queue.Empty:
-            observed.crash = started.failure()
-            if observed.crash and errors:
-                observed.crash += f" ({errors[-1].strip()})"
+            observed.crash = _crash(started, errors)
+            # Under torchrun, the end of a rank is noticed later than its loss by other ranks.
+            explained = observed.crash or not any(rank.done for rank in observed.ranks)
             for rank in observed.ranks:
-                rank.raised = rank.raised or (None if observed.crash else rank.lost)
+                rank.raised = rank.raised or (None if explained else rank.lost)
             if observed.crash or any(rank.raised for rank in observed.ranks):
                 return
             continue
         if name == "stdout":
             text, mark, event = line.partition(MARK)  # what the reader prints may end in no newline
-            if text:
+            observed.printed += text
+            if text and show:
                 print(text, end="")
-                observed.printed = text
             if mark:
                 observed.note(json.loads(event))
                 last = last or time.monotonic() + LONGEST
-                deadline = min(last, time.monotonic() + limit)
+                deadline = min(last, time.monotonic() + LIMIT)
         elif name == "stderr":
             errors.append(line)
-        if any(rank.raised or rank.busy for rank in observed.ranks):
+        if any(rank.raised for rank in observed.ranks):
             return
         if all(rank.done for rank in observed.ranks):
             return
@@ -173,3 +170,12 @@ def _follow(started, observed, limit):
             observed.stuck = True
             return
     observed.silent = True
+
+
+def _crash(started, errors):
+    """How the first rank has failed, with the last line of the errors, or None."""
+    failure = started.failure()
+    if not failure:
+        return None
+    last = readable_errors(errors).strip().splitlines()[-1:]
+    return (failed_rank(errors) or failure) + "".join(f" ({line.strip()})" for line in last)

@@ -16,24 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from course.building import ANY_RANK, EVERY_RANK, MARK
-from course.building.request import YOURS
+from course.building import ANY_RANK, EVERY_RANK, MARK, YOURS
 
 # The functions of torch.distributed that return only after every rank has called them.
 COLLECTIVES = ["barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"]
 COLLECTIVES += ["all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"]
+COLLECTIVES += ["all_to_all_single"]
 
 
-class Teller:
-    """Sends events to the process that examines."""
-
-    def __init__(self, rank):
-        self.rank = rank
-
-    def tell(self, event, **more):
-        line = {"rank": self.rank, "event": event, **more}
-        line.setdefault("at", place(sys._getframe(1)))
-        os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
+def tell(event, **more):
+    """Send an event of this rank to the process that examines it."""
+    line = {"rank": int(os.environ["RANK"]), "event": event, **more}
+    line.setdefault("at", place(sys._getframe(1)))
+    os.write(1, f"{MARK}{json.dumps(line, default=repr)}\n".encode())
 
 
 def place(frame):
@@ -45,19 +40,22 @@ def place(frame):
 
 
 class Watched:
-    """torch's Work of one message; reports when its rank starts and stops waiting for it."""
+    """torch's Work of one message; reports when its rank starts and stops waiting for it.
 
-    def __init__(self, teller, work, name):
-        self.teller, self.work, self.name = teller, work, name
+    `at` is the line that began the message, for a wait that is not in the reader's own code.
+    """
+
+    def __init__(self, work, name, at):
+        self.work, self.name, self.at = work, name, at
 
     def wait(self, *arguments):
-        self.teller.tell("waits", message=self.name)
+        tell("waits", message=self.name, at=place(sys._getframe(1)) or self.at)
         self.work.wait(*arguments)
-        self.teller.tell("goes on", message=self.name)
+        tell("goes on", message=self.name)
         return True
 
-    def is_completed(self):
-        return self.work.is_completed()
+    def __getattr__(self, name):
+        return getattr(self.work, name)
 
 
 class OneQueue:
@@ -67,8 +65,8 @@ class OneQueue:
     when the one before has ended.
     """
 
-    def __init__(self, teller):
-        self.teller, self.waiting, self.issued, self.batch = teller, SimpleQueue(), [], None
+    def __init__(self):
+        self.waiting, self.issued, self.batch = SimpleQueue(), [], None
         threading.Thread(target=self.work_off, daemon=True).start()
 
     def put(self, message):
@@ -112,7 +110,7 @@ class QueuedMessage:
         self.begun, self.ended = threading.Event(), threading.Event()
 
     def start(self):
-        self.queue.teller.tell("begins", message=self.name, **self.about)
+        tell("begins", message=self.name, **self.about)
         return self.begin()
 
     def wait(self, *_):
@@ -120,9 +118,9 @@ class QueuedMessage:
         issued = self.queue.issued
         for message in issued[: issued.index(self) + 1]:
             message.begun.wait()  # it is the next one, so it begins; only then can it be stuck
-            self.queue.teller.tell("waits", message=message.name)
+            tell("waits", message=message.name)
             message.ended.wait()
-            self.queue.teller.tell("goes on", message=message.name)
+            tell("goes on", message=message.name)
         del issued[: issued.index(self) + 1]
         return True
 
@@ -130,55 +128,34 @@ class QueuedMessage:
         return self.ended.is_set()
 
 
-def watch_messages(teller, queue=None):
+def watch_messages(strict=False):
     """Replace the functions of torch.distributed by functions that also report each call.
 
-    With a OneQueue, messages are started by its rule.
+    With `strict`, messages are started by the rule of a OneQueue.
     """
-    counts, works, begin = {}, [], {"send": c10d.isend, "receive": c10d.irecv}
-
-    def start(what, tensor, peer, tag, **more):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
-        if what == "receive" and peer is None and not queue:  # gloo takes what comes; NCCL cannot
-            name_of_peer = ANY_RANK
-        elif isinstance(peer, int) and 0 <= peer < dist.get_world_size():
-            name_of_peer = peer
-        else:
-            way = "to" if what == "send" else "from"
-            raise ValueError(f"there is no rank {peer!r} to {what} {way}")
-        key = what, name_of_peer, tag
-        counts[key] = counts.get(key, 0) + 1
-        name = [*key, counts[key]]
-        about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:]}
-        begin_it = partial(begin[what], tensor.detach(), peer, tag=tag, **more)
-        if queue:
-            about["at"] = place(sys._getframe(1))
-            return queue.put(QueuedMessage(queue, begin_it, name, about))
-        work = begin_it()
-        works.append(work)  # a Work that is freed would end while its message travels
-        teller.tell("begins", message=name, **about)
-        return Watched(teller, work, name)
+    messages, counted = Messages(OneQueue() if strict else None), []
+    torch_join = c10d.init_process_group
 
     def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
-        peer = dst if group_dst is None else group_dst  # what batch_isend_irecv names
-        return start("send", tensor, peer, tag, group=group)
+        return messages.start("send", tensor, dst, group_dst, group, tag)
 
     def irecv(tensor, src=None, group=None, tag=0, group_src=None):
-        peer = src if group_src is None else group_src
-        return start("receive", tensor, peer, tag, group=group)
+        return messages.start("receive", tensor, src, group_src, group, tag)
 
-    def recv(tensor, src=None, **more):
-        message = irecv(tensor, src, **more)
+    def recv(*arguments, **more):
+        message = irecv(*arguments, **more)
         message.wait()
-        return message.work._source_rank() if src is None and not queue else src
+        source = message.name[1]
+        return message.work._source_rank() if source == ANY_RANK else source
 
     def join(*arguments, **more):
-        teller.tell("waits", message=["join", EVERY_RANK, 0, 0])
+        counted.append("join")
+        name = ["join", EVERY_RANK, 0, len(counted)]
+        tell("joins in", name="join")
+        tell("waits", message=name)
         torch_join(*arguments, **more)
-        teller.tell("goes on", message=["join", EVERY_RANK, 0, 0])
+        tell("goes on", message=name)
 
-    torch_join = c10d.init_process_group
     instead = {
         "isend": isend,
         "irecv": irecv,
@@ -186,17 +163,53 @@ def watch_messages(teller, queue=None):
         "recv": recv,
         "init_process_group": join,
     }
-    if queue:
-        instead["batch_isend_irecv"] = queue.batch_isend_irecv
-    counted = []
+    if messages.queue:
+        instead["batch_isend_irecv"] = messages.queue.batch_isend_irecv
     for name in COLLECTIVES:
-        instead[name] = watched_collective(teller, name, counted)
+        instead[name] = watched_collective(name, counted)
     for module in (dist, c10d):
         for name, function in instead.items():
             setattr(module, name, function)
 
 
-def watched_collective(teller, name, counted):
+class Messages:
+    """Starts the messages of this rank, and numbers those of each peer, group and tag."""
+
+    def __init__(self, queue):
+        self.queue, self.counts, self.works = queue, {}, []
+        self.begin = {"send": c10d.isend, "receive": c10d.irecv}
+
+    def start(self, what, tensor, peer, peer_in_group, group, tag):
+        """Start and report a message, or put it into the queue; the result can be waited for."""
+        if peer_in_group is not None:  # what batch_isend_irecv names
+            peer = dist.get_global_rank(group or dist.group.WORLD, peer_in_group)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a {what} needs a tensor, not {tensor!r}")
+        # The messages of two groups are two sequences, like those of two tags.
+        sequence = f"{tag} {(group or c10d._get_default_group()).group_name}"
+        key = what, self.name_of(peer, what), sequence
+        self.counts[key] = self.counts.get(key, 0) + 1
+        name, at = [*key, self.counts[key]], place(sys._getframe(1))
+        about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:], "at": at}
+        begin = partial(self.begin[what], tensor.detach(), peer, group=group, tag=tag)
+        if self.queue:
+            return self.queue.put(QueuedMessage(self.queue, begin, name, about))
+        work = begin()
+        self.works.append(work)  # a Work that is freed would end while its message travels
+        tell("begins", message=name, **about)
+        return Watched(work, name, at)
+
+    def name_of(self, peer, what):
+        """The number of a rank that exists, or ANY_RANK."""
+        if what == "receive" and peer is None and not self.queue:  # gloo takes what comes
+            return ANY_RANK
+        if isinstance(peer, int) and 0 <= peer < dist.get_world_size():
+            return peer
+        way = "to" if what == "send" else "from"
+        raise ValueError(f"there is no rank {peer!r} to {what} {way}")
+
+
+def watched_collective(name, counted):
     """The collective of that name, which also reports its call. `counted` has the earlier ones.
 
     Those of a group that the reader has made are not followed: not every rank belongs to it.
@@ -208,9 +221,10 @@ def watched_collective(teller, name, counted):
         if any(each not in (None, dist.group.WORLD) for each in [*groups, more.get("group")]):
             return begin(*arguments, async_op=async_op, **more)
         counted.append(name)
-        teller.tell("joins in", name=name)
+        tell("joins in", name=name)
         work = begin(*arguments, async_op=True, **more)
-        watched = Watched(teller, work, [name, EVERY_RANK, 0, len(counted)])
+        at = place(sys._getframe(1))
+        watched = Watched(work, [name, EVERY_RANK, 0, len(counted)], at)
         return watched if async_op else watched.wait() and None
 
     return collective

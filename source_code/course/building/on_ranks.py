@@ -1,258 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of an examination: runs the reader's function and reports its events as they happen.
+"""One rank of an examination: runs a lesson's program, to which it gives the reader's functions.
 
-`examining.py` starts it on each rank with the path of a request. messages.py says how events are
-reported; all else on standard output was printed by the reader's code.
+`examining.py` starts it on each rank with the path of a request, a JSON file. `program` in it names
+a function, such as "course.checks.build_sums_on_ranks.main", which is called with the request and
+the reader's functions. `seconds` limits its processor time, and `strict` chooses the rule by which
+messages start (messages.py). The program sends what the check needs as "report" events.
 """
 
+import importlib
 import json
-import os
-import signal
 import sys
 import time
 import traceback
-import weakref
+import types
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # torchrun knows this folder only
 
-from course.building import zb_h1  # noqa: E402
-from course.building.messages import OneQueue, Teller, place, watch_messages  # noqa: E402
-from course.building.request import YOURS, names_of  # noqa: E402
-from course.building.versions import run_versions  # noqa: E402
+from course.building import YOURS  # noqa: E402
+from course.building.endless_loops import endless_loops_ended  # noqa: E402
+from course.building.messages import tell, watch_messages  # noqa: E402
 from small import pipeline as my_pipeline  # noqa: E402
-from small import split_backward  # noqa: E402
-
-BUSY = 2  # seconds of processor time after which a rank reports its place in the code
-CLOSE = 1e-9
-
-
-def watch_halves(teller):
-    """Also report when the half of a backward for the weights runs."""
-    begin = zb_h1.backward_input
-
-    def backward_input(stage, k, held, sends):
-        later = begin(stage, k, held, sends)
-
-        def run():
-            teller.tell("weights", kind="W", stage=stage.index, k=k)
-            later()
-
-        return run
-
-    zb_h1.backward_input = backward_input
-
-
-class Reference:
-    """The results of one process with its own copy of the model, by stage s and micro-batch k.
-
-    `inputs[s][k]` is the input of stage s, `gradients[s][k]` is the gradient of its output, and
-    `weights[s]` has one column per micro-batch: the gradient of all weights of the stage.
-    """
-
-    def __init__(self, num_stages, inputs, targets):
-        stages = [my_pipeline.build_stage(index, num_stages) for index in range(num_stages)]
-        self.inputs, self.gradients = [[] for _ in stages], [[] for _ in stages]
-        columns, self.loss = [[] for _ in stages], 0.0
-        for tokens, wanted in zip(inputs, targets):
-            made = []
-            for number, stage in enumerate(stages):
-                stage.zero_grad()
-                self.inputs[number].append(tokens.detach())
-                tokens = stage(tokens)
-                tokens.retain_grad()
-                made.append(tokens)
-            loss = my_pipeline.loss_of(tokens, wanted) / len(inputs)
-            loss.backward()
-            self.loss += loss.item()
-            for number, stage in enumerate(stages):
-                self.gradients[number].append(made[number].grad)
-                columns[number].append(flat_gradient(stage))
-        self.weights = [torch.stack(column, 1) for column in columns]
-
-
-def flat_gradient(stage):
-    """The gradients of all weights as one vector; zeros for a weight without a gradient."""
-    weights = stage.parameters()
-    return torch.cat(
-        [(w.grad if w.grad is not None else 0 * w.detach()).flatten() for w in weights]
-    )
-
-
-class Observer:
-    """Reports every forward and backward of `stage` with its micro-batch.
-
-    It looks at the input of the stage's first part and at the output of its last one: so it does
-    not matter whether the reader calls the stage, its method `forward`, or its parts.
-    """
-
-    def __init__(self, teller, stage, index, reference, halves):
-        self.teller, self.index, self.reference = teller, index, reference
-        self.half = "I" if halves else "B"
-        self.inputs, self.graphs, self.outputs = {}, {}, {}  # micro-batch -> a weak reference
-        self.done = []  # the micro-batches whose backward has ended
-        self.current = None  # the micro-batch whose forward has begun
-        stage.index = index
-        if halves:
-            split_backward.split(stage)
-        layer = next(part for part in stage if isinstance(part, my_pipeline.Layer))
-        layer.down.register_forward_pre_hook(self.inside)
-        self.first, self.last = stage[0].forward, None
-        stage[0].forward = self.before
-        self.last, stage[-1].forward = stage[-1].forward, self.after
-
-    def before(self, tensor):
-        """In place of the forward of the stage's first part."""
-        k, factor = which(tensor.detach(), self.reference.inputs[self.index])
-        asks = self.index == 0 or tensor.requires_grad
-        used = [j for j in self.inputs if j not in self.done and alive(self.inputs[j])]
-        over = [j for j in used if self.inputs[j]().data_ptr() == tensor.data_ptr()]
-        self.current, self.inputs[k] = k, weakref.ref(tensor)
-        self.tell("forward", kind="F", k=k if factor == 1 else None, asks=asks, over=over)
-        return self.first(tensor)
-
-    def inside(self, _, arguments):
-        """A hook: what this layer gets is in memory as long as the graph can run a backward."""
-        self.graphs[self.current] = weakref.ref(arguments[0])
-
-    def after(self, tensor):
-        """In place of the forward of the stage's last part."""
-        output = self.last(tensor)  # a stage of one part begins with this
-        k = self.current
-
-        def on_gradient(gradient):
-            j, factor = which(gradient, self.reference.gradients[self.index])
-            self.tell("backward", kind=self.half, k=k, of=j, factor=factor)
-            end = torch.autograd.Variable._execution_engine.queue_callback  # of this backward
-            end(lambda: self.done.append(k))
-
-        if output.requires_grad:  # a forward under no_grad has no backward
-            output.register_hook(on_gradient)
-        self.outputs[k] = weakref.ref(output)
-        return output
-
-    def tell(self, event, **more):
-        """Report an action, and the micro-batches that are still in memory after their backward."""
-        graphs, outputs = (
-            [k for k in self.done if k in held and alive(held[k])]
-            for held in (self.graphs, self.outputs)
-        )
-        more |= {"graphs": graphs, "outputs": outputs}
-        self.teller.tell(event, stage=self.index, **more)
-
-
-def alive(reference):
-    return reference() is not None
-
-
-def which(tensor, candidates):
-    """(k, factor) with `tensor` = factor x `candidates[k]`, or (None, None)."""
-    for k, candidate in enumerate(candidates):
-        if tensor.shape != candidate.shape:
-            continue
-        if torch.equal(tensor, candidate):
-            return k, 1
-        if not candidate.is_floating_point():
-            continue
-        factor = ((tensor * candidate).sum() / (candidate * candidate).sum()).item()
-        if (tensor - factor * candidate).abs().max() <= CLOSE * candidate.abs().max():
-            return k, rounded(factor)
-    return None, None
-
-
-def rounded(number):
-    return round(number, 9) + 0.0 if number == number else None
-
-
-def run_steps(request, define, teller):
-    """Run the reader's step once for each number of micro-batches, on fresh gradients."""
-    function = define(request)
-    rank, p, chunks = dist.get_rank(), dist.get_world_size(), request["chunks"]
-    between = dist.new_group()  # a barrier of the reader's never meets one of another group
-    for number, m in enumerate(request["microbatches"]):
-        tokens, targets = my_pipeline.batch(number, 2 * m)
-        parts = tokens.chunk(m), targets.chunk(m)
-        reference = Reference(p * chunks, *parts)
-        stages = [my_pipeline.build_stage(rank + c * p, p * chunks) for c in range(chunks)]
-        for c, stage in enumerate(stages):
-            Observer(teller, stage, rank + c * p, reference, request.get("halves"))
-        given = stages if chunks > 1 else stages[0]
-        teller.tell("begins step", m=m)
-        returned = function(given, *((tokens, targets) if request.get("whole_batch") else parts))
-        teller.tell("ends step", **result_of(returned, stages, rank, p, reference))
-        dist.barrier(between)
-
-
-def result_of(returned, stages, rank, p, reference):
-    """The loss and the gradients of each stage, as compared with one process."""
-    gradients = []
-    for c, stage in enumerate(stages):
-        wanted = reference.weights[rank + c * p]
-        found = flat_gradient(stage)
-        known = found.nan_to_num(1e30, 1e30, -1e30)  # memory that nothing was received into
-        parts = torch.linalg.lstsq(wanted, known[:, None]).solution
-        rest = (wanted @ parts - found[:, None]).abs().max() / wanted.abs().max()
-        gradients.append(
-            {
-                "stage": rank + c * p,
-                "difference": (found - wanted.sum(1)).abs().max().item(),
-                "parts": [rounded(part) for part in parts[:, 0].tolist()],
-                "rest": rest.item(),
-                "none": all(weight.grad is None for weight in stage.parameters()),
-            }
-        )
-    loss, kind = returned, type(returned).__name__
-    if isinstance(returned, torch.Tensor) and returned.numel() == 1:
-        loss, kind = returned.item(), "graph" if returned.requires_grad else "float"
-    elif not isinstance(returned, (int, float)) or isinstance(returned, bool):
-        loss = None
-    return {"loss": loss, "kind": kind, "wanted": reference.loss, "gradients": gradients}
-
-
-def run_words(request, define, teller):
-    """Run the reader's function of lesson 01, which itself joins the group and sends messages."""
-    returned = define(request)()
-    value = returned.tolist() if isinstance(returned, torch.Tensor) else repr(returned)
-    teller.tell("ends step", value=value, left=not dist.is_initialized())
-
-
-def define(request):
-    """The reader's function, defined in a namespace with the names of small/pipeline.py."""
-    return names_of(request["imports"], request["sources"])[request["function"]]
-
-
-RUNS = {"words": run_words, "steps": run_steps, "versions": run_versions}
 
 
 def main():
     """Run the request as one rank, then stay: other ranks may still need its messages."""
     request = json.loads(Path(sys.argv[1]).read_text())
-    teller = Teller(int(os.environ["RANK"]))
-    if hasattr(signal, "SIGVTALRM"):  # not on Windows
-        signal.signal(signal.SIGVTALRM, lambda _, frame: teller.tell("busy", where=place(frame)))
+    module, _, name = request["program"].rpartition(".")
+    program = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
+    watch_messages(request.get("strict"))
     try:
-        if request["run"] != "words":
-            dist.init_process_group("gloo")
-        watch_messages(teller, OneQueue(teller) if request.get("strict") else None)
-        watch_halves(teller)
-        if hasattr(signal, "SIGVTALRM"):
-            signal.setitimer(signal.ITIMER_VIRTUAL, BUSY)
-        RUNS[request["run"]](request, define, teller)
-        sys.stdout.flush()  # what the reader has printed
-        teller.tell("done")
+        with endless_loops_ended(request.get("seconds")):
+            program(request, *functions_of(request))
+        say_done()
+    except SystemExit as end:
+        if end.code:
+            raise
+        say_done()
     except Exception as error:
-        own = [
-            (frame.f_code.co_filename[len(YOURS) : -1], line)
-            for frame, line in traceback.walk_tb(error.__traceback__)
-            if frame.f_code.co_filename.startswith(YOURS)
-        ]
-        said = str(error).splitlines()[0][:300] if str(error) else ""
-        teller.tell("raised", kind=type(error).__name__, said=said, where=own[-1] if own else None)
+        tell_error(error)
     time.sleep(60)
+
+
+def functions_of(request):
+    """The reader's functions, defined in a module with the names of small/pipeline.py.
+
+    They can also use what the reader's imports and other definitions in the request define.
+    """
+    if not request["functions"]:  # the source is a program
+        return []
+    module = sys.modules["yours"] = types.ModuleType("yours")  # where a dataclass looks for itself
+    names = vars(module)
+    names.update(vars(my_pipeline), __name__="yours")
+    exec("\n".join(request["imports"]), names)
+    for name, text in request["sources"]:
+        exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
+    return [names[name] for name in request["functions"]]
+
+
+def say_done():
+    sys.stdout.flush()  # what the reader has printed
+    tell("done")
+
+
+def tell_error(error):
+    """Report an error, with the last line of the reader's own code that led to it."""
+    frames = traceback.walk_tb(error.__traceback__)
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    own = [(file[len(YOURS) : -1], line) for file, line in places if file.startswith(YOURS)]
+    said = str(error).strip().splitlines()[:1]
+    tell(
+        "raised",
+        kind=type(error).__name__,
+        said="".join(said)[:300],
+        where=own[-1] if own else None,
+    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def assemble(requests):
         lines = [line for line in lines if not line.startswith(f"from {GIVEN} ")]
         brought = [name for name, _ in sources] + list(map(_bound_name, lines))
         own = {name: f"{exercise}_{name}" for name in brought}
-        own[request["function"]] = exercise
+        own[_name_of(request)] = exercise
         for line in lines:
             text = text.replace("\nLAYERS", f"\n{_renamed(line, own)}\nLAYERS", 1)
         functions = [_renamed(function, own).rstrip() for _, function in sources]
@@ -67,9 +67,14 @@ def assemble(requests):
     return text
 
 
+def _name_of(request):
+    """The name of the reader's function, which comes after all that it uses."""
+    return request["sources"][-1][0]
+
+
 def _place_of(request):
     """The step of the file that a reader's function replaces."""
-    return request.get("replaces", request["function"])
+    return request.get("replaces", _name_of(request))
 
 
 def _text_of_given(name):

@@ -4,9 +4,10 @@
 import math
 
 from course.checks.answer import checked
-from course.checks.reader_on_ranks import perform, request_of
+from course.checks.build_text import request_of
+from course.checks.reader_on_ranks import perform
 
-SCRIPT = "course/checks/build_comparison_on_ranks.py"
+PROGRAM = "course.checks.build_comparison_on_ranks.main"
 EXACT = 1e-12
 
 
@@ -16,7 +17,7 @@ def comparison(difference):
 
     It returns the largest difference of the whole model, divided by its largest right gradient.
     """
-    (reports,) = perform(SCRIPT, request_of([difference]), 3)
+    reports = perform(request_of(difference, program=PROGRAM), 3)
     for cases in zip(*reports):  # one case, as each rank reports it
         if complaint := wrong_answer(*cases):
             return f"{cases[0][0]}: {complaint}"

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's comparison of gradients on three ranks; build_comparison.py reads the report.
 
-One argument: a JSON file with the source of the function. The ranks take one step with
-torch.distributed.pipelining, and each also computes the gradients of one process. The reader's
-function then compares the two: once unchanged, and once for each fault of WRONG on one rank.
+The ranks take one step with torch.distributed.pipelining, and each also computes the gradients of
+one process. The reader's function then compares the two: once unchanged, and once for each fault of
+WRONG on one rank.
 """
-
-import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other
-from course.building import WAITING
-from course.building.request import errors_told, read_request, report
+from course.building.messages import tell
 from small.pipeline import batch, build_stage, loss_of
 
 RANKS, MICROBATCHES = 3, 4
@@ -29,13 +25,9 @@ WRONG = {  # {fault: (rank that has it, function that puts it into the gradients
 }
 
 
-def main():
-    """Report from rank 0, for each case, every rank's result together with the `facts`."""
-    _, (difference,) = read_request(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=WAITING))
-    # The check's own messages use another group: a rank that is late in a sum cannot meet them.
-    apart = dist.new_group(timeout=timedelta(seconds=3 * WAITING))
-    torch.set_num_threads(1)
+def main(_, difference):
+    """Report, for each case, this rank's result together with the `facts`."""
+    dist.init_process_group("gloo")
     found, right = gradients_of_both()
     told = []
     for case, (wrong_rank, change) in WRONG.items():
@@ -46,12 +38,7 @@ def main():
         told.append(
             [case, say if type(say) in (int, float) else repr(say)[:60], *facts(given, right)]
         )
-    reports = [None] * RANKS if dist.get_rank() == 0 else None
-    dist.gather_object(told, reports, group=apart)
-    if reports:
-        report(reports)
-    dist.barrier(apart)
-    dist.destroy_process_group()
+    tell("report", value=told)
 
 
 def gradients_of_both():
@@ -80,8 +67,3 @@ def facts(found, right):
     off = [(t if f is None else f - t).abs() for f, t in zip(found, right)]
     largest = max(t.abs().max().item() for t in right)
     return max(one.max().item() for one in off), largest, sum(one.sum().item() for one in off)
-
-
-if __name__ == "__main__":
-    with errors_told():
-        main()

@@ -4,12 +4,14 @@
 import re
 from pathlib import Path
 
+from course.building.examining import examine
 from course.checks.answer import NotAttempted, WrongAnswer, checked
 from course.checks.build_text import holes
+from course.checks.build_words import Words
 from course.checks.library_mistakes import LIMIT, MICROBATCHES, STEPS, losses_of, mistake_in
-from course.checks.reader_on_ranks import answers_of, requested, run_script
 
-SCRIPT = "course/checks/build_library_on_ranks.py"
+PROGRAM = "course.checks.build_library_on_ranks.main"
+COMPUTING = 10  # seconds; a program also imports what it needs
 
 
 @checked("the losses of one process on four ranks and on two, with nothing between you and torch.")
@@ -93,12 +95,15 @@ def text_of(path):
 
 def printed_by(name, text, num_ranks):
     """([(step, loss)], [held-out losses], [each rank's use of the library]) of the program."""
-    with requested({"sources": [(name, text)]}) as file:
-        output = run_script(f"{SCRIPT} {file}", num_ranks, {name: text}, limit=40)
+    request = {"program": PROGRAM, "functions": [], "sources": [(name, text)], "seconds": COMPUTING}
+    observed = examine(request, num_ranks, show=False)
+    if complaint := Words(observed, request).transport():
+        raise WrongAnswer(complaint)
+    output, used = observed.printed, [rank.reports[0] for rank in observed.ranks]
     steps = re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)
     held_out = re.findall(r"^held out  loss (\S+)$", output, re.MULTILINE)
     try:
         losses = [(int(step), float(loss)) for step, loss in steps]
-        return losses, [float(x) for x in held_out], answers_of(output)
+        return losses, [float(x) for x in held_out], used
     except ValueError:
         raise WrongAnswer("a line of the form `step 0  loss 5.123456` ends in no number") from None

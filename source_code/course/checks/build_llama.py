@@ -6,8 +6,10 @@ import shlex
 from functools import cache
 
 from course import launch
+from course.building.examining import examine
 from course.checks.answer import WrongAnswer, checked
-from course.checks.reader_on_ranks import request_of, requested, what_failed
+from course.checks.build_text import request_of
+from course.checks.build_words import Words
 from course.failed_run import RunFailed
 from extensions.pretraining.cut_by_work import cut_by_work
 from lab.simulator import Costs, simulate
@@ -26,7 +28,7 @@ LAYER_FLAGS = (
     "--dtype float64 --device cpu --dim 16 --heads 2 --kv-heads 2 --seq-len 16 --layers 4 --steps 3 "
     "--batch-size 8 --microbatches 4 --evaluate-windows 2 --schedule 1f1b --verify"
 )
-LAYER_SCRIPT = "course/checks/build_llama_in_training.py"
+LAYER_PROGRAM = "course.checks.build_llama_in_training.main"
 
 
 @checked("each plan fits its machine, and none is slower than it has to be.")
@@ -150,18 +152,14 @@ def feed_forward(function):
     result has the shape of x. Four ranks train with the function, and --verify compares them with
     one process.
     """
-    request = request_of([function], flags=LAYER_FLAGS)
-    with requested(request) as file:
-        try:
-            launch.run(f"{LAYER_SCRIPT} {file}", 4, warm=True, show=False, limit=60)
-        except RunFailed as failed:
-            apart = re.search(r"largest difference from one process: (\S+),", failed.output)
-            if apart is None:
-                raise WrongAnswer(what_failed(str(failed), dict(request["sources"]))) from None
-            return (
-                f"the losses differ from those of one process by {apart[1]}: what a position gets "
-                "depends on something besides its own activation and the weights. One process has "
-                "the batch in one piece, a stage has a micro-batch, and chance is not the same "
-                "on two ranks"
-            )
-    return None
+    request = request_of(function, program=LAYER_PROGRAM, flags=LAYER_FLAGS)
+    observed = examine(request, 4, show=False)
+    apart = re.search(r"largest difference from one process: (\S+), MORE", observed.printed)
+    if apart:
+        return (
+            f"the losses differ from those of one process by {apart[1]}: what a position gets "
+            "depends on something besides its own activation and the weights. One process has "
+            "the batch in one piece, a stage has a micro-batch, and chance is not the same "
+            "on two ranks"
+        )
+    return Words(observed, request).transport() or next(iter(observed.ranks[0].reports), None)

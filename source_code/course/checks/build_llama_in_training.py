@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs pretrain_llama.py with a reader's feed-forward network; build_llama.py reads the output.
-
-One argument: a JSON file with the function and the program's flags (see request.py).
-"""
+"""Runs pretrain_llama.py with a reader's feed-forward network; build_llama.py reads the output."""
 
 import runpy
 import shlex
@@ -11,19 +8,21 @@ from pathlib import Path
 
 import torch
 
-from course.building.request import errors_told, read_request
+from course.building.endless_loops import endless_loops_ended
+from course.building.messages import tell
 from pipeline import model
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
 
 
-def main():
+def main(request, function):
     """Replace the forward of the feed-forward network by the reader's function; run the program."""
-    request, [function] = read_request(sys.argv[1])
-    check_alone(function)
+    if complaint := complaint_of(function):
+        tell("report", value=complaint)
+        return
 
     def forward(layer, x):
-        with errors_told():
+        with endless_loops_ended():
             return function(x, layer.gate.weight, layer.up.weight, layer.down.weight)
 
     model.FeedForward.forward = forward
@@ -31,22 +30,18 @@ def main():
     runpy.run_path(str(PROGRAM), run_name="__main__")
 
 
-def check_alone(function):
-    """Exit with a message if the output has another shape than x, or an input gets no gradient."""
+def complaint_of(function):
+    """The sentence about an output of another shape than x, or an input without gradient, or None."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (6, 4), (4, 6))]
     for weight in (x, *weights):
         weight.requires_grad_()
-    with errors_told():
+    with endless_loops_ended():  # the training that follows may compute for longer
         made = function(x, *weights)
     if not torch.is_tensor(made) or made.shape != x.shape:
         shape = tuple(made.shape) if torch.is_tensor(made) else type(made).__name__
-        sys.exit(f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x")
+        return f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x"
     made.square().sum().backward()
     names = [name for name, w in zip(("x", "gate", "up", "down"), (x, *weights)) if w.grad is None]
     if names:
-        sys.exit(f"no gradient comes back to {', '.join(names)}: your layer leaves it out")
-
-
-if __name__ == "__main__":
-    main()
+        return f"no gradient comes back to {', '.join(names)}: your layer leaves it out"

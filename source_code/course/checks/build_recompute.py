@@ -2,16 +2,17 @@
 """The check of a backward that recomputes, on two real ranks (lesson 06)."""
 
 from course.checks.answer import checked
-from course.checks.reader_on_ranks import perform, request_of
+from course.checks.build_text import request_of
+from course.checks.reader_on_ranks import perform
 
-SCRIPT = "course/checks/build_recompute_on_ranks.py"
+PROGRAM = "course.checks.build_recompute_on_ranks.main"
 
 
 @checked("the gradients of a stage that keeps everything, and one inside at a time.")
 def recomputing_backward(backward):
     """Check `backward(stage, k, gradient, held)` on two ranks, with four micro-batches, in two
     orders of the backwards."""
-    (reports,) = perform(SCRIPT, request_of([backward]), 2)
+    reports = perform(request_of(backward, program=PROGRAM), 2)
     for judge in (wrong_gradient, wrong_bytes):
         for rank in reversed(range(2)):
             for seen in reports[rank]:

@@ -1,42 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's recomputing backward on two ranks; build_recompute.py reads the report.
 
-One argument: a JSON file with the source of the function. Each rank has half of the model of
+Each rank has half of the model of
 small/pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
 reader's. The same rank also computes the gradients of a stage that keeps everything.
 """
 
-import sys
-from datetime import timedelta
 from weakref import finalize
 
 import torch
 import torch.distributed as dist
 
-from course.building.request import errors_told, read_request, report
+from course.building.messages import tell
 from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
 RANKS, MICROBATCHES, SIZE = 2, 4, 2
-TIMEOUT = 25.0  # seconds; longer than request.py lets an endless loop run
 ORDERS = [[0, 1, 2, 3], [2, 0, 3, 1]]  # of the backwards, in two steps
 
 
-def main():
-    """Run both steps, and report the observations of all ranks from rank 0."""
-    _, (backward,) = read_request(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    torch.set_num_threads(1)
+def main(_, backward):
+    """Run both steps, and report what was seen in each backward of this rank."""
+    dist.init_process_group("gloo")
     stage = build_stage(dist.get_rank(), RANKS)
     seen = []
     for step, order in enumerate(ORDERS):
         stage.zero_grad()
         seen += run_step(stage, step, order, backward)
-    reports = [None] * RANKS if dist.get_rank() == 0 else None
-    dist.gather_object(seen, reports)
-    if reports:
-        report(reports)
-    dist.barrier()
-    dist.destroy_process_group()
+    tell("report", value=seen)
 
 
 def run_step(stage, step, order, backward):
@@ -168,8 +158,3 @@ def factor_of(found, right):
     if (found - factor * right).abs().max() <= 1e-12 * max(1.0, right.abs().max().item()):
         return [round(factor, 9), "right"]
     return [None, "else"]
-
-
-if __name__ == "__main__":
-    with errors_told():
-        main()

@@ -5,20 +5,15 @@ import random
 import tempfile
 from functools import cache
 
+from course.building.examining import examine
 from course.checks.answer import checked
-from course.checks.reader_on_ranks import (
-    answers_of,
-    one_thread,
-    own_error,
-    request_of,
-    requested,
-    what_failed,
-)
-from course.failed_run import RunFailed
-from course.launch import run
+from course.checks.build_text import request_of
+from course.checks.build_words import Words
+from course.checks.reader_on_ranks import one_thread
 
-SCRIPT = "course/checks/build_save_on_ranks.py"
-STEPS, LIMIT = 12, 30
+PROGRAM = "course.checks.build_save_on_ranks.main"
+COMPUTING = 10  # seconds; the first optimizer imports a large part of torch
+STEPS = 12
 KILLED = "was ended by SIGKILL"
 WORDS = {
     "write": "before it wrote its file",
@@ -54,7 +49,7 @@ def survives(save, restore, kills):
 
     The training then runs to its end and is started once more.
     """
-    request = request_of([save, restore])
+    request = request_of(save, restore, program=PROGRAM, seconds=COMPUTING)
     wanted, saved, kill = undisturbed(), 0, None
     with tempfile.TemporaryDirectory() as folder:
         for following in [*kills, None, None]:
@@ -84,13 +79,10 @@ def after(kill, saved):
 def one_run(request, folder, kill):
     """(the ranks' reports, the error at the end or None) of one start with this folder."""
     asked = request | {"folder": folder, "steps": STEPS, "kill": kill or (-1, -1, "end")}
-    with requested(asked) as file:
-        try:
-            return answers_of(run(f"{SCRIPT} {file}", 2, True, False, LIMIT).output), None
-        except RunFailed as error:
-            told, said = answers_of(error.output), str(error)
-    expected = kill and KILLED in said and own_error(said) is None
-    return told, None if expected else what_failed(said, dict(request["sources"]))
+    observed = examine(asked, 2)
+    told = [report for rank in observed.ranks for report in rank.reports]
+    expected = kill and KILLED in (observed.crash or "")
+    return told, None if expected else Words(observed, request).transport()
 
 
 def wrong_start(told, saved, case):

@@ -1,50 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains two ranks with a reader's save and restore, and kills one of them; see build_save.py.
 
-One argument: a JSON file with the sources, the folder to save into, the number of steps, and the
-moment of the SIGKILL: a rank, a save counted from 0, and the operation before which it comes.
+The request has the folder to save into, the number of steps, and the moment of the SIGKILL: a rank,
+a save counted from 0, and the operation before which it comes.
 """
 
 import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from course.building import WAITING
-from course.building.request import errors_told, read_request, report
+from course.building.messages import tell
 from small.pipeline import batch, build_stage, naive_step
 
 LATER = 0.2  # seconds before the SIGKILL, in which the other rank continues as far as it can
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
 
 
-def main():
+def main(request, save, restore):
     """Restore, train and save after each step; report the loss of each step."""
-    request, (save, restore) = read_request(sys.argv[1])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=WAITING))
-    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), Path(request["folder"])
     model = build_stage(rank, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     moment = Moment(rank, folder, *request["kill"])
     first = restore(folder, model, optimizer, rank)
-    report({"rank": rank, "starts": first if type(first) is int else repr(first)[:80]})
+    first_said = first if type(first) is int else repr(first)[:80]
+    tell("report", value={"rank": rank, "starts": first_said})
     for step in range(first, request["steps"]):
         optimizer.zero_grad()
         loss = naive_step(model, *batch(step))
         optimizer.step()
-        report({"rank": rank, "step": step, "loss": loss})
+        tell("report", value={"rank": rank, "step": step, "loss": loss})
         with moment:
             save(folder, step + 1, model, optimizer, rank, moment.wait_for_all)
             moment.passes("end")
-        report({"rank": rank, "saved": step + 1, "did": moment.did})
-    dist.barrier()
-    dist.destroy_process_group()
+        tell("report", value={"rank": rank, "saved": step + 1})
 
 
 class Moment:
@@ -126,8 +121,3 @@ def is_for_writing(arguments):
     """Whether the arguments of an audit event "open" name a file to be written."""
     _, mode, flags = arguments
     return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
-
-
-if __name__ == "__main__":
-    with errors_told(seconds=10):  # the first optimizer imports a large part of torch
-        main()

@@ -7,6 +7,7 @@ from course.checks.build_text import request_of
 from course.checks.build_words import EXACT, Words
 from pipeline.schedules import pipedream
 
+PROGRAM = "course.checks.build_stash_on_ranks.main"
 MINIBATCHES = 8
 
 
@@ -14,7 +15,7 @@ MINIBATCHES = 8
 def pipedream_run(function):
     """Check `pipedream_run(stage, inputs, targets, rate)` on four ranks and on two, with eight
     mini-batches."""
-    request = request_of(function, 1, run="versions", microbatches=[MINIBATCHES])
+    request = request_of(function, program=PROGRAM, microbatches=[MINIBATCHES])
     return complaint_of(request, 4) or (
         (complaint := complaint_of(request, 2)) and f"on 2 ranks: {complaint}"
     )
@@ -42,8 +43,8 @@ def complaint_of_versions(ranks, words):
             said = wrong(rank, event, words, len(ranks)) if event["kind"] == kind else None
             if said:
                 return said
-    for rank in ranks if all(rank.results for rank in ranks) else []:
-        (result,) = rank.results
+    for rank in ranks if all(rank.reports for rank in ranks) else []:
+        (result,) = rank.reports
         if not result["whole"]:
             return f"rank {rank.number} returns no weights: return newest, losses"
         if result["version"] != MINIBATCHES:
@@ -51,8 +52,8 @@ def complaint_of_versions(ranks, words):
                 f"rank {rank.number} ends with version {result['version']} of its weights, and "
                 f"{MINIBATCHES} updates make version {MINIBATCHES}"
             )
-    if ranks[-1].results:
-        return _losses(ranks[-1].results[0], len(ranks) - 1)
+    if ranks[-1].reports:
+        return _losses(ranks[-1].reports[0], len(ranks) - 1)
 
 
 def _forward(rank, event, words, num_ranks):

@@ -10,6 +10,7 @@ from course.checks.build_text import request_of
 from course.checks.build_words import Words, name_of
 from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 
+RUN_STEPS = "course.checks.build_steps_on_ranks.run_steps"
 # In the reader's file it takes the place of the step that it mends.
 STRICT = {"strict": True, "replaces": "one_f_one_b_step", "frees": True}
 
@@ -18,16 +19,10 @@ def perform(function, places, make, cases, chunks=1, more_ranks=(), **more):
     """The error in the reader's step on four ranks, over all numbers of micro-batches, or None.
 
     `more_ranks` has other numbers of ranks on which the step must be right, too; `more` goes into
-    the request, see on_ranks.py.
+    the request, see build_steps_on_ranks.py.
     """
-    request = request_of(
-        function,
-        places,
-        run="steps",
-        microbatches=cases,
-        chunks=chunks,
-        **more,
-    )
+    case = {"program": RUN_STEPS, "microbatches": cases, "chunks": chunks, **more}
+    request = request_of(function, places=places, **case)
     for ranks in (4, *more_ranks):
         if complaint := complaint_of(request, make, ranks):
             return complaint if ranks == 4 else f"on {ranks} ranks: {complaint}"
@@ -64,18 +59,19 @@ def agreements(observed, rows):
 @checked("two processes have met, and a tensor went there and back.")
 def there_and_back(function):
     """Check `there_and_back()` on two ranks: (1, 2, 3) goes to rank 1 and comes back doubled."""
-    request = request_of(function, run="words")
+    program = "course.checks.build_steps_on_ranks.run_there_and_back"
+    request = request_of(function, program=program)
     observed = examine(request, 2)
     complaint = Words(observed, request).transport()
     if complaint:
         return complaint
-    for rank, wanted in enumerate([[2.0, 4.0, 6.0], [1.0, 2.0, 3.0]]):
-        (result,) = observed.ranks[rank].results
+    results = [rank.reports[0] for rank in observed.ranks]
+    for rank, (result, wanted) in enumerate(zip(results, [[2.0, 4.0, 6.0], [1.0, 2.0, 3.0]])):
         if result["value"] != wanted:
             return f"rank {rank} returns {result['value']}, and it should be {wanted}"
     if len(observed.begun) < 4:
         return "the numbers are right, but they did not travel: each rank sends and receives once"
-    if any(rank.results[0]["left"] is False for rank in observed.ranks):
+    if not all(result["left"] for result in results):
         return "everything has arrived; at the end each rank leaves: dist.destroy_process_group()"
 
 

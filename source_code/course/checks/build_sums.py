@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of a hook that starts the sums of gradients early enough (lesson 10)."""
 
+from course.building.endless_loops import endless_loops_ended
 from course.checks.answer import WrongAnswer, checked
-from course.checks.reader_on_ranks import perform, request_of
+from course.checks.build_text import request_of
+from course.checks.reader_on_ranks import perform
 from lab.simulator import Costs, simulate
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 
-SCRIPT = "course/checks/build_sums_on_ranks.py"
+PROGRAM = "course.checks.build_sums_on_ranks.main"
 HIDDEN = 0.8  # the largest accepted wait, as a share of that without the hook; 0.5 can be reached
 PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8)]
 
@@ -17,16 +19,14 @@ def sums_in_time(after):
 
     `order` has all actions of the rank; `start(stage)` starts the sum of a stage's gradients.
     """
-    from course.building.request import endless_loops_ended  # torch comes with it
-
-    request = request_of([after])
+    request = request_of(after, program=PROGRAM)
     for schedule in PLAYED:
         for rank, order in enumerate(schedule.orders):
             with endless_loops_ended():
                 complaint = misplaced(after, schedule, rank, order)
             if complaint:
                 return f"{schedule.name}, rank {rank}: {complaint}"
-    (reports,) = perform(SCRIPT, request, 4)
+    reports = perform(request, 4)
     for rank, (factors, _, _) in enumerate(reports):
         for stage, factor in factors.items():
             if factor != 1:

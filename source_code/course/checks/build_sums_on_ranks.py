@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's hook that starts the gradient sums on four ranks; build_sums.py reads the report.
 
-One argument: a JSON file with the source of the hook. Two pipelines of two ranks, with two stages
-per rank, perform an interleaved schedule: with the reader's hook, and with all sums at the end.
+Two pipelines of two ranks, with two stages per rank, perform an interleaved schedule: with the
+reader's hook, and with all sums at the end.
 """
 
-import sys
 import time
 from contextlib import contextmanager
 
@@ -13,15 +12,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from course.building import WAITING
-from course.building.request import errors_told, read_request, report
+from course.building.messages import tell
 from extensions.data_parallel.replicas import (
     AllReduce,
     DataParallelWorker,
     form_replicas,
     replicate,
 )
-from guard.around_main import guarded
-from pipeline.collectives import gather
 from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly
 from pipeline.schedules import interleaved_1f1b
@@ -33,10 +30,8 @@ PACE = {"F": 0.005, "B": 0.010}  # seconds of an action
 ON_ITS_WAY = 0.030  # seconds that a sum takes; the sums of one rank run one after the other
 
 
-@guarded
-def main():
-    """Alternate steps with the hook and steps without it, and report from rank 0."""
-    _, (after,) = read_request(sys.argv[1])
+def main(_, after):
+    """Alternate steps with the hook and steps without it, and report the waits of this rank."""
     schedule = replicate(interleaved_1f1b(RANKS, MICROBATCHES, CHUNKS), REPLICAS)
     shape = SIZE, CONFIG.seq_len, CONFIG.dim
     job = join_job("cpu", WAITING, schedule.pairs, shape, torch.float64)
@@ -59,10 +54,7 @@ def main():
         waits[sums.by_hook].append(sums.waited)
         if step == 0:
             factors = {index: factor_of(index, stage) for index, stage in stages.items()}
-    reports = gather(job, [factors, min(waits[True]), min(waits[False])])
-    if job.rank == 0:
-        report(reports)
-    job.leave()
+    tell("report", value=[factors, min(waits[True]), min(waits[False])])
 
 
 class PacedSums(AllReduce):
@@ -124,8 +116,3 @@ def factor_of(index, stage):
     found = torch.cat([weight.grad.flatten() for weight in stage.part.parameters()])
     factor = (found @ right / (right @ right)).item()
     return round(factor, 9) if (found - factor * right).abs().max() < 1e-12 else None
-
-
-if __name__ == "__main__":
-    with errors_told():
-        main()

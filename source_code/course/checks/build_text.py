@@ -13,21 +13,26 @@ from course.checks.answer import NotAttempted, WrongAnswer
 PLAIN = (int, float, str, bytes, tuple, list, dict, type(None))
 
 
-def request_of(function, places=1, **more):
-    """The request with which `on_ranks.py` defines `function`; `more` is added to it.
+def request_of(*functions, places=1, **more):
+    """The request with which `on_ranks.py` defines `functions`; `more` is added to it.
 
-    Raises NotAttempted for an untouched stub, which has `...` at `places` places, and WrongAnswer
-    for anything that is not a function written in a cell.
+    Raises NotAttempted while each of them is an untouched stub, which has `...` at `places` places,
+    and WrongAnswer for anything that is not a function written in a cell.
     """
-    if not inspect.isfunction(function) or function.__name__ == "<lambda>":
-        raise WrongAnswer("this exercise asks for a function, written with def in a cell")
-    sources, imports = collect(function)
-    if len(holes(sources[-1][1])) >= places:
+    sources, imports = {}, []
+    for function in functions:
+        if not inspect.isfunction(function) or function.__name__ == "<lambda>":
+            raise WrongAnswer("this exercise asks for a function, written with def in a cell")
+        texts, lines = collect(function)
+        sources |= dict(texts)
+        imports += [line for line in lines if line not in imports]
+    names = [function.__name__ for function in functions]
+    if all(len(holes(sources[name])) >= places for name in names):
         raise NotAttempted
-    for name, text in sources:
+    for name, text in sources.items():
         if holes(text):
             raise WrongAnswer(f"line {holes(text)[0]} of {name} still has its ...")
-    return {"function": function.__name__, "sources": sources, "imports": imports, **more}
+    return {"functions": names, "sources": list(sources.items()), "imports": imports, **more}
 
 
 def collect(function):

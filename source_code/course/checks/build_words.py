@@ -2,6 +2,7 @@
 """Describes the first error in an examination of a reader's function, in one sentence."""
 
 from collections import Counter
+from textwrap import shorten
 
 from course.building import ANY_RANK, EVERY_RANK
 from course.checks.build_text import zero_as_none
@@ -9,8 +10,14 @@ from course.checks.build_text import zero_as_none
 LOCALS = 2  # outputs that variables of the reader's may keep a little longer than needed
 EXACT = 1e-12  # largest difference of losses and gradients in float64
 
-# The end of an error message of Python or torch as it is shown, and what it means in a step.
+# The end of an error message of Python or torch as it is shown, and what it means.
 HINTS = {
+    "is not defined": (
+        "each rank gets the functions, classes, imports and assignments of your cells that the "
+        "function uses, and nothing else"
+    ),
+}
+STEP_HINTS = HINTS | {
     "grad can be implicitly created only for scalar outputs": (
         "a stage before the last gives backward() the gradient that it has received"
     ),
@@ -19,10 +26,6 @@ HINTS = {
     ),
     "'int' and 'NoneType'": (
         "forward returns a share of the loss on the last stage, and None elsewhere"
-    ),
-    "is not defined": (
-        "each rank gets the functions, classes, imports and assignments of your cells that the "
-        "function uses, and nothing else"
     ),
 }
 
@@ -55,7 +58,6 @@ class Words:
             self._raised()
             or self._shapes()
             or (self._stuck() if self.observed.stuck else None)
-            or self._busy()
             or (f"the ranks came to no end: {self.observed.crash}" if self.observed.crash else None)
             or (self._silent() if self.observed.silent else None)
             or self._unwaited()
@@ -78,7 +80,7 @@ class Words:
         for rank in self.ranks:
             if rank.raised is None:
                 continue
-            kind, said = rank.raised["kind"], rank.raised["said"]
+            kind, said, where = (rank.raised[part] for part in ("kind", "said", "where"))
             deaf = self._first(lambda event: event.get("asks") is False, [rank])
             if deaf and ("grad" in said or "None" in said):
                 return (
@@ -88,27 +90,28 @@ class Words:
                 )
             if "process group has not been initialized" in said:
                 return (
-                    f"rank {rank.number} belongs to no group at {self.at(rank.raised['where'])}: "
+                    f"rank {rank.number} belongs to no group at {self.at(where)}: "
                     'dist.init_process_group("gloo") comes before everything else'
                 )
-            if kind == "KeyError" and said.isdigit():
+            if kind == "KeyError" and said.isdigit() and self.counts:
                 said = (
                     f"{said}; has the forward of micro-batch {said} been run on this rank, and has "
                     "no other stage taken its entry?"
                 )
-            where = rank.raised["where"]
-            at = f" at {self.at(where)}" if where else ""
-            return f"rank {rank.number} raised {kind}{at}: {self._with_hint(rank, said)}"
+            told = f"raised {kind}: {self._with_hint(rank, said)}"
+            if where:
+                return f"{self.at(where)} {told} (on rank {rank.number})"
+            return f"rank {rank.number} {told}"
 
     def _with_hint(self, rank, said):
-        """An error message of Python or torch, followed by what it means for a step."""
+        """An error message of Python or torch, followed by what it means."""
         if said == "tuple index out of range" and rank.steps and self.counts:
             count = self.counts[len(rank.steps) - 1]
             return f"{said}; this step has {count} micro-batches, counted from 0"
-        for part, hint in HINTS.items():
+        for part, hint in (STEP_HINTS if self.counts else HINTS).items():
             if part in said:
                 return f"{said[: said.index(part) + len(part)]}; {hint}"
-        return said
+        return shorten(said, 140, placeholder=" ...")
 
     def _first(self, wanted, ranks=None):
         """The first action of a rank for which `wanted(event)` holds, or None."""
@@ -155,7 +158,7 @@ class Words:
         if peer >= 0:
             return peer
         others = [other for other in self.ranks if other is not rank]
-        if peer == EVERY_RANK and what != "join":
+        if peer == EVERY_RANK:
             others = self.observed.missing_in(what, number)
         return next((other for other in others if other.ended), others[0]).number
 
@@ -201,12 +204,6 @@ class Words:
             return f"; it never took {row[len(names)]}"
         return ""
 
-    def _busy(self):
-        for rank in self.ranks:
-            if rank.busy:
-                where = self.at(rank.busy["where"])
-                return f"rank {rank.number} was still at {where}, computing: does that loop end?"
-
     def _silent(self):
         """The sentence about ranks that did nothing any more, without a deadlock that is certain."""
         left = [rank for rank in self.ranks if not rank.ended]
@@ -238,7 +235,7 @@ class Words:
         """The error in step `number`, as a sentence, or None."""
         rows = self.rows[number]
         events = [rank.steps[number] for rank in self.ranks]
-        results = [rank.results[number] for rank in self.ranks]
+        results = [rank.reports[number] for rank in self.ranks]
         return (
             self._pairing(events)
             or self._gradients(events, results, rows)

@@ -2,11 +2,12 @@
 """Checks of lesson 10b: the collectives of a layer on two real ranks, and a mesh for a machine."""
 
 from course.checks.answer import NotAttempted, checked, close, many
-from course.checks.reader_on_ranks import perform, request_of
+from course.checks.build_text import request_of
+from course.checks.reader_on_ranks import perform
 from lab.simulator import Costs, simulate
 from pipeline.schedules import one_f_one_b
 
-SCRIPT = "course/checks/lesson_10b_on_ranks.py"
+PROGRAM = "course.checks.lesson_10b_on_ranks.main"
 NAMES = {
     "output": "the layer's output",
     "down": "the gradient of the second matrix",
@@ -24,7 +25,7 @@ PLACES = {  # the code to look at first if that tensor is wrong
 @checked("output and gradients of the whole layer, with one sum forward and one backward.")
 def layer_ends(ends):
     """Check `ends(all_reduce)`: a pair (enter, leave), applied before and after a split layer."""
-    [reports] = perform(SCRIPT, request_of([ends], places=4), 2)
+    reports = perform(request_of(ends, places=4, program=PROGRAM), 2)
     for rank, report in enumerate(reports):
         if report is None:
             return "return a pair, such as Enter.apply, Leave.apply"

@@ -4,10 +4,11 @@
 import math
 
 from course.checks.answer import call, checked, close
-from course.checks.reader_on_ranks import perform, request_of
+from course.checks.build_text import request_of
+from course.checks.reader_on_ranks import perform
 
 RANKS, MOST_CALLS = 3, 3
-SCRIPT = "course/checks/lesson_10c_on_ranks.py"
+PROGRAM = "course.checks.lesson_10c_on_ranks.main"
 LOSSES = {  # the sentence about each loss that a known omission gives
     "sum": "of this rank's rows alone: the sum of the exponentials needs those of all ranks",
     "target": "without the score of most targets: the rank that has it must tell the others",
@@ -24,7 +25,7 @@ GRADIENTS = {
 @checked("the loss and the gradient of the whole vocabulary, and no score has left its rank.")
 def split_loss(function):
     """Check `function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
-    [reports] = perform(SCRIPT, request_of([function]), RANKS)
+    reports = perform(request_of(function, program=PROGRAM), RANKS)
     for rank, of_rank in enumerate(reports):
         for size, report in zip(("", ", with scores a thousand times as large,"), of_rank):
             if report is None:

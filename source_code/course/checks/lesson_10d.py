@@ -2,9 +2,10 @@
 """Checks of lesson 10d: dispatch and combine on two real ranks, and a schedule for an all-to-all."""
 
 from course.checks.answer import NotAttempted, checked
-from course.checks.reader_on_ranks import perform, request_of
+from course.checks.build_text import request_of
+from course.checks.reader_on_ranks import perform
 
-SCRIPT = "course/checks/lesson_10d_on_ranks.py"
+PROGRAM = "course.checks.lesson_10d_on_ranks.main"
 SHARES = 1.125, 0.3125  # of ranks 0 and 1: the sums 4.5 and 1.25, over 4 sequences
 MEANS = 1.5, 1.25  # over each rank's own sequences
 
@@ -12,7 +13,7 @@ MEANS = 1.5, 1.25  # over each rank's own sequences
 @checked("every token has its expert's result in its own place, and all gradients arrive.")
 def dispatch_and_combine(mix):
     """Check `mix(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)`."""
-    [reports] = perform(SCRIPT, request_of([mix]), 2)
+    reports = perform(request_of(mix, program=PROGRAM), 2)
     for rank, report in enumerate(reports):
         if complaint := complaint_of(rank, report):
             return f"on rank {rank} {complaint}"

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's dispatch and combine on this rank; lesson_10d.py reads the report.
 
-One argument: the file of the request. Each of two ranks has one
-expert, a matrix, and 3 or 5 tokens of its own.
+Each of two ranks has one expert, a matrix, and 3 or 5 tokens of its own.
 """
 
-import sys
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from course.building import WAITING
-from course.building.request import errors_told, read_request, report
+from course.building.messages import tell
 from extensions.experts.expert_group import ExpertGroup
-from guard.around_main import guarded
-from pipeline.collectives import gather, open_groups
-from pipeline.job import join_job
+from pipeline.job import Job
 
 RANKS = 0, 1
 TOKENS = 3, 5  # of each rank; some go to each expert
@@ -24,16 +21,12 @@ LOSSES = [1.0, 1.5, 2.0], [1.25]  # the auxiliary loss of each sequence
 WIDTH = 4
 
 
-@guarded
-def main():
-    """Call the reader's function between two ranks, and report from rank 0."""
-    _, (reader,) = read_request(sys.argv[1])
-    job = join_job("cpu", WAITING)
-    open_groups(job, [RANKS])
-    reports = gather(job, run_layer(job, reader))
-    if job.rank == 0:
-        report(reports)
-    job.leave()
+def main(_, reader):
+    """Call the reader's function between two ranks, and report what it returns on this one."""
+    dist.init_process_group("gloo")
+    job = Job(dist.get_rank(), len(RANKS), torch.device("cpu"), "gloo", WAITING)
+    job.groups[RANKS] = dist.group.WORLD
+    tell("report", value=run_layer(job, reader))
 
 
 def run_layer(job, reader):
@@ -101,8 +94,3 @@ def exchange_counts(group, counts):
 
 def close(found, right):
     return bool((found - right).abs().max() < 1e-9)
-
-
-if __name__ == "__main__":
-    with errors_told():
-        main()

@@ -2,13 +2,14 @@
 """Checks of lesson 11b: a decode loop on three real ranks, and the number of groups for a chat."""
 
 from course.checks.answer import call_for_number, checked, many
-from course.checks.reader_on_ranks import perform, request_of
+from course.checks.build_text import request_of
+from course.checks.reader_on_ranks import perform
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate
 
 RANKS, GROUPS, COUNT = 3, 3, 4
-SCRIPT = "course/checks/lesson_11b_on_ranks.py"
+PROGRAM = "course.checks.lesson_11b_on_ranks.main"
 
 
 @checked("the texts of one process, and every rank had a group to work on.")
@@ -17,7 +18,8 @@ def decode_loop(decode):
     groups."""
     from course.checks.lesson_11b_on_ranks import texts_of_one_process
 
-    [found] = perform(SCRIPT, request_of([decode], groups=GROUPS, count=COUNT), RANKS)
+    request = request_of(decode, program=PROGRAM, groups=GROUPS, count=COUNT)
+    found = perform(request, RANKS)[0]
     texts, did = found["texts"], found["did"]
     if texts is None:
         return "rank 0 returned no dictionary: return {group: its tokens} there"

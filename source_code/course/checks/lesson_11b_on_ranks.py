@@ -1,41 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls a reader's decode loop on this rank and prints its result, which lesson_11b.py reads.
-
-One argument: the file of the request.
-"""
-
-import sys
+"""Calls a reader's decode loop on this rank and reports its result, which lesson_11b.py reads."""
 
 import torch
+import torch.distributed as dist
 
-from course.building import WAITING
-from course.building.request import errors_told, read_request, report
+from course.building.messages import tell
 from extensions.inference.cached_stage import CachedStage
 from extensions.inference.passes import Pass, Row
 from extensions.inference.requests import choose_token
-from guard.around_main import guarded
-from pipeline.job import join_job
 from pipeline.model import ModelConfig, build_part, cut_evenly
 
 CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=1, seq_len=32)
 
 
-@guarded
-def main():
-    """Give the reader's function its tools, and report from rank 0."""
-    request, (decode,) = read_request(sys.argv[1])
-    first, count = first_tokens(request["groups"]), request["count"]
-    pairs = [(0, 1), (1, 2), (2, 0)]
-    job = join_job("cpu", WAITING, pairs)
-    tools = Tools(job, len(first))
-    result = decode(
-        job.rank, job.num_ranks - 1, first, count, tools.forward, tools.send, tools.receive
-    )
-    job.complete_sends()
-    if job.rank == 0:
-        texts = result if isinstance(result, dict) else None
-        report({"texts": texts, "did": tools.did})
-    job.leave()
+def main(request, decode):
+    """Give the reader's function its tools, and report what it returns and which of them it used."""
+    dist.init_process_group("gloo")
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    first = first_tokens(request["groups"])
+    tools = Tools(rank, last + 1, len(first))
+    result = decode(rank, last, first, request["count"], tools.forward, tools.send, tools.receive)
+    for message in tools.sent:
+        message.wait()
+    texts = result if isinstance(result, dict) else None
+    tell("report", value={"texts": texts, "did": tools.did})
 
 
 def first_tokens(groups):
@@ -45,12 +33,12 @@ def first_tokens(groups):
 class Tools:
     """The functions that the reader's loop calls; `did` lists the calls of this rank."""
 
-    def __init__(self, job, groups):
-        self.job, self.did = job, []
+    def __init__(self, rank, num_ranks, groups):
+        self.rank, self.num_ranks = rank, num_ranks
+        self.did, self.sent = [], []
         self.lengths = dict.fromkeys(range(groups), 0)  # tokens that have passed, by group
-        cut = cut_evenly(CONFIG.layers, job.num_ranks)[job.rank]
-        part = build_part(CONFIG, *cut)
-        self.stage = CachedStage(part, job.rank, job.num_ranks, groups, 1, CONFIG.seq_len)
+        part = build_part(CONFIG, *cut_evenly(CONFIG.layers, num_ranks)[rank])
+        self.stage = CachedStage(part, rank, num_ranks, groups, 1, CONFIG.seq_len)
 
     def forward(self, group, x):
         """Run this rank's layers on `x` and return the output; on the last rank, the next token."""
@@ -58,34 +46,37 @@ class Tools:
         start = self.lengths[group]
         self.lengths[group] += 1
         one = Pass(group, 0, 0, (Row(group, 0, start, start + 1, True),))
-        output = self.stage.forward(0, torch.tensor([x]) if self.job.rank == 0 else x, one)
+        output = self.stage.forward(0, torch.tensor([x]) if self.stage.is_first else x, one)
         return choose(output[0], group, start + 1) if self.stage.is_last else output
 
     def send(self, x, destination):
         """Send `x` to rank `destination`, which must have the next stage, or the first one."""
-        following = (self.job.rank + 1) % self.job.num_ranks
+        following = (self.rank + 1) % self.num_ranks
         if destination != following:
             raise ValueError(
-                f"rank {self.job.rank} sends to rank {destination}, but its output is for rank "
+                f"rank {self.rank} sends to rank {destination}, but its output is for rank "
                 f"{following}"
             )
         self.did.append(["send", destination])
         tensor = torch.tensor([x]) if self.stage.is_last else x
-        self.job.send(tensor, destination, f"what rank {self.job.rank} made")
+        self.sent.append(dist.isend(tensor.clone(), destination))
 
     def receive(self, source):
         """Receive from rank `source`: a token from the last rank, else an activation."""
-        before = (self.job.rank - 1) % self.job.num_ranks
+        before = (self.rank - 1) % self.num_ranks
         if source != before:
             raise ValueError(
-                f"rank {self.job.rank} receives from rank {source}, but its input comes from rank "
+                f"rank {self.rank} receives from rank {source}, but its input comes from rank "
                 f"{before}"
             )
         self.did.append(["receive", source])
-        name = f"what rank {source} made"
         if self.stage.is_first:
-            return self.job.receive(source, name, (1,), torch.int64).wait().item()
-        return self.job.receive(source, name, (1, CONFIG.dim), torch.float64).wait()
+            token = torch.empty(1, dtype=torch.int64)
+            dist.recv(token, source)
+            return token.item()
+        activation = torch.empty(1, CONFIG.dim, dtype=torch.float64)
+        dist.recv(activation, source)
+        return activation
 
 
 def choose(scores, group, position):
@@ -103,8 +94,3 @@ def texts_of_one_process(groups, count):
             tokens.append(choose(scores, group, len(tokens)))
         texts[group] = tokens[1:]
     return texts
-
-
-if __name__ == "__main__":
-    with errors_told():
-        main()

@@ -8,7 +8,7 @@ import shutil
 from course import launch
 from course.building import WAITING
 from course.checks.answer import WrongAnswer, call, checked, close, many
-from course.checks.reader_on_ranks import request_of
+from course.checks.build_text import request_of
 from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
 from course.failed_run import RunFailed
 from course.source import source_of
@@ -196,7 +196,7 @@ def _write_piece(name, function):
         raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
     if getattr(function, "__name__", "") != name:
         raise WrongAnswer(f"write it with def and call it {name}, as the broken one is called")
-    request = request_of([function])
+    request = request_of(function)
     file = launch.ROOT / "build" / "lesson_12b" / f"{name}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(

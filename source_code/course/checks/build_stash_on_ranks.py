@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports the versions of the weights that a rank of an examination uses (lesson 04).
+"""Runs a reader's PipeDream on this rank; build_stash.py reads the versions of the weights.
 
 Version t of a stage's weights is its first weights after t updates. In PipeDream's rule,
 the gradient of mini-batch k is taken at version max(0, k - (p - 1 - s)) of stage s of p.
@@ -11,11 +11,35 @@ import torch
 import torch.distributed as dist
 from torch.func import functional_call
 
+from course.building.messages import tell
 from small import pipeline as my_pipeline
 from small import weight_stash as stash
 
 RATE = 0.5
 EXACT = 1e-12
+
+
+def main(request, function):
+    """Run the reader's function on this rank, and compare what it returns with the rule."""
+    dist.init_process_group("gloo")
+    rank, p, (m,) = dist.get_rank(), dist.get_world_size(), request["microbatches"]
+    tokens, targets = my_pipeline.batch(0, 2 * m)
+    parts = tokens.chunk(m), targets.chunk(m)
+    rule = Rule(p, *parts)
+    versions.known = rule.versions[rank]
+    tell("begins step", m=m)
+    returned = function(my_pipeline.build_stage(rank, p), *parts, RATE)
+    newest, losses = (
+        returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    )
+    whole = isinstance(newest, dict) and newest.keys() == rule.versions[rank][0].keys()
+    found = {
+        "version": versions.number_of(newest)[0] if whole else None,
+        "losses": losses if rank == p - 1 and isinstance(losses, list) else None,
+        "wanted": rule.losses,
+        "whole": whole,
+    }
+    tell("report", value=found)
 
 
 class Rule:
@@ -47,8 +71,8 @@ class Rule:
 class Versions:
     """Reports the version of the weights for every forward and backward of this rank."""
 
-    def __init__(self, teller, known):
-        self.teller, self.known = teller, known  # the versions of the rule
+    def __init__(self):
+        self.known = []  # the versions of the rule
         self.used = {}  # mini-batch -> the weights of its forward, and a copy
         self.places = {}  # mini-batch -> the version of its forward, and where it is in memory
         self.seen = []  # weak references to one tensor of each version
@@ -83,9 +107,7 @@ class Versions:
         if not any(reference() is tensor for reference in self.seen):
             self.seen.append(weakref.ref(tensor))
         place = {"stage": dist.get_rank(), "k": k}
-        self.teller.tell(
-            "forward", kind="F", version=version, factor=factor, copies=copies, **place
-        )
+        tell("forward", kind="F", version=version, factor=factor, copies=copies, **place)
         return self.forward(weights, stage, k, *more)
 
     def backward_with(self, weights, stage, k, *more):
@@ -98,7 +120,7 @@ class Versions:
         alive = sum(reference() is not None for reference in self.seen)
         place = {"stage": dist.get_rank(), "k": k, "of": k}
         found = {"same": same, "kept": kept, "alive": alive, "history": history}
-        self.teller.tell("backward", kind="B", **found, **place)
+        tell("backward", kind="B", **found, **place)
         return self.backward(weights, stage, k, *more)
 
     def watch(self):
@@ -110,25 +132,5 @@ def places_of(weights):
     return [weight.data_ptr() for weight in weights.values()]
 
 
-def run_versions(request, define, teller):
-    """Run the reader's function on this rank, and compare what it returns with the rule."""
-    rank, p, (m,) = dist.get_rank(), dist.get_world_size(), request["microbatches"]
-    tokens, targets = my_pipeline.batch(0, 2 * m)
-    parts = tokens.chunk(m), targets.chunk(m)
-    rule = Rule(p, *parts)
-    versions = Versions(teller, rule.versions[rank])
-    versions.watch()
-    function = define(request)
-    teller.tell("begins step", m=m)
-    returned = function(my_pipeline.build_stage(rank, p), *parts, RATE)
-    newest, losses = (
-        returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
-    )
-    whole = isinstance(newest, dict) and newest.keys() == rule.versions[rank][0].keys()
-    teller.tell(
-        "ends step",
-        version=versions.number_of(newest)[0] if whole else None,
-        losses=losses if rank == p - 1 and isinstance(losses, list) else None,
-        wanted=rule.losses,
-        whole=whole,
-    )
+versions = Versions()
+versions.watch()  # before the reader's function imports what it replaces
