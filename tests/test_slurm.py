@@ -440,12 +440,22 @@ def test_a_job_that_names_no_script_says_so(cluster):
     assert cluster.state(job) == "FAILED"
 
 
-def test_a_checkpointed_job_stops_saves_queues_again_and_resumes_digit_for_digit(cluster):
-    flags = ["--steps", 12, "--save-every", 4, "--pace", 10, 20, *SMALL]
+@pytest.mark.parametrize(
+    "script",
+    [
+        "distributed_checkpointing.py",
+        pytest.param("pretrain_llama.py --dtype float64", marks=pytest.mark.soak),
+    ],
+)
+def test_a_checkpointed_job_stops_saves_queues_again_and_resumes_digit_for_digit(cluster, script):
+    script, *own = script.split()
+    flags = [*own, "--steps", 12, "--save-every", 4, "--pace", 10, 20, *SMALL]
     plain = " ".join(map(str, flags)).replace("--save-every 4", "")
-    whole = run(f"distributed_checkpointing.py {plain}", 1, True, False)
+    whole = run(f"{script} {plain}", 1, True, False)
     # One rank; those of two nodes stop and continue in test_room.py.
-    job = cluster.submit("--nodes=1", "--gres=gpu:1", "slurm/checkpointed.sbatch", *flags)
+    named = [script] if own else []
+    words = ["--nodes=1", "--gres=gpu:1", "slurm/checkpointed.sbatch", *named, *flags]
+    job = cluster.submit(*words)
     output = cluster.wait_for(job, "step 5  loss")
     cluster.run("scancel", "--signal=USR1", f"{job}.0")
     output = cluster.wait_for(job, "attempt 2", limit=60)
