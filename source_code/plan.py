@@ -246,7 +246,7 @@ def usable(machine, gigabytes=None):
 def in_words(arguments, model, machine, ours, others):
     """Return the text that is printed without --json."""
     best = [*ours.best, *others.best]
-    devices = "ranks" if machine.measured else "GPUs"
+    devices = "ranks" if machine.measured else f"GPUs of {arguments.machine or MACHINE}"
     lines = lines_of(
         f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
         f"{model.batch} sequences of {model.length} tokens per update, "

@@ -53,11 +53,11 @@ def table_lines(model, machine, found, first=1, wide=False):
     heading, *lines = columns(rows, shown, FIGURES)
     below = [name for name in names if name not in [*alike, *shown]]
     said = [said_of(name, text) for name in alike if (text := rows[0][name]) not in ("", NO_FIGURE)]
-    table = lines_of(f"All of these: {', '.join(said)}.") if said else []
+    table = lines_of(f"All of these: {'; '.join(said)}.") if said else []
     table.append(heading)
     for line, row in zip(lines, rows):
         more = [said_of(name, row[name]) for name in below if name not in UNSAID and row[name]]
-        table += [line, *(lines_of(f"    {', '.join(more)}", "    ") if more else [])]
+        table += [line, *(lines_of(f"    {'; '.join(more)}", "    ") if more else [])]
     return table
 
 

@@ -34,8 +34,11 @@ def print_program_plan(arguments, schedule, machine=None):
         )
     read = machine_of(arguments.num_ranks, machine)
     memory = predicted_memory(arguments, schedule)
-    print(f"{arguments.model}: {count_weights(arguments.config)[0]:,} weights, {schedule.name}")
-    print(memory_table({"predicted": memory}))
+    sizes = f"{arguments.layers} layers of width {arguments.dim}"
+    print(f"{sizes}, {count_weights(arguments.config)[0]:,} weights, {schedule.name}")
+    print(memory_table({"predicted": memory[: arguments.num_ranks // arguments.replicas]}))
+    if arguments.replicas > 1:
+        print(f"each of the {arguments.replicas} replicas holds the same")
     most = max(range(len(memory)), key=lambda rank: memory[rank].total)
     print(f"the most on rank {most}: {memory[most].total / 2**30:.2f} GiB, and what torch needs")
     print_seconds(arguments, schedule, read, machine or "a DGX A100")

@@ -30,7 +30,7 @@ def parts_of(model, machine, found):
     end = found.update - found.reduction - found.optimizer
     return {
         "work": unsent,
-        "messages within layers": average - unsent,
+        within_layers(plan): average - unsent,
         "heaviest rank": max(work) - average,
         "idle": free - max(work),
         "messages between stages": end - free,
@@ -44,6 +44,11 @@ def rank_work(model, plan, costs):
     each = zip(costs.forward, costs.backward, costs.recompute)
     of_stage = [plan.microbatches(model) * sum(times) for times in each]
     return [sum(of_stage[stage] for stage in plan.stages_of(rank)) for rank in range(plan.ranks)]
+
+
+def within_layers(plan):
+    """What the messages of a forward or backward of a layer are."""
+    return "messages within layers" if plan.tensor > 1 else "gathers of sharded weights"
 
 
 def limit_of(model, machine, found):
