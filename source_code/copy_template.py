@@ -76,9 +76,9 @@ def main():
     arguments = parser.parse_args()
     destination = Path(arguments.destination)
     try:
-        name = Path(arguments.script).name
-        script = Path(f"{name.removesuffix('.py')}.py")
-        check_arguments(script.name, destination, arguments.with_lab)
+        script = Path(f"{arguments.script.removesuffix('.py')}.py")
+        check_arguments(script, destination, arguments.with_lab)
+        script = Path(script.name)
         without = () if arguments.with_lab else (LAB,)
         if arguments.bare or destination.suffix == ".py":
             without += (GUARD,)
@@ -123,8 +123,12 @@ def training_scripts():
 
 def check_arguments(script, destination, with_lab):
     """Reject what would overwrite a file, change the course, or hide a module from Python."""
-    if script not in training_scripts():
-        raise CannotCopy(f"{script} does not train; use one of {', '.join(training_scripts())}")
+    if script.name not in training_scripts():
+        names = ", ".join(training_scripts())
+        raise CannotCopy(f"{script.name} does not train; use one of {names}")
+    course_script = SOURCE_CODE / script.name
+    if len(script.parts) > 1 and script.exists() and not script.samefile(course_script):
+        raise CannotCopy(f"{script} is not the course's; give the name {script.name} alone")
     one_file, place = destination.suffix == ".py", Path(os.path.realpath(destination))
     installed = PathFinder.find_spec(place.stem, [sysconfig.get_paths()["purelib"]])
     reasons = {

@@ -41,6 +41,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from guard.files import not_written
 from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
 from guard.meeting import check_limits
@@ -77,7 +78,7 @@ def main():
                 print(as_text(check), flush=True)
     if prints and not arguments.json:
         print(verdict(statuses), flush=True)
-    return 1 if "FAIL" in statuses else 0
+    return int("FAIL" in statuses or bool(not_written))
 
 
 def verdict(statuses):

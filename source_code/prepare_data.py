@@ -13,6 +13,7 @@ checksums, and ends.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from pipeline.data import DataError
 
 PIECE = MEBIBYTE  # bytes of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
+LONGEST_WORD = 1000  # letters; the time of a training grows with the square of a word's length
 SEPARATOR = "\n\n"
 
 
@@ -146,7 +148,7 @@ def train_tokenizer(text, vocabulary):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator(re.split(rf"(\S{{{LONGEST_WORD}}})", text), trainer)
     return tokenizer
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from guard.inputs import InputError, open_input
+from guard.inputs import InputError, read_bytes
 from guard.launcher import LauncherError, meeting_point, read_ranks
 from guard.one_sentence import in_one_sentence
 from lab import rehearsal
@@ -45,11 +45,13 @@ def mode_and_program():
     if not os.path.isfile(sys.argv[2]):
         sys.exit(f"rehearse.py: there is no program {sys.argv[2]}; give its path from this folder")
     try:
-        open_input(sys.argv[2]).close()
+        compile(read_bytes(sys.argv[2]), sys.argv[2], "exec")
         if read_ranks()[1] > 1:
             meeting_point()
     except (InputError, LauncherError) as error:
         sys.exit(f"rehearse.py: {error}")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        sys.exit(f"rehearse.py: {sys.argv[2]} is not a program in Python ({error})")
     return sys.argv[1:3]
 
 

@@ -204,6 +204,54 @@ def test_a_read_only_course_and_one_without_git_are_one_sentence(tmp_path, monke
     assert (tmp_path / "handout" / "course").is_dir(), "the older handout stays"
 
 
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A clone with one lesson and two pages, which make_handout.py takes for the course."""
+    root = tmp_path / "clone"
+    (root / "notebooks").mkdir(parents=True)
+    nbformat.write(nbformat.v4.new_notebook(), root / "notebooks" / "02_a.ipynb")
+    for name in ("page.md", 'a "ü" b.md'):
+        (root / name).write_text("text")
+    for words in (["init", "--quiet"], ["add", "--all"]):
+        subprocess.run(["git", *words], cwd=root, check=True, timeout=60)
+    monkeypatch.setattr(make_handout, "ROOT", root)
+    monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
+    monkeypatch.setattr(make_handout, "commit", lambda folder: None)
+    return root
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["notebooks/02_a.ipynb", "page.md"])
+def test_a_file_that_cannot_be_handed_out_is_named_and_the_older_handout_stays(
+    clone, tmp_path, monkeypatch, name
+):
+    copy = tmp_path / "handout" / "course"
+    make_handout.write_course(copy)
+    (copy / ".git").mkdir()
+    (clone / name).write_bytes(b"<<<<<<< HEAD\n\xff")
+    said = sentence_of(make_handout.main, monkeypatch)
+    assert name in said and "make the handout again" in said
+    assert (copy / 'a "ü" b.md').read_text() == "text", "also a name that git puts in quotes"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["a folder", "a link"])
+def test_a_handout_replaces_nothing_but_a_handout(clone, tmp_path, monkeypatch, how):
+    copy, mine = tmp_path / "handout" / "course", tmp_path / "handout" / "mine"
+    mine.mkdir(parents=True)
+    (mine / "thesis").touch()
+    mine.rename(copy) if how == "a folder" else copy.symlink_to("mine")
+    assert "not an older copy" in sentence_of(make_handout.main, monkeypatch)
+    assert (copy / "thesis").exists()
+
+
+def test_git_s_own_files_are_no_pages_of_a_copy(tmp_path):
+    (tmp_path / ".git" / "logs").mkdir(parents=True)
+    for name in (".git/logs/HEAD", "page.md"):
+        (tmp_path / name).touch()
+    assert [file.name for file in make_site.files_of_the_course(tmp_path)] == ["page.md"]
+
+
 def test_a_pipe_or_what_is_no_folder_is_one_sentence_for_a_tool(tmp_path, monkeypatch, capsys):
     os.mkfifo(tmp_path / "pipe")
     said = sentence_of(write_measurements.main, monkeypatch, tmp_path / "pipe")
@@ -219,6 +267,7 @@ def test_a_pipe_or_what_is_no_folder_is_one_sentence_for_a_tool(tmp_path, monkey
 @pytest.mark.processes
 def test_a_wall_goes_on_and_a_copy_is_whole_when_nobody_reads_what_they_print(tmp_path):
     (tmp_path / "progress").mkdir()
+    (tmp_path / "submissions").mkdir()
     words = ["wall.py", "progress", "--into", "wall"]
     with open("/dev/full", "w") as full:
         shown = subprocess.Popen(
@@ -236,7 +285,13 @@ def test_a_wall_goes_on_and_a_copy_is_whole_when_nobody_reads_what_they_print(tm
             [sys.executable, ROOT / "source_code/copy_template.py", "gpipe.py", "mine"],
             cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
-    assert copied.returncode == 1 and copied.stderr.count("\n") == 1
+        graded = subprocess.run(
+            [sys.executable, ROOT / "tools/grade_submissions.py", "submissions"],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    for ended in (copied, graded):
+        assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert (tmp_path / "submissions" / "grades.csv").exists()
     assert (tmp_path / "mine" / "requirements.txt").exists()  # the last file
 
 

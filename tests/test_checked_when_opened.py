@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import copy_template
 import plan
@@ -17,7 +18,7 @@ from extensions.inference.requests import choose_token
 from extensions.pretraining import token_files, token_writer
 from extensions.pretraining.token_files import load_tokens
 from extensions.pretraining.token_writer import TokenWriter, write_tokens_file
-from extensions.pretraining.tokens import DataError, complaints_of_library
+from extensions.pretraining.tokens import DataError, complaints_of_library, encode
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
 from guard.inputs import InputError, is_file_name, open_input
@@ -187,6 +188,24 @@ def test_a_tokenizer_that_leaves_numbers_out_keeps_its_numbers(
     assert "tokens of 4 bytes, numbers below 70001\n" in capsys.readouterr().out
     corpus = load_tokens(out, largest + 1, 2)
     assert corpus.training[0:4].tolist() == [0, largest, 0, largest]
+
+
+@pytest.mark.timeout(30)  # the time grew with the square of a word's length: hours
+def test_a_tokenizer_is_trained_on_a_word_of_any_length():
+    assert prepare_data.train_tokenizer("word " + "a" * 10**6, 300).get_vocab_size() <= 300
+
+
+def test_a_document_costs_no_look_at_the_whole_vocabulary():
+    class Tokenizer:
+        def encode(self, text, add_special_tokens):
+            return SimpleNamespace(ids=[int(text)])
+
+        def id_to_token(self, number):
+            return "word" if number < 9 else None
+
+    assert encode(Tokenizer(), "8") == [8]
+    with pytest.raises(DataError, match="encodes the text as 9, which is not a token"):
+        encode(Tokenizer(), "9")
 
 
 def test_a_panic_in_the_tokenizer_is_a_sentence_and_an_interrupt_stays_one():

@@ -248,6 +248,17 @@ def test_a_folder_with_the_lab_measures_and_pins_what_it_imports(tmp_path):
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
 
 
+def test_the_course_s_script_is_not_copied_in_place_of_another_of_that_name(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "gpipe.py").write_text("print('changed')")
+    assert copy("theirs/gpipe.py", "new") == 2 and not (tmp_path / "new").exists()
+    assert "theirs/gpipe.py is not the course's" in capsys.readouterr().err
+    assert copy(str(SOURCE / "gpipe.py"), "new") == 0
+
+
 BAD_INPUT = {
     "gpip.py new": "gpipe.py", "predict.py new": "does not train",
     "gpipe.py there": "exists already", "gpipe.py there/mine.py": "field_guide.txt",

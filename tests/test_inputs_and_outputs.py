@@ -377,6 +377,8 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
         ("gpipe", "--layers 100000000 --dim 8", "hours|GiB"),
         ("pretrain_llama", "--vocabulary 2147483647", "GiB"),
         ("train", "--schedule 1f1b --microbatches 50000000 --batch-size 50000000", "actions"),
+        ("experts", "--experts 2147483647", "1,024 are the most"),
+        ("experts", "--capacity 1e300", "more than all tokens"),
     ],
 )
 def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(
@@ -388,10 +390,16 @@ def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(
     assert sentence.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["--ranks", "--microbatches", "--chunks"])
-def test_a_schedule_has_so_many_actions_at_most(monkeypatch, capsys, flag):
-    words = ["predict.py", "interleaved-1f1b", flag, "2000000000"]
-    monkeypatch.setattr(sys, "argv", words)
+@pytest.mark.timeout(30)  # a V of 3,000 ranks takes minutes, also for one micro-batch
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["interleaved-1f1b", flag, 2**31 - 1] for flag in ("--ranks", "--microbatches", "--chunks")),
+        *([name, "--ranks", 3000, "--microbatches", 1] for name in ("zb-v", "v-half", "v-min")),
+    ],
+)  # fmt: skip
+def test_a_schedule_has_so_many_actions_at_most(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, words)])
     with pytest.raises(SystemExit):
         importlib.import_module("predict").main()
     assert f"{MOST_ACTIONS:,} are the most" in capsys.readouterr().err

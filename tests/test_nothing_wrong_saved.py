@@ -35,9 +35,12 @@ from guard import meeting
 from guard.files import write_whole
 from guard.inputs import InputError
 from guard.launcher import LauncherError
+from lab.flight_log import FlightLog
+from lab.flight_log_reader import RUN_FILE
 from pipeline.data import DataError
 from pipeline.job import join_job
 from pipeline.model import ModelConfig
+from pipeline.schedules import build_schedule
 
 
 def diverge(rank, model, out, value):
@@ -274,6 +277,18 @@ def test_a_log_is_written_by_one_run_at_a_time(tmp_path, monkeypatch):
     first.close()
     metrics.open_for_one(tmp_path / "log").close()
     assert metrics.open_for_one(tmp_path / "no" / "log") is None
+
+
+def test_two_runs_that_found_a_folder_empty_are_not_both_recorded_there(tmp_path):
+    def begin(name, ranks):
+        return FlightLog(tmp_path, 0, build_schedule(name, ranks, 4), None, None)
+
+    first = begin("gpipe", 2)
+    before = (tmp_path / RUN_FILE).read_text()
+    with pytest.raises(FileExistsError):
+        begin("1f1b", 3)
+    first.close()
+    assert (tmp_path / RUN_FILE).read_text() == before
 
 
 def test_a_file_that_several_write_at_once_is_whole_at_any_moment(tmp_path):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import copy_template
 import make_submission
+import predict
 import pytest
 import rehearse
 import spoil_code
@@ -158,6 +159,7 @@ CASES = [
     ({"GLOO_SOCKET_IFNAME": "nosuch0"}, 2, "GLOO_SOCKET_IFNAME is nosuch0, and this machine has"),
     ({"GLOO_SOCKET_IFNAME": "lo,"}, 2, "GLOO_SOCKET_IFNAME is lo,, and this machine has"),
     ({"limit": limited("RLIMIT_AS", 700 * 2**20)}, 2, "fewer than 1,073,741,824 bytes of memory"),
+    ({"TORCH_FR_BUFFER_SIZE": "many"}, 2, "TORCH_FR_BUFFER_SIZE is many, and has to be a whole"),
 ]
 
 
@@ -196,6 +198,29 @@ def test_python_that_may_not_look_beside_a_script_needs_pythonpath():
     assert ended.returncode == 1 and ended.stderr.endswith("No module named 'guard'\n")
     ended = started(SCRIPT, "--help", PYTHONSAFEPATH="1", PYTHONPATH=str(SCRIPT.parent))
     assert ended.returncode == 0 and "--microbatches" in ended.stdout
+
+
+@pytest.mark.processes
+def test_an_installed_package_of_the_same_name_does_not_take_the_place_of_the_core(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "__init__.py").touch()
+    ended = started(ROOT / "source_code/predict.py", "gpipe", PYTHONPATH=str(tmp_path))
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_lack_of_memory_is_one_sentence(monkeypatch, capsys):
+    def lacks(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(predict, "simulate", lacks)
+    assert "too little memory" in rejected(monkeypatch, capsys, "predict", "gpipe")
+
+
+@pytest.mark.parametrize("content", [b"\0\1", b"def f(:", b"\xff", b"(" * 5000])
+def test_what_is_no_program_is_not_rehearsed(monkeypatch, capsys, tmp_path, content):
+    (tmp_path / "mine.py").write_bytes(content)
+    said = rejected(monkeypatch, capsys, "rehearse", "strict", tmp_path / "mine.py")
+    assert "mine.py is not a program in Python (" in said
 
 
 PLAIN = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"

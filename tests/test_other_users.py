@@ -15,8 +15,11 @@ from cluster import LOCAL_CLUSTER, ROOT
 from course import progress
 from extensions.pretraining import metrics
 from extensions.pretraining.metrics import open_in_place
+from guard import watch
 from guard.files import replace_file, write_whole
 from guard.paths import can_be_written
+from lab.flight_log import FlightLog
+from pipeline.schedules import build_schedule
 
 OTHER = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
@@ -191,6 +194,19 @@ def test_a_link_that_others_make_after_the_check_is_replaced_or_not_followed(eve
     log.symlink_to(precious)
     with mock.patch.object(metrics, "place_of", return_value=log), pytest.raises(OSError):
         open_in_place(log, "a")
+    assert precious.read_text() == "kept"
+
+
+def test_no_record_of_a_run_follows_a_link(everybodys, monkeypatch):
+    precious = everybodys / "precious"
+    precious.write_text("kept")
+    monkeypatch.setenv(watch.FLIGHT_VARIABLE, str(everybodys))
+    monkeypatch.setattr(watch, "flight_record", lambda backend: b"{}")
+    for name in ("rank0.json", "rank0.jsonl"):
+        (everybodys / name).symlink_to(precious)
+    watch.Watch(0, 1.0).write_flight_recorder()
+    with pytest.raises(FileExistsError):
+        FlightLog(everybodys, 0, build_schedule("gpipe", 2, 4), None, None)
     assert precious.read_text() == "kept"
 
 

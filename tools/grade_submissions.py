@@ -17,7 +17,7 @@ from pathlib import Path
 from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
-from guard.files import write_whole
+from guard.files import not_written, write_whole
 from guard.one_sentence import in_one_sentence
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
@@ -54,7 +54,7 @@ def main():
     for sentence in skipped:
         print(f"skipped: {sentence}")
     print(f"{len(submissions)} submissions in {into / 'grades.csv'} and {into / 'grades.html'}")
-    return 0
+    return int(bool(not_written))
 
 
 def parse_arguments():

@@ -23,6 +23,9 @@ from pathlib import Path
 
 import nbformat
 from answers import answers_of
+from exercises import notebook_of
+
+from guard.inputs import InputError, read_text
 
 ROOT = Path(__file__).resolve().parents[1]
 HANDOUT = ROOT / "build" / "handout"
@@ -62,6 +65,8 @@ def main():
         commit(HANDOUT / "course")
     except OSError as error:
         sys.exit(f"make_handout.py: {error.filename or HANDOUT}: {error.strerror}")
+    except InputError as error:
+        sys.exit(f"make_handout.py: {error}; mend it, and make the handout again")
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or ["git ended without a word"]
         sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}")
@@ -80,38 +85,44 @@ def write_course(folder):
     """Write the copy into `folder`. Returns the numbers of files and of cells without outputs."""
     try:
         listed = subprocess.run(
-            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.splitlines()
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         sys.exit("make_handout.py: git does not list the course's files; use a clone of the course")
+    files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
+    files = [file for file in files if os.path.isfile(ROOT / file) and not is_left_out(file)]
+    changed, hidden = {}, 0  # every file is read before the older copy is removed
+    for file in files:
+        if file.suffix == ".ipynb":
+            notebook = notebook_of(ROOT / file)
+            hidden += without_answers(notebook, file)
+            changed[file] = nbformat.writes(notebook) + "\n"
+        elif file.suffix == ".md":
+            changed[file] = without_links(read_text(ROOT / file), file)
+        elif file.name == "Makefile":
+            changed[file] = with_targets(read_text(ROOT / file))
+        elif is_packed(file):
+            changed[file] = packed(read_text(ROOT / file))
+    remove_copy(folder)
+    for file in files:
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, target)
+        if file in changed:
+            target.write_text(changed[file], encoding="utf-8")
+    return len(files), hidden
+
+
+def remove_copy(folder):
+    """Remove the files of an older copy but its .git; reject a folder of something else."""
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_symlink() or (os.listdir(folder) and not (folder / ".git").is_dir()):
+        sys.exit(f"make_handout.py: {folder} is not an older copy of the course; move it away")
     for old in folder.iterdir():
         if old.is_dir() and not old.is_symlink():
             shutil.rmtree(old) if old.name != ".git" else None
         else:
             old.unlink()
-    files = [Path(line) for line in listed if os.path.isfile(ROOT / line)]
-    files = [file for file in files if not is_left_out(file)]
-    hidden = 0
-    for file in files:
-        target = folder / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / file, target)
-        if file.suffix == ".ipynb":
-            notebook = nbformat.read(ROOT / file, as_version=4)
-            hidden += without_answers(notebook, file)
-            nbformat.write(notebook, target)
-        elif file.suffix == ".md":
-            target.write_text(
-                without_links((ROOT / file).read_text(encoding="utf-8"), file), encoding="utf-8"
-            )
-        elif file.name == "Makefile":
-            target.write_text(
-                with_targets((ROOT / file).read_text(encoding="utf-8")), encoding="utf-8"
-            )
-        elif is_packed(file):
-            target.write_text(packed((ROOT / file).read_text(encoding="utf-8")), encoding="utf-8")
-    return len(files), hidden
 
 
 def is_left_out(file):

@@ -222,17 +222,15 @@ def further_pages_of(course):
 def files_of_the_course(root):
     """What a reader may want to see, as paths from the root: all that git keeps but the tests."""
     if root != ROOT:  # a copy, in which all files are wanted
-        return sorted(
-            path.relative_to(root) for path in root.rglob("[!.]*") if os.path.isfile(path)
-        )
+        files = [path.relative_to(root) for path in root.rglob("[!.]*") if os.path.isfile(path)]
+        return sorted(file for file in files if file.parts[0] != ".git")
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
-        text=True,
         check=True,
     ).stdout
-    files = [Path(line) for line in listed.splitlines()]
+    files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
     shown = [file for file in files if file.parts[0] != "tests" and not file.name.startswith(".")]
     return [file for file in shown if os.path.isfile(root / file)]
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from exercises import NOTEBOOKS, exercises_of, lesson_of, notebook_of, read_notebooks  # noqa: E402
 
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
-from guard.files import write_whole  # noqa: E402
+from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import InputError  # noqa: E402
 from guard.one_sentence import in_one_sentence  # noqa: E402
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard  # noqa: E402
@@ -70,7 +70,7 @@ def main():
         sys.exit(f"make_submission.py: {file} cannot be written ({error.strerror})")
     right = sum(answer["said"].startswith("Right: ") for answer in answers)
     print(f"{file.relative_to(ROOT)}: {right} of {len(answers)} exercises are right")
-    return 0
+    return int(bool(not_written))
 
 
 def parse_arguments():

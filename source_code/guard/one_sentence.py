@@ -26,6 +26,9 @@ def in_one_sentence():
             raise
         say(end.code)
         raise SystemExit(2) from None
+    except MemoryError:
+        say("there is too little memory; use smaller sizes, or raise a limit (ulimit -v)")
+        raise SystemExit(2) from None
 
 
 def check_current_folder():

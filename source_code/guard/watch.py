@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from guard.ending import end_process, is_loss, text_of_loss
+from guard.files import replace_file
 from guard.siblings import end_siblings
 
 FLIGHT_VARIABLE = "PIPELINE_FLIGHT_RECORDER"  # a folder for records of the last messages
@@ -186,8 +187,8 @@ class Watch(threading.Thread):
             with suppress(AttributeError, OSError, RuntimeError):
                 record = flight_record("nccl" if self.device_waits else "gloo")
                 os.makedirs(folder, exist_ok=True)
-                with open(os.path.join(folder, f"rank{self.rank}.json"), "wb") as file:
-                    file.write(record)
+                path = os.path.join(folder, f"rank{self.rank}.json")
+                replace_file(path, lambda partial: partial.write_bytes(record))
 
     def tell_others(self, wait):
         """Announce a long wait in the store, and withdraw it once it is over."""

@@ -8,6 +8,7 @@ import faulthandler
 import signal
 import sys
 
+from guard.ending import end_process
 from guard.files import write_output
 from lab import checks, rehearsal
 from lab.activation_memory import ActivationMemory
@@ -96,7 +97,13 @@ class Laboratory:
         self.log, self.profile, further = None, None, []
         if arguments.record:
             files = arguments.record, job.rank, self.schedule, self.clock, self.memory
-            self.log = FlightLog(*files, first_step)
+            try:
+                self.log = FlightLog(*files, first_step)
+            except FileExistsError:  # both found the folder empty
+                end_process(
+                    f"--record {arguments.record}: another run is being recorded there; name a new "
+                    "folder"
+                )
             further.append(self.log)
         further += [self.memory, self.clock]
         steps = arguments.steps - first_step if what == "step" else 0

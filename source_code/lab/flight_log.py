@@ -43,14 +43,14 @@ class FlightLog:
         run = {"name": schedule.name, "rows": to_csv(schedule).split()}
         self.open(folder, rank, run, clock, memory, first_version)
 
-    def open(self, folder, rank, run, clock, memory, first_version=0, new=False):
-        """Open the rank's file. With `new`, raises FileExistsError if the file exists."""
+    def open(self, folder, rank, run, clock, memory, first_version=0):
+        """Open the rank's file. Raises FileExistsError if the file exists: it is another run's."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / RANK_FILE.format(rank)
+        self.file = open(self.path, "x", buffering=1, encoding="utf-8")
         if rank == 0:
             write_whole(folder / RUN_FILE, json.dumps(run) + "\n")
-        self.path = folder / RANK_FILE.format(rank)
-        self.file = open(self.path, "x" if new else "w", buffering=1, encoding="utf-8")
         self.clock, self.memory = clock, memory
         self.version = first_version  # for stages without a version of their own
         self.pending = []  # events that are not written yet

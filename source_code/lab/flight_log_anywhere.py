@@ -117,7 +117,7 @@ class ProgramLog(FlightLog):
         clock, memory = Clock(rank, device, origin), ActivationMemory(every_pass=True)
         run = {"name": name, "ranks": num_ranks}
         try:
-            self.open(folder, rank, run, clock, memory, new=True)
+            self.open(folder, rank, run, clock, memory)
         except FileExistsError:
             raise NotRecorded(
                 f"{folder} has a flight log of rank {rank}; name a new folder"

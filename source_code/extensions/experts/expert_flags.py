@@ -6,6 +6,8 @@ import math
 from extensions.experts.expert_layer import Routing
 from pipeline.command_line import positive_integer, positive_number
 
+MOST_EXPERTS = 1024  # of a layer; published models have up to 512
+
 
 def add_expert_flags(parser):
     """Add the flags of the layers with experts, and of their all-to-alls."""
@@ -29,6 +31,13 @@ def factor(text):
 def check_experts(arguments):
     """Reject numbers that do not fit, and set `routing` and the default of --expert-ranks."""
     a = arguments
+    if a.experts > MOST_EXPERTS:
+        raise SystemExit(f"--experts {a.experts}: {MOST_EXPERTS:,} are the most; use fewer")
+    if a.capacity and a.capacity > a.experts:
+        raise SystemExit(
+            f"--capacity {a.capacity:g} is more than all tokens; use at most {a.experts}, or leave "
+            "it out"
+        )
     if a.top > a.experts:
         raise SystemExit(
             f"--top {a.top} is more than --experts {a.experts}; use at most {a.experts}"

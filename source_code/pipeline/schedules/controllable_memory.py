@@ -97,39 +97,49 @@ def _pulled_forward(orders, limit):
     ranks advance slot by slot together. Each stage keeps the order of the micro-batches, and the
     rest of a rank's order never holds more than `limit` micro-batches.
     """
-    remaining, performed = [deque(order) for order in orders], [[] for _ in orders]
-    held, made = [0] * len(orders), set()
-    forwards = [sum(action.kind == "F" for action in order) for order in orders]
-    while any(remaining):
+    orders, places = [list(order) for order in orders], [_places_in(order) for order in orders]
+    performed, held, made = [[] for _ in orders], [0] * len(orders), set()
+    while any(places):
         messages = []
-        for rank, order in enumerate(remaining):
-            places = _possible(order, made, limit - held[rank], 2 * len(orders))
-            if forwards[rank]:
-                place = next(places, None)
+        for rank, order in enumerate(orders):
+            possible = _possible(order, places[rank], made, limit - held[rank], 2 * len(orders))
+            if any(kind == "F" for _, kind in places[rank]):
+                place = next(possible, None)
             else:  # cool-down: W can wait, because no rank needs it
-                place = min(places, key=lambda place: order[place].kind != "I", default=None)
+                place = min(possible, key=lambda place: order[place].kind != "I", default=None)
             if place is None:
                 continue
             action = order[place]
-            del order[place]
+            _take(order, places[rank], place)
             performed[rank].append(action)
             held[rank] += HELD[action.kind]
-            forwards[rank] -= action.kind == "F"
             messages.append(message_of(action))
         made.update(messages)
     return tuple(map(tuple, performed))
 
 
-def _possible(order, made, room, num_stages):
-    """Yield the indices in `order` of the actions that can run now."""
-    met, held, most = set(), 0, 0
+def _places_in(order):
+    """{(stage, kind): the indices of its actions in `order`}."""
+    places = {}
     for place, action in enumerate(order):
-        if action[:2] not in met:  # else one of the same stage and kind comes first
-            met.add(action[:2])
-            has_room = action.kind != "F" or most < room
-            if has_room and made.issuperset(needs_of(action, num_stages)):
+        places.setdefault(action[:2], deque()).append(place)
+    return places
+
+
+def _take(order, places, place):
+    """Take an action out of `order`, where None stays."""
+    kind = order[place][:2]
+    places[kind].popleft()
+    if not places[kind]:
+        del places[kind]
+    order[place] = None
+
+
+def _possible(order, places, made, room, num_stages):
+    """Yield the indices in `order` of the actions that can run now: of each stage and kind the next."""
+    following = sorted(queue[0] for queue in places.values())
+    for place in following:
+        if made.issuperset(needs_of(order[place], num_stages)):
+            before = filter(None, order[following[0] : place])
+            if order[place].kind != "F" or _most_held(before) < room:
                 yield place
-            if len(met) == INTERVAL:  # both stages, F, I and W
-                return
-        held += HELD[action.kind]
-        most = max(most, held)
