@@ -10,7 +10,11 @@ def add_update_flags(parser, warm_up_steps):
     """Add --warm-up-steps, --decay-steps and --clip."""
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--warm-up-steps", help=f"updates to the peak, else {warm_up_steps}", **count)
-    add("--decay-steps", help="end of the cosine, else --steps of the first run; its rate stays", **count)
+    add(
+        "--decay-steps",
+        help="end of the cosine, else --steps of the first run; its rate stays",
+        **count,
+    )
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
 
 
