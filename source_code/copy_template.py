@@ -94,6 +94,8 @@ def main():
         for path, text in files.items():
             write_new(path, text, destination)
             print(f"{len(text.splitlines()):5} lines  {path}")
+        if destination.suffix != ".py":
+            print(f"{destination / 'README.md'} says how to start it")
     except (CannotCopy, OSError, UnicodeDecodeError) as reason:
         print(shortened(str(reason)), file=sys.stderr)
         return 2

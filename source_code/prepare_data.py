@@ -95,7 +95,8 @@ def encode_all(arguments, out, writers):
         if not writer.total:
             raise SystemExit(
                 f"{flag} has {documents} documents, and none is left for the {part} part; use more "
-                f"text or another --hold-out than {arguments.hold_out}"
+                "documents (an empty line separates those of a text), or another --hold-out than "
+                f"{arguments.hold_out}"
             )
     if tokenizer:
         tokenizer.save(str(out / TOKENIZER))

@@ -19,7 +19,7 @@ def add_schedule_flags(parser, default="gpipe", names=None):
     add = parser.add_argument
     names = names or synchronous_schedules()
     add("--schedule", choices=names, default=default, help="order of the actions")
-    chunked = ", ".join(chunked_schedules())
+    chunked = ", ".join(chunked_schedules()) or "no schedule of this copy"
     add("--chunks", type=positive_integer, metavar="V", help=f"stages per rank, for {chunked}")
     has = "; ".join(
         f"{n}: {', '.join(SCHEDULES[n].options)}" for n in names if SCHEDULES[n].options
