@@ -49,7 +49,7 @@ __all__ = [
     "zb_v",
 ]
 
-MOST_ACTIONS = 4_000_000  # one to two gigabytes and half a minute
+MOST_ACTIONS = 2_000_000  # two gigabytes and half a minute, V-Min twice as long
 
 
 @dataclass(frozen=True)
