@@ -31,6 +31,15 @@ FAULTS = [
         ("test_a_wait_that_is_over_is_taken_back",),
     ),
     Fault(
+        "lost-wait-taken-back",
+        "guard/watch.py::Watch.host_waiting",
+        "lost = is_loss(error)",
+        "lost = False",
+        "Who waits for a rank that has lost another one blames the wrong one of the two.",
+        "test_lost_ranks.py",
+        ("test_only_a_wait_that_ends_with_a_lost_rank_stays_announced",),
+    ),
+    Fault(
         "output-over-linked-input",
         "guard/paths.py::check_apart",
         "if real == other_real or same_file(real, other_real):",
