@@ -11,6 +11,7 @@ import exercises
 import grade_submissions
 import make_handout
 import make_site
+import make_slides
 import make_submission
 import nbformat
 import pytest
@@ -194,6 +195,8 @@ def test_a_read_only_course_and_one_without_git_are_one_sentence(tmp_path, monke
     (tmp_path / "file").touch()
     monkeypatch.setattr(make_submission, "read_notebooks", lambda: ({}, []))
     assert "cannot be written" in sentence_of(make_submission.main, monkeypatch)
+    monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "file" / "slides")
+    assert "cannot be used" in sentence_of(make_slides.main, monkeypatch, "02")
     monkeypatch.setattr(make_handout, "ROOT", tmp_path)
     monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
     (tmp_path / "handout" / "course").mkdir(parents=True)

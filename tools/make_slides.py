@@ -68,6 +68,15 @@ def main():
         sys.exit(
             f"no lesson {' '.join(wanted)}; there are {' '.join(p.stem.split('_')[0] for p in lessons)}"
         )
+    try:
+        write_slides(chosen, lessons)
+    except OSError as error:
+        sys.exit(f"make_slides.py: {error.filename} cannot be used ({error.strerror})")
+    return 0
+
+
+def write_slides(chosen, lessons):
+    """Write the slides of the lessons `chosen`, and an index of those that have slides."""
     SLIDES.mkdir(parents=True, exist_ok=True)
     for path in chosen:
         number = path.stem.split("_")[0]
@@ -77,7 +86,6 @@ def main():
         print(f"build/slides/{file.name}: {len(slides)} slides")
     made = [path for path in lessons if (SLIDES / f"{path.stem}.html").is_file()]
     (SLIDES / "index.html").write_text(index_of({path.stem: title_of(path) for path in made}))
-    return 0
 
 
 def title_of(path):
