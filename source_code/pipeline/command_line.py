@@ -8,6 +8,14 @@ import os
 MOST_DIGITS = 30  # Python converts no more than 4300, and no size has more than ten
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default value of each flag that has one."""
+
+    def _get_help_string(self, action):
+        has_none = action.default is None or action.default is False
+        return action.help if has_none else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Ends with one sentence about a bad flag. `checks` are called with the parsed arguments.
 
@@ -18,10 +26,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description=None, **options):
         title = (description or "").partition("\n")[0]
-        formatter = argparse.ArgumentDefaultsHelpFormatter
-        super().__init__(
-            description=title, allow_abbrev=False, formatter_class=formatter, **options
-        )
+        super().__init__(description=title, allow_abbrev=False, formatter_class=Help, **options)
         self.checks, self.reads, self.writes = [], [], []
 
     def parse_args(self, *words):

@@ -74,7 +74,10 @@ NAMED = {
     "mistral-7b-v0.1": llama(32, 4096, 32, 8, 14_336, 32_000),
 }
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary")
-SIZES_TEXT = "sizes such as layers=32,hidden=4096,vocabulary=32000"
+SIZES_TEXT = (
+    "sizes such as layers=32,hidden=4096,vocabulary=32000 (also heads, kv_heads, head_dim, inner, "
+    "gated, tied)"
+)
 NEEDED = {"layers", "hidden", "vocabulary"}
 LARGEST_SIZE = 10_000_000
 MOST_LETTERS = 80  # of a model's name in a sentence
