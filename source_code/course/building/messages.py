@@ -133,8 +133,8 @@ def watch_messages(strict=False):
 
     With `strict`, messages are started by the rule of a OneQueue.
     """
-    messages, counted = Messages(OneQueue() if strict else None), []
-    torch_join = c10d.init_process_group
+    messages, counted, left = Messages(OneQueue() if strict else None), [], []
+    torch_join, torch_leave = c10d.init_process_group, c10d.destroy_process_group
 
     def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
         return messages.start("send", tensor, dst, group_dst, group, tag)
@@ -156,12 +156,18 @@ def watch_messages(strict=False):
         torch_join(*arguments, **more)
         tell("goes on", message=name)
 
+    def leave(*arguments, **more):
+        # Held, it closes no connection, so who waits for this rank is still seen to wait.
+        left.append(dist.group.WORLD)
+        torch_leave(*arguments, **more)
+
     instead = {
         "isend": isend,
         "irecv": irecv,
         "send": lambda *arguments, **more: isend(*arguments, **more).wait(),
         "recv": recv,
         "init_process_group": join,
+        "destroy_process_group": leave,
     }
     if messages.queue:
         instead["batch_isend_irecv"] = messages.queue.batch_isend_irecv
