@@ -198,6 +198,12 @@ def test_the_parts_of_a_forecast_add_up_and_the_largest_is_its_limit():
     heavy = replace(SMALL_16, vocabulary=1_000_000)
     found = forecast(heavy, machine, Plan(ranks=16, microbatch=1))
     assert limit_of(heavy, machine, found) == "work of rank 15"
+    apart = replace(Machine(8), inside=Link(1e8, 14e-6))
+    for plan, limit in [
+        (Plan(replicas=8, sharding="full"), "gathers of sharded weights"),
+        (Plan(tensor=8), "messages within layers"),
+    ]:
+        assert limit_of(SMALL_16, apart, forecast(SMALL_16, apart, plan)) == limit
 
 
 SMALL_16 = replace(SMALL, layers=16, batch=64)

@@ -158,8 +158,7 @@ def feed_forward(function):
     if apart:
         return (
             f"the losses differ from those of one process by {apart[1]}: what a position gets "
-            "depends on something besides its own activation and the weights. One process has "
-            "the batch in one piece, a stage has a micro-batch, and chance is not the same "
-            "on two ranks"
+            "depends on something besides its own activation and the weights, such as the other "
+            "rows of the micro-batch, or random numbers, which differ between ranks"
         )
     return Words(observed, request).transport() or next(iter(observed.ranks[0].reports), None)

@@ -108,7 +108,7 @@ def build_schedule(name, num_ranks, num_microbatches, chunks=None, **options):
             has = f"it has {', '.join(generator.options)}" if generator.options else "it has none"
             raise ScheduleError(f"{name} has no option '{option}'; {has}")
     actions = 2 * num_ranks * num_microbatches * (chunks or generator.chunks or 1)
-    if generator.fixed_chunks:  # F, I and W of two stages, and at first two micro-batches a rank
+    if generator.fixed_chunks:  # each rank has two stages; a V is first made for 2p micro-batches
         actions = 6 * num_ranks * max(num_microbatches, 2 * num_ranks)
     if actions > MOST_ACTIONS:
         raise ScheduleError(
