@@ -26,7 +26,7 @@ from planning.known_models import NAMED, find_model
 from planning.machine import Link, Machine, read_machine
 from planning.plan_commands import OF_THE_COURSE, command_of
 from planning.plan_memory import memory_per_rank
-from planning.plan_tables import remark
+from planning.plan_tables import remark, table_lines
 from planning.reasons import changes, limit_of, parts_of
 from planning.training_plan import Plan, balanced_cut
 from planning.transformer import Model
@@ -182,7 +182,10 @@ def test_plans_that_differ_in_no_column_differ_in_a_remark():
     plan = Plan(ranks=4, replicas=2, cut=(3, 2, 2, 1))
     assert remark(plan) == remark(Plan()) == ""
     assert remark(replace(plan, cut=())) == "even cut"
-    assert remark(plan, tight=True) == "memory is tight"
+    found = forecast(SMALL, Machine(8), Plan(ranks=4, replicas=2))
+    for share, tight in ((0.89, False), (0.91, True)):
+        table = table_lines(SMALL, Machine(8, memory=found.memory / share), [found])
+        assert ("memory is tight" in "\n".join(table)) == tight
     assert "replicas of one stage" in remark(replace(plan, neighbours="replicas"))
 
 

@@ -6,7 +6,7 @@ import math
 from extensions.experts.expert_layer import Routing
 from pipeline.command_line import positive_integer, positive_number
 
-MOST_EXPERTS = 1024  # of a layer; published models have up to 512
+MOST_EXPERTS = 1024  # of a layer; all of them are built
 
 
 def add_expert_flags(parser):
