@@ -22,6 +22,12 @@ NO_TRAINING = {"plan", "plan_partition", "predict", "preflight", "prepare_data",
                "convert", "compare_logs", "rehearse", "search_schedule", "torch_pipelining_mlp"}  # fmt: skip
 
 
+def test_finetune_has_no_longer_sequences_than_the_model_that_the_run_before_it_saved():
+    finetune = next(one for one, *_ in accept_parts.SCRIPTS if one.startswith("finetune"))
+    saved = accept_parts.SIZES.partition("--seq-len ")[2].split()[0]
+    assert finetune.partition("--seq-len ")[2].split()[0] == saved
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the whole acceptance finds here on two ranks; 20 seconds of CPU."""

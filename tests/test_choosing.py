@@ -50,7 +50,6 @@ def test_with_a_card_per_gpu_nothing_that_fits_beats_sharding_by_more_than_the_e
         for machine in (Machine(8), CARDS):
             found = of(model, machine)
             best = fastest(found)
-            assert not is_pipeline(best)
             assert found["sharded"].seconds <= 1.05 * best.seconds
 
 

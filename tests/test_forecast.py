@@ -25,7 +25,7 @@ from planning.plan_memory import memory_per_rank, weights_of
 from planning.stage_times import stages_of
 from planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
 from planning.training_plan import Plan, balanced_cut
-from planning.transformer import Model, kept_bytes
+from planning.transformer import Model, kept_bytes, passing_bytes
 
 GPT3 = Model(layers=96, hidden=12288, batch=1536)
 LLAMA_3_8B = Model(
@@ -151,6 +151,49 @@ def test_fused_attention_and_fp8_have_rates_of_their_own():
     products = 2 * GPT3.length * GPT3.layer_matrices / machine.flops
     narrow = stages_of(GPT3, machine, Plan(precision="fp8")).layer()
     assert base[0] - narrow[0] == pytest.approx(products / 2)
+
+
+def test_flash_attention_2_has_a_rate_of_its_own_where_the_gpu_has_newer_kernels():
+    machine = Machine(8, flash_2_flops=50e12, **NO_NETWORK)
+    newest, older = (
+        stages_of(GPT3, machine, Plan(flash_2=old)).layer()[0] for old in (False, True)
+    )
+    scores = GPT3.score_flops(1) / 2
+    assert older - newest == pytest.approx(scores / 50e12 - scores / machine.attention_flops)
+    same = replace(machine, flash_2_flops=0.0)
+    assert stages_of(GPT3, same, Plan(flash_2=True)).layer()[0] == newest
+
+
+def test_beside_fsdp_a_recomputed_layer_does_not_repeat_its_last_product():
+    """torch.utils.checkpoint stops early: of a GPT's twelve h squared, four are not repeated."""
+    machine = Machine(8, **NO_NETWORK)
+    whole, stopped = (
+        stages_of(GPT3, machine, Plan(replicas=8, sharding=sharding, recompute="full")).layer()
+        for sharding in ("optimizer", "full")
+    )
+    assert stopped[:3] == whole[:3]
+    last = 2 * GPT3.length * 4 * GPT3.hidden**2 / machine.flops
+    assert whole[3] - stopped[3] == pytest.approx(last)
+
+
+def test_a_gated_layer_in_plain_torch_moves_twice_the_bytes_of_one_with_fused_kernels():
+    machine = Machine(8)
+    plain, fused = (
+        stages_of(LLAMA_3_8B, machine, Plan(kernels=kernels)).layer()[0]
+        for kernels in ("plain", "fused")
+    )
+    moved = passing_bytes(LLAMA_3_8B, 1, 1, True) / machine.memory_speed
+    assert plain - fused == pytest.approx(moved)
+    gpt = [stages_of(GPT3, machine, Plan(kernels=one)).layer() for one in ("plain", "fused")]
+    assert gpt[0] == gpt[1]
+
+
+def test_hybrid_sharding_hides_only_the_stated_fraction_of_its_sums_between_nodes():
+    model, plan = replace(LLAMA_3_8B, length=4096), Plan(replicas=16, sharding="hybrid")
+    slow = {"between": Link(5e9, 0.0, 8)}
+    times = [forecast(model, Machine(16, hidden=h, **slow), plan).reduction for h in (0.0, 0.5)]
+    sums = stages_of(model, Machine(16, **slow), plan).summing(model.parameters)
+    assert times[0] - times[1] == pytest.approx(0.5 * sums)
 
 
 # Collectives.

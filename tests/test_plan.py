@@ -235,7 +235,9 @@ def test_plan_prints_a_table_a_reason_and_the_memory_of_each_rank(capsys):
     rows = re.findall(r"^ *\d  \d+ x \d+ x \d+ ", text, re.M)
     assert len(rows) == 8  # four to start, four on paper
     assert "work (" in text and "one step away" in text and "rank      GB" in text
-    assert re.search(r"sharded +-\d+% to \+\d+%", text) and "published training runs" in text
+    assert (
+        re.search(r"data parallel +-\d+% to \+\d+%", text) and "published runs of this kind" in text
+    )
 
 
 def test_plan_says_in_json_what_it_says_in_words(capsys):

@@ -65,6 +65,7 @@ def inside(rows, name, gathered_bytes=4, precision="bf16"):
             microbatch=microbatch,
             recompute="full" if recomputed == "yes" else "none",
             sharding="full",
+            flash_2=True,
             sequence_parallel=False,
             gradient_bytes=2,
             gathered_bytes=gathered_bytes,

@@ -37,7 +37,7 @@ SCRIPTS = [
     ("torch_pipelining.py --schedule Interleaved1F1B", False, 1),
     ("torch_pipelining.py --schedule ZBVZeroBubble", False, 1),
     ("pretrain_llama.py --dtype float64 --vocabulary 256 --checkpoints {folder}/trained", False, 1),
-    ("finetune.py --dtype float64 --model {folder}/model", True, 1),
+    ("finetune.py --dtype float64 --model {folder}/model --seq-len 32", True, 1),
     ("torch_pipelining_gpt2.py", True, 1),
 ]
 SIZES = "--layers 16 --dim 64 --heads 4 --kv-heads 2 --seq-len 32"

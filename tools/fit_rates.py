@@ -29,12 +29,13 @@ from planning.published import fit, published_runs  # noqa: E402
 RATES = {  # of a type of GPU: (starting point, slowest, fastest)
     "H100": {
         "flops": (650e12, 400e12, 940e12),
-        "attention_flops": (300e12, 100e12, 650e12),
+        "attention_flops": (500e12, 100e12, 800e12),
+        "flash_2_flops": (200e12, 100e12, 400e12),
         "fp8_flops": (1100e12, 500e12, 1900e12),
     },
     "A100": {"attention_flops": (150e12, 50e12, 300e12)},
 }
-HIDDEN = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+HIDDEN = [step / 10 for step in range(11)]
 STEP = 0.05  # relative, for derivatives
 SCALE = 0.05  # errors beyond it count linearly, not by their square
 

@@ -4,7 +4,8 @@
 left_out.json has, for each published training run, the error of a forecast whose constants were
 fitted without the run's publication (tools/fit_rates.py). The interval of a kind of plan on a type
 of GPU leaves out the extreme OUTSIDE of these errors, half of it at each end; each publication has
-the same weight, however many runs it has. The interval is asymmetric, because the errors are.
+the same weight, however many runs it has. The interval is asymmetric, because the errors are. A few
+publications can agree by chance, so no interval is narrower than NARROWEST.
 """
 
 import statistics
@@ -15,6 +16,7 @@ from pathlib import Path
 from guard.inputs import read_json
 
 OUTSIDE = 0.1  # fraction of the errors, by weight, outside the interval
+NARROWEST = (-0.12, 0.12)  # no kind of plan on a type of GPU has more than five publications
 LEAST_ROWS, LEAST_GROUPS = 5, 2  # with fewer, the interval is wide
 UNTESTED = (-0.3, 0.3)  # at least this wide without evidence
 GPUS = {312e12: "A100", 989e12: "H100"}  # by the peak of the data sheet
@@ -61,19 +63,24 @@ def expected_error(machine, plan):
     """The ExpectedError of a plan's forecast on a machine."""
     if machine.measured:
         return ExpectedError(-machine.error, machine.error, 0, 0)
-    return _of_kind(GPUS.get(machine.peak, "other"), kind_of(plan))
+    return stated_interval(GPUS.get(machine.peak, "other"), kind_of(plan))
 
 
 @lru_cache
-def _of_kind(gpu, kind, without=""):
+def stated_interval(gpu, kind, without=""):
     """The ExpectedError of a kind on a GPU; without the runs of the publication `without`."""
     known = [one for one in left_out_errors() if one["group"] != without]
     runs = [one for one in known if one["kind"] == kind]
     here = [one for one in runs if one["gpu"] == gpu]
     if enough(here):
-        return ExpectedError(*interval(here), len(here), len({one["group"] for one in here}))
-    least, most = interval(runs or known)
-    return ExpectedError(min(least, UNTESTED[0]), max(most, UNTESTED[1]), 0, 0)
+        groups = {one["group"] for one in here}
+        return ExpectedError(*at_least(NARROWEST, interval(here)), len(here), len(groups))
+    return ExpectedError(*at_least(UNTESTED, interval(runs or known)), 0, 0)
+
+
+def at_least(narrowest, found):
+    """The interval `found`, (least, most), widened to `narrowest` where it is narrower."""
+    return min(found[0], narrowest[0]), max(found[1], narrowest[1])
 
 
 def enough(runs):
@@ -84,7 +91,7 @@ def enough(runs):
 def mean_error(machine, kind):
     """The signed mean error of forecasts of a kind on this GPU, or None without evidence."""
     gpu = GPUS.get(machine.peak, "other")
-    if not _of_kind(gpu, kind).rows:
+    if not stated_interval(gpu, kind).rows:
         return None
     return weighted_mean(runs_of(gpu, kind))
 
@@ -113,14 +120,14 @@ def fraction_inside(of_others):
     """
     inside = 0
     for one in left_out_errors():
-        error = _of_kind(one["gpu"], one["kind"], one["group"] if of_others else "")
+        error = stated_interval(one["gpu"], one["kind"], one["group"] if of_others else "")
         inside += error.least <= one["error"] <= error.most
     return inside / len(left_out_errors())
 
 
 def median_half_width():
     """Half of the width of the median run's interval, relative to its forecast."""
-    ends = [_of_kind(one["gpu"], one["kind"]).seconds(1.0) for one in left_out_errors()]
+    ends = [stated_interval(one["gpu"], one["kind"]).seconds(1.0) for one in left_out_errors()]
     return statistics.median((most - least) / 2 for least, most in ends)
 
 

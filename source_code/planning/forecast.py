@@ -177,6 +177,8 @@ def exposed_reduction(model, machine, plan, rank, last_backward):
     hidden = last_backward * (1 - 1 / model.layers) if overlap else 0.0
     if plan.scatters:
         return max(sums + gathers - min(machine.hidden * (sums + gathers), 2 * hidden), 0.0)
+    if plan.sharding == "hybrid":
+        hidden = min(machine.hidden * sums, hidden)
     return max(sums - hidden, 0.0) + gathers
 
 

@@ -39,7 +39,9 @@ class Machine:
     `flops` is the rate of one GPU within the matrix products of a training run. It is higher than the
     end-to-end rate of a training run, because bubble, messages and all other operations are counted
     separately. `fp8_flops` is the same for layers that compute in FP8, and 0 if the GPU has none.
-    `attention_flops` is the rate of fused attention, which is slower than a product. `hidden` is
+    `attention_flops` is the rate of fused attention, which is slower than a product, and
+    `flash_2_flops` that of FlashAttention 2, where the GPU has instructions that it does not use
+    (Shah et al. 2024, arXiv 2407.08608); 0 means that it is the same. `hidden` is
     the fraction of the traffic of sharded weights, and of an overlapped tensor group, that can
     overlap with computation. `peak` is the rate of the data sheet, which only MFU needs.
     `memory_speed` is the rate of operations that only read and write. `measured`, if given,
@@ -60,8 +62,9 @@ class Machine:
     peak: float = 312e12
     error: float = 0.0
     fp8_flops: float = 0.0
-    attention_flops: float = 111e12
-    hidden: float = 1.0
+    attention_flops: float = 122e12
+    flash_2_flops: float = 0.0
+    hidden: float = 0.7
     measured: TimeCoefficients | None = None
     bytes_per_value: int = 2
     gpus_per_host: int = 0
@@ -82,6 +85,7 @@ FIELDS = {
 FURTHER = {
     "fp8_teraflops": ("fp8_flops", 1e12),
     "attention_teraflops": ("attention_flops", 1e12),
+    "flash_2_teraflops": ("flash_2_flops", 1e12),
     "hidden": ("hidden", 1),
     "gpus_per_host": ("gpus_per_host", 1),
 }  # a file without them, such as one of --this-machine, has the defaults

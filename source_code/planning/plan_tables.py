@@ -2,15 +2,14 @@
 """What plan.py prints: tables of plans, the error to expect, the reasons of a plan, its memory."""
 
 from planning.expected_error import (
-    ExpectedError,
     enough,
     expected_error,
-    interval,
     kind_of,
     left_out_errors,
     mean_error,
     runs_of,
     size_within,
+    stated_interval,
     was_compared,
     weighted_mean,
 )
@@ -119,8 +118,8 @@ def error_lines(machine, found):
             "machine."
         )
     lines = lines_of(
-        "The error to expect: how much an update differed from its forecast in 9 of 10 published "
-        "training runs of this kind, with constants fitted without them:"
+        "The error to expect: how much an update differed from its forecast in nine of ten "
+        "published runs of this kind, with constants fitted without them:"
     )
     if not was_compared(machine):
         lines = ["No run on this GPU was ever compared with its forecast. The error to expect:"]
@@ -216,7 +215,8 @@ def published_lines():
 def error_table():
     """The errors that are left out of the fit, by type of GPU and kind of plan.
 
-    Each publication has the same weight. "took" is the time of an update over its forecast.
+    Each publication has the same weight. "took" is the stated interval of the time of an update,
+    compared with its forecast.
     """
     rows = []
     for gpu, kind in dict.fromkeys((one["gpu"], one["kind"]) for one in left_out_errors()):
@@ -230,7 +230,7 @@ def error_table():
                 "median": f"{size_within(runs, 0.5):.1%}",
                 "9 of 10": f"{size_within(runs, 0.9):.1%}",
                 "mean": f"{weighted_mean(runs):+.1%}",
-                "took": ExpectedError(*interval(runs), 0, 0).text if enough(runs) else "too few",
+                "took": stated_interval(gpu, kind).text if enough(runs) else "too few",
             }
         )
     return columns(rows, list(rows[0]), ("runs", "by", "median", "9 of 10", "mean"))

@@ -6,7 +6,7 @@ the coefficients of a machine that was measured (MeasuredStages), or, for the st
 profile of the model's layers (ByProfile). Times are in seconds, sizes in bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planning.plan_memory import SPLIT
@@ -33,6 +33,9 @@ from planning.transformer import (
 
 OPTIMIZER_PASS = 60  # bytes per weight that unscaling, the norm, clipping and AdamW read and write
 RECOMPUTED_PRODUCTS = 0.45  # of a layer's products: every second, see transformer.py
+# A gated layer in plain torch moves about twice the bytes of one with fused kernels: on an H100 the
+# compiled layer was faster by the time of 0.9 to 1.5 times these bytes (docs/measurements.md).
+PLAIN_PASSES = 2
 TENSORS_PER_LAYER = 9  # of a layer of the course's own model
 
 
@@ -76,12 +79,18 @@ class CountedStages:
 
         A backward has two products for each product of the forward, and fused attention recomputes
         its scores (FlashAttention). The forward and the backward have two sums over the tensor
-        group each.
+        group each. Beside FSDP, torch.utils.checkpoint recomputes: it stops as soon as it has what
+        the backward needs, and so it does not repeat the last product of a layer.
         """
-        plan = self.plan
-        kernels = plan.fused_attention, plan.sequence_parallel
-        shape = plan.microbatch, plan.tensor, plan.recompute, plan.precision
-        return _layer_times(self.model, self.machine, *shape, plan.overlapped_tensor, *kernels)
+        plan, machine = self.plan, self.machine
+        if plan.flash_2 and machine.flash_2_flops:
+            machine = replace(machine, attention_flops=machine.flash_2_flops)
+        stops = plan.recompute == "full" and plan.sharding in ("hybrid", "full")
+        recompute = "stopped" if stops else plan.recompute
+        passes = PLAIN_PASSES if self.model.gated and plan.kernels == "plain" else 1
+        kernels = plan.fused_attention, plan.sequence_parallel, passes
+        shape = plan.microbatch, plan.tensor, recompute, plan.precision
+        return _layer_times(self.model, machine, *shape, plan.overlapped_tensor, *kernels)
 
     def head(self):
         """(forward, backward, its part for the weights) of head and loss."""
@@ -196,13 +205,13 @@ def message_ends(plan, stage):
 
 
 @lru_cache(maxsize=10_000)
-def _layer_times(model, machine, b, t, recompute, precision, overlapped, flash, parallel):
+def _layer_times(model, machine, b, t, recompute, precision, overlapped, flash, parallel, passes):
     rate = machine.fp8_flops if precision == "fp8" else machine.flops
     products = 2 * b * model.length * model.layer_matrices / t / rate
     scores = model.score_flops(b) / t
     scores /= 2 * machine.attention_flops if flash else machine.flops  # flash: half of all pairs
     softmax = score_bytes(model, b, t, flash) / machine.memory_speed
-    passing = passing_bytes(model, b, t, parallel) / machine.memory_speed
+    passing = passes * passing_bytes(model, b, t, parallel) / machine.memory_speed
     activation = BYTES_PER_VALUE * b * model.length * model.hidden
     sums = 2 * all_reduce_time(machine, activation, t, min(t, machine.gpus_per_node))
     sums *= 1 - machine.hidden if overlapped else 1
@@ -210,4 +219,5 @@ def _layer_times(model, machine, b, t, recompute, precision, overlapped, flash, 
     given = products + scores * (2.5 if flash else 2) + 2 * (softmax + passing) + sums
     again = {"none": 0.0, "selective": 0 if flash else scores + softmax, "full": forward}
     again["operator"] = RECOMPUTED_PRODUCTS * products + passing + sums / 2
+    again["stopped"] = forward - 2 * b * model.length * model.hidden * model.inner_width / t / rate
     return forward, given, products, again[recompute]

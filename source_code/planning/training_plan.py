@@ -35,6 +35,7 @@ class Plan:
     which store no intermediate of a norm or of a gate. If not `loss_in_pieces`, the loss has all
     scores at once, in 16 and in 32 bits, and their gradients. With `precision` "fp8" the products of
     the layers run at the machine's rate for FP8; attention and the head stay in 16 bits. With
+    `flash_2` fused attention is FlashAttention 2, and not the newest kernel of the GPU. With
     `overlapped_tensor` the sums over a tensor group overlap with the products beside them.
     """
 
@@ -49,6 +50,7 @@ class Plan:
     neighbours: str = "stages"
     cut: tuple = ()
     fused_attention: bool = True
+    flash_2: bool = False
     sequence_parallel: bool = True  # where tensor > 1
     overlapped_tensor: bool = False  # asynchronous tensor parallelism
     overlap: bool = True  # sums of gradients run beside the last backward
