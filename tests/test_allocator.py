@@ -100,6 +100,7 @@ def peaks(rank, name):
     return found
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "name", first_of(["1f1b", "zb-v", "gpipe", "interleaved-1f1b", "zb-h1", "v-min"], 2)
 )
@@ -156,6 +157,7 @@ def peak_and_weights(rank, flags):
     return allocator.peak, num_bytes(stage.part.parameters())
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("mode", "versions"), [("stashed", [4, 3, 2, 0]), ("vertical-sync", [4, 4, 4, 4])]
 )
@@ -187,6 +189,7 @@ def bytes_after_each_step(rank, script, flags):
     return list(allocator.at.values())
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "script",
     first_of(

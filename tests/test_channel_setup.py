@@ -68,6 +68,7 @@ def join_while_rank_2_sleeps(rank):
     time.sleep(60)  # rank 0, which needs nothing from rank 2 and keeps the store
 
 
+@pytest.mark.further
 def test_a_rank_that_is_lost_while_channels_are_connected_is_named():
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(join_while_rank_2_sleeps, 4, timeout=40)

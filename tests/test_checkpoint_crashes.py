@@ -303,6 +303,7 @@ def train_with_little_room(rank, folder, flags, limit):
     return train(rank, folder, flags)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("how", "limit"),  # in bytes: at the first tensor; in the middle of them
     first_of([("", 60000), ("--asynchronous", 3000), ("", 3000), ("--asynchronous", 60000)], 2),

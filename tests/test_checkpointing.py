@@ -125,6 +125,7 @@ def equal(ours, theirs):
     return torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
 
 
+@pytest.mark.further
 def test_asynchronous_and_synchronous_saving_write_the_same_bits(tmp_path):
     states = []
     for how in ("", "--asynchronous"):
@@ -154,6 +155,7 @@ def train_while_it_is_slow_to_write(rank, flags, copies):
                 return distributed_checkpointing.main()
 
 
+@pytest.mark.further
 def test_without_the_copy_a_checkpoint_in_the_background_holds_weights_of_later_steps(tmp_path):
     train(tmp_path, "--optimizer momentum", ranks=2, steps=3)
     expected = saved_state(tmp_path)
@@ -437,6 +439,7 @@ def test_a_signal_to_any_rank_lets_the_step_end_saves_and_ends_all_with_75(
     assert after == {step: expected[step] for step in after}
 
 
+@pytest.mark.further
 def test_under_torchrun_a_stop_that_was_asked_for_is_a_success_of_one_line(tmp_path):
     flags = f"{FLAGS} --steps 99 --checkpoints {tmp_path / 'saved'} --pace 10 20".split()
     ranks = LaunchedRanks(launch_words(flags[0], flags[1:], 2))
@@ -471,6 +474,7 @@ def test_the_newest_k_are_kept_and_nothing_else_is_left(tmp_path):
     assert entries(saved) == ["latest", "lock", "run-0001"]
 
 
+@pytest.mark.further
 def test_fresh_and_from_step_write_beside_what_was_saved_and_touch_none_of_it(tmp_path):
     train(tmp_path, "--save-every 2 --keep 9", ranks=2, steps=6)
     saved = tmp_path / "saved"

@@ -107,6 +107,7 @@ def statements_in(text, *packages):
     return [ast.dump(node) for node in Without(*packages).visit(ast.parse(text)).body]
 
 
+@pytest.mark.further
 def test_what_is_copied_speaks_of_no_folder_lesson_or_page_of_the_course(monkeypatch):
     monkeypatch.setattr(copy_template, "Module", functools.cache(copy_template.Module))
     names = [*SCRIPTS, "prepare_data.py"]
@@ -130,6 +131,7 @@ def test_every_file_of_the_course_s_code_names_its_licence_which_a_folder_copy_h
     assert added == {"gpipe.py", "LICENSE", "README.md", "job.sbatch", "requirements.txt"}
 
 
+@pytest.mark.further
 @pytest.mark.processes
 @pytest.mark.parametrize("more", [[], ["--bare"]])
 def test_a_copy_that_reads_tokens_can_make_them(more, tmp_path):
@@ -188,6 +190,7 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     subprocess.run(ruff, check=True, timeout=60)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("form", ["mine", "mine.py"])
 def test_a_copy_with_one_schedule_has_no_line_of_the_others_and_the_losses_bit_for_bit(
     form, tmp_path
@@ -238,6 +241,7 @@ def test_both_forms_run_by_themselves_with_the_losses_of_the_course_bit_for_bit(
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.further
 def test_a_folder_with_the_lab_measures_and_pins_what_it_imports(tmp_path):
     assert copy("gpipe", tmp_path / "mine", "--with-lab") == 0
     run = [sys.executable, "gpipe.py", *SMALL.split(), "--pace", "1", "2"]
@@ -295,6 +299,7 @@ print(*sorted(name for name in top if name and find(name) is None))
 """
 
 
+@pytest.mark.further
 @pytest.mark.processes
 def test_a_copy_has_no_name_that_torch_would_import_if_it_were_there(tmp_path, capsys):
     tried = subprocess.run(

@@ -84,6 +84,7 @@ def test_losses_are_those_of_one_process_on_the_whole_batch_for_every_mesh(tmp_p
     assert f"replicas {count} x stages {ranks // count}" in output
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("reduce", "schedule", "library"),
     first_of(
@@ -302,6 +303,7 @@ def assert_saved_once(folder, reduce):
     assert not [key for key in counts if "module." in key]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -328,6 +330,7 @@ def test_a_checkpoint_of_2_x_2_goes_on_as_1_x_4_and_as_4_x_1(tmp_path, before, a
     assert largest_difference(losses, one_process(common)) <= 1e-12
 
 
+@pytest.mark.further
 def test_an_optimizer_in_shards_is_saved_whole_and_goes_on_in_other_shards_and_in_none(tmp_path):
     common, losses = ADAMW.replace("--steps 3", "--steps 8"), {}
     where = f"--checkpoints {tmp_path / 'saved'} --save-every 2"

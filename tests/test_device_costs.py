@@ -96,6 +96,7 @@ def step_on_a_stub(rank, flags):
     return called.names
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "flags",
     [
@@ -363,6 +364,7 @@ def test_a_part_that_is_built_in_16_bits_leaves_the_type_of_other_buffers():
 # Compiled layers.
 
 
+@pytest.mark.further
 def test_four_layers_are_one_compiled_graph_and_compute_what_they_did():
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd

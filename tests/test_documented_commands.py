@@ -181,6 +181,7 @@ def test_it_runs(command, tmp_path):
     assert run("bash", "-c", command).strip()
 
 
+@pytest.mark.further
 def test_a_notebook_edited_as_text_comes_back_with_all_its_cells(tmp_path):
     commands = [command for command in commands_of("CONTRIBUTING.md") if "jupytext" in command]
     assert len(commands) == 2

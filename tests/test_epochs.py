@@ -66,6 +66,7 @@ def losses_of(folder, flags, ranks):
     return [json.loads(line)["loss"] for line in file.read_text().splitlines()], said
 
 
+@pytest.mark.further
 @pytest.mark.processes
 def test_a_run_that_stops_in_mid_epoch_goes_on_with_other_ranks_and_the_same_rows(tmp_path):
     text = tmp_path / "text.txt"

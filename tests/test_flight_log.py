@@ -59,6 +59,7 @@ def record(tmp_path_factory):
     return run
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", first_of(SCRIPTS, 4))
 def test_every_message_arrives_as_it_was_sent_and_is_what_was_made_and_what_is_used(record, name):
     recording = read_recording(record(name))
@@ -88,6 +89,7 @@ def test_the_losses_and_the_order_are_those_of_the_run_that_is_not_recorded(tmp_
     assert sum(entry.made.norm for entry in entries) == pytest.approx(plain.losses[1], abs=1e-6)
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", ["1f1b", "pipedream", "zb-v"])
 def test_two_runs_of_the_same_cut_have_the_same_recording(record, name):
     one, other = read_recording(record(name)), read_recording(record(name, 1))

@@ -458,6 +458,7 @@ def test_a_name_that_is_no_utf_8_is_printed_with_escapes(tmp_path):
     assert ended.returncode == 0 and ended.stdout.startswith("\\udcff: 2 ranks")
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("how", ["closed", "a pipe that nobody reads", "a full disk"])
 def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path, how):
     words = ["source_code/gpipe.py", *TINY.split(), "--steps", "3"]
@@ -480,6 +481,7 @@ def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path,
         assert "standard output was not written" in ended.stderr and "\n" not in ended.stderr[:-1]
 
 
+@pytest.mark.further
 def test_a_standard_error_that_is_closed_costs_its_text_and_not_the_run():
     closed = {"preexec_fn": lambda: os.close(2)}
     ended = start("source_code/gpipe.py", *TINY.split(), "--device", "cpu", **closed)
@@ -538,6 +540,7 @@ def test_1e_12_is_promised_from_dim_16_up_to_32_layers_and_3_times_the_rate(flag
     assert is_promised(arguments) is promised
 
 
+@pytest.mark.further
 @pytest.mark.processes
 def test_beyond_its_range_the_script_says_that_nothing_is_promised():
     """The setting of width 2 in which one process already differs from itself by 9e-10."""

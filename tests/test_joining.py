@@ -213,6 +213,7 @@ def stop_at(rank, victim, step):
     time.sleep(60)  # who needs nothing from the one that stops
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("victim", "step"),
     [(0, "process group"), (1, "channels"), (2, "first message")],

@@ -329,6 +329,7 @@ print(launch.run("gpipe.py --steps 1", ranks=2, warm=True, show=False).losses)
 STUB = "import torch\n\ntorch.cuda.{} = lambda: True\n"
 
 
+@pytest.mark.further
 @pytest.mark.skipif(not launch.can_fork(), reason="forking is not safe here")
 @pytest.mark.parametrize("sign", first_of(["is_initialized", "_is_in_bad_fork", None], 1))
 def test_no_rank_is_forked_where_cuda_was_initialised(tmp_path, sign):

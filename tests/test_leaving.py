@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "script, flags",
     [

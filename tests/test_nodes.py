@@ -235,6 +235,7 @@ def test_a_network_that_cannot_be_pretended_is_refused(monkeypatch, name, value,
 # A look into a running rank.
 
 
+@pytest.mark.further
 def test_a_rank_says_where_it_is_when_asked_and_goes_on(capsys):
     script = ROOT / "source_code" / "broken_mutual_wait.py"
     [line] = [

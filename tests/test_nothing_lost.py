@@ -107,6 +107,7 @@ def test_prepare_data_that_fails_leaves_what_is_not_its_own(tmp_path, monkeypatc
     assert [path.name for path in out.iterdir()] == ["notes"]
 
 
+@pytest.mark.further
 @pytest.mark.processes
 @pytest.mark.parametrize("where", [">&-", ">/dev/full"])
 def test_tokens_stay_when_the_last_line_cannot_be_printed(tmp_path, where):

@@ -10,6 +10,7 @@ from course import launch
 from course.launch import ROOT
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("script", "loss"), [("gpipe.py", "5.929890"), ("small/pipeline.py", "5.183731")]
 )

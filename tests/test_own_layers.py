@@ -147,6 +147,7 @@ def test_frozen_and_adapted_stages_train_as_one_process_does(part, script, flags
     assert run_on_ranks(be_main, 4, part, script, f"{SMALL} {flags}") == [0] * 4
 
 
+@pytest.mark.further
 @pytest.mark.processes
 @pytest.mark.parametrize("part", first_of(["FrozenFirst", "WithLoRA", "FrozenLast"], 1))
 def test_with_replicas_clipping_decay_and_16_bits_nothing_frozen_moves(part):
@@ -156,6 +157,7 @@ def test_with_replicas_clipping_decay_and_16_bits_nothing_frozen_moves(part):
         assert run_on_ranks(be_main, 4, part, "pretrain", f"{flags} {more}") == [0] * 4
 
 
+@pytest.mark.further
 @pytest.mark.processes
 @pytest.mark.parametrize("part", first_of(["FrozenFirst", "FrozenLast"], 1))
 def test_a_run_with_a_frozen_rank_goes_on_from_its_checkpoint_on_other_ranks(part, tmp_path):

@@ -205,6 +205,7 @@ def last_five(num_ranks, mode, seed):
     return sum(deep_losses(num_ranks, mode, seed)[-5:]) / 5
 
 
+@pytest.mark.further
 @further
 def test_without_a_stash_eight_ranks_end_far_above_those_with_one_and_four_ranks_do_not():
     # Of seed 1; lesson 04 trains from three seeds, on real ranks.
@@ -212,6 +213,7 @@ def test_without_a_stash_eight_ranks_end_far_above_those_with_one_and_four_ranks
     assert abs(last_five(4, "latest", 1) - last_five(4, "stashed", 1)) < 0.1
 
 
+@pytest.mark.further
 def test_only_without_a_stash_does_the_13th_digit_of_the_weights_decide_the_losses():
     apart = {}
     for mode in ("stashed", "latest"):

@@ -143,6 +143,7 @@ def actions_of(file):
     return rows, marked
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("script", "actions"), [("one_f_one_b.py --microbatches 4", 8), ("pipedream.py", 36)]
 )

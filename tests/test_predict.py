@@ -163,6 +163,7 @@ def test_dualpipe_v_of_4_ranks_and_8_microbatches_takes_51_with_pairs_one_after_
     assert (figures["makespan"], figures["messages"]) == (51, 96)
 
 
+@pytest.mark.further
 def test_a_schedule_of_262144_actions_is_predicted_with_its_known_figures():
     words = "interleaved-1f1b --ranks 64 --microbatches 512 --chunks 4 --json"
     figures = json.loads(printed(*words.split()))

@@ -61,6 +61,7 @@ def test_with_python_the_table_has_all_rows_and_nothing_fails():
         assert re.fullmatch(r"1 KiB \d+\.\d\d ms, 16 MiB \d+\.\d\d GB/s", row[1])
 
 
+@pytest.mark.further
 def test_in_a_job_of_three_ranks_one_table_is_printed_with_all_neighbours():
     # With the variables that torchrun sets.
     output = launch.run("preflight.py --timeout 150", ranks=3, warm=True, show=False).output
@@ -83,6 +84,7 @@ def test_each_line_as_json(monkeypatch, capsys):
     assert [preflight.Check(**json.loads(line)) for line in printed] == checks
 
 
+@pytest.mark.further
 def test_a_check_that_hangs_ends_the_program_with_a_line_that_fails():
     program = (
         "import sys, time, preflight\n"
@@ -102,6 +104,7 @@ def test_a_check_that_hangs_ends_the_program_with_a_line_that_fails():
     assert run.stdout.split("FAIL")[-1].strip().startswith("> look for a disk")
 
 
+@pytest.mark.further
 def test_a_rank_that_never_comes_is_not_waited_for():
     port = str(preflight.free_port())
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -173,6 +176,7 @@ def test_ranks_that_cannot_meet_fail_with_their_own_words(monkeypatch):
     assert_fails(check, "messages", "WORLD_SIZE is 'two'")
 
 
+@pytest.mark.further
 @pytest.mark.skipif(sys.platform == "win32", reason="a process has no parent there")
 def test_ranks_end_when_the_program_is_killed():
     process = psutil.Popen(

@@ -115,6 +115,7 @@ def test_bfloat16_stays_near_one_process_in_float32(schedule):
 # Held-out text, samples, log.
 
 
+@pytest.mark.further
 def test_the_held_out_perplexity_falls_and_the_log_has_every_step(tmp_path):
     flags = f"{SMALL} --steps 30 --evaluate-every 10 --learning-rate 0.01 --sample 5"
     _, output = train(f"{flags} --metrics {tmp_path / 'log'}", ranks=2)
@@ -169,6 +170,7 @@ def test_the_seed_of_a_sample_decides_its_tokens():
 # Continue.
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("more", first_of(["--dtype bfloat16", ""], 1))
 def test_continued_on_the_same_cut_the_losses_are_the_same_bits(tmp_path, more):
     flags = f"{EXACT} --replicas 2 --accumulate 2 {more}"

@@ -153,6 +153,7 @@ def test_so_do_replicas_checkpoints_and_the_llama(mode, tmp_path):
     assert_all_pass(mode, EXTENDED, tmp_path)
 
 
+@pytest.mark.further
 def test_torch_s_own_library_passes_with_one_operation_per_rank(tmp_path):
     assert_all_pass("strict", LIBRARY, tmp_path)
 
@@ -189,6 +190,7 @@ def run_without_batches(rank, call):
         return run_scripts(rank, "strict", [f"{call} --timeout 8"], None)
 
 
+@pytest.mark.further
 def test_its_1f1b_relies_on_batches_and_its_interleaved_schedule_does_not():
     one_f_one_b, interleaved = LIBRARY[1:3]
     with pytest.raises(RunFailed) as failed:

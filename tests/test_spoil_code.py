@@ -58,6 +58,7 @@ def test_a_stale_fault_is_refused_by_its_name(change, sentence):
         replace(DIFFERENCE, **change).plant(SOURCE)
 
 
+@pytest.mark.further
 @pytest.mark.processes
 def test_what_a_test_notices_is_caught_and_the_copy_is_as_before(tmp_path):
     for folder, name, text in ("source_code", "sums.py", SOURCE), ("tests", "test_sums.py", TEST):

@@ -82,6 +82,7 @@ def train_without(rank, forgotten):
         return tensor_parallel.main()
 
 
+@pytest.mark.further
 def test_a_checkpoint_of_2_x_2_x_2_continues_as_1_x_4_x_1(tmp_path):
     folder = f"--checkpoints {tmp_path}/saved --optimizer adamw --learning-rate 0.01"
     once = train("--steps 6 --optimizer adamw --learning-rate 0.01 --replicas 2", 8).losses

@@ -61,6 +61,7 @@ def test_torchs_runtime_performs_our_file_and_takes_the_step_of_one_process(
     assert largest_difference(losses, microbatches) <= 1e-12
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name, ranks, microbatches, chunks", first_of(THEIRS, 3))
 def test_our_worker_performs_torchs_order_and_takes_the_step_of_one_process(
     name, ranks, microbatches, chunks, tmp_path

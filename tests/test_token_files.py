@@ -123,6 +123,7 @@ def test_a_token_that_begins_a_text_begins_each_document_once_however_often_it_i
     assert begins == [18, 2]
 
 
+@pytest.mark.further
 def test_pretraining_continues_from_the_same_tokens_and_rejects_others(make, tmp_path):
     folders = [make("--data", DEFAULT_TEXT, "--hold-out", n, out=f"{n}")[2] for n in (10, 5)]
     sizes = "--dim 16 --heads 2 --kv-heads 1 --seq-len 16 --batch-size 16 --microbatches 4"
@@ -247,6 +248,7 @@ print(int(anonymous) / 1024, *batch[0].shape)
 """
 
 
+@pytest.mark.further
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for its memory")
 @pytest.mark.processes
 def test_with_1_gb_of_tokens_a_rank_has_at_most_50_mb_more_memory_of_its_own(tmp_path):

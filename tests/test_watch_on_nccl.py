@@ -113,6 +113,7 @@ def train_until_rank_2_stops(rank, call):
     return run_as_with_nccl(call)
 
 
+@pytest.mark.further
 def test_a_rank_that_stops_is_named_with_the_message_that_others_wait_for():
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(train_until_rank_2_stops, 4, "one_f_one_b --timeout 8", timeout=40)
