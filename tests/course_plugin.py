@@ -17,7 +17,7 @@ import pytest  # noqa: E402
 from kernels import Kernel  # noqa: E402
 from processes import starts_processes  # noqa: E402
 
-LIMIT = 3600  # seconds, after which everything ends, also what hangs
+LIMIT = 3600  # seconds, or a longer --session-timeout, after which everything ends, also what hangs
 NO_SKIPS = "COURSE_NO_SKIPS"  # set to 1, a test that would be skipped fails
 SOAK = "COURSE_SOAK"  # set to 1, tests that take minutes run, too
 FURTHER = "COURSE_FURTHER"  # set to 1, cells of lessons with the tag further run, too
@@ -136,7 +136,8 @@ guard = OnlyMarkedTestsStartProcesses()
 def pytest_configure(config):
     gc.disable()  # until all is collected: what is imported until then stays
     sys.stderr.flush()
-    config.pluginmanager.register(LastResort(LIMIT), "last-resort")
+    limit = max(LIMIT, config.option.session_timeout or 0)
+    config.pluginmanager.register(LastResort(limit), "last-resort")
     config.pluginmanager.register(guard, "only-marked-tests-start-processes")
 
 
