@@ -142,6 +142,12 @@ WRONG = {
         ),
         ([("dist.irecv(received, 1).wait()", "dist.irecv(received, 1)")], "before wait() returns"),
         ([("2 * received", "received")], "rank 0 returns [1.0, 2.0, 3.0]"),
+        (
+            [("        dist.irecv(received, 0).wait()", "        got = dist.irecv(received, 0).wait()"),
+             ("2 * received", "2 * got")],
+            "irecv() and wait() return no tensor",
+        ),
+        ([("3.0]), 1)", "3.0]), 0)")], "rank 0 is this rank itself"),
         ([('    dist.init_process_group("gloo")\n', "")], "belongs to no group at line 3"),
         ([("    dist.destroy_process_group()\n", "")], "at the end each rank leaves"),
         ([("torch.empty(3)", "torch.empty(4)")], "rank 1 has made room for (4,) in float32"),
@@ -180,6 +186,7 @@ WRONG = {
             [("dist.isend(inputs.grad, rank - 1)", "dist.isend(inputs.detach(), rank - 1)")],
             "and that on rank 3 is right: look at what rank 3 sends back",
         ),
+        ([("        output.backward(gradient)\n", "")], "has a .grad only after the backward"),
     ],
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
@@ -207,6 +214,11 @@ WRONG = {
         (
             [("    for send in sends:\n        send.wait()\n", "")],
             "never waits for what it sends at line 13 of forward",
+        ),
+        ([("for send in sends:", "for send in 2 * sends:")], "a second wait() for the same message"),
+        (
+            [("activation, share = inputs[k], None", "activation, share = inputs, None")],
+            "inputs[k] is that of micro-batch k",
         ),
         (
             [("dist.irecv(activation, stage.previous).wait()",
@@ -339,6 +351,21 @@ def test_a_message_of_a_batch_is_a_message_too(tmp_path, capsys):
         "        sends.extend(dist.batch_isend_irecv([message]))",
     )
     assert answer_to(tmp_path, capsys, "gpipe_step", edit).startswith("Right: ")
+
+
+def test_a_batch_may_be_waited_for_in_any_order(tmp_path, capsys):
+    cells = cells_of_solution("03_1f1b")
+    text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
+    old = """    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
+"""
+    assert text.count(old) == 1
+    new = """    works = dist.batch_isend_irecv(messages) if messages else []
+    while works:
+        works.pop().wait()
+"""
+    build.one_f_one_b_for_nccl(written(tmp_path, text.replace(old, new), "one_f_one_b_for_nccl"))
+    assert capsys.readouterr().out.startswith("Right: ")
 
 
 def test_a_loop_without_an_end_is_ended_and_named(tmp_path, capsys, monkeypatch):

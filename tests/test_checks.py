@@ -300,6 +300,7 @@ def test_enough_microbatches_explains(needed, sentence, capsys):
         (lambda s, p, room, m: min(room, m), "never holds more than 4, however many"),
         (lambda s, p, room, m: m, "holds every micro-batch before its first backward"),
         (lambda s, p, room, m: m if s == "1f1b" else min(room, m), "has no room for 8"),
+        (lambda s, p, room, m: m * (room >= p) if s == "1f1b" else min(room, m), "4 fit into its"),
         (lambda s, p, room, m: room if s == "gpipe" or room < p else m, "more than there are"),
     ],
 )

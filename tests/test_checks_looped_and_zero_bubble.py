@@ -78,7 +78,7 @@ def rows_of(schedule):
             [row.replace("0F0,0F1,0F2,0I0", "0F0,0F1,0I0,0F2") for row in rows_of(zb_h1(3, 4))],
             "rank 0: leave the order of F and I as it was",
         ),
-        ("0F0", "one text for each rank"),
+        ("0F0", "one string for each rank"),
     ],
 )
 def test_fill_the_bubble_explains(rows, sentence, capsys):

@@ -46,9 +46,12 @@ class Watched:
     """
 
     def __init__(self, work, name, at):
-        self.work, self.name, self.at = work, name, at
+        self.work, self.name, self.at, self.over = work, name, at, False
 
     def wait(self, *arguments):
+        if self.over and self.name[1] != EVERY_RANK:
+            raise RuntimeError("with gloo, a second wait() for the same message never returns")
+        self.over = True
         tell("waits", message=self.name, at=place(sys._getframe(1)) or self.at)
         self.work.wait(*arguments)
         tell("goes on", message=self.name)
@@ -85,7 +88,7 @@ class OneQueue:
             each.op(each.tensor, each.peer, tag=each.tag)
         messages, self.batch = self.batch, None
         self.waiting.put(messages)
-        return messages
+        return messages[:]  # the reader may take them out of the list
 
     def work_off(self):
         """The thread: start what was issued, one operation at a time, until the process ends."""
@@ -116,6 +119,8 @@ class QueuedMessage:
     def wait(self, *_):
         """Wait for all that was issued up to this message; reports the one that is under way."""
         issued = self.queue.issued
+        if self not in issued:
+            return True  # the rank has waited for this message, or for a later one
         for message in issued[: issued.index(self) + 1]:
             message.begun.wait()  # it is the next one, so it begins; only then can it be stuck
             tell("waits", message=message.name)
@@ -210,6 +215,8 @@ class Messages:
         if what == "receive" and peer is None and not self.queue:  # gloo takes what comes
             return ANY_RANK
         if isinstance(peer, int) and 0 <= peer < dist.get_world_size():
+            if peer == dist.get_rank():
+                raise ValueError(f"rank {peer} is this rank itself: a message goes to another one")
             return peer
         way = "to" if what == "send" else "from"
         raise ValueError(f"there is no rank {peer!r} to {what} {way}")

@@ -113,7 +113,7 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
     answer = call(rows, num_ranks, num_microbatches)
     case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
     if not isinstance(answer, (list, tuple)) or not all(isinstance(row, str) for row in answer):
-        raise WrongAnswer('return a list with one text for each rank, such as "0F0,0F1,0B0,0B1"')
+        raise WrongAnswer('return a list with one string for each rank, such as "0F0,0F1,0B0,0B1"')
     if len(answer) != num_ranks:
         raise WrongAnswer(f"{case}: {len(answer)} rows, one is needed for each rank")
     try:

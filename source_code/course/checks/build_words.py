@@ -16,7 +16,20 @@ HINTS = {
         "each rank gets the functions, classes, imports and assignments of your cells that the "
         "function uses, and nothing else"
     ),
+    "a send needs a tensor, not None": (
+        "a received tensor has a .grad only after the backward, and only if requires_grad_() was "
+        "called on it"
+    ),
+    "a send needs a tensor": (
+        "irecv() and wait() return no tensor, the numbers are in the one that irecv() was given"
+    ),
+    "a second wait() for the same message never returns": (
+        "take each handle out of the list when you wait for it"
+    ),
 }
+PER_MICROBATCH = (
+    "inputs and targets have one element per micro-batch, and inputs[k] is that of micro-batch k"
+)
 STEP_HINTS = HINTS | {
     "grad can be implicitly created only for scalar outputs": (
         "a stage before the last gives backward() the gradient that it has received"
@@ -24,6 +37,8 @@ STEP_HINTS = HINTS | {
     "through the graph a second time": (
         "is the output of each micro-batch kept under its own number?"
     ),
+    "'tuple' object has no attribute 'detach'": PER_MICROBATCH,
+    "'tuple' object has no attribute 'shape'": PER_MICROBATCH,
     "'int' and 'NoneType'": (
         "forward returns a share of the loss on the last stage, and None elsewhere"
     ),
@@ -227,7 +242,7 @@ class Words:
                     )
                 return (
                     f"rank {rank.number} never waits for what it sends at {self.at(event['at'])}: "
-                    "keep what isend returns, and wait for it before the step ends, or the "
+                    "keep the handle that is returned, and wait for it before the step ends, or the "
                     "tensor may be gone before it is sent"
                 )
 

@@ -34,7 +34,7 @@ def _play_laundry(loads, washer, dryer):
     return dried
 
 
-@checked("12 bytes a parameter before the first activation: optimizer state builds the wall, too.")
+@checked("12 bytes per parameter, before any activation: optimizer state needs memory, too.")
 def memory_wall(bytes_per_parameter, ranks):
     """Check the bytes per parameter for float32 weights, gradients and momentum, and the least
     number of devices of 80e9 bytes for 30e9 parameters."""
@@ -49,7 +49,7 @@ def memory_wall(bytes_per_parameter, ranks):
         reason = known.get(
             bytes_per_parameter, "count the numbers kept for one parameter, 4 bytes each"
         )
-        return f"{bytes_per_parameter} bytes a parameter: {reason}"
+        return f"{bytes_per_parameter} bytes per parameter: {reason}"
     if ranks == 360 / 80:
         return f"{ranks} devices: a device cannot be bought in parts, so round up"
     if ranks == 4:

@@ -4,7 +4,7 @@
 from course.checks.answer import call_for_number, checked
 
 
-@checked("GPipe's room limits m and so the bubble; 1F1B's room limits only p.")
+@checked("with GPipe, memory limits m; with 1F1B, room for p micro-batches is enough for any m.")
 def most_microbatches(most):
     """Check `most(schedule, num_ranks, room, available)`: the largest number of micro-batches.
 
@@ -30,4 +30,6 @@ def most_microbatches(most):
                 return f"{case}; rank 0 holds every micro-batch before its first backward"
             if answer > right:
                 return f"{case}, but rank 0 holds min(m, p) and has no room for {num_ranks}"
+            if answer < room < num_ranks:
+                return f"{case}; rank 0 holds min(m, p), and {right} fit into its memory"
             return f"{case}; rank 0 never holds more than {num_ranks}, however many there are"

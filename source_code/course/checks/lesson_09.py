@@ -111,7 +111,7 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
 def fill_the_bubble(rows):
     """Check `rows`, one text for each of three ranks: four micro-batches, only the W have moved."""
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
-        raise WrongAnswer("rows is a list with one text for each rank")
+        raise WrongAnswer("rows is a list with one string for each rank")
     try:
         schedule = check_legal(from_csv("\n".join(rows), "yours"))
     except ScheduleError as error:
