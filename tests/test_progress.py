@@ -11,7 +11,9 @@ import wall
 from exercises import all_exercises
 
 from course import progress
+from course.building import single_messages
 from course.checks import lesson_02, lesson_12
+from course.checks.answer import checked
 from course.launch import ROOT
 from pipeline.schedule import to_csv
 from pipeline.schedules import naive
@@ -52,6 +54,15 @@ def test_a_check_notes_the_exercise_and_its_outcome_and_says_once_how_to_switch_
     assert said.err == ""  # a notebook colours it as an error
     names = {exercise.name for exercise in all_exercises()}
     assert {"own_gpipe", "puzzle 1", "diagnosis 2", "repair 8"} <= names
+
+
+def test_an_answer_of_the_course_that_a_lesson_shows_to_a_check_is_nobody_s_attempt(folder, capsys):
+    """Lesson 03 does so before the exercise, and the wall would count everybody as stuck there."""
+    check = checked("fine", name="shown")(lambda function: "it waits")
+    check(single_messages.one_f_one_b_step)
+    assert "Not yet: it waits" in capsys.readouterr().out and list(folder.iterdir()) == []
+    check(lambda: None)
+    assert noted(folder) == [("shown", "not yet")]
 
 
 @pytest.mark.parametrize("off", [{"COURSE_PROGRESS": "off"}, {"PIPELINE_STORED_PICTURES": "1"}])

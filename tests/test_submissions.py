@@ -131,6 +131,8 @@ def graded(folder):
     command = [sys.executable, ROOT / "tools" / "grade_submissions.py", folder]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    for file in folder.glob("grades.*"):
+        assert not file.stat().st_mode & 0o077, "participants may open it, whose folder it is, too"
     with open(folder / "grades.csv", newline="") as file:
         return done.stdout, list(csv.DictReader(file)), (folder / "grades.html").read_text()
 

@@ -205,4 +205,5 @@ summary {{ cursor: pointer; font-weight: bold; }}
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # people may open, by name, what lies in the folder they hand in to
     sys.exit(main())

@@ -31,6 +31,8 @@ def checked(praise, name=None):
         def answer(*answers):
             line = _line_on(check, praise, answers)
             print(line)
+            if any(map(_is_of_the_course, answers)):
+                return  # a lesson shows what the check says; nobody has tried yet
             exercise = f"{name or check.__name__} {answers[0] if has_number else ''}".strip()[:80]
             progress.note(exercise, _outcome_of(line))
 
@@ -58,6 +60,10 @@ def _line_on(check, praise, answers):
     if complaint:
         return f"Not yet: {complaint}"
     return f"Right: {praise(*answers) if callable(praise) else praise}"
+
+
+def _is_of_the_course(answer):
+    return str(getattr(answer, "__module__", "")).startswith("course.building.")
 
 
 def _outcome_of(line):
