@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from guard.files import not_written
 from guard.launcher import LauncherError, read_ranks
 
 LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
@@ -23,7 +24,7 @@ def in_one_sentence():
         yield
     except SystemExit as end:
         if not isinstance(end.code, str):
-            raise
+            raise SystemExit(end.code or int(bool(not_written))) from None  # after --help, too
         say(end.code)
         raise SystemExit(2) from None
     except MemoryError:
