@@ -32,6 +32,19 @@ def in_one_sentence():
         raise SystemExit(2) from None
 
 
+@contextmanager
+def naming_files(path=None):
+    """A context in which a file that cannot be read or written ends a program with one sentence.
+
+    It names the file `path`, or else the one at which the system failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        program, file = Path(sys.argv[0]).name, path or error.filename or "a file"
+        raise SystemExit(f"{program}: {file} cannot be used ({error.strerror})") from None
+
+
 def check_current_folder():
     """Reject a current folder that is gone, as after `git switch`: no path in it can be resolved."""
     try:
