@@ -13,7 +13,7 @@ import torch
 
 from guard.around_main import guarded
 from lab import attach
-from pipeline.training import parse_arguments, start_job, training_parser
+from pipeline.training import checks, parse_arguments, start_job, training_parser
 
 
 @guarded
@@ -44,5 +44,14 @@ def main():
     return 0
 
 
+def check_two_ranks(arguments):
+    if arguments.num_ranks != 2:
+        raise SystemExit(
+            f"this program is about two ranks, and this job has {arguments.num_ranks}; start it "
+            "with torchrun --standalone --nproc-per-node 2"
+        )
+
+
 if __name__ == "__main__":
+    checks.append(check_two_ranks)
     sys.exit(main())

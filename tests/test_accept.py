@@ -22,6 +22,15 @@ NO_TRAINING = {"plan", "plan_partition", "predict", "preflight", "prepare_data",
                "convert", "compare_logs", "rehearse", "search_schedule", "torch_pipelining_mlp"}  # fmt: skip
 
 
+def test_an_output_that_cannot_be_written_is_named_before_the_first_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(accept, "PARTS", [])
+    words = ["accept.py", "--device", "cpu", "--small", "--ranks", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        accept.main()
+    assert ended.value.code == 2 and list(tmp_path.iterdir()) == []
+
+
 def test_finetune_has_no_longer_sequences_than_the_model_that_the_run_before_it_saved():
     finetune = next(one for one, *_ in accept_parts.SCRIPTS if one.startswith("finetune"))
     saved = accept_parts.SIZES.partition("--seq-len ")[2].split()[0]

@@ -1,5 +1,6 @@
 """One bad file, or a folder that cannot be written, does not end the work of a room."""
 
+import errno
 import inspect
 import json
 import os
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import time
 
+import answers
 import exercises
 import grade_submissions
 import make_handout
 import make_site
 import make_slides
 import make_submission
+import minutes
 import nbformat
 import pytest
 import quiet_run
@@ -265,6 +268,40 @@ def test_a_pipe_or_what_is_no_folder_is_one_sentence_for_a_tool(tmp_path, monkey
         make_site.main()
     assert "pipe is not a folder" in capsys.readouterr().err
     assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.parametrize("tool", [answers, minutes])
+def test_a_notebook_stays_whole_when_the_disk_is_full(tmp_path, monkeypatch, tool):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lesson = tmp_path / "00_start_here.ipynb"
+    content = (ROOT / "notebooks" / lesson.name).read_bytes()
+    lesson.write_bytes(content)
+    monkeypatch.setattr(answers, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(minutes, "LESSONS", [lesson])
+    monkeypatch.setattr(os, "replace", full)
+    said = sentence_of(tool.main, monkeypatch, *["--write"] * (tool is minutes))
+    assert said == f"{tool.__name__}.py: {lesson} cannot be used (No space left on device)"
+    assert lesson.read_bytes() == content and list(tmp_path.iterdir()) == [lesson]
+
+
+@pytest.mark.parametrize("tool", [answers, minutes])
+def test_a_flag_that_a_tool_lacks_is_not_left_unread(monkeypatch, tool):
+    monkeypatch.setattr(answers, "NOTEBOOKS", ROOT / "nowhere")
+    assert "--wirte" in sentence_of(tool.main, monkeypatch, "--wirte")
+
+
+CUDA = '{"machine": {"device": "cuda", "small": false, "nodes": 1}, "parts": %s}'
+
+
+@pytest.mark.parametrize("text", ["[]", '{"machine": [], "parts": 1}', CUDA % "[{}]", CUDA % 3])
+def test_what_the_acceptance_does_not_write_is_put_on_no_page(tmp_path, monkeypatch, text):
+    (tmp_path / "accept.json").write_text(text)
+    before = (ROOT / write_measurements.PAGE).read_bytes()
+    said = sentence_of(write_measurements.main, monkeypatch, tmp_path / "accept.json")
+    assert "accept.json is not what tools/accept.py writes" in said
+    assert (ROOT / write_measurements.PAGE).read_bytes() == before
 
 
 @pytest.mark.processes

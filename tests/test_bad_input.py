@@ -280,6 +280,13 @@ def test_a_folder_or_a_pipe_is_no_text(refusal, tmp_path, script):
     refusal.check(script, "--data", str(tmp_path / "pipe"), names="--data")
 
 
+def test_a_text_that_is_larger_than_the_memory_is_named_before_it_is_read(refusal, tmp_path):
+    text = tmp_path / "text"
+    text.touch()
+    os.truncate(text, 2**40)  # one hole, which takes no room on the disk
+    assert "1,099,511,627,776 bytes" in refusal.check("gpipe", "--data", str(text), names="--data")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("flag", ["--timeline", "--losses", "--record"])
 def test_an_output_that_cannot_be_written_is_refused(refusal, tmp_path, script, flag):

@@ -1,5 +1,6 @@
 """The forecast of large training runs: what it counts, by the papers' formulas."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from planning.forecast import (
     stage_costs,
 )
 from planning.known_models import NAMED, find_model
-from planning.machine import Link, Machine, machine_names, read_machine
+from planning.machine import MACHINES, Link, Machine, machine_names, read_machine
 from planning.microbatches_held import held_by
 from planning.plan_memory import memory_per_rank, weights_of
 from planning.stage_times import stages_of
@@ -417,16 +418,20 @@ def test_a_few_rounds_of_a_steady_phase_tell_how_long_all_of_it_takes(
 def test_a_machine_file_says_where_its_numbers_come_from(name):
     machine = read_machine(name, 16)
     assert machine.gpus == 16 and machine.flops < machine.peak
-    import json
-
-    from planning.machine import MACHINES
-
     sources = json.loads((MACHINES / f"{name}.json").read_text())["sources"]
     assert {"teraflops", "between", "error"} <= set(sources)
 
 
 def test_the_default_machine_is_the_dgx_a100_80gb():
     assert read_machine("dgx-a100-80gb", 8) == Machine(8)
+
+
+def test_a_machine_hides_no_more_traffic_than_there_is(tmp_path):
+    path = tmp_path / "machine.json"
+    text = (MACHINES / "dgx-h100.json").read_text()
+    path.write_text(json.dumps(json.loads(text) | {"hidden": 1.5}))
+    with pytest.raises(InputError, match="no fraction of at most 1 as 'hidden'"):
+        read_machine(str(path), 8)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def test_the_simulator_takes_a_latency_for_each_pair_of_ranks():
         (variables.DELAY_VARIABLE, "-1", "PIPELINE_NODE_DELAY must be 0 to 60000 milliseconds"),
         (variables.OCCUPANCY_VARIABLE, "-1", "PIPELINE_NODE_OCCUPANCY must be 0 to 60000"),
         (variables.PRETENDED_VARIABLE, "0", "PIPELINE_RANKS_PER_NODE must be a whole number"),
+        (variables.PRETENDED_VARIABLE, "²", "PIPELINE_RANKS_PER_NODE must be a whole number"),
     ],
 )
 def test_a_network_that_cannot_be_pretended_is_refused(monkeypatch, name, value, sentence):

@@ -171,6 +171,22 @@ def test_a_process_that_lacks_what_torch_needs_ends_with_one_sentence(world, sta
     assert sentence in ended.stderr and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("name", first_of(["broken_mutual_wait", "broken_blocking_sends"], 1))
+def test_a_program_about_two_ranks_is_not_started_with_one(name):
+    ended = started(SCRIPT.with_name(f"{name}.py"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "--nproc-per-node 2" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_a_help_that_could_not_be_written_is_no_success():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, SCRIPT.with_name("predict.py"), "--help"]
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 1 and "No space left on device" in ended.stderr
+
+
 @further
 @pytest.mark.processes
 def test_a_model_that_is_larger_than_the_limit_of_memory_ends_with_one_sentence():

@@ -23,14 +23,18 @@ from accept_runs import Machine, OutOfTime, Part, find_nodes  # noqa: E402
 from this_machine import describe  # noqa: E402
 
 from course import launch  # noqa: E402
-from guard.files import to_json, write_whole  # noqa: E402
-from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.files import not_written, to_json, write_output  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
+from guard.paths import check_file  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
 
 @in_one_sentence()
 def main():
     arguments = parse_arguments()
+    with naming_files():
+        Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    check_file("--out", arguments.out)
     nodes = find_nodes()
     ranks = arguments.ranks or nodes * torch.cuda.device_count()
     if not 2 <= ranks <= 8:
@@ -46,11 +50,14 @@ def main():
             continue
         seconds = 60 * minutes * arguments.patience
         found["parts"].append(performed(title, function, seconds, machine))
-        save(arguments.out, found)
+        write_output("--out", arguments.out, to_json(found) + "\n")
         print(line_about(found["parts"][-1]), flush=True)
     failed = [part["title"] for part in found["parts"] if part["status"] != "passed"]
-    print(f"written to {arguments.out}" + (f"; not passed: {', '.join(failed)}" if failed else ""))
-    return int(bool(failed))
+    if not not_written:
+        print(f"written to {arguments.out}")
+    if failed:
+        print(f"not passed: {', '.join(failed)}")
+    return int(bool(failed or not_written))
 
 
 def parse_arguments():
@@ -92,11 +99,6 @@ def performed(title, function, seconds, machine):
 def line_about(part):
     text = f"{part['title']}: {part['status']}, {part['runs']} runs in {part['seconds']} s"
     return text + "".join(f"\n  {each['command']}\n    {each['said']}" for each in part["failures"])
-
-
-def save(file, found):
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, to_json(found) + "\n")
 
 
 if __name__ == "__main__":

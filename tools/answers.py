@@ -14,6 +14,12 @@ from pathlib import Path
 
 import nbformat
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
+
+from guard.files import write_whole  # noqa: E402
+from guard.one_sentence import naming_files  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
+
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 ASKS = (
     r"[Gg]uess|[Ww]rite down|[Bb]efore you (?:run|look)|[Dd]ecide first|[Ss]ay it before|you expect"
@@ -22,12 +28,14 @@ PANEL = r"^(?:explore|time_machine)\("  # to play with
 
 
 def main():
+    Parser(__doc__).parse_args()
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         answers = [cell.id for cell in answers_of(notebook)]
         for cell in notebook.cells:
             fold(cell, cell.id in answers)
-        nbformat.write(notebook, path)
+        with naming_files(path):
+            write_whole(path, nbformat.writes(notebook) + "\n")
         print(f"{path.name:36} {len(answers):2} outputs folded")
     return 0
 

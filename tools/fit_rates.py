@@ -22,6 +22,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from guard.files import write_whole  # noqa: E402
+from guard.one_sentence import naming_files  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 from planning.expected_error import GPUS, kind_of  # noqa: E402
 from planning.forecast import forecast  # noqa: E402
 from planning.published import fit, published_runs  # noqa: E402
@@ -102,6 +105,7 @@ def fit_each(runs, limits):
 
 
 def main():
+    Parser(__doc__).parse_args()
     runs = [run for run in published_runs() if not run.apart]
     of = {gpu: [run for run in runs if GPUS[run.machine.peak] == gpu] for gpu in GPUS.values()}
     fused = [run for run in of["A100"] if run.plan.fused_attention]
@@ -119,7 +123,9 @@ def main():
             rows.append({"gpu": gpu, "kind": kind_of(run.plan), "group": run.group, **named})
     lines = ",\n".join(json.dumps(row) for row in rows)
     text = f'{{"rates": {json.dumps(rates, indent=1)},\n"runs": [\n{lines}\n]}}\n'
-    (ROOT / "source_code/planning/left_out.json").write_text(text)
+    file = ROOT / "source_code/planning/left_out.json"
+    with naming_files(file):
+        write_whole(file, text)
 
 
 if __name__ == "__main__":

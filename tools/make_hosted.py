@@ -15,6 +15,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from guard.files import write_whole  # noqa: E402
+from guard.one_sentence import naming_files  # noqa: E402
+
 FIRST_CELL = Path(__file__).with_name("first_cell.py")
 BRANCH = "main"
 HOST = "https://github.com/"
@@ -58,10 +63,11 @@ def parse_arguments():
 
 def change(path, function):
     """Replace the text of a file by `function` of it; a file that stays the same is not written."""
-    before = path.read_text(encoding="utf-8")
-    after = function(before)
-    if after != before:
-        path.write_text(after, encoding="utf-8")
+    with naming_files(path):
+        before = path.read_text(encoding="utf-8")
+        after = function(before)
+        if after != before:
+            write_whole(path, after)
 
 
 def write_citation(address):

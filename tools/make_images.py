@@ -15,8 +15,10 @@ from preview_picture import preview  # noqa: E402
 from schedule_pictures import COMPARISONS  # noqa: E402
 
 from course.launch import run  # noqa: E402
+from guard.one_sentence import naming_files  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
 from lab.simulator import Costs, simulate  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 from pipeline.schedules import SCHEDULES, build_schedule  # noqa: E402
 
 RUNS = 3  # the shortest run is drawn, because other load only adds time
@@ -25,11 +27,13 @@ MICROBATCHES = {"naive": 1}  # 8 for the others
 
 
 def main():
-    for name, draw_picture in (IDEAS | ORDERS | COMPARISONS).items():
-        draw_picture().save(ROOT / "images" / f"{name}.svg")
-    preview().save(ROOT / "images" / "preview.png", optimize=True)
-    for name in SCHEDULES:
-        draw(name, schedule_of(name), script_of(name), Costs(10, 20, 10))
+    Parser(__doc__).parse_args()
+    with naming_files():
+        for name, draw_picture in (IDEAS | ORDERS | COMPARISONS).items():
+            draw_picture().save(ROOT / "images" / f"{name}.svg")
+        preview().save(ROOT / "images" / "preview.png", optimize=True)
+        for name in SCHEDULES:
+            draw(name, schedule_of(name), script_of(name), Costs(10, 20, 10))
     return 0
 
 

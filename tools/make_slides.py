@@ -34,6 +34,8 @@ from slide_layout import (  # noqa: E402
 )
 from slide_page import index_of, page_of  # noqa: E402
 
+from guard.one_sentence import naming_files  # noqa: E402
+
 NOTEBOOKS = ROOT / "notebooks"
 SLIDES = ROOT / "build" / "slides"
 PLANS = ROOT / "docs" / "lesson-plans.md"
@@ -68,10 +70,8 @@ def main():
         sys.exit(
             f"no lesson {' '.join(wanted)}; there are {' '.join(p.stem.split('_')[0] for p in lessons)}"
         )
-    try:
+    with naming_files():
         write_slides(chosen, lessons)
-    except OSError as error:
-        sys.exit(f"make_slides.py: {error.filename} cannot be used ({error.strerror})")
     return 0
 
 

@@ -19,6 +19,10 @@ from typing import NamedTuple
 
 from make_hosted import is_first
 
+from guard.files import write_whole
+from guard.one_sentence import naming_files
+from pipeline.command_line import Parser
+
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PAGE = ROOT / "docs" / "lessons.md"
@@ -87,11 +91,11 @@ def write(path, minutes):
         f"write your part (estimated). {further}"
     )
     text = path.read_text(encoding="utf-8")
-    path.write_text(re.sub(ANY_HEAD, head, text, count=1), encoding="utf-8")
+    write_whole(path, re.sub(ANY_HEAD, head, text, count=1))
     page = PAGE.read_text(encoding="utf-8")
     row = rf"(\]\(\.\./notebooks/{re.escape(path.name)}\)) \| \d+ \|(?: \d+ \|)?"
     page = re.sub(row, rf"\1 | {minutes.lesson} | {minutes.exercises} |", page)
-    PAGE.write_text(with_totals(page), encoding="utf-8")
+    write_whole(PAGE, with_totals(page))
 
 
 def with_totals(page):
@@ -106,11 +110,15 @@ def with_totals(page):
 
 
 def main():
+    parser = Parser(__doc__)
+    parser.add_argument("--write", action="store_true", help="put them into heads and the list")
+    wanted = parser.parse_args().write
     for path in LESSONS:
         minutes = minutes_of(path)
         print(f"{path.stem:28}{minutes.lesson:3} minutes,{minutes.exercises:3} for what one writes")
-        if "--write" in sys.argv[1:]:
-            write(path, minutes)
+        if wanted:
+            with naming_files(path):
+                write(path, minutes)
     return 0
 
 

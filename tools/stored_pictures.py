@@ -18,14 +18,23 @@ import nbformat
 from PIL import Image, PngImagePlugin
 from playwright.sync_api import sync_playwright
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
+
+from guard.files import write_whole  # noqa: E402
+from guard.one_sentence import naming_files  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
+
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 COLOURS = 32  # of a picture; more would not be seen, and make the notebooks larger
 DRAWN_FROM = "drawn from"  # the entry of a PNG that has the digest of its drawing
 
 
 def main():
-    paths = [Path(word) for word in sys.argv[1:]] or sorted(NOTEBOOKS.rglob("*.ipynb"))
-    changed = {path: drawings_without_png(path) for path in paths}
+    parser = Parser(__doc__)
+    parser.add_argument("notebooks", nargs="*", type=Path, help="all unless given")
+    paths = parser.parse_args().notebooks or sorted(NOTEBOOKS.rglob("*.ipynb"))
+    with naming_files():
+        changed = {path: drawings_without_png(path) for path in paths}
     if not any(drawings for _, drawings in changed.values()):
         return 0
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -41,7 +50,8 @@ def main():
             for data in drawings:
                 data["image/png"] = png_of(data["image/svg+xml"], page)
             if drawings:
-                nbformat.write(notebook, path)
+                with naming_files(path):
+                    write_whole(path, nbformat.writes(notebook) + "\n")
                 print(f"{path.name:36} {len(drawings):2} pictures")
         browser.close()
     return 0

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
 from guard.inputs import read_json  # noqa: E402
-from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,20 +28,27 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("file", metavar="FILE", help="what accept.py has written")
     file = parser.parse_args().file
-    try:
-        found = read_json(file)
-        machine, parts = found["machine"], found["parts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(
-            f"{file} is not what tools/accept.py writes ({error}); run the acceptance anew"
-        ) from None
+    with naming_files(ROOT / PAGE):
+        page = (ROOT / PAGE).read_text(encoding="utf-8")
+        try:
+            page = with_measurements(page, file)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SystemExit(
+                f"{file} is not what tools/accept.py writes ({error}); run the acceptance anew"
+            ) from None
+        write_whole(ROOT / PAGE, page)
+    print(f"written: {PAGE}")
+
+
+def with_measurements(page, file):
+    """The page with what is in `file`."""
+    found = read_json(file)
+    machine, parts = found["machine"], found["parts"]
     if machine["device"] != "cuda" or machine["small"]:
         raise SystemExit(
             f"{file} has no measurements: CPUs stood in for GPUs, or its sizes were --small"
         )
-    page = with_figures((ROOT / PAGE).read_text(encoding="utf-8"), machine, parts)
-    write_whole(ROOT / PAGE, with_row(page, machine, parts))
-    print(f"written: {PAGE}")
+    return with_row(with_figures(page, machine, parts), machine, parts)
 
 
 def with_figures(page, machine, parts):

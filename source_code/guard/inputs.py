@@ -38,6 +38,14 @@ def open_at_once(path, flags):
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
+def memory_of_machine():
+    """Return the bytes of this machine's memory, infinite on systems that do not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
+
+
 def read_bytes(path, most=LARGEST):
     """Return the content of a regular file of at most `most` bytes, else raise InputError."""
     content = bytearray()

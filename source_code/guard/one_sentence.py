@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from guard.files import not_written
 from guard.launcher import LauncherError, read_ranks
 
 LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
@@ -23,12 +24,25 @@ def in_one_sentence():
         yield
     except SystemExit as end:
         if not isinstance(end.code, str):
-            raise
+            raise SystemExit(end.code or int(bool(not_written))) from None  # after --help, too
         say(end.code)
         raise SystemExit(2) from None
     except MemoryError:
         say("there is too little memory; use smaller sizes, or raise a limit (ulimit -v)")
         raise SystemExit(2) from None
+
+
+@contextmanager
+def naming_files(path=None):
+    """A context in which a file that cannot be read or written ends a program with one sentence.
+
+    It names the file `path`, or else the one at which the system failed.
+    """
+    try:
+        yield
+    except OSError as error:
+        program, file = Path(sys.argv[0]).name, path or error.filename or "a file"
+        raise SystemExit(f"{program}: {file} cannot be used ({error.strerror})") from None
 
 
 def check_current_folder():

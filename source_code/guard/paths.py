@@ -6,6 +6,7 @@ from pathlib import Path
 
 from guard.claims import content_of
 from guard.files import new_file_beside, place_of
+from guard.inputs import memory_of_machine
 
 
 def check_paths(parser, arguments):
@@ -67,9 +68,17 @@ def same_file(path, other):
 
 
 def check_input(flag, path):
-    """Reject what is there and no file or folder: a read from a named pipe may wait for ever."""
+    """Reject what is there and no file or folder, or a file that is larger than the memory.
+
+    A read from a named pipe may wait for ever.
+    """
     if path and os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise SystemExit(f"{flag} {path} is not a regular file; name a file or a folder")
+    if path and os.path.isfile(path) and os.path.getsize(path) > memory_of_machine():
+        size = os.path.getsize(path)
+        raise SystemExit(
+            f"{flag} {path} has {size:,} bytes, more than the memory; use a smaller one"
+        )
 
 
 def check_new_folder(flag, folder):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rejects models and batches that no machine could hold, or compute within an hour per step."""
 
-import os
-
 import torch
+
+from guard.inputs import memory_of_machine
 
 OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
 LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward of the narrowest layer
@@ -16,10 +16,7 @@ def check_memory(arguments):
     The estimate has the weights of the largest stage, the tokens of a batch and the activations of
     one layer, 8 bytes each, and the Python objects of layers and rows. Training takes far more.
     """
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not available on some systems
-        return
+    memory = memory_of_machine()
     config = arguments.config
     layers = -(-config.layers // arguments.num_ranks)
     kv_dim = config.kv_heads * config.head_dim

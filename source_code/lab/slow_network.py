@@ -4,6 +4,7 @@
 import os
 import socket
 import time
+from argparse import ArgumentTypeError
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from guard.ending import end_process
 from lab.variables import DELAY_VARIABLE, OCCUPANCY_VARIABLE, PRETENDED_VARIABLE
+from pipeline.command_line import positive_integer
 
 
 class NodesError(ValueError):
@@ -21,11 +23,10 @@ def node_name(rank):
     """The node of this rank: SLURM's name for it, else the machine's own."""
     pretended = os.environ.get(PRETENDED_VARIABLE)
     if pretended is not None:
-        if not pretended.isdigit() or int(pretended) < 1:
-            raise NodesError(
-                f"{PRETENDED_VARIABLE} must be a whole number of at least 1, not '{pretended}'"
-            )
-        return f"node{rank // int(pretended)}"
+        try:
+            return f"node{rank // positive_integer(pretended)}"
+        except ArgumentTypeError as error:
+            raise NodesError(f"{PRETENDED_VARIABLE} {error}") from None
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

@@ -122,6 +122,8 @@ def machine_from(text, gpus, name):
     for key, count in {**values, **further}.items():
         if key.startswith("gpus_per") and count % 1:
             raise InputError(f"{name} has no whole number as '{key}'")
+    if further.get("hidden", 0) > 1:
+        raise InputError(f"{name} has no fraction of at most 1 as 'hidden'")
     measured = coefficients_from(text["measured"], name) if "measured" in text else None
     return Machine(
         gpus,
