@@ -50,7 +50,8 @@ def test_with_a_card_per_gpu_nothing_that_fits_beats_sharding_by_more_than_the_e
         for machine in (Machine(8), CARDS):
             found = of(model, machine)
             best = fastest(found)
-            assert found["sharded"].seconds <= 1.05 * best.seconds
+            assert found["sharded"].seconds <= 1.005 * best.seconds
+            assert machine == Machine(8) or not is_pipeline(best)
 
 
 def test_hybrid_sharding_beats_full_sharding_and_all_pipelines_at_3_gb_per_second_and_gpu():

@@ -22,6 +22,14 @@ def of_lessons_01_to_09(name):
     return early.SOLUTIONS[name], ask
 
 
+def of_the_step_for_nccl(name):
+    def ask(tmp_path, text):
+        early.build.one_f_one_b_for_nccl(early.written(tmp_path, text, name))
+
+    cells = early.cells_of_solution("03_1f1b")
+    return next(cell for cell in cells if f"def {name}(" in cell), ask
+
+
 def of_lessons_06_to_10(name):
     def ask(tmp_path, text):
         middle.CHECKS[name](*middle.written(tmp_path, text, name))
@@ -43,6 +51,7 @@ def of_the_layer(_):
 
 EXERCISES = [
     *((of_lessons_01_to_09, name) for name in early.SOLUTIONS),
+    (of_the_step_for_nccl, "one_f_one_b_for_nccl"),
     *((of_lessons_06_to_10, name) for name in middle.SOLUTIONS),
     *((of_a_repair, case) for case in late.ORACLES),
     (of_the_layer, "feed_forward"),

@@ -52,7 +52,7 @@ def answers_of(notebook):
 
 
 def tells_nothing(cell):
-    """Whether the output is no answer: a panel, or a check that was not attempted."""
+    """Whether the output gives nothing away: a panel, or the check of an empty exercise."""
     said = "".join(output.get("text", "") for output in cell.outputs)
     return re.search(PANEL, cell.source, re.M) or said.startswith("Not attempted yet")
 
