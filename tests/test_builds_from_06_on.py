@@ -138,6 +138,7 @@ def test_a_file_is_not_attempted_unfinished_or_no_python(check, tmp_path, capsys
         assert capsys.readouterr().out.startswith(sentence)
 
 
+@pytest.mark.further
 def test_every_mistake_with_the_library_has_losses_of_its_own():
     """So that the check never blames one for another, on four ranks and on two."""
     for num_ranks, clip in itertools.product((4, 2), (None, "whole")):

@@ -51,6 +51,7 @@ def test_in_the_one_order_even_channels_without_a_first_message_connect_without_
     assert run_on_ranks(train_cold, 4, schedule) == [0] * 4
 
 
+@pytest.mark.further
 def test_receives_posted_at_the_start_would_let_them_hang():
     at_once = "pipeline.receives.OrderedReceives.post_before"
     with pytest.raises(RunFailed) as failed:

@@ -385,7 +385,7 @@ def test_a_bad_mesh_is_refused_in_one_sentence(monkeypatch, capsys, ranks, flags
     [
         ("SIGKILL", "ddp"),
         pytest.param("SIGKILL", "all-reduce", marks=further),
-        ("SIGSTOP", "fsdp2"),
+        pytest.param("SIGSTOP", "fsdp2", marks=further),
         pytest.param("SIGKILL", "fsdp2", marks=SOAK),
         pytest.param("SIGSTOP", "all-reduce", marks=SOAK),
         pytest.param("SIGSTOP", "ddp", marks=SOAK),

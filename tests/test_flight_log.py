@@ -265,6 +265,7 @@ def test_a_killed_run_is_readable_up_to_its_last_moment(tmp_path):
     TimePanel({"recorded": recording}, len(recording.steps) - 1, None, "")
 
 
+@pytest.mark.further
 def test_a_deadlock_can_be_read(tmp_path):
     folder = tmp_path / "run"
     with pytest.raises(RunFailed, match="a deadlock, each of these ranks waits for the next"):

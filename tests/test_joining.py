@@ -335,6 +335,7 @@ def test_what_is_loopback(address, local):
 # Launchers
 
 
+@pytest.mark.further
 def test_a_launcher_that_dies_at_any_moment_takes_its_ranks_along():
     # So early that no rank has a use for torch yet; and while they import, meet or train.
     assert_gone_with_launcher(0.02, preload=False)

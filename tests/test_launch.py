@@ -144,6 +144,7 @@ def test_an_interrupt_while_the_fork_server_imports_torch_leaves_nothing(noteboo
     assert notebook.read_until("idle") == "[5.92989]\n"
 
 
+@pytest.mark.further
 def test_a_killed_kernel_leaves_no_rank(notebook):
     ranks = notebook.start_ranks(warm=False)  # the kernel of the next test has warm ones
     os.kill(notebook.manager.provisioner.pid, 9)

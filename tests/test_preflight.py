@@ -165,6 +165,7 @@ def test_ranks_that_do_not_answer_in_time_fail_and_are_ended():
     assert set(psutil.Process().children()) <= before
 
 
+@pytest.mark.further
 def test_ranks_that_cannot_meet_fail_with_their_own_words(monkeypatch):
     right = message_checks.environment_of
     monkeypatch.setattr(

@@ -139,6 +139,7 @@ def leave_a_sum_out(rank, folder):
         return run_as_with_nccl("pipeline_with_data_parallel --replicas 2 --timeout 8")
 
 
+@pytest.mark.further
 def test_a_sum_that_a_rank_leaves_out_is_named_and_nccl_s_own_record_is_written(tmp_path):
     with pytest.raises(RunFailed) as failed:
         run_on_ranks(leave_a_sum_out, 4, str(tmp_path), timeout=40)
