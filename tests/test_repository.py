@@ -372,6 +372,13 @@ def test_packages_come_from_wherever_pip_is_configured_to_look(file):
     assert not re.search(r"https?://|--index-url|--extra-index-url|--find-links|--trusted", text)
 
 
+def test_a_value_that_the_makefile_exports_has_no_space_before_a_comment():
+    # make keeps that space, and "1 " is not the "1" that the tests look for.
+    text = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^[\w-]+: export \w+ :?= ", text, re.M)
+    assert not re.findall(r"^[\w-]+: export .* #.*", text, re.M)
+
+
 def test_licences_are_there_for_code_and_text():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
