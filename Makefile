@@ -21,18 +21,18 @@ lab: $(INSTALLED) ## set up .venv and open JupyterLab on the first lesson
 
 check: $(INSTALLED) ## the linter, and the tests that start no process: two minutes
 	$(LINT)
-	$(TESTS) -m "not processes" tests $(PYTEST_FLAGS)
+	$(TESTS) -m "not (processes or further)" tests $(PYTEST_FLAGS)
 
 # Lesson 11 shows what a cluster has said elsewhere; with `make test-all` it has one of its own.
 test: export PIPELINE_REPLAY = $(if $(COURSE_FURTHER),0,1)
 test: $(INSTALLED) ## set up .venv; test every lesson, script, schedule and check
 	$(LINT)
-	$(TESTS) -m "not (further and processes)" $(PYTEST_FLAGS)
+	$(TESTS) -m "not further" $(PYTEST_FLAGS)
 
 # Also the cells that lessons mark as further.
 test-all: export COURSE_FURTHER = 1
 test-all: test ## then the solutions, a cluster, a room, browser and website
-	$(TESTS) -m "further and processes" $(PYTEST_FLAGS)
+	$(TESTS) -m "further" $(PYTEST_FLAGS)
 
 # make test-torch TORCH=2.15.0
 TORCH ?= 2.15.0

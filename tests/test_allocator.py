@@ -130,6 +130,7 @@ def with_32000_tokens(rank, dtype):
     return allocator.at["forward"] / whole, allocator.peak / whole
 
 
+@pytest.mark.further
 def test_the_float32_copy_of_the_scores_of_32000_tokens_never_exists():
     ((held, peak),) = run_on_ranks(with_32000_tokens, 1, torch.bfloat16)
     # The scores in 16 bits are half of it, and their gradient is another half in the backward. A

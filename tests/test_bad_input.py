@@ -225,6 +225,7 @@ def pace_of_a_run(rank, *words):
     return paces[0]
 
 
+@pytest.mark.further
 def test_a_stage_takes_the_pace_of_each_of_its_layers(tmp_path):
     file = tmp_path / "two.csv"
     file.write_text(to_csv(gpipe(2, 8)))

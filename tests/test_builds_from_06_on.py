@@ -266,6 +266,7 @@ def test_a_long_error_ends_with_a_whole_word(tmp_path, capsys):
     assert re.search(r"raised ValueError: word .*word word \.\.\. \(on rank \d\)$", said)
 
 
+@pytest.mark.further
 def test_a_loop_without_an_end_is_ended_at_its_line(tmp_path, capsys, monkeypatch):
     endless = ("    output.backward", "    while True:\n        k += 1\n    output.backward")
     said = answer_to(tmp_path, capsys, "recomputing_backward", endless)

@@ -270,6 +270,7 @@ def same(state, expected):
     )
 
 
+@further
 def test_checkpoints(trained):
     folder = trained / "saved"
     states = {step: read_whole(checkpoint_folder.find_checkpoint(folder, step)) for step in (1, 2)}

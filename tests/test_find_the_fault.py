@@ -96,6 +96,7 @@ def test_a_buffer_used_twice_leaves_every_forward_of_the_first_step_right(record
             assert entry.made == healthy.steps[0].by_action[action].made
 
 
+@pytest.mark.further
 def test_the_receives_in_the_wrong_order_end_in_a_deadlock_that_the_recording_shows(recorded):
     broken, _, failure = recorded(5)
     assert "a deadlock, each of these ranks waits for the next" in failure

@@ -274,6 +274,7 @@ def test_the_order_is_that_of_torchs_class_for_every_size(name, theirs):
         assert build_schedule(name, p, m, v) == wanted, (p, m, v)
 
 
+@pytest.mark.further
 def test_torchs_looped_bfs_runs_each_chunks_backwards_in_reverse_and_takes_as_long():
     for p, m, v in sizes_of("looped-bfs"):
         theirs = check_legal(from_csv(torch_order("LoopedBFS", p, m, v)))

@@ -432,6 +432,7 @@ def start(*words, **options):
     )  # fmt: skip
 
 
+@pytest.mark.further
 def test_without_docstrings_a_program_still_runs():
     ended = start("-OO", "source_code/predict.py", "gpipe", "--json")
     assert ended.returncode == 0 and json.loads(ended.stdout)["makespan"] == 33

@@ -195,6 +195,7 @@ def test_a_delay_between_nodes_is_in_the_timeline_and_not_in_the_losses(monkeypa
     assert events["1F1"].start < events["2F0"].start
 
 
+@pytest.mark.further
 def test_a_narrow_link_between_nodes_lets_one_message_through_after_the_other():
     command = f"gpipe.py {SMALL} --steps 2 --microbatches 2 --timeline build/tests/narrow.json"
     plain = run(command, warm=True, show=False)

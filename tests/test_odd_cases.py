@@ -171,6 +171,7 @@ def test_a_process_that_lacks_what_torch_needs_ends_with_one_sentence(world, sta
     assert sentence in ended.stderr and ended.stderr.count("\n") == 1
 
 
+@further
 @pytest.mark.processes
 @pytest.mark.parametrize("name", first_of(["broken_mutual_wait", "broken_blocking_sends"], 1))
 def test_a_program_about_two_ranks_is_not_started_with_one(name):

@@ -276,6 +276,7 @@ def test_the_command_of_a_plan_needs_and_takes_what_its_forecast_says(capsys):
     assert command_of("llama-3-8b", NAMED["llama-3-8b"], MACHINE, Plan(ranks=4)) is None
 
 
+@pytest.mark.further
 def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
     status, text = run("gpt-3 --gpus 16 --batch-size 64 --seq-len 2048", capsys)
     assert status == 1 and max(map(len, text.splitlines())) <= 80

@@ -166,6 +166,7 @@ def test_a_profile_holds_one_pass_of_every_rank_on_the_clock_of_the_timeline(scr
     assert any(row["name"] == "aten::mm" for row in rows)
 
 
+@pytest.mark.further
 def test_profiling_changes_no_loss_and_a_run_of_one_step_can_be_profiled():
     small = "gpipe.py --steps 1 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
     (ROOT / "build/tests").mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,7 @@ def rows_of(output):
 # The whole program
 
 
+@pytest.mark.further
 def test_with_python_the_table_has_all_rows_and_nothing_fails():
     run = run_preflight(SCRIPT, *PATIENT)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -106,6 +106,7 @@ def test_micro_batches_of_documents_have_unequally_many_tokens_that_count(tmp_pa
     assert len(set(counts)) > 1 and sum(counts) == (targets != PADDING).sum()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("schedule", first_of(["zb-h1", "1f1b"], 1))
 def test_bfloat16_stays_near_one_process_in_float32(schedule):
     _, output = train(f"{SMALL} --dtype bfloat16 --steps 4 --verify --schedule {schedule}", 2)

@@ -39,6 +39,7 @@ def test_a_published_rate_is_turned_into_seconds_of_the_whole_update():
     assert [run.rate / 1e12 for run in TABLE_1] == pytest.approx([142, 135, 148, 163])
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("pair", [(0, 3), (1, 2), (0, 1)])
 def test_fitted_on_two_rows_of_megatron_table_1_the_others_are_forecast_within_4_percent(pair):
     fitted = [TABLE_1[index] for index in pair]

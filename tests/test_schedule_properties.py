@@ -156,6 +156,7 @@ def test_the_validator_accepts_exactly_what_can_be_played_to_its_end(schedule):
     assert (sentence is None) == can_be_played(schedule), f"{sentence}\n{to_csv(schedule)}"
 
 
+@pytest.mark.further
 @MANY
 @given(spoilt_schedules([swap, split]))
 def test_of_reordered_schedules_the_simulator_plays_exactly_the_valid_ones(schedule):
