@@ -44,6 +44,7 @@ def train_cold(rank, schedule, at_once=None):
         return train.main()
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
 def test_in_the_one_order_even_channels_without_a_first_message_connect_without_a_deadlock(
     schedule,

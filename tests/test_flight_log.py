@@ -97,6 +97,7 @@ def test_two_runs_of_the_same_cut_have_the_same_recording(record, name):
     assert [e.held for e in one.steps[0].entries] == [e.held for e in other.steps[0].entries]
 
 
+@pytest.mark.further
 def test_another_order_of_the_same_cut_differs_in_no_message(record):
     one, other = read_recording(record("gpipe")), read_recording(record("1f1b"))
     assert compare(one, other, tolerance=1e-12) is None

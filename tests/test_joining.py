@@ -271,6 +271,7 @@ def stop_before_watch(rank, victim):
     return gpipe.main()
 
 
+@pytest.mark.further
 def test_a_rank_that_stops_after_it_has_joined_and_before_the_first_step_is_named_soon():
     _wait_for_fork_server()
     began = time.monotonic()
@@ -408,6 +409,7 @@ def attack(command, generator, *numbers):
     assert not any(process.is_alive() for process in ranks.ranks), message
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("command", SCRIPTS_AND_FLAGS[2::5])
 def test_a_kill_at_a_random_moment_ends_a_training_and_names_the_rank(command):
     attack(command, random.Random(command), signal.SIGKILL)

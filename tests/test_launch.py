@@ -165,6 +165,7 @@ def test_a_restarted_kernel_leaves_no_rank_and_runs_again(notebook):
 # In this process.
 
 
+@further
 def test_warm_ranks_and_torchrun_print_the_same():
     command = "gpipe.py --steps 1 --verify"
     warm, cold = (run(command, ranks=2, warm=warm) for warm in (True, False))

@@ -145,6 +145,7 @@ def test_looking_at_the_held_out_text_changes_no_training():
     assert looked == plain
 
 
+@pytest.mark.further
 def test_the_sample_is_the_same_from_any_number_of_ranks_and_replicas():
     samples = [
         re.findall(r"^after \d steps  '.*$", train(f"{EXACT} --steps 2 --sample 8 {f}", n)[1], re.M)

@@ -92,6 +92,7 @@ def test_in_1f1b_rank_r_has_at_most_p_minus_r_plus_2_sent_tensors_for_any_m(flag
         assert all(peak <= RANKS - rank + 2 for rank, peak in enumerate(found)), found
 
 
+@further
 def test_in_gpipe_a_rank_has_at_most_the_m_activations_that_the_schedule_holds():
     for (m, _), found in zip(COUNTS, measured("gpipe", COUNTS)):
         assert max(found) <= m, found
@@ -133,6 +134,7 @@ def test_1f1b_has_no_more_after_200_steps_than_after_10():
     assert few == many
 
 
+@further
 def test_in_pipedream_rank_r_has_at_most_p_minus_r_plus_2_after_200_mini_batches_as_after_10():
     few, many = measured("pipedream", [(1, 10), (1, 200)])
     assert few == many
