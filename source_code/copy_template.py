@@ -243,8 +243,9 @@ def keep_schedules(modules, names, with_lab):
         if node.module.startswith("pipeline.schedules.")
         and used.isdisjoint(name for name, _ in names_of(node))
     ]
+    made = {schedule.make.__name__ for schedule in SCHEDULES.values()}
     names_gone = {name for node in gone for name, _ in names_of(node)}
-    rows.leave_out(gone, names_gone)
+    rows.leave_out(gone, names_gone | made - used)
     kept, waiting = set(), [one for one in modules if len(one.path.parts) == 1]
     places = {module.path: module for module in modules}
     while waiting:

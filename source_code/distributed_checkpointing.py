@@ -34,7 +34,7 @@ from extensions.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
-    nothing_left,
+    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -80,7 +80,7 @@ def main():
 
     stopped = diverged = None
     update_check = UpdateCheck(job, arguments.on_nan == "skip")
-    nothing_left(arguments, job, training)
+    say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of(arguments, job.device, training.batches)
         training.optimizer.zero_grad()

@@ -17,7 +17,7 @@ from extensions.checkpointing.checkpoint import Training
 from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
-    nothing_left,
+    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.data_parallel.reductions import (
@@ -81,7 +81,7 @@ def main():
     )
 
     diverged, update_check = None, UpdateCheck(job, arguments.on_nan == "skip")
-    nothing_left(arguments, job, training)
+    say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of_replica(arguments, replicas, step)
         share_of_loss.real_tokens = replicas.sum_number(count_real_tokens(targets.values()))

@@ -19,10 +19,10 @@ from lab.figures import draw_timelines
 from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.terminal_timeline import COLUMNS, in_text
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, by_name, positive_integer
+from pipeline.command_line import Parser, positive_integer
 from pipeline.schedule import LARGEST_CSV, ScheduleError, from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
-from pipeline.schedules.from_flags import schedule_option
+from pipeline.schedules.from_flags import by_name, schedule_option
 from pipeline.schedules.legal import check_legal
 
 LEAST_COLUMNS = 40  # of a timeline in a terminal; a narrower one wraps it

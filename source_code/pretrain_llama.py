@@ -7,10 +7,6 @@ By name from one million parameters to one billion; any synchronous schedule, re
 recomputation, bfloat16 with float32 master weights (the default on a GPU), accumulation over
 several passes, held-out perplexity, checkpoints that continue on any number of ranks.
 
-    python plan.py pretrain_llama.py --gpus 8 --model 1b --recompute layer
-
-says what each of eight ranks would have to hold and how long an update would take, and starts none.
-
 To begin a program of your own, copy this file. The model is built in `build_model_part`, and the
 data are read in `read_corpus`; their docstrings say what the rest of the program relies on.
 """
@@ -25,8 +21,8 @@ from extensions.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
-    nothing_left,
     save_when_due,
+    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.checkpointing.stop_request import StopRequest
@@ -107,7 +103,7 @@ def main():
     show_sample(arguments, forward_only, training.step)
     stopped = diverged = None
     update_check = UpdateCheck(job, arguments.on_nan == "skip")
-    nothing_left(arguments, job, training)
+    say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         metrics.start_step()
         passes, share_of_loss.real_tokens = batches.take(training.batches)
@@ -134,7 +130,7 @@ def main():
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
     judged = not (stopped or diverged or update_check.skipped)
-    return log.finish(job.device, one_process, judged) or status
+    return log.finish(job.device, one_process, judged) or status or int(not metrics.is_whole)
 
 
 def read_flags():
@@ -179,7 +175,7 @@ def program_parser():
 def complete_flags(parser, arguments, read_data):
     """Check the flags, and add what follows from them. Returns the schedule of all replicas.
 
-    plan.py calls it, too, with a `read_data` that reads nothing.
+    `read_data` may read nothing, where only the sizes of a training are asked for.
     """
     complete_sizes(arguments)
     complete_arguments(parser, arguments, read_data)

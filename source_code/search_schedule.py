@@ -22,8 +22,9 @@ from lab.known_schedules import TITLES
 from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, by_name, positive_integer, positive_number
+from pipeline.command_line import Parser, positive_integer, positive_number
 from pipeline.schedule import to_csv
+from pipeline.schedules.from_flags import by_name
 from planning.bounded_search import Question, search
 
 PLACEMENTS = {

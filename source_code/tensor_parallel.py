@@ -15,7 +15,7 @@ from functools import partial
 from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
-    nothing_left,
+    say_if_nothing_is_left,
     status_of_end,
 )
 from extensions.data_parallel.replica_arguments import add_replica_arguments, check_replicas
@@ -70,7 +70,7 @@ def main():
     log = LossLog(arguments, prints, training.step)
 
     diverged, update_check = None, UpdateCheck(job, arguments.on_nan == "skip")
-    nothing_left(arguments, job, training)
+    say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
         loss_function.real_tokens = count_real_tokens([batch[1]])

@@ -20,6 +20,7 @@ from further import first_of
 from ranks import PRELOAD, run_on_ranks
 from saved_models import write_model
 
+from course.launch import run
 from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
 
 PRELOAD.extend(["torch.distributed.pipelining", *LATE_IMPORTS])
@@ -198,7 +199,7 @@ def test_a_copy_with_one_schedule_has_no_line_of_the_others_and_the_losses_bit_f
     assert copy("train.py", tmp_path / form, "--schedules", "zb-h1") == 0
     files = [*(tmp_path / form).rglob("*.py")] or [tmp_path / form]
     text = "\n".join(path.read_text() for path in files)
-    assert "def zb_h1(" in text
+    assert "def zb_h1(" in text and "Generator(zb_h2" not in text
     for other in ("gpipe", "one_f_one_b", "interleaved_1f1b", "zb_v", "v_min", "dualpipe_v"):
         assert not re.search(
             rf"^def {other}\(|Generator\({other}[,)]|import .*\b{other}\b", text, re.M
@@ -239,6 +240,17 @@ def test_both_forms_run_by_themselves_with_the_losses_of_the_course_bit_for_bit(
         (tmp_path / name).mkdir()
         results.append(train(path, script, tmp_path / name))
     assert results[0] == results[1] == results[2]
+
+
+def test_a_rehearsal_of_a_copy_runs_the_files_of_the_copy(tmp_path):
+    assert copy("gpipe.py", tmp_path / "mine", "--bare") == 0
+    model = tmp_path / "mine" / "pipeline" / "model.py"
+    model.write_text(model.read_text().replace("self.dim / 3 / 16", "self.dim / 6 / 16"))
+    performed = train(tmp_path / "mine" / "gpipe.py", "gpipe.py", tmp_path)
+    call = f"rehearse.py strict {tmp_path}/mine/gpipe.py {SMALL}"
+    rehearsed = run(call, 2, warm=True, show=False).losses
+    assert rehearsed == [round(loss, 6) for loss in performed]
+    assert rehearsed != run(f"gpipe.py {SMALL}", 2, warm=True, show=False).losses
 
 
 @pytest.mark.further

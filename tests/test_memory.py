@@ -16,11 +16,13 @@ from ranks import run_on_ranks
 
 from course.launch import run
 from extensions.optimization.mixed_precision import computing_copy, hand_over_deferred
+from extensions.pretraining.cut_by_work import head_in_layers
 from extensions.pretraining.padding import ShareOfLoss
-from extensions.pretraining.weight_count import count_weights
+from extensions.pretraining.weight_count import count_weights, sizes_of
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out
 from extensions.recompute import recomputing
 from lab.activation_memory import ActivationMemory
+from pipeline import model
 from pipeline.model import ModelConfig, build_part, cut_evenly
 from pipeline.schedules import build_schedule, chunked_schedules
 from pipeline.split_stage import stage_class_for
@@ -166,6 +168,23 @@ def test_the_weights_are_those_of_the_model_and_add_up_over_any_cut(size):
     for stages in (2, 4, 8):
         parts = [count_weights(config, *layers) for layers in cut_evenly(config.layers, stages)]
         assert tuple(map(sum, zip(*parts))) == whole
+
+
+class TwoMatrices(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = torch.nn.Linear(config.dim, config.hidden_dim)
+        self.down = torch.nn.Linear(config.hidden_dim, config.dim)
+
+
+def test_the_weights_of_layers_that_somebody_has_changed_are_counted(monkeypatch):
+    monkeypatch.setattr(model, "FeedForward", TwoMatrices)
+    config = ModelConfig(layers=5, dim=48)
+    parameters = list(build_part(config, 0, 5).parameters())
+    assert count_weights(config) == (sum(p.numel() for p in parameters), len(parameters))
+    products = sum(p.numel() for p in build_part(config, 1, 2).parameters() if p.dim() > 1)
+    assert head_in_layers(config) == 256 * 48 / (products + 32 * 48)
+    sizes_of.cache_clear()
 
 
 @pytest.mark.parametrize("bias", ["query_bias", "output_bias", "feed_forward_bias"])

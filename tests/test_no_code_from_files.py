@@ -6,6 +6,7 @@ import os
 import pickle
 import struct
 import zipfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from extensions.checkpointing import checkpoint_folder, checkpoint_reader
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
 from extensions.checkpointing.checkpoint_reader import check_archive
 from extensions.checkpointing.whole_checkpoint import read_whole
+from guard.around_main import guarded
 from guard.inputs import InputError
 from guard.unpickling import UNPICKLING_ERRORS, unpickle
 from pipeline.job import join_job
@@ -98,10 +100,31 @@ def exchange(rank, file):
         job.leave()
 
 
+def exchange_guarded(rank, file):
+    return guarded(partial(exchange, rank, file))()
+
+
 @pytest.mark.processes
 def test_a_command_from_another_rank_is_not_run(trace):
-    said = run_on_ranks(exchange, 2, str(trace))
+    said = run_on_ranks(exchange_guarded, 2, str(trace))
     assert all("posix.mkdir is none of the classes that are expected" in text for text in said)
+
+
+def exchange_own_class(rank):
+    job, everyone = join_job("cpu", 20.0), [None] * 2
+    dist.all_gather_object(everyone, Own(rank))
+    job.leave()
+    return [own.rank for own in everyone]
+
+
+@dataclasses.dataclass
+class Own:
+    rank: int
+
+
+@pytest.mark.processes
+def test_in_a_copy_without_the_guard_ranks_exchange_what_torch_lets_them():
+    assert run_on_ranks(exchange_own_class, 2) == [[0, 1], [0, 1]]
 
 
 def test_tensors_numbers_and_exceptions_are_still_exchanged():

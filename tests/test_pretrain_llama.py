@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import types
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ import pretrain_llama
 import pytest
 import torch
 from further import first_of
+from ranks import run_on_ranks
 from token_folders import prepare
 
 from course.failed_run import RunFailed
@@ -53,6 +55,18 @@ def tokens(tmp_path_factory):
 
 def difference_of(output):
     return float(re.search(r"largest difference from one process: (\S+), as promised", output)[1])
+
+
+def pretrain_bare(rank, flags):
+    """The status of the program without its guard."""
+    with mock.patch.object(sys, "argv", ["pretrain_llama.py", *flags.split()]):
+        return pretrain_llama.main.__wrapped__()
+
+
+def test_without_the_guard_a_log_that_could_not_be_written_is_no_success(tmp_path):
+    flags = f"{EXACT} --steps 1 --metrics"
+    assert run_on_ranks(pretrain_bare, 1, f"{flags} {tmp_path}/log") == [0]
+    assert run_on_ranks(pretrain_bare, 1, f"{flags} /dev/full") == [1]
 
 
 # The same losses as one process on the whole batch.

@@ -12,9 +12,8 @@ from extensions.data_parallel.replicas import (
     Replicas,
     last_backwards,
     replicate,
-    sums_done,
 )
-from lab.simulator import Costs, simulate
+from lab.simulator import Costs, simulate, sums_done
 from pipeline.job import Job, join_job
 from pipeline.schedule import message_of
 from pipeline.schedules import build_schedule, gpipe, interleaved_1f1b, one_f_one_b, zb_h1

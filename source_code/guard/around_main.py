@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 
-import guard.unpickling  # noqa: F401 - objects from other ranks run no code
 from guard.agreement import settings_of
 from guard.ending import end_process, told
 from guard.files import not_written, write_whole
@@ -21,6 +20,7 @@ from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from guard.sizes import check_duration, check_memory
+from guard.unpickling import restrict_ranks
 from pipeline.job import joining
 from pipeline.training import checks, writing
 
@@ -38,6 +38,7 @@ def guarded(main):
         keep_running_unheard()
         end_quietly_when_interrupted()
         not_written.clear()
+        restrict_ranks()  # objects from other ranks run no code
         with in_one_sentence(), ranks_set(), attached(), naming_lack_of_memory():
             return main() or int(bool(not_written))
 

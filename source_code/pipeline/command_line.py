@@ -43,16 +43,6 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(message.removeprefix("argument ") + "; --help lists the flags")
 
 
-def by_name(flag, pairs):
-    """{name: value} of the pairs that a flag collects; reject a name that was given twice."""
-    values = {}
-    for name, value in pairs or []:
-        if name in values:
-            raise SystemExit(f"{flag} gives {name} twice; give it once")
-        values[name] = value
-    return values
-
-
 def positive_integer(text):
     """Convert a flag's value to a whole number of at least 1."""
     digits = text.strip()

@@ -3,9 +3,9 @@
 
 Each ordered pair of ranks has a channel, a process group of its own, so that the messages of one
 direction keep their order. NCCL does not promise that two channels make progress at the same time:
-all ranks use them in the order of receives.py. All ranks open all channels in one order and send
-a number through each: NCCL sets up a communicator at its first message, and blocks until both sides
-have arrived.
+all ranks use them in one order, which follows from the schedule. All ranks open all channels in one
+order and send a number through each: NCCL sets up a communicator at its first message, and blocks
+until both sides have arrived.
 """
 
 import atexit

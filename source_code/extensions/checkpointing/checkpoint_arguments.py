@@ -201,10 +201,7 @@ def status_of_end(arguments, job, training, checkpoints, stopped, diverged):
     return status_when_stopped()
 
 
-def nothing_left(arguments, job, training):
-    """Return whether a continued training has already reached --steps; rank 0 prints it."""
-    if training.step < arguments.steps:
-        return False
-    if job.rank == 0:
+def say_if_nothing_is_left(arguments, job, training):
+    """Print on rank 0 that a continued training has already reached --steps."""
+    if job.rank == 0 and training.step >= arguments.steps:
         print(f"nothing is left to do: {training.step} steps of --steps {arguments.steps} are done")
-    return True

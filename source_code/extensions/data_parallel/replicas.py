@@ -109,29 +109,6 @@ def last_backwards(schedule, rank):
     return {action: stage for stage, action in last.items()}
 
 
-def sums_done(timeline, cost, buckets=1):
-    """Return for each rank when it has its sums, relative to the last action of all ranks.
-
-    A sum takes the time `cost` and starts when its stage is done; the sums of one rank run one
-    after the other. With `buckets` equal parts, as in DDP, a sum starts within the stage's last
-    backward: a part is ready when its share of that backward is done. A negative value is hidden
-    behind the work of other ranks. Times are in the unit of the timeline.
-    """
-    done = []
-    for events in timeline.by_rank:
-        last = {e.action.stage: e for e in events if e.action.kind in "BW"}
-        ready = [
-            event.end - (event.end - event.start) * (1 - part / buckets)
-            for event in last.values()
-            for part in range(1, buckets + 1)
-        ]
-        free = 0.0
-        for moment in sorted(ready):
-            free = max(free, moment) + cost / buckets
-        done.append(free - timeline.start - timeline.makespan)
-    return done
-
-
 class DataParallelWorker(Worker):
     """A Worker that sums gradients over replicas by `reduction`.
 
@@ -264,9 +241,6 @@ class AllReduce:
         """Start the sum of the gradients of stage `index`, except those already under way."""
         self.sums[index], self.running = self.running or self.sum_of(index), None
         self.sums[index].start_rest()
-
-    def collect(self, part):
-        """Do nothing: every rank has the whole weights."""
 
     def finish(self):
         """Start the sums that no last backward has started, and wait for all sums."""

@@ -67,9 +67,6 @@ class WithDDP:
         with awaiting_peers(self.replicas, f"its gradients of stage {action.stage}"):
             yield
 
-    def collect(self, part):
-        """Nothing to do: every rank has the whole weights."""
-
     def finish(self):
         """Nothing to wait for: the last backward has waited for the sums."""
 

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a model into stages of even work, where the head counts as a number of layers.
 
-The work is counted as in planning/transformer.py: the multiplications of one token's forward. The
-embedding is a look-up without multiplications. A backward is twice a forward for layers and head
-alike, so the forwards decide the cut.
+The work is the multiplications of one token's forward: one for each weight of a matrix, and those
+of attention. The embedding is a look-up without multiplications. A backward is twice a forward for
+layers and head alike, so the forwards decide the cut.
 """
 
+from extensions.pretraining.weight_count import sizes_of
 from pipeline.model import cut_evenly
 
 
 def head_in_layers(config):
     """The work of a ModelConfig's head, in layers. Attention computes half of all pairs."""
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    products = 2 * config.dim * (width + kv_width) + 3 * config.dim * config.hidden_dim
-    return config.vocabulary * config.dim / (products + config.seq_len * width)
+    products = sum(size.numel() for size in sizes_of(config) if len(size) > 1)
+    attention = config.seq_len * config.heads * config.head_dim
+    return config.vocabulary * config.dim / (products + attention)
 
 
 def cut_by_work(config, num_stages):

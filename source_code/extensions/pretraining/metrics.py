@@ -51,6 +51,7 @@ class Metrics:
 
     def __init__(self, job, file, config, dtype, has_loss, continues, peak=None):
         self.file, self.has_loss = file if has_loss else None, has_loss
+        self.is_whole = True  # every line could be written
         self.flops_per_token = flops_per_token(config)
         self.peak, self.source = (peak, "--peak-flops") if peak else peak_flops(job, dtype)
         self.rates = []  # tokens per second of each step
@@ -103,7 +104,7 @@ class Metrics:
                 file.write(text)
         except OSError as error:  # the disk is full: the training goes on without its log
             say_not_written("--metrics", self.file, error)
-            self.file = None
+            self.file, self.is_whole = None, False
 
     def utilisation(self, tokens_per_second):
         """Return the model FLOPs utilisation (MFU), 1 at the peak."""

@@ -1,5 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many weights some layers of a model have, by its sizes; no layer is built."""
+"""How many weights some layers of a model have. Single layers are laid out, without memory."""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from extensions.real_models.saved_part import SavedPart, SavedSettings
+from pipeline.model import ModelPart
 
 
 def count_weights(config, first=0, last=None):
@@ -8,25 +16,21 @@ def count_weights(config, first=0, last=None):
     The first layer includes the embedding, the last one the last norm and the head.
     """
     last = config.layers if last is None else last
-    kv_dim = config.kv_heads * config.head_dim
-    attention = 2 * config.dim * (config.heads * config.head_dim + kv_dim)
-    layer = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
-    more = vectors_of_layer(config)
-    numbers, tensors = (last - first) * (layer + sum(more)), (last - first) * (9 + len(more))
-    if first == 0:
-        numbers, tensors = numbers + config.vocabulary * config.dim, tensors + 1
-    if last == config.layers:
-        numbers, tensors = numbers + (config.vocabulary + 1) * config.dim, tensors + 2
-    return numbers, tensors
+    sizes = [sizes_of(config, place) for place in range(3)]
+    weights = [sum(size.numel() for size in part) for part in sizes]
+    tensors = [len(part) for part in sizes]
+    return tuple(
+        (last - first) * layer
+        + (with_embedding - layer if first == 0 else 0)
+        + (with_head - layer if last == config.layers else 0)
+        for with_embedding, layer, with_head in (weights, tensors)
+    )
 
 
-def vectors_of_layer(config):
-    """The lengths of a layer's biases and of its norms of queries and keys, if it has some."""
-    width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    lengths = {
-        "query_bias": [width, kv_width, kv_width],
-        "output_bias": [config.dim],
-        "head_norms": [config.head_dim, config.head_dim],
-        "feed_forward_bias": [config.hidden_dim, config.hidden_dim, config.dim],
-    }
-    return [n for name, each in lengths.items() if getattr(config, name, False) for n in each]
+@cache
+def sizes_of(config, place=1):
+    """The sizes of the weights of the layer at `place` in a model of three: at 1 of a layer alone."""
+    part = SavedPart if isinstance(config, SavedSettings) else ModelPart
+    with torch.device("meta"):
+        weights = part(replace(config, layers=3), place, place + 1).parameters()
+        return [weight.shape for weight in weights]

@@ -3,7 +3,7 @@
 
 import argparse
 
-from pipeline.command_line import by_name, positive_integer, ranks_from_environment
+from pipeline.command_line import positive_integer, ranks_from_environment
 from pipeline.schedule import ScheduleError, read_csv
 from pipeline.schedules import (
     SCHEDULES,
@@ -70,3 +70,13 @@ def read_schedule(path, num_ranks):
             f"{num_ranks}; start it with --nproc-per-node {schedule.num_ranks}"
         )
     return schedule
+
+
+def by_name(flag, pairs):
+    """{name: value} of the pairs that a flag collects; reject a name that was given twice."""
+    values = {}
+    for name, value in pairs or []:
+        if name in values:
+            raise SystemExit(f"{flag} gives {name} twice; give it once")
+        values[name] = value
+    return values
