@@ -54,6 +54,10 @@ README = """\
     torchrun --standalone --nproc-per-node 4 {script} --verify
     sbatch job.sbatch {script} --verify
 
+Its files, each after those that it needs:
+
+{files}
+
 The code comes from the course "Pipeline parallelism: predict, perform, compare", by its authors,
 under the Apache License 2.0 (LICENSE). Say here what you have changed. The text
 pipeline/field_guide.txt is under CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/).
@@ -282,7 +286,12 @@ def folder(destination, modules):
     files[TEXT], files["job.sbatch"] = read(SOURCE_CODE / TEXT), read(JOB_SCRIPT)
     script, docstring = modules[-1].path, ast.get_docstring(ast.parse(modules[-1].text))
     files["LICENSE"] = read(ROOT / "LICENSE")
-    files["README.md"] = README.format(script=script, what=docstring.splitlines()[0])
+    said = {module.path: ast.get_docstring(ast.parse(module.text)) for module in modules}
+    listed = [
+        f"- `{path}`: {what.splitlines()[0]}" for path, what in said.items() if path.parts[1:]
+    ]
+    words = {"what": docstring.splitlines()[0], "files": "\n".join(listed)}
+    files["README.md"] = README.format(script=script, **words)
     needed = {package_of(node) for module in modules for node in module.imports}
     needed.add("numpy")  # torch needs it to send Python objects
     pins = read(ROOT / "requirements.txt").splitlines(keepends=True)
