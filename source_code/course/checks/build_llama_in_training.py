@@ -41,6 +41,10 @@ def complaint_of(function):
     if not torch.is_tensor(made) or made.shape != x.shape:
         shape = tuple(made.shape) if torch.is_tensor(made) else type(made).__name__
         return f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x"
+    if made.dtype != x.dtype:
+        return f"your layer returns {made.dtype} for x of {x.dtype}; return the dtype of x"
+    if not made.requires_grad:
+        return "no gradient comes back through your layer: its result does not depend on x"
     made.square().sum().backward()
     names = [name for name, w in zip(("x", "gate", "up", "down"), (x, *weights)) if w.grad is None]
     if names:
