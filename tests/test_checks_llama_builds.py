@@ -122,7 +122,7 @@ def stub(x, gate, up, down):
                 "Not yet: your layer returns (2, 3, 6) for x of (2, 3, 4); return the shape of x",
             ),
             (without_gate, "no gradient comes back to gate: your layer leaves it out"),
-            (without_gradient, "its result does not depend on x"),
+            (without_gradient, "nothing leads from your layer's result to x"),
             (narrow, "your layer returns torch.float32 for x of torch.float64"),
             (narrow_inside, "or your layer rounds to fewer digits than x has"),
             (transposed, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),

@@ -44,7 +44,9 @@ def complaint_of(function):
     if made.dtype != x.dtype:
         return f"your layer returns {made.dtype} for x of {x.dtype}; return the dtype of x"
     if not made.requires_grad:
-        return "no gradient comes back through your layer: its result does not depend on x"
+        return (
+            "no gradient comes back: nothing leads from your layer's result to x and the matrices"
+        )
     made.square().sum().backward()
     names = [name for name, w in zip(("x", "gate", "up", "down"), (x, *weights)) if w.grad is None]
     if names:
