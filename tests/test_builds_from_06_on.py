@@ -246,6 +246,8 @@ WRONG = {
         ([("start(action.stage)", "start(action.stage + 1)")], "the sum of stage 1; it has [0]"),
         ([("start(action.stage)", "pass")], "is never started, so it leaves at the end of the step"),
         ([("adding[-1]", "adding[8]")], "your function raised IndexError"),
+        ([("adding[-1]", "max(adding, key=lambda each: each.microbatch)")],
+         "backwards in reverse order, rank 0: the sum of stage 0 is started after 0B1, and 0B0 still"),
     ],
 }  # fmt: skip
 

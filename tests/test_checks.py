@@ -453,6 +453,11 @@ def end_of_chain(waits):
     return rank
 
 
+def whoever_waits_for_nobody(waits):
+    free = [rank for rank, peer in waits.items() if peer is None]
+    return free[0] if free else "deadlock"
+
+
 @pytest.mark.parametrize(
     ("to_blame", "sentence"),
     [
@@ -466,6 +471,8 @@ def end_of_chain(waits):
         ),
         (lambda waits: 9, "none of the ranks"),
         (lambda waits: [2], "none of the ranks"),
+        (whoever_waits_for_nobody, "not all others wait for it"),
+        (lambda waits: whoever_waits_for_nobody(waits) or "deadlock", "rank 0 waits for nobody"),
     ],
 )
 def test_to_blame_explains(to_blame, sentence, capsys):

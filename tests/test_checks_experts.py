@@ -1,5 +1,7 @@
 """Lesson 10d's checks answer wrong dispatches on two real ranks, each with what is wrong."""
 
+from fractions import Fraction
+
 import pytest
 
 from course.checks import lesson_10d as check
@@ -65,6 +67,45 @@ def loss_without_gradient(x, chosen, weight, expert, exchange_counts, exchange, 
     return mixed, share.detach()
 
 
+def way_back_swapped(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    returned = exchange(expert(exchange(x[order], sent, received)), sent, received)
+    return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
+
+
+def counts_not_exchanged(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    returned = exchange(expert(exchange(x[order], sent, sent)), sent, sent)
+    return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
+
+
+def sorted_twice(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    returned = exchange(expert(exchange(x[order], sent, received)), received, sent)
+    return returned[order] * weight[:, None], losses.sum() / sequences
+
+
+def weighted_before(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    x, ones = x * weight[:, None], weight / weight.detach()
+    return right(x, chosen, ones, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
+
+
+def nothing_for_no_tokens(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order = chosen.argsort(stable=True)
+    sent = chosen.bincount(minlength=2).tolist()
+    received = exchange_counts(sent)
+    arrived = exchange(x[order], sent, received)
+    if len(arrived) == 0:
+        return x * 0, losses.sum() / sequences
+    returned = exchange(expert(arrived), received, sent)
+    return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
+
+
 def only_own_tokens(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     return expert(x) * weight[:, None], losses.sum() / sequences
 
@@ -97,6 +138,11 @@ def test_right_answers(mix, capsys):
         (loss_without_gradient, "has no gradient"),
         (only_own_tokens, "which row belongs to which token"),
         (results_alone, "a pair of tensors"),
+        (way_back_swapped, "Split sizes doesn't match"),
+        (counts_not_exchanged, "rows are to arrive from ranks 0 and 1, and"),
+        (sorted_twice, "which row belongs to which token"),
+        (weighted_before, "the weight multiplies what goes into the expert"),
+        (nothing_for_no_tokens, "and rank 1 has returned without it"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -105,7 +151,7 @@ def test_typical_wrong_answers(mix, words, capsys):
 
 
 def test_how_much_of_the_all_to_alls_is_hidden(capsys):
-    right_shares = {5: 110 / 190, 15: 0.418}
+    right_shares = {5: Fraction(110, 190), 15: 0.418}
     assert answer_to(check.hidden_parts, right_shares, capsys).startswith("Right")
 
 
@@ -116,6 +162,11 @@ def test_how_much_of_the_all_to_alls_is_hidden(capsys):
 )
 def test_wrong_shares_name_the_row_and_how_to_compute_it(hidden, capsys):
     assert " ms: " in answer_to(check.hidden_parts, hidden, capsys)
+
+
+def test_a_share_in_percent_is_no_number_from_0_to_1(capsys):
+    said = answer_to(check.hidden_parts, {5: 58, 15: 42}, capsys)
+    assert "5 ms: give a number from 0 to 1, not 58" in said
 
 
 def test_shares_that_are_not_attempted(capsys):

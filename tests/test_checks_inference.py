@@ -48,6 +48,17 @@ def one_group_at_a_time(rank, last, first, count, forward, send, receive):
     return texts
 
 
+def all_tokens_before_the_next_pass(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for turn in range(count):
+        for group in first:
+            x = receive(rank - 1) if rank else texts[group][-1] if turn else first[group]
+            send(forward(group, x), rank + 1 if rank < last else 0)
+        for group in first if rank == 0 else []:
+            texts[group].append(receive(last))
+    return texts
+
+
 def everybody_waits_first(rank, last, first, count, forward, send, receive):
     texts = {group: [] for group in first}
     for _ in range(count):
@@ -68,6 +79,11 @@ def always_the_first_token(rank, last, first, count, forward, send, receive):
             for group in first:
                 texts[group].append(receive(last))
     return texts
+
+
+def given_token_returned(rank, last, first, count, forward, send, receive):
+    texts = right(rank, last, first, count, forward, send, receive)  # noqa: F821
+    return {group: [first[group], *tokens[:-1]] for group, tokens in texts.items()}
 
 
 def last_tokens_left_behind(rank, last, first, count, forward, send, receive):
@@ -95,6 +111,7 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
         (right, ["Right"]),
         (stub, ["Not attempted yet"]),
         (one_group_at_a_time, ["Not yet", "more than 1 of 3 groups"]),
+        (all_tokens_before_the_next_pass, ["Not yet", "rank 0 had only 0 of 3 groups under way"]),
         (
             everybody_waits_first,
             ["Not yet: deadlock: rank 0 waits at line 5 of everybody_waits_first"],
@@ -104,6 +121,7 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
             last_tokens_left_behind,
             ["line 8 of last_tokens", "until rank 0 receives, and rank 0 has already returned"],
         ),
+        (given_token_returned, ["Not yet", "group 0 begins with the token that was given"]),
         (sends_beyond_the_last_rank, ["Not yet", "rank 2 sends to rank 3", "for rank 0"]),
         (asks_for_a_group_that_is_not_there, ["Not yet", "line 2", "KeyError: 7"]),
     ],

@@ -55,6 +55,7 @@ def test_plans_that_do_not(capsys, machine, flags, sentence):
             (3, "each with its value; not 3"),
             ("--microbatches many", "--microbatches takes a whole number above 0"),
             ("--microbatches 7", "64 rows cannot be cut into that many"),
+            ("--schedule 2f2b", "there is no schedule '2f2b'"),
             ("--recompute some", "--recompute takes one of none, selective, layer, stage"),
         ],
         3,
@@ -89,6 +90,18 @@ def without_gate(x, gate, up, down):
     return F.relu(x @ up.T) @ down.T
 
 
+def without_gradient(x, gate, up, down):
+    return squared_relu(x, gate, up, down).detach()
+
+
+def narrow(x, gate, up, down):
+    return squared_relu(x.float(), gate.float(), up.float(), down.float())
+
+
+def narrow_inside(x, gate, up, down):
+    return narrow(x, gate, up, down).double()
+
+
 def transposed(x, gate, up, down):
     return (x @ gate) * (x @ up.T) @ down.T
 
@@ -109,6 +122,9 @@ def stub(x, gate, up, down):
                 "Not yet: your layer returns (2, 3, 6) for x of (2, 3, 4); return the shape of x",
             ),
             (without_gate, "no gradient comes back to gate: your layer leaves it out"),
+            (without_gradient, "nothing leads from your layer's result to x"),
+            (narrow, "your layer returns torch.float32 for x of torch.float64"),
+            (narrow_inside, "or your layer rounds to fewer digits than x has"),
             (transposed, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
             (stub, NOT_ATTEMPTED),
         ],

@@ -73,6 +73,11 @@ def all_run_again(times, first, last):
     return forward, backward + forward * times.recompute
 
 
+def one_end_only(times, first, last):
+    ends = {} if first or last < times.layers else {"head": (0, 0)}
+    return right_times(times._replace(**ends), first, last)
+
+
 def backward_is_two_forwards(times, first, last):
     forward, _ = right_times(times, first, last)
     return forward, 2 * forward
@@ -83,6 +88,10 @@ def backward_is_two_forwards(times, first, last):
     [
         (without("head"), "this stage also makes the scores, which takes 15 ms more"),
         (without("embedding"), "this stage also looks the tokens up, 3 ms"),
+        (
+            one_end_only,
+            "layers 0 to 7 of 8: you say 80 and 160 ms; this stage also makes the scores",
+        ),
         (last_one_included, "`last` is not one of them, so there are 2"),
         (head_everywhere, "the head is on the last stage only"),
         (nothing_run_again, "forward a second time before their backward: 20 ms more"),

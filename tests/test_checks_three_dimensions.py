@@ -102,6 +102,10 @@ def no_gradient(all_reduce):
     return ends(all_reduce, enter=[same, lambda gradient: None])  # noqa: F821
 
 
+def zeros(all_reduce):
+    return ends(all_reduce, leave=[lambda x: 0 * x, same])  # noqa: F821
+
+
 def not_a_pair(all_reduce):
     return all_reduce
 
@@ -150,6 +154,7 @@ def with_helpers(monkeypatch):
         (no_sum_forward, ["rank 0", "output", "own share", "missing in forward"]),
         (no_sum_backward, ["gradient of the layer's input", "own share", "entering"]),
         (both_ways, ["second matrix", "2 times the right one", "leaving"]),
+        (zeros, ["the layer's output is zero", "forward"]),
         (sum_where_all_is_whole, ["output", "2 times the right one", "forward"]),
         (twice_on_the_way_back, ["layer's input", "2 times the right one", "entering"]),
         (

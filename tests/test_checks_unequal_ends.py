@@ -4,6 +4,7 @@ import inspect
 import random
 import re
 
+import numpy
 import pytest
 from further import SEEDS
 
@@ -47,6 +48,17 @@ WRONG = {
         ),
         ["exponentials above different scores"],
     ),
+    "its own maximum alone": (
+        changed('all_reduce(scores.max(1).values, "max")', "scores.max(1).values"),
+        ["rank 0 the loss", "exponentials above different scores"],
+    ),
+    "one maximum for all positions": (
+        changed(
+            'all_reduce(scores.max(1).values, "max")',
+            'all_reduce(scores.max(), "max").expand(len(targets))',
+        ),
+        ["a thousand times as large", "is -inf", "all exponentials are zero"],
+    ),
     "the target is not told": (
         changed('all_reduce(scores[rows, own] * here, "sum")', "scores[rows, own] * here"),
         ["rank 0", "without the score of most targets"],
@@ -75,6 +87,13 @@ WRONG = {
             'of_target = all_reduce(scores[rows, own] * here, "sum") if here.any() and first else 0',
         ),
         ["Not yet: rank 1 waits at line", "all_reduce, and rank 0 has returned without it"],
+    ),
+    "a rank without a target does not take part": (
+        changed(
+            'of_target = all_reduce(scores[rows, own] * here, "sum")',
+            'of_target = all_reduce(scores[rows, own] * here, "sum") if here.any() else 0',
+        ),
+        ["Not yet: rank", "all_reduce, and rank 2 has returned without it"],
     ),
     "no gradient": (changed(", gradient / len(targets)", ""), ["return a pair"]),
     "an error": (changed("targets - first", "targets - nothing"), ["raised NameError"]),
@@ -123,6 +142,11 @@ def test_the_solution_is_right_and_the_stub_not_attempted(capsys):
     assert said_of(stub, capsys).startswith("Not attempted yet")
 
 
+def test_a_loss_that_is_a_python_number_is_right(program, capsys):
+    change = changed(".mean(), gradient", ".mean().item(), gradient")
+    assert said_of(program(change), capsys).startswith("Right: ")
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_loss_of_a_split_vocabulary_is_answered_by_what_was_left_out(name, program, capsys):
     change, words = WRONG[name]
@@ -159,6 +183,12 @@ def harmless(mutated, original):
     return "largest = all_reduce" in line
 
 
+def equal_share_rounded(layers, head, stages):
+    last = max(1, round((layers + head) / stages - head))
+    base, extra = divmod(layers - last, stages - 1)
+    return [base + (stage < extra) for stage in range(stages - 1)] + [last]
+
+
 def by_search(layers, head, stages):
     options = range(1, layers - stages + 2)
     last = min(options, key=lambda n: max(-(-(layers - n) // (stages - 1)), n + head))
@@ -170,6 +200,8 @@ def by_search(layers, head, stages):
     ("function", "words"),
     [
         (by_search, "Right"),
+        (lambda *sizes: [*numpy.array(by_search(*sizes))], "Right"),
+        (equal_share_rounded, "a cut with 7.80 exists"),
         (lambda layers, head, stages: ..., "Not attempted"),
         (lambda layers, head, stages: [layers // stages] * stages, "a cut with 3.42 exists"),
         (lambda layers, head, stages: [layers], "has 1 stages"),

@@ -1,7 +1,10 @@
 """Which way for which machine: what the comparison of lesson 10 says, and what it must not say."""
 
+import json
+import re
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,8 @@ from planning.transformer import Model
 MODEL = Model(layers=32, hidden=4096, length=2048, vocabulary=32_000, batch=256)
 SMALL = replace(MODEL, layers=24, hidden=2048)
 CARDS = Machine(32)  # a card of 200 Gb/s for each GPU
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+LESSONS = "10b_three_dimensions.ipynb", "11c_plan_a_training.ipynb"
 ONE_CARD = replace(CARDS, between=Link(2.8e9, 30e-6, 1))  # one of 25 Gb/s for eight GPUs
 
 
@@ -92,6 +97,16 @@ def test_messages_that_stay_in_a_node_are_not_charged_to_the_network():
         way.seconds for way in of(MODEL, Machine(8)).values()
     ]
     assert all(way.leaving == 0 for way in in_one_node.values())
+
+
+def test_lesson_10b_quotes_the_seconds_of_one_node_in_the_table_of_lesson_11c():
+    notebooks = [json.loads((NOTEBOOKS / name).read_text())["cells"] for name in LESSONS]
+    prose, code = ("".join(sum((cell["source"] for cell in cells), [])) for cells in notebooks)
+    quoted = re.search(r"forecasts (\S+) s per step when all eight.*? (\S+) s with", prose)
+    found = of(MODEL, Machine(8))
+    pipelines = min(way.seconds for way in found.values() if is_pipeline(way))
+    assert "6.6 billion, one node" in code
+    assert quoted.groups() == (f"{found['tensor 8'].seconds:.2f}", f"{pipelines:.2f}")
 
 
 def test_what_cannot_be_cut_says_so():

@@ -321,6 +321,14 @@ def run_schedule(schedule, rank, tokens, targets, mask, losses):
         schedule.step(target=targets, losses=losses, mask=mask)
 
 
+def test_a_share_of_the_loss_may_use_what_only_a_tensor_has(capsys, tmp_path):
+    def loss_to_go_back_from(mean_loss, num_microbatches):
+        return mean_loss.div(num_microbatches)
+
+    answer = answer_to(capsys, check.repair, 2, in_a_cell(loss_to_go_back_from, tmp_path))
+    assert answer == f"Right: {check.CASES[2].cured}"
+
+
 @pytest.mark.parametrize("case", first_of(check.CASES, 3))
 def test_a_repair_restores_the_losses_of_one_process(capsys, case):
     piece = globals()[check.CASES[case].piece]
@@ -360,6 +368,12 @@ def wrong(name):
 
         return order_of_receives
 
+    def by_microbatch():
+        def order_of_receives(actions):
+            return sorted(actions, key=lambda action: (action.microbatch, action.kind == "B"))
+
+        return order_of_receives
+
     def largest():
         def norm_to_clip_by(rank, squares_of_ranks):
             return max(sum(part.values()) for part in squares_of_ranks) ** 0.5
@@ -377,6 +391,15 @@ def wrong(name):
             return [num_layers // num_stages + 1] * num_stages
 
         return layers_of_stages
+
+    def wrong_name_of_an_argument():
+        def run_schedule(schedule, rank, tokens, targets, mask, losses):
+            if rank == 0:
+                schedule.step(tokens, mask=mask)
+            else:
+                schedule.step(targets=targets, losses=losses, mask=mask)
+
+        return run_schedule
 
     def nothing_kept():
         def before_update(weights, users):
@@ -444,9 +467,11 @@ def wrong(name):
             ),
             (1, "twice", "with your piece the ranks still wait: rank "),
             (5, "backwards_first", "with your piece the ranks still wait: rank "),
+            (5, "by_microbatch", "the message of 2B0 before that of 2F1, which its actions need"),
             (6, "largest", "every action of step 0 is the same, and the update after it is not"),
             (7, "nothing_kept", "1B1 on rank 1: made"),
             (8, "mean", "it took a gradient of norm"),
+            (9, "wrong_name_of_an_argument", "got an unexpected keyword argument 'targets'"),
             (9, "nothing_collected", "append them to `losses`"),
             (
                 9,

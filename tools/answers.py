@@ -22,7 +22,8 @@ from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 ASKS = (
-    r"[Gg]uess|[Ww]rite down|[Bb]efore you (?:run|look)|[Dd]ecide first|[Ss]ay it before|you expect"
+    r"[Gg]uess|[Ww]rite (?:your \w+ )?down|[Bb]efore you (?:run|look)|[Dd]ecide first"
+    r"|[Ss]ay it before|you expect"
 )
 PANEL = r"^(?:explore|time_machine)\("  # to play with
 

@@ -104,7 +104,12 @@ def call_for_number(function, *arguments):
 
 
 def require_number(value, name):
-    """`value`, if it is a finite number. Raises WrongAnswer otherwise; `name` begins its text."""
+    """`value`, if it is a finite number. Raises WrongAnswer otherwise; `name` begins its text.
+
+    A tensor or an array without dimensions is a number, too.
+    """
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is not a number")
     if isinstance(value, numbers.Integral):

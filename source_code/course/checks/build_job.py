@@ -5,6 +5,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,20 @@ from course.launch import ROOT
 
 NODES, RANKS = 2, 4
 PROGRAM = ["source_code/gpipe.py", "--steps", "2"]
+TRIED = ["source_code/one_f_one_b.py", "--steps", "3"]  # with the stand-in for srun
 LOSSES = [5.929890, 5.242678]  # those of lesson 02, whose model the job trains
 LONGEST = 30  # minutes that a job of two steps may ask for
 FAILED = 3  # the status of the srun that stands in for a rank that fails
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
-# Stands in for srun: writes its arguments to a file, one per line, and fails as a rank would.
+# Stands in for srun: writes its arguments to a file, one per line, and fails as a rank would. The
+# first arguments are those that srun takes from the environment.
 STAND_IN = f"""#!/bin/sh
-printf '%s\\n' "$@" > "$SRUN_WORDS"
+printf '%s\\n' ${{SLURM_DISTRIBUTION:+"--distribution=$SLURM_DISTRIBUTION"}} \\
+    ${{SLURM_KILL_BAD_EXIT:+"--kill-on-bad-exit=$SLURM_KILL_BAD_EXIT"}} "$@" > "$SRUN_WORDS"
 exit {FAILED}
 """
+# Which the job in which a notebook runs may have set.
+FROM_OUTSIDE = ("SLURM_DISTRIBUTION", "SLURM_KILL_BAD_EXIT")
 
 
 @checked(
@@ -79,7 +85,7 @@ def _complaint_on_options(text):
         if line.startswith("#SBATCH") and commands and number > commands[0]:
             return f"SLURM reads options up to the first command; line {number + 1} comes after it"
     if options.get("nodes") != str(NODES):
-        asked = f"{options['nodes']} nodes" if "nodes" in options else "no number of nodes"
+        asked = f"--nodes={options['nodes']}" if "nodes" in options else "no number of nodes"
         return f"your script asks for {asked}; the ranks are to be on {NODES}"
     per_node, total = options.get("ntasks-per-node"), options.get("ntasks")
     if per_node != str(RANKS // NODES) and (per_node or total != str(RANKS)):
@@ -93,12 +99,16 @@ def _complaint_on_options(text):
 
 
 def _minutes(limit):
-    """A limit such as MINUTES, MINUTES:SECONDS or HOURS:MINUTES:SECONDS in minutes, or None."""
-    if not re.fullmatch(r"\d+(:\d\d){0,2}", limit):
+    """A limit in minutes, or None: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS, or DAYS-HOURS and
+    then, if given, :MINUTES and :SECONDS."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d\d?){0,2}", limit):
         return None
-    parts = [int(part) for part in limit.split(":")]
-    hours = parts.pop(0) if len(parts) == 3 else 0
-    return 60 * hours + parts[0] + (parts[1] / 60 if len(parts) > 1 else 0)
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts.insert(0, 0)
+    hours, minutes, seconds = [*parts, 0, 0][:3]
+    return 60 * (24 * int(days or 0) + hours) + minutes + seconds / 60
 
 
 def _complaint_on_call(text):
@@ -110,28 +120,35 @@ def _complaint_on_call(text):
         (folder / "job.sbatch").write_text(text)
         words = folder / "words"
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in FROM_OUTSIDE},
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
             "PYTHON": sys.executable,
             "SRUN_WORDS": str(words),
             **{"SLURM_JOB_ID": "4711", "SLURM_NNODES": str(NODES), "SLURM_NTASKS": str(RANKS)},
         }
-        ended = _run(["bash", str(folder / "job.sbatch"), *PROGRAM], environment)
+        ended = _run(["bash", str(folder / "job.sbatch"), *TRIED], environment)
         called = words.read_text().splitlines() if words.exists() else None
     if called is None:
         last = (ended.stderr.strip().splitlines() or [""])[-1]
         return "your script calls no srun, so its program runs once, on the first node only" + (
             f" ({last})" if last else ""
         )
-    own = options_of(text) | _options_in([word for word in called if word not in PROGRAM])
-    if called[-len(PROGRAM) :] != PROGRAM:
+    own = options_of(text) | _options_in([word for word in called if word not in TRIED])
+    if called[-len(TRIED) :] != TRIED or called.count(TRIED[0]) > 1:
         return (
-            f"the ranks were to run '{' '.join(PROGRAM)}', the words after the script's name, and "
-            f"srun was told '{' '.join(called)[:80]}'; pass them on with \"$@\""
+            f"the ranks were to run '{' '.join(TRIED)}', the words after the script's name, and "
+            f"srun was told '... {shlex.join(called[-4:])}'; pass them on with \"$@\""
         )
-    if not any("python" in Path(word).name for word in called[: -len(PROGRAM)]):
+    if not any("python" in Path(word).name for word in called[: -len(TRIED)]):
         return 'srun is to start "$PYTHON" with these words: a .py file is not a program by itself'
-    if not own.get("distribution", "").startswith("block"):
+    if complaint := _complaint_on_sizes(called, own):
+        return complaint
+    if not own.get("distribution", "block").startswith("block"):
+        return (
+            f"--distribution={own['distribution']} can number the ranks so that every message of the "
+            "pipeline crosses the network; use block"
+        )
+    if "distribution" not in own:
         return (
             "nothing says how ranks are numbered: where SLURM's default is cyclic, every message "
             "of the pipeline crosses the network"
@@ -143,6 +160,20 @@ def _complaint_on_call(text):
             f"srun ended with status {FAILED}, and your script with 0: SLURM would call the job "
             "COMPLETED. The status of a script is that of its last command"
         )
+    return None
+
+
+def _complaint_on_sizes(called, own):
+    """The error in the numbers that srun is told, or None."""
+    for name, wanted in (("nodes", NODES), ("ntasks", RANKS), ("ntasks-per-node", RANKS // NODES)):
+        if own.get(name, str(wanted)) != str(wanted):
+            return f"srun takes --{name}={own[name]}, and {RANKS} ranks are to be on {NODES} nodes"
+    for word, following in zip(called, called[1:]):
+        if word in ("-K", "--kill-on-bad-exit") and following in ("0", "1"):
+            return (
+                f"after {word} and a space, srun takes {following} for the program that it starts; "
+                "write --kill-on-bad-exit=1"
+            )
     return None
 
 

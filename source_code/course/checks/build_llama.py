@@ -15,7 +15,7 @@ from extensions.pretraining.cut_by_work import cut_by_work
 from lab.simulator import Costs, simulate
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedule import ScheduleError
-from pipeline.schedules import build_schedule
+from pipeline.schedules import SCHEDULES, build_schedule
 from planning.counted_memory import predict_memory
 
 MACHINES = {"A": (8, 16), "B": (8, 8), "C": (4, 14), "D": (2, 12)}  # devices, GiB of each
@@ -78,6 +78,8 @@ def _choice_of(machine, flags):
             if not re.fullmatch(r"[1-9]\d{0,3}", choice[name]):
                 raise WrongAnswer(f"{machine}: --{name} takes a whole number above 0")
             choice[name] = int(choice[name])
+    if choice["schedule"] not in SCHEDULES:
+        raise WrongAnswer(f"{machine}: there is no schedule {choice['schedule']!r}")
     if choice["recompute"] not in AGAIN:
         raise WrongAnswer(f"{machine}: --recompute takes one of {', '.join(AGAIN)}")
     if ROWS % choice["microbatches"]:
@@ -159,6 +161,7 @@ def feed_forward(function):
         return (
             f"the losses differ from those of one process by {apart[1]}: what a position gets "
             "depends on something besides its own activation and the weights, such as the other "
-            "rows of the micro-batch, or random numbers, which differ between ranks"
+            "rows of the micro-batch, or random numbers, which differ between ranks; or your layer "
+            "rounds to fewer digits than x has"
         )
     return Words(observed, request).transport() or next(iter(observed.ranks[0].reports), None)

@@ -41,6 +41,12 @@ def complaint_of(function):
     if not torch.is_tensor(made) or made.shape != x.shape:
         shape = tuple(made.shape) if torch.is_tensor(made) else type(made).__name__
         return f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x"
+    if made.dtype != x.dtype:
+        return f"your layer returns {made.dtype} for x of {x.dtype}; return the dtype of x"
+    if not made.requires_grad:
+        return (
+            "no gradient comes back: nothing leads from your layer's result to x and the matrices"
+        )
     made.square().sum().backward()
     names = [name for name, w in zip(("x", "gate", "up", "down"), (x, *weights)) if w.grad is None]
     if names:

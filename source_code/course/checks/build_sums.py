@@ -6,11 +6,13 @@ from course.checks.answer import WrongAnswer, checked
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 from lab.simulator import Costs, simulate
+from pipeline.schedule import from_csv
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 
 PROGRAM = "course.checks.build_sums_on_ranks.main"
 HIDDEN = 0.8  # the largest accepted wait, as a share of that without the hook; 0.5 can be reached
-PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8)]
+REVERSED = from_csv("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", "backwards in reverse order")
+PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8), REVERSED]
 
 
 @checked("each sum leaves with the last gradient that it adds, and half of the wait is hidden.")

@@ -18,7 +18,7 @@ def share_of_loss(share):
         shares = []
         for piece in pieces:
             try:
-                shares.append(call_for_number(share, piece, counts))
+                shares.append(call_for_number(share, [*piece], [*counts]))
             except WrongAnswer as error:
                 if "ZeroDivisionError" in str(error):
                     raise WrongAnswer(

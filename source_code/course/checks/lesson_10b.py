@@ -54,6 +54,8 @@ def complaint_of(name, factor, of):
         return f"{what} is {times}this rank's own share: the sum is missing in {where}"
     if close(factor, 1):
         return None
+    if factor == 0:
+        return f"{what} is zero; look at {where}"
     reason = "something is summed that is whole on both ranks"
     if factor < 1:
         reason = "the ranks' terms are added up, and nothing is divided"

@@ -2,6 +2,7 @@
 """Checks of lesson 10c: the loss of a split vocabulary on three real ranks, and a cut by cost."""
 
 import math
+import numbers
 
 from course.checks.answer import call, checked, close
 from course.checks.build_text import request_of
@@ -13,6 +14,7 @@ LOSSES = {  # the sentence about each loss that a known omission gives
     "sum": "of this rank's rows alone: the sum of the exponentials needs those of all ranks",
     "target": "without the score of most targets: the rank that has it must tell the others",
     "tops": "from exponentials above different scores: all ranks must subtract the same one",
+    "own tops": "from exponentials above different scores: all ranks must subtract the same one",
     "total": "of all positions together: return the mean over the positions",
 }
 GRADIENTS = {
@@ -22,12 +24,19 @@ GRADIENTS = {
 }
 
 
+CASES_IN_WORDS = (
+    "",
+    ", with scores a thousand times as large,",
+    ", if rank 2 has none of the targets,",
+)
+
+
 @checked("the loss and the gradient of the whole vocabulary, and no score has left its rank.")
 def split_loss(function):
     """Check `function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
     reports = perform(request_of(function, program=PROGRAM), RANKS)
     for rank, of_rank in enumerate(reports):
-        for size, report in zip(("", ", with scores a thousand times as large,"), of_rank):
+        for size, report in zip(CASES_IN_WORDS, of_rank):
             if report is None:
                 return "return a pair: the mean loss, and the gradient of this rank's scores"
             if complaint := complaint_of(report):
@@ -42,6 +51,11 @@ def complaint_of(report):
     loss, losses = report["loss"], report["losses"]
     if loss is None:
         return "the loss is not one number"
+    if loss == -math.inf:
+        return (
+            "the loss is -inf: at some position all exponentials are zero, since more than its own "
+            "largest score was subtracted"
+        )
     if not math.isfinite(loss):
         return (
             f"the loss is {loss}: exp() of a large score overflows, so subtract the largest one of "
@@ -73,7 +87,16 @@ def complaint_of_gradient(what, *more):
 
 # The second exercise: a head that is worth `head` layers, on the last stage.
 
-CASES = [(8, 2.42, 4), (32, 0.65, 4), (32, 2.41, 8), (24, 9.13, 4), (24, 9.13, 8), (5, 0.1, 5)]
+# For (24, 4.8, 4) the equal share of the work, rounded to layers, is not the best.
+CASES = [
+    (8, 2.42, 4),
+    (32, 0.65, 4),
+    (32, 2.41, 8),
+    (24, 4.8, 4),
+    (24, 9.13, 4),
+    (24, 9.13, 8),
+    (5, 0.1, 5),
+]
 
 
 def slowest_of(cut, head):
@@ -96,7 +119,9 @@ def cut_by_cost(function):
     for layers, head, stages in CASES:
         case = f"{layers} layers, a head of {head}, {stages} stages"
         cut = call(function, layers, head, stages)
-        if not isinstance(cut, (list, tuple)) or not all(isinstance(n, int) for n in cut):
+        if not isinstance(cut, (list, tuple)) or not all(
+            isinstance(n, numbers.Integral) for n in cut
+        ):
             return f"{case}: return a list with the number of layers of each stage"
         if len(cut) != stages:
             return f"{case}: {list(cut)} has {len(cut)} stages"

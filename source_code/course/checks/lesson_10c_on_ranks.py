@@ -16,6 +16,8 @@ from pipeline.model import cut_evenly, token_loss
 RANKS = 3
 VOCABULARY = 50
 TARGETS = [3, 20, 49, 17, 33, 16]
+ON_TWO_RANKS = [3, 20, 16, 17, 33, 16]  # rank 2 has none of these targets
+CASES = (1, TARGETS), (1000, TARGETS), (1, ON_TWO_RANKS)  # by what the scores are multiplied
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -24,7 +26,7 @@ def main(_, reader):
     dist.init_process_group("gloo")
     calls = []
     function = partial(reader, all_reduce=partial(all_reduce, calls))
-    found = [examine(dist.get_rank(), function, calls, scale) for scale in (1, 1000)]
+    found = [examine(dist.get_rank(), function, calls, *case) for case in CASES]
     tell("report", value=found)
 
 
@@ -36,16 +38,17 @@ def all_reduce(calls, x, operation):
     return total
 
 
-def examine(rank, function, calls, scale):
+def examine(rank, function, calls, scale, targets):
     """Call the function with scores multiplied by `scale`, and compare loss and gradient."""
     whole = scale * draw_scores()
-    targets = torch.tensor(TARGETS)
+    targets = torch.tensor(targets)
     first, last = cut_evenly(VOCABULARY, RANKS)[rank]
     calls.clear()
     result = function(whole[:, first:last].clone(), targets.clone(), first)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         return None
-    loss, gradient = (torch.as_tensor(part).detach() for part in result)
+    # A loss that is a Python number has 64 bits, too.
+    loss, gradient = (torch.as_tensor(part, dtype=torch.float64).detach() for part in result)
     right = gradient_of(whole, targets)[:, first:last]
     report = {"loss": loss.item() if loss.numel() == 1 else None, "calls": len(calls)}
     report["losses"] = losses_that_might_be(whole, targets, first, last)
@@ -71,6 +74,7 @@ def losses_that_might_be(whole, targets, first, last):
     of_target = whole.gather(-1, targets[:, None]).squeeze(-1)
     tops = [part.max(-1).values for part in parts]
     unequal = sum((part - top[:, None]).exp().sum(-1) for part, top in zip(parts, tops))
+    own_top = scores.max(-1).values
     here = (targets >= first) & (targets < last)
     found = torch.where(here, of_target, 0.0)
     right = token_loss(whole, targets)
@@ -79,6 +83,7 @@ def losses_that_might_be(whole, targets, first, last):
         "sum": (scores.logsumexp(-1) - of_target).mean().item(),
         "target": (whole.logsumexp(-1) - found).mean().item(),
         "tops": (unequal.log() + largest - of_target).mean().item(),
+        "own tops": (unequal.log() + own_top - of_target).mean().item(),
         "total": (whole.logsumexp(-1) - of_target).sum().item(),
     }
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 10d: dispatch and combine on two real ranks, and a schedule for an all-to-all."""
 
+import numbers
+
 from course.checks.answer import NotAttempted, checked
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
@@ -14,13 +16,16 @@ MEANS = 1.5, 1.25  # over each rank's own sequences
 def dispatch_and_combine(mix):
     """Check `mix(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)`."""
     reports = perform(request_of(mix, program=PROGRAM), 2)
-    for rank, report in enumerate(reports):
-        if complaint := complaint_of(rank, report):
-            return f"on rank {rank} {complaint}"
+    for case, of_ranks in zip(("", "if all tokens choose expert 0, "), zip(*reports)):
+        # The results of both ranks first: a wrong row on one spoils the gradients of the other.
+        for complaint_of in (complaint_of_results, complaint_of_gradients):
+            for rank, report in enumerate(of_ranks):
+                if complaint := complaint_of(rank, report):
+                    return f"{case}on rank {rank} {complaint}"
 
 
-def complaint_of(rank, report):
-    """The first thing that is wrong in the report of a rank, or None."""
+def complaint_of_results(rank, report):
+    """The first thing that is wrong in the results of a rank, or None."""
     if "wrong" in report:
         return report["wrong"]
     if not report["same"]:
@@ -31,7 +36,14 @@ def complaint_of(rank, report):
             )
         if report["unweighted"]:
             return "each result is right but for the router's weight: multiply by it"
+        if report["weighted before"]:
+            return "the weight multiplies what goes into the expert: multiply the expert's result"
         return "the results are wrong: which row belongs to which token, and to which rank?"
+    return None
+
+
+def complaint_of_gradients(rank, report):
+    """The first thing that is wrong in the gradients or the auxiliary loss of a rank, or None."""
     if report["no weight"]:
         return (
             "the results are right, but the router gets no gradient: use `weight` itself, not its "
@@ -39,7 +51,10 @@ def complaint_of(rank, report):
         )
     for name, what in {"weight": "router's weights", "expert": "expert", "x": "tokens"}.items():
         if not report[name]:
-            return f"the gradient of the {what} is wrong: use exchange for rows in both directions"
+            return (
+                f"the gradient of the {what} is wrong: rows go both ways through `exchange`, and "
+                "nothing is detached"
+            )
     if abs(report["share"] - SHARES[rank]) > 1e-9:
         if abs(report["share"] - MEANS[rank]) < 1e-9:
             return (
@@ -58,8 +73,8 @@ def hidden_parts(hidden):
         raise NotAttempted
     for milliseconds, right in ((5, 110 / 190), (15, 238.333 / 570)):
         found = hidden.get(milliseconds)
-        if not isinstance(found, (int, float)):
-            return f"{milliseconds} ms: give a number from 0 to 1"
+        if not isinstance(found, numbers.Real) or not 0 <= found <= 1:
+            return f"{milliseconds} ms: give a number from 0 to 1, not {found!r}"
         if abs(found - right) > 0.01:
             return (
                 f"{milliseconds} ms: not {found:.3f}; subtract the time in pairs from the time one "

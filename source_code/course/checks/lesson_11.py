@@ -30,6 +30,8 @@ HANGS = [
     ({0: 1, 1: 3, 2: 1, 3: None, 4: 1}, 3),
     ({0: 1, 1: 0}, DEADLOCK),
     ({0: 1, 1: 2, 2: 3, 3: 2}, DEADLOCK),
+    ({0: None, 1: 0, 2: 1}, 0),
+    ({0: 1, 1: None, 2: 3, 3: 2}, DEADLOCK),  # rank 1 holds up rank 0 alone
 ]
 
 
@@ -46,11 +48,13 @@ def to_blame(blame):
         case = f"{waits}: you say {answer!r}"
         if answer not in [*waits, DEADLOCK]:
             return f"{case}, which is none of the ranks"
+        if right == DEADLOCK and None in waits.values():
+            return f"{case}, and not all others wait for it: some wait for each other, in a ring"
         if right == DEADLOCK:
             return f"{case}, but every rank waits here: none of them can go on first"
         if answer == DEADLOCK:
             return f"{case}, but rank {right} waits for nobody: it is doing something else"
         waited_for = list(waits.values())
-        if waited_for.count(answer) == max(map(waited_for.count, waits)):
+        if 1 < waited_for.count(answer) == max(map(waited_for.count, waits)):
             return f"{case}, for whom most wait; but rank {answer} itself waits for {waits[answer]}"
         return f"{case}, which waits for rank {waits[answer]}: follow the chain to its end"

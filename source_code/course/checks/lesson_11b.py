@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 11b: a decode loop on three real ranks, and the number of groups for a chat."""
 
+from itertools import accumulate
+
 from course.checks.answer import call_for_number, checked, many
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
@@ -29,11 +31,18 @@ def decode_loop(decode):
             return f"the texts have no group {group}"
         if ours != right:
             return tell_difference(group, ours, right)
-    under_way = most_under_way(did)
-    if under_way < GROUPS:
+    most = max(under_way(did), default=0)
+    if most < GROUPS:
         return (
-            f"the texts are right, but rank 0 never had more than {under_way} of {GROUPS} groups "
+            f"the texts are right, but rank 0 never had more than {most} of {GROUPS} groups "
             "under way: it waited for a token of one group before it began the next one"
+        )
+    left = fewest_until_the_last_forward(did)
+    if left < GROUPS - 1:
+        return (
+            f"the texts are right, but in the middle rank 0 had only {left} of {GROUPS} groups under "
+            "way: with the token of one group it can begin that group's next pass, before it waits "
+            "for the token of another group"
         )
 
 
@@ -44,6 +53,8 @@ def tell_difference(group, ours, right):
         return (
             f"group {group} has {count} tokens instead of {len(right)}; was the last one received?"
         )
+    if ours[1:] == right[:-1]:
+        return f"group {group} begins with the token that was given: return the new tokens only"
     first = next(k for k, (a, b) in enumerate(zip(ours, right)) if a != b)
     return (
         f"token {first} of group {group} is {ours[first]}, and one process chooses {right[first]}: "
@@ -51,13 +62,16 @@ def tell_difference(group, ours, right):
     )
 
 
-def most_under_way(did):
-    """The largest number of groups for which rank 0 has run a forward and awaits the token."""
-    now = most = 0
-    for what, _ in did:
-        now += {"forward": 1, "receive": -1}.get(what, 0)
-        most = max(most, now)
-    return most
+def under_way(did):
+    """After each call of rank 0: the groups for which it has run a forward and awaits the token."""
+    return list(accumulate({"forward": 1, "receive": -1}.get(what, 0) for what, _ in did))
+
+
+def fewest_until_the_last_forward(did):
+    """The smallest number of groups under way between the first passes of all and the last pass."""
+    counts = under_way(did)
+    last = max(place for place, (what, _) in enumerate(did) if what == "forward")
+    return min(counts[counts.index(GROUPS) : last])
 
 
 @checked("a pipeline of more stages has more hops, and at some length no text is fast enough.")

@@ -66,7 +66,7 @@ CASES = {
         "all losses are those of one process; nothing is computed wrongly, it takes too long",
         "look at who waits: that rank does, in every round, and for whom?",
         "rank 3 has five of eleven layers, and a pipeline is as fast as its slowest stage.",
-        "no stage has more than one layer beyond any other.",
+        "no stage has more layers than it must have, so none keeps the others waiting.",
         hints=(
             "Compare the losses of the two runs digit by digit.",
             "Look at the idle time of each rank. One of them never waits.",
