@@ -166,6 +166,11 @@ WRONG = {
         ([("output = stage(k, x)", "output = 2 * stage(k, x)")], "is 2 times the right one"),
         ([("    output = stage(k, x)\n", "    with torch.no_grad():\n        output = stage(k, x)\n")],
          "line 7 of backward (`output.backward(gradient)`) raised RuntimeError: element 0"),
+        ([("output = stage(k, x)", "output = stage(0, x)")],
+         "micro-batch 1: the second forward is stage(0, x), that of another micro-batch"),
+        ([("output.backward(gradient)",
+           "(output * (1 if gradient is None else gradient)).sum().backward()")],
+         "bytes, and the forward alone"),
     ],
     "training_program": [
         ([("    optimizer.zero_grad()\n", "")], "on 4 ranks the gradients of the step before are"),
@@ -183,6 +188,7 @@ WRONG = {
         ([("target=targets", "target=targets[:-1]")], "raised"),
         ([("loss {torch", "mean {torch")], "no line `step 0  loss 5.123456` was printed"),
         ([("n_microbatches=8", "n_microbatches=4")], "with 4 micro-batches; the exercise asks for 8"),
+        ([("dist.get_world_size()", "4")], "Not yet: on 2 ranks: "),
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
@@ -213,6 +219,8 @@ WRONG = {
         ([("    dist.all_reduce", "    if both[0] > 1e-9:\n        dist.all_reduce")],
          "until every rank calls all_reduce, and rank 0 has returned without it"),
         ([("    return (both[0] / both[1]).item()", "    both[0]")], "returns None; return a number"),
+        ([("(both[0] / both[1]).item()", "(both[0] / both[1]).nan_to_num(posinf=torch.nan).item()")],
+         "rank 0 returns nan, and `difference > 1e-9` is False"),
     ],
     "save_and_restore": [
         ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',
@@ -330,6 +338,26 @@ def test_right_losses_that_no_schedule_of_the_library_computed_are_not_enough(tm
     )
     build_library.training_program(path)
     assert "no schedule of torch.distributed.pipelining was created" in capsys.readouterr().out
+
+
+def test_a_schedule_that_is_created_and_never_runs_is_not_enough(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        SOLUTIONS["training_program"].split("for step")[0]
+        + "losses = "
+        + repr(library_mistakes.losses_of()[:-1])
+        + "\nfor step, loss in enumerate(losses if stage.is_last else []):\n"
+        + '    print(f"step {step}  loss {loss:.6f}")\n'
+    )
+    build_library.training_program(path)
+    assert "rank 0 ran `schedule.step(...)` 0 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exercise", ["training_program", "clipping_program"])
+def test_the_number_of_spaces_in_a_line_does_not_matter(exercise, tmp_path, capsys):
+    edits = [("{step}  loss", "{step} loss")]
+    edits += [("held out  loss", "held out loss")] if exercise == "clipping_program" else []
+    assert answer_to(tmp_path, capsys, exercise, *edits).startswith("Right: ")
 
 
 def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):
