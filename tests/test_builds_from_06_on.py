@@ -226,6 +226,8 @@ WRONG = {
         ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',
            'folder / f"step-{step:04}", None'), ("        writing.rename(whole)\n", "        pass\n")],
          "rank 1 got SIGKILL with its file half written; started again, line"),
+        ([("    torch.save(state, writing / f\"rank-{rank}.pt\")\n", "")],
+         "rank 1 got SIGKILL right after its save, while the other may still be at it; started again, line"),
         # Rank 1 is late, so that this race has one end on a busy machine, too.
         ([("    wait_for_all()\n    if rank == 0:", "    if rank == 0:"),
           ("    torch.save(state", "    import time\n    time.sleep(0.5 * rank)\n    torch.save(state")],
@@ -338,6 +340,43 @@ def test_right_losses_that_no_schedule_of_the_library_computed_are_not_enough(tm
     )
     build_library.training_program(path)
     assert "no schedule of torch.distributed.pipelining was created" in capsys.readouterr().out
+
+
+LATEST = """
+import os
+
+
+def save(folder, step, model, optimizer, rank, wait_for_all):
+    file = folder / f"{step}-{rank}"
+    torch.save([model.state_dict(), optimizer.state_dict()], file.with_suffix(".new"))
+    os.replace(file.with_suffix(".new"), file)
+    wait_for_all()
+    if rank == 0:
+        (folder / "latest.new").write_text(str(step))
+        os.replace(folder / "latest.new", folder / "latest")
+    wait_for_all()
+
+
+def restore(folder, model, optimizer, rank):
+    if not (folder / "latest").exists():
+        return 0
+    step = int((folder / "latest").read_text())
+    weights, state = torch.load(folder / f"{step}-{rank}")
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return step
+"""
+
+
+def test_a_latest_that_is_written_in_place_can_be_empty_after_a_sigkill(tmp_path, capsys):
+    in_place = LATEST.replace('        os.replace(folder / "latest.new", folder / "latest")\n', "")
+    in_place = in_place.replace("latest.new", "latest")
+    for text, sentence in (
+        (LATEST, "Right: "),
+        (in_place, "Not yet: rank 0 got SIGKILL when it had just opened a file that was there"),
+    ):
+        build_save.save_and_restore(*written(tmp_path, text, "save_and_restore"))
+        assert capsys.readouterr().out.startswith(sentence)
 
 
 def test_a_schedule_that_is_created_and_never_runs_is_not_enough(tmp_path, capsys):
