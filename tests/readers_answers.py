@@ -281,6 +281,10 @@ RIGHT = {
                            "                    weight -= rate * gradients[name]\n"))
         ],
     ),
+    "a stash that returns a list and a tuple": (
+        "pipedream_run",
+        [edited(STASH, ("return weights, losses", "return [weights, tuple(losses)]"))],
+    ),
     "autograd for the input alone": (
         "weight_half",
         [edited(HALVES, ("return gradient @ weight",

@@ -282,6 +282,10 @@ WRONG = {
             [("return sum(filter(None, shares))", "return sum(filter(None, shares)) / 2")],
             "0.5 times that of the batch",
         ),
+        (
+            [(" if stages[-1].following is None else None", "")],
+            "rank 0 returns 0 as a loss, which only rank 3 has: return None elsewhere",
+        ),
     ],
     "zb_h1_step": [
         ([("if len(later) > rank:", "if later:")], "rank 1 takes 1W0 as its action 4"),
@@ -329,6 +333,16 @@ WRONG = {
               "old = stash.pop(k)\n        gradients = backward_with(old,"),
              ("in newest.items()", "in old.items()")],
             "rank 2 runs the forward of mini-batch 3 with weights that no sequence of updates",
+        ),
+        (
+            [("dist.get_world_size() - 1 - dist.get_rank()", "dist.get_world_size() - dist.get_rank()")],
+            "Not yet: rank 0 takes 0F4 as its action 4",
+        ),
+        (
+            [("        gradients = backward_with(stash.pop(k), stage, k, held, sends)\n",
+              "        gradients = backward_with(stash[k], stage, k, held, sends)\n"
+              "        stash.pop(k - 1, None)\n")],
+            "with 3 versions in memory, and 2 are in use there",
         ),
     ],
 }  # fmt: skip
@@ -495,6 +509,16 @@ def test_a_function_imported_from_torch_goes_with_the_step_too(tmp_path):
     text = "from torch import empty as space\n\n\n" + text
     imports = request_of(written(tmp_path, text, "gpipe_step"))["imports"]
     assert imports == ["from torch import empty as space"]
+
+
+def test_the_open_that_jupyter_puts_into_a_notebook_is_pythons(tmp_path):
+    from IPython.core.interactiveshell import InteractiveShell
+
+    text = SOLUTIONS["gpipe_step"].replace("held.pop(k)", "held.pop(k) if open else None")
+    function = written(tmp_path, text, "gpipe_step")
+    function.__globals__["open"] = InteractiveShell().user_ns["open"]
+    assert function.__globals__["open"] is not open
+    assert request_of(function)["imports"] == []
 
 
 def test_the_dots_of_an_index_are_not_those_of_a_stub():

@@ -166,6 +166,11 @@ WRONG = {
         ([("output = stage(k, x)", "output = 2 * stage(k, x)")], "is 2 times the right one"),
         ([("    output = stage(k, x)\n", "    with torch.no_grad():\n        output = stage(k, x)\n")],
          "line 7 of backward (`output.backward(gradient)`) raised RuntimeError: element 0"),
+        ([("output = stage(k, x)", "output = stage(0, x)")],
+         "micro-batch 1: the second forward is stage(0, x), that of another micro-batch"),
+        ([("output.backward(gradient)",
+           "(output * (1 if gradient is None else gradient)).sum().backward()")],
+         "bytes, and the forward alone"),
     ],
     "training_program": [
         ([("    optimizer.zero_grad()\n", "")], "on 4 ranks the gradients of the step before are"),
@@ -183,6 +188,7 @@ WRONG = {
         ([("target=targets", "target=targets[:-1]")], "raised"),
         ([("loss {torch", "mean {torch")], "no line `step 0  loss 5.123456` was printed"),
         ([("n_microbatches=8", "n_microbatches=4")], "with 4 micro-batches; the exercise asks for 8"),
+        ([("dist.get_world_size()", "4")], "Not yet: on 2 ranks: "),
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
@@ -213,11 +219,15 @@ WRONG = {
         ([("    dist.all_reduce", "    if both[0] > 1e-9:\n        dist.all_reduce")],
          "until every rank calls all_reduce, and rank 0 has returned without it"),
         ([("    return (both[0] / both[1]).item()", "    both[0]")], "returns None; return a number"),
+        ([("(both[0] / both[1]).item()", "(both[0] / both[1]).nan_to_num(posinf=torch.nan).item()")],
+         "rank 0 returns nan, and `difference > 1e-9` is False"),
     ],
     "save_and_restore": [
         ([('folder / f"writing-{step:04}", folder / f"step-{step:04}"',
            'folder / f"step-{step:04}", None'), ("        writing.rename(whole)\n", "        pass\n")],
          "rank 1 got SIGKILL with its file half written; started again, line"),
+        ([("    torch.save(state, writing / f\"rank-{rank}.pt\")\n", "")],
+         "rank 1 got SIGKILL right after its save, while the other may still be at it; started again, line"),
         # Rank 1 is late, so that this race has one end on a busy machine, too.
         ([("    wait_for_all()\n    if rank == 0:", "    if rank == 0:"),
           ("    torch.save(state", "    import time\n    time.sleep(0.5 * rank)\n    torch.save(state")],
@@ -333,6 +343,63 @@ def test_right_losses_that_no_schedule_of_the_library_computed_are_not_enough(tm
     )
     build_library.training_program(path)
     assert "no schedule of torch.distributed.pipelining was created" in capsys.readouterr().out
+
+
+LATEST = """
+import os
+
+
+def save(folder, step, model, optimizer, rank, wait_for_all):
+    file = folder / f"{step}-{rank}"
+    torch.save([model.state_dict(), optimizer.state_dict()], file.with_suffix(".new"))
+    os.replace(file.with_suffix(".new"), file)
+    wait_for_all()
+    if rank == 0:
+        (folder / "latest.new").write_text(str(step))
+        os.replace(folder / "latest.new", folder / "latest")
+    wait_for_all()
+
+
+def restore(folder, model, optimizer, rank):
+    if not (folder / "latest").exists():
+        return 0
+    step = int((folder / "latest").read_text())
+    weights, state = torch.load(folder / f"{step}-{rank}")
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return step
+"""
+
+
+def test_a_latest_that_is_written_in_place_can_be_empty_after_a_sigkill(tmp_path, capsys):
+    in_place = LATEST.replace('        os.replace(folder / "latest.new", folder / "latest")\n', "")
+    in_place = in_place.replace("latest.new", "latest")
+    for text, sentence in (
+        (LATEST, "Right: "),
+        (in_place, "Not yet: rank 0 got SIGKILL when it had just opened a file that was there"),
+    ):
+        build_save.save_and_restore(*written(tmp_path, text, "save_and_restore"))
+        assert capsys.readouterr().out.startswith(sentence)
+
+
+def test_a_schedule_that_is_created_and_never_runs_is_not_enough(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        SOLUTIONS["training_program"].split("for step")[0]
+        + "losses = "
+        + repr(library_mistakes.losses_of()[:-1])
+        + "\nfor step, loss in enumerate(losses if stage.is_last else []):\n"
+        + '    print(f"step {step}  loss {loss:.6f}")\n'
+    )
+    build_library.training_program(path)
+    assert "rank 0 ran `schedule.step(...)` 0 times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exercise", ["training_program", "clipping_program"])
+def test_the_number_of_spaces_in_a_line_does_not_matter(exercise, tmp_path, capsys):
+    edits = [("{step}  loss", "{step} loss")]
+    edits += [("held out  loss", "held out loss")] if exercise == "clipping_program" else []
+    assert answer_to(tmp_path, capsys, exercise, *edits).startswith("Right: ")
 
 
 def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):

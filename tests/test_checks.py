@@ -338,6 +338,27 @@ def filled_to_the_average(seconds, num_stages):
     return counts
 
 
+def test_an_array_of_numbers_is_a_cut_too(capsys):
+    def cut(seconds, num_stages):
+        cuts = lesson_04b._all_cuts(len(seconds), num_stages)
+        return numpy.array(min(cuts, key=lambda counts: lesson_04b._slowest(seconds, counts)))
+
+    assert answer_to(lesson_04b.best_cut, capsys, cut).startswith("Right: ")
+
+
+def test_only_a_cut_filled_to_the_average_leaves_something_over(capsys):
+    def longest_first(seconds, num_stages):
+        loads, counts = [0] * num_stages, [0] * num_stages
+        for second in sorted(seconds, reverse=True):
+            stage = loads.index(min(loads))
+            loads[stage] += second
+            counts[stage] += 1
+        return counts
+
+    answer = answer_to(lesson_04b.best_cut, capsys, longest_first)
+    assert answer.startswith("Not yet: ") and "have left over" not in answer
+
+
 @pytest.mark.parametrize(
     ("cut", "sentence"),
     [

@@ -23,6 +23,7 @@ def test_an_untouched_stub_is_not_attempted_yet(capsys):
         (lambda shape, r, p: [r, r + p if shape == "loop" else 2 * p - r], "counted from 0"),
         (lambda shape, r, p: [r], "it is [0, 4]"),
         (lambda shape, r, p: 3, "return a list of two numbers"),
+        (lambda shape, r, p: f"{r},{r + p}", "you say '0,4'; it is [0, 4]"),
     ],
 )
 def test_placement_explains(place, sentence, capsys):

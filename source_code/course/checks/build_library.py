@@ -54,7 +54,8 @@ def clipping_program(path):
 
 def other_use(used):
     """The sentence for a program that uses the library in another way than the exercise asks, or None."""
-    for microbatches in (rank["microbatches"] for rank in used):
+    for rank, done in enumerate(used):
+        microbatches = done["microbatches"]
         if not microbatches:
             return (
                 "the losses are right, but no schedule of torch.distributed.pipelining was created"
@@ -63,6 +64,11 @@ def other_use(used):
             return (
                 f"the losses are right, but with {microbatches[0]} micro-batches; the exercise asks "
                 f"for {MICROBATCHES}"
+            )
+        if done["steps"] < STEPS:
+            return (
+                f"the losses are right, but rank {rank} ran `schedule.step(...)` {done['steps']} "
+                f"times; each rank runs it in each of the {STEPS} steps"
             )
 
 
@@ -98,10 +104,10 @@ def printed_by(name, text, num_ranks):
     request = {"program": PROGRAM, "functions": [], "sources": [(name, text)], "seconds": COMPUTING}
     observed = examine(request, num_ranks, show=False)
     if complaint := Words(observed, request).transport():
-        raise WrongAnswer(complaint)
+        raise WrongAnswer(f"on {num_ranks} ranks: {complaint}")
     output, used = observed.printed, [rank.reports[0] for rank in observed.ranks]
-    steps = re.findall(r"^step (\d+)  loss (\S+)$", output, re.MULTILINE)
-    held_out = re.findall(r"^held out  loss (\S+)$", output, re.MULTILINE)
+    steps = re.findall(r"^step +(\d+) +loss +(\S+) *$", output, re.MULTILINE)
+    held_out = re.findall(r"^held out +loss +(\S+) *$", output, re.MULTILINE)
     try:
         losses = [(int(step), float(loss)) for step, loss in steps]
         return losses, [float(x) for x in held_out], used

@@ -2,7 +2,7 @@
 """Runs a reader's whole program on this rank; build_library.py reads what it prints.
 
 The text of the program is not changed. At the end, each rank reports the numbers of micro-batches of
-its schedules and how often it called `eval`.
+its schedules and how often it called `step` and `eval`.
 """
 
 from torch.distributed.pipelining.schedules import _PipelineSchedule as Schedule
@@ -23,13 +23,20 @@ def main(request):
 
 def note_schedules():
     """A dict that is filled as the program uses the library: "microbatches", a list with one number
-    per schedule, and "evaluations", how often `eval` was called."""
-    used = {"microbatches": [], "evaluations": 0}
+    per schedule, and "steps" and "evaluations", how often `step` and `eval` were called."""
+    used = {"microbatches": [], "steps": 0, "evaluations": 0}
     create, evaluate = Schedule.__init__, Schedule.eval
 
     def __init__(self, n_microbatches, *arguments, **options):
         used["microbatches"].append(n_microbatches)
         create(self, n_microbatches, *arguments, **options)
+        run = self.step
+
+        def step(*arguments, **options):
+            used["steps"] += self._has_backward  # eval() runs step() without a backward
+            return run(*arguments, **options)
+
+        self.step = step
 
     def eval(self, *arguments, **options):
         used["evaluations"] += 1

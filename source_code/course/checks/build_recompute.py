@@ -37,6 +37,10 @@ def wrong_gradient(seen):
             return "the weights have no gradient; was there a backward through the second forward?"
         if of == "right" and factor != 1:
             return f"the gradient of {name} is {factor:g} times the right one"
+        if of == "else" and seen["asked"] and seen["asked"][0] not in (None, seen["k"]):
+            return (
+                f"the second forward is stage({seen['asked'][0]}, x), that of another micro-batch"
+            )
         if of == "else" and seen["calls"] and seen["calls"][0] not in (None, seen["k"]):
             return f"the second forward ran on the input of micro-batch {seen['calls'][0]}"
         if of != "right":
@@ -54,6 +58,12 @@ def wrong_bytes(seen):
         )
     if k in seen["held"]:
         return "the gradients are right, but its input is still in held afterwards; pop it"
+    if peak > inside and seen["calls"] == [seen["k"]]:
+        return (
+            f"the gradients are right, but autograd keeps {peak:,} bytes, and the forward alone "
+            f"{inside:,}: the rest is of what you compute with the output; hand the gradient to "
+            "its backward(gradient) instead"
+        )
     if peak > inside:
         return (
             f"the gradients are right, but {peak:,} bytes of insides are there at once, and one "

@@ -47,7 +47,7 @@ def run_step(stage, step, order, backward):
         right = gradients_of(whole, k, inputs[k].clone(), given[k])
         before = [weight.grad.clone() if weight.grad is not None else 0 for weight in right[1]]
         inside.begin()
-        whole.calls = []
+        whole.calls, whole.asked = [], []
         with inside:
             found = backward(whole, k, given[k], held)
         added = [w.grad - b if w.grad is not None else None for w, b in zip(right[1], before)]
@@ -55,6 +55,7 @@ def run_step(stage, step, order, backward):
             {
                 "k": k,
                 "calls": list(whole.calls),
+                "asked": list(whole.asked),
                 "held": sorted(map(str, held)),
                 "bytes": [inside.peak, right[2]],
                 "left": inside.now(),
@@ -70,11 +71,12 @@ def run_step(stage, step, order, backward):
 class StageOfMicrobatch:
     """`stage(k, x)` returns the output for micro-batch k, on the last stage its share of the loss.
 
-    `calls` has the micro-batch of each input with which the reader's backward has called it.
+    `calls` has the micro-batch of each input with which the reader's backward has called it,
+    `asked` each k.
     """
 
     def __init__(self, stage, step):
-        self.stage, self.calls, self.inputs = stage, [], []
+        self.stage, self.calls, self.asked, self.inputs = stage, [], [], []
         self.is_first, self.is_last = stage.previous is None, stage.following is None
         self.tokens, self.targets = (
             x.chunk(MICROBATCHES) for x in batch(step, MICROBATCHES * SIZE)
@@ -83,6 +85,7 @@ class StageOfMicrobatch:
     def __call__(self, k, x):
         same = [j for j, other in enumerate(self.inputs) if torch.equal(x, other)]
         self.calls.append(same[0] if same else None)
+        self.asked.append(k if isinstance(k, int) else None)
         output = self.stage(x)
         return loss_of(output, self.targets[k]) / MICROBATCHES if self.is_last else output
 

@@ -19,6 +19,7 @@ WORDS = {
     "write": "before it wrote its file",
     "half": "with its file half written",
     "rename": "between write and rename",
+    "opened": "when it had just opened a file that was there, which empties it",
     "end": "right after its save, while the other may still be at it",
 }
 
@@ -31,7 +32,7 @@ def moments(seed):
         (0, 1, "rename"),
         (1, 1, round(draw.random(), 3)),
         (0, 1, round(draw.random(), 3)),
-        (draw.randrange(2), 1, draw.choice(["end", "write"])),
+        (0, 1, "opened"),  # if no save opens such a file, right after the save
     ]
 
 
@@ -50,11 +51,11 @@ def survives(save, restore, kills):
     The training then runs to its end and is started once more.
     """
     request = request_of(save, restore, program=PROGRAM, seconds=COMPUTING)
-    wanted, saved, kill = undisturbed(), 0, None
+    wanted, saved, killed = undisturbed(), 0, None
     with tempfile.TemporaryDirectory() as folder:
         for following in [*kills, None, None]:
             told, failed = one_run(request, folder, following)
-            case = after(kill, saved)
+            case = after(killed, saved)
             if complaint := wrong_start(told, saved, case):
                 return complaint
             if complaint := wrong_losses(told, wanted, case):
@@ -63,17 +64,16 @@ def survives(save, restore, kills):
                 return f"{case}{failed}"
             done = [[e["saved"] for e in told if "saved" in e and e["rank"] == r] for r in (0, 1)]
             saved = min(max(steps, default=saved) for steps in done)
-            kill = following
+            killed = next((event for event in told if "killed" in event), None)
     return None
 
 
-def after(kill, saved):
+def after(killed, saved):
     """The beginning of a sentence about the start after a SIGKILL, or after the end."""
-    if kill is None:
+    if killed is None:
         return f"started again after all {saved} steps, " if saved else ""
-    rank, _, before = kill
-    when = WORDS.get(before, "in the middle of a save")
-    return f"rank {rank} got SIGKILL {when}; started again, "
+    when = WORDS.get(killed["killed"], "in the middle of a save")
+    return f"rank {killed['rank']} got SIGKILL {when}; started again, "
 
 
 def one_run(request, folder, kill):

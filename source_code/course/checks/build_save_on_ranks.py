@@ -43,14 +43,15 @@ def main(request, save, restore):
 
 
 class Moment:
-    """Sends this rank SIGKILL in a save: `before` is "write", "half", "rename", "end" or a number.
+    """Sends this rank SIGKILL in a save: `before` is one of "write", "half", "rename", "opened" and
+    "end", or a number.
 
     A number from 0 to 1 is a share of the operations of the previous save. `did` lists the
     operations of the present save so far.
     """
 
     def __init__(self, rank, folder, killed, save, before):
-        self.wanted = killed == rank
+        self.rank, self.wanted = rank, killed == rank
         self.folder, self.save, self.before = os.path.realpath(folder), save, before
         self.saves, self.did, self.last, self.inside = -1, [], [], False
         sys.addaudithook(self.audit)
@@ -69,7 +70,16 @@ class Moment:
         if event == "open" and not is_for_writing(arguments):
             return
         if self.is_own(arguments[0]):
+            if event == "open" and empties(arguments):
+                self.opened(arguments[0])
             self.passes({"os.rename": "rename", "open": "write"}.get(event, event))
+
+    def opened(self, path):
+        """Note that a file that was there is opened and thereby emptied, in the audit before it."""
+        if self.is_due("opened"):
+            os.truncate(path, 0)
+            self.kill("opened")
+        self.did.append("opened")
 
     def save_with_torch(self, value, file, *arguments, **options):
         """Stands in for torch.save, whose file is written in C++ and raises no audit event."""
@@ -82,7 +92,7 @@ class Moment:
         if self.inside and self.is_due("half"):
             if named:
                 os.truncate(file, os.path.getsize(file) // 2)
-            self.kill()
+            self.kill("half" if named else "in the middle")
         self.did.append("half")
 
     def wait_for_all(self):
@@ -99,7 +109,7 @@ class Moment:
     def passes(self, what):
         """Note that operation `what` comes next, and kill this rank if this is the moment."""
         if self.is_due(what):
-            self.kill()
+            self.kill(what)
         self.did.append(what)
 
     def is_due(self, what):
@@ -111,8 +121,10 @@ class Moment:
         missing = before not in self.last  # the reader's save has no such operation
         return what == before or (missing and what == "end")
 
-    def kill(self):
+    def kill(self, what):
+        """Report the operation before which this SIGKILL comes, and send it."""
         self.inside = False
+        tell("report", value={"rank": self.rank, "killed": what})
         time.sleep(LATER)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -121,3 +133,10 @@ def is_for_writing(arguments):
     """Whether the arguments of an audit event "open" name a file to be written."""
     _, mode, flags = arguments
     return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
+
+
+def empties(arguments):
+    """Whether the arguments of an audit event "open" name a file with content that is overwritten."""
+    path, mode, flags = arguments
+    truncates = "w" in (mode or "") or (flags or 0) & os.O_TRUNC
+    return bool(truncates) and os.path.isfile(path) and os.path.getsize(path) > 0

@@ -30,7 +30,12 @@ def complaint_of(request, num_ranks):
     complaint = complaint_of_versions(observed.ranks, words)
     if complaint and any(rank.raised for rank in observed.ranks):
         return complaint  # the error follows from it
-    return words.transport() or complaint or words.order([r.steps[0] for r in observed.ranks], rows)
+    if transport := words.transport():
+        return transport
+    left = words.order([rank.steps[0] for rank in observed.ranks], rows)
+    if left and complaint:  # the versions differ because the order does
+        return left.removeprefix("the losses agree, but ")
+    return left or complaint
 
 
 def complaint_of_versions(ranks, words):
@@ -98,7 +103,8 @@ def _copies(rank, event, words, num_ranks):
 def _memory(rank, event, words, num_ranks):
     case = f"rank {rank.number} runs the backward of mini-batch {event['k']}"
     in_use = "1 is" if rank.number == num_ranks - 1 else f"{num_ranks - rank.number} are"
-    if event["alive"] > num_ranks - rank.number + 1:
+    # On the last rank, a variable may still name the version before the newest.
+    if event["alive"] > max(2, num_ranks - rank.number):
         return (
             f"{case} with {event['alive']} versions in memory, and {in_use} in use there: forget a "
             "version when its mini-batch has come back"

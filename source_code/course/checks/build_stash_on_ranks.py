@@ -30,12 +30,12 @@ def main(request, function):
     tell("begins step", m=m)
     returned = function(my_pipeline.build_stage(rank, p), *parts, RATE)
     newest, losses = (
-        returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+        returned if isinstance(returned, (tuple, list)) and len(returned) == 2 else (None, None)
     )
     whole = isinstance(newest, dict) and newest.keys() == rule.versions[rank][0].keys()
     found = {
         "version": versions.number_of(newest)[0] if whole else None,
-        "losses": losses if rank == p - 1 and isinstance(losses, list) else None,
+        "losses": losses if rank == p - 1 and isinstance(losses, (list, tuple)) else None,
         "wanted": rule.losses,
         "whole": whole,
     }

@@ -39,7 +39,18 @@ def complaint_of(request, make, ranks=4):
         rows = max(rows, backwards_reversed(rows), key=partial(agreements, observed))
     words = Words(observed, request, rows)
     steps = map(words.step, range(len(cases)))
-    return words.transport() or next(filter(None, steps), None)
+    return words.transport() or next(filter(None, steps), None) or loss_elsewhere(observed.ranks)
+
+
+def loss_elsewhere(ranks):
+    """The sentence about a rank before the last that returns a loss, or None."""
+    for rank in ranks[:-1]:
+        losses = [report["loss"] for report in rank.reports if report["loss"] is not None]
+        if losses:
+            return (
+                f"the gradients are right, but rank {rank.number} returns {losses[0]:g} as a loss, "
+                f"which only rank {len(ranks) - 1} has: return None elsewhere"
+            )
 
 
 def backwards_reversed(rows):

@@ -319,7 +319,7 @@ class Words:
                 if found["none"] and any(event.get("kind") == "I" for event in events[rank]):
                     return f"an I ran {on}, but no W: call what backward_input returned for it"
                 if found["none"]:
-                    return f"no backward ran {on}: its weights have no gradient"
+                    return f"no backward ran {on.rstrip(',')}: its weights have no gradient"
                 lost = set(rows[rank]) - {name_of(event) for event in events[rank]}
                 if lost and found["rest"] > 1e-6:
                     name = next(name for name in rows[rank] if name in lost)

@@ -33,12 +33,14 @@ def best_cut(cut):
         told = f"{case}, and the slowest stage takes {slowest} s; {best} s is possible"
         if max(counts) - min(counts) <= 1:
             return f"{told}. Add up the seconds, not the layers"
-        if _seconds_of(seconds, counts)[-1] == slowest:
+        if _is_left_over(seconds, counts):
             return f"{told}. Your last stage gets what the others have left over"
         return told
 
 
 def _counts(answer, length):
+    if hasattr(answer, "tolist"):
+        answer = answer.tolist()  # of numpy or torch
     if not isinstance(answer, (list, tuple)) or not all(map(_is_whole, answer)):
         raise WrongAnswer(
             f"return a list with one whole number per stage, such as [3, 2, 1], not {answer!r:.60}"
@@ -55,6 +57,13 @@ def _is_whole(value):
 def _seconds_of(seconds, counts):
     ends = list(accumulate(counts))
     return [sum(seconds[end - count : end]) for count, end in zip(counts, ends)]
+
+
+def _is_left_over(seconds, counts):
+    """Whether each stage but the last is filled up to the average, and the last is the slowest."""
+    loads, average = _seconds_of(seconds, counts), sum(seconds) / len(counts)
+    full = [load + seconds[end] > average for load, end in zip(loads[:-1], accumulate(counts))]
+    return loads[-1] == max(loads) and all(full)
 
 
 def _slowest(seconds, counts):

@@ -12,7 +12,7 @@ def placement(place):
             for rank in range(num_ranks):
                 answer = call(place, shape, rank, num_ranks)
                 second = rank + num_ranks if shape == "loop" else 2 * num_ranks - 1 - rank
-                case = f"{shape}, rank {rank} of {num_ranks}: you say {answer}"
+                case = f"{shape}, rank {rank} of {num_ranks}: you say {answer!r}"
                 try:
                     stages = sorted(answer)
                 except TypeError:

@@ -27,7 +27,7 @@ MISTAKES = [
     ({"shown": "last"}, "the printed loss is that of the last micro-batch alone"),
 ]  # fmt: skip
 CLIPS = [
-    ({"clip": None}, "nothing has been clipped"),
+    ({"clip": None}, "nothing has been clipped before an update"),
     ({"clip": "stage"}, "each rank has clipped by the norm of its own stage, so each scaled by "
      "another factor: add up the squares of all ranks"),
     ({"clip": "sum"}, "the factor comes from the sum of the norms; norms of parts do not add, "
