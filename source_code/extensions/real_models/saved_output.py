@@ -124,7 +124,7 @@ def finish_folder(flag, folder, config, beside, written):
         write_whole(folder / CONFIG_FILE, to_json(config, indent=2) + "\n")
     except OSError as error:
         return f"{flag} {folder} is not whole ({error.strerror})"
-    return f"the model is in {flag} {folder}, but for {'; '.join(left_out)}" if left_out else None
+    return f"{flag} {folder} has the model alone: {'; '.join(left_out)}" if left_out else None
 
 
 def copy_beside(path, copy):
