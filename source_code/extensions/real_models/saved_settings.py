@@ -92,7 +92,7 @@ def read_settings(folder, seq_len):
         saved = read_json(path, LARGEST_CONFIG)
     except InputError as error:
         raise InputError(f"{error}; {WHOLE}") from None
-    return settings_of(path, saved, seq_len), saved
+    return settings_from(path, saved, seq_len), saved
 
 
 def settings_in_checkpoint(config, kept):
@@ -104,13 +104,13 @@ def settings_in_checkpoint(config, kept):
     text = kept.get("config") if isinstance(kept, dict) else None
     path = f"{CONFIG_FILE} in the checkpoint"
     saved = parse_json(text if isinstance(text, str) else "", path)
-    settings = settings_of(path, saved, config.seq_len)
+    settings = settings_from(path, saved, config.seq_len)
     if any(getattr(settings, name) != getattr(config, name) for name in SIZE_FLAGS):
         raise InputError(f"{path} has other sizes than its flags; bring the model in again")
     return settings, saved
 
 
-def settings_of(path, saved, seq_len):
+def settings_from(path, saved, seq_len):
     """Return the SavedSettings of `saved`, the content of the config.json at `path`."""
     check_family(path, saved)
     family = saved["model_type"]
