@@ -30,12 +30,19 @@ from extensions.checkpointing.checkpoint_folder import (
 )
 from extensions.checkpointing.whole_checkpoint import read_weights, read_whole
 from extensions.optimization.learning_rate import ConstantRate
-from extensions.real_models.saved_folder import SIZE_FLAGS, read_model
-from extensions.real_models.saved_output import claim_output, config_in, config_of, save_model
-from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, with_settings
+from extensions.real_models.saved_folder import read_model
+from extensions.real_models.saved_output import (
+    BESIDE,
+    claim_output,
+    config_in,
+    config_of,
+    save_model,
+)
+from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out
+from extensions.real_models.saved_settings import SIZE_FLAGS, settings_in_checkpoint
 from guard.around_main import guarded
 from guard.files import not_written, replace_file
-from guard.inputs import InputError, is_count
+from guard.inputs import InputError
 from guard.paths import check_file, check_new_folder, check_paths_apart
 from pipeline.command_line import Parser
 from pipeline.job import join_job
@@ -73,6 +80,9 @@ def read_flags():
         )
     if asked != ["--to-hf"] and (arguments.tokenizer or arguments.dtype):
         raise SystemExit("--tokenizer and --dtype are for --to-hf; leave them out")
+    beside = arguments.tokenizer
+    if beside and not any(os.path.lexists(os.path.join(beside, name)) for name in BESIDE):
+        raise SystemExit(f"--tokenizer {beside} has no tokenizer; name the folder of a model")
     name = outputs[asked[0]]
     flag = f"--{name.replace('_', '-')}"
     read = {"--from-hf": "from_hf", "--checkpoints": "checkpoints", "--tokenizer": "tokenizer"}
@@ -99,10 +109,9 @@ def bring_in(arguments):
             "it with finetune.py"
         )
     sizes = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in SIZE_FLAGS}
-    further = {**settings.further(), "config": json.dumps(saved.config)}
     weights = {name: saved.weight(name) for name, _ in lay_out(settings).named_parameters()}
-    no_state = SimpleNamespace(state={})
-    training = Training(weights, no_state, ConstantRate(), {**sizes, "--settings": further})
+    no_state, kept = SimpleNamespace(state={}), {"config": json.dumps(saved.config)}
+    training = Training(weights, no_state, ConstantRate(), {**sizes, "--settings": kept})
     checkpoints = Checkpoints(join_job("cpu"), arguments.checkpoints, FIRST_RUN)
     problem = checkpoints.prepare()
     if problem is None:
@@ -181,12 +190,9 @@ def write(arguments, job, config, part, settings):
 def checked_settings(checkpoint):
     """Return settings_in() of a Checkpoint whose sizes fit its files. Raises CheckpointError."""
     configuration = checkpoint.description["configuration"]
-    sizes = [configuration.get(f"--{name.replace('_', '-')}", 1) for name in SIZE_FLAGS]
     try:
-        if not all(is_count(size) and size > 0 for size in sizes):
-            raise ValueError("a size is not a whole number above 0")
         settings, config = settings_in(configuration)
-    except (KeyError, TypeError, ValueError) as error:
+    except InputError as error:
         raise CheckpointError(f"{checkpoint.path}: its flags are damaged ({error})") from None
     written = sum(size for size, _ in checkpoint.description["files"].values())
     if settings.dim * max(settings.layers * settings.dim, settings.vocabulary) > written:
@@ -202,10 +208,8 @@ def settings_in(configuration):
     names = [*SIZE_FLAGS, "seq_len"]
     flags = {name: configuration.get(f"--{name.replace('_', '-')}") for name in names}
     config = ModelConfig(**{name: value for name, value in flags.items() if value is not None})
-    further = dict(configuration.get("--settings") or {})
-    if further:
-        text = further.pop("config")
-        return with_settings(config, further), json.loads(text)
+    if configuration.get("--settings"):
+        return settings_in_checkpoint(config, configuration["--settings"])
     sizes = {name: getattr(config, name) for name in (*names, "head_dim", "hidden_dim")}
     return replace(SavedSettings(**sizes), longest=config.seq_len), None
 

@@ -295,7 +295,7 @@ def check(folder):
 
 
 def read_flags():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--data", nargs="+", metavar="PATH", help="texts, JSON lines, or folders of them")
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")

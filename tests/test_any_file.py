@@ -1,6 +1,7 @@
 """One bad file, or a folder that cannot be written, does not end the work of a room."""
 
 import errno
+import importlib
 import inspect
 import json
 import os
@@ -190,6 +191,24 @@ def test_a_site_skips_what_cannot_be_a_page_and_removes_nothing_but_a_site(
     assert "skipped: notebooks/latin.py is not a text\n" in capsys.readouterr().out
     said = sentence_of(make_site.main, monkeypatch, "--of", tmp_path, "--into", notebooks)
     assert "something else than a site" in said and (notebooks / "12_small.ipynb").exists()
+
+
+TOOLS = sorted(
+    path.stem for path in (ROOT / "tools").glob("*.py") if "\nif __name__ ==" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_that_is_asked_for_help_does_nothing_else(tool, monkeypatch, capsys):
+    def started(*words, **_):
+        raise AssertionError(words)
+
+    module = importlib.import_module(tool)
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.setattr(sys, "argv", [f"{tool}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        inspect.unwrap(module.main)()
+    assert not ended.value.code and f"usage: {tool}.py" in capsys.readouterr().out
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """A folder that does not fit is refused on every rank before the first message, and left alone."""
 
 import argparse
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -45,6 +46,16 @@ def saved(tmp_path, monkeypatch):
 
 def content_of(folder):
     return {path: path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("size", ["many", None, 0, -2, 8.0, True, [8]])
+def test_a_checkpoint_whose_sizes_are_no_counts_is_not_what_was_written(saved, size):
+    path = saved / "run-0001" / "step-00000010"
+    description = json.loads((path / "checkpoint.json").read_text())
+    description["configuration"]["--layers"] = size
+    checkpoint_folder.write_description(path, description)
+    with pytest.raises(checkpoint_folder.CheckpointError, match="is no longer what was written"):
+        checkpoint_folder.find_checkpoint(saved)
 
 
 @pytest.mark.parametrize(

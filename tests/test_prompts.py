@@ -58,12 +58,19 @@ def test_rows_are_padded_behind_and_as_long_as_the_longest_of_each_batch(tmp_pat
         ({"completion": None}, "line 3 has no text named completion"),
         ({"prompt": ""}, "line 3 has no text named prompt"),
         ({"prompt": "x" * 40}, "line 3: the prompt has 40 tokens"),
+        ({"prompt": "\ud800"}, "line 3 has text that is not Unicode"),
     ],
 )
 def test_a_line_that_cannot_be_learnt_is_named(change, words, tmp_path):
     rows = [*ROWS[:2], {**ROWS[2], **change}, *ROWS[3:]]
     with pytest.raises(DataError, match=words):
         load_prompts(write(tmp_path / "a.jsonl", rows), 256, None, 32)
+
+
+def test_a_line_ends_where_json_lines_end_and_nowhere_else(tmp_path):
+    rows = [{**row, "completion": "a\u2028b\x85c"} for row in ROWS]
+    (tmp_path / "a").write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    assert load_prompts(tmp_path / "a", 256, None, 32).num_rows(32) == 36
 
 
 def test_other_files_have_no_prompts(tmp_path):

@@ -24,7 +24,11 @@ from extensions.pretraining.forward_only import forwards_of, nothing_kept
 from extensions.real_models import saved_output, tensor_files
 from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_part import fill_part, frequencies, lay_out, name_in_file
-from extensions.real_models.saved_settings import LEFT_OUT, read_settings
+from extensions.real_models.saved_settings import (
+    LEFT_OUT,
+    read_settings,
+    settings_in_checkpoint,
+)
 from extensions.real_models.tensor_files import StoredTensor, stored_tensors, write_tensors
 from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
 from guard.around_main import attached
@@ -355,6 +359,11 @@ def test_what_a_converted_model_does_not_fit_is_rejected_in_one_sentence(folders
         ("convert.py", f"--checkpoints {saved} --to-file /proc/file", "--to-file"),
         ("convert.py", f"--checkpoints {saved} --to-hf {saved}/x --to-file x", "use one of them"),
         ("convert.py", f"--checkpoints {saved} --to-hf {tmp_path / 'x'} --dtype 8", "--dtype"),
+        (
+            "convert.py",
+            f"--checkpoints {saved} --to-hf {tmp_path / 'x'} --tokenizer no",
+            "no tokeniz",
+        ),
         ("pretrain_llama.py", f"{start} --seq-len 16 --verify", "--verify begins with drawn"),
         ("pretrain_llama.py", f"{start} --seq-len 65", "64 positions"),
         ("pretrain_llama.py", f"--checkpoints {saved} --seq-len 16", "--layers is 8, and"),
@@ -397,6 +406,39 @@ def test_the_rotary_tables_are_those_of_transformers_bit_by_bit(tmp_path, kind, 
     cosine, sine = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=dtype), torch.arange(64)[None])
     for ours, theirs in ((part.cosine, cosine), (part.sine, sine)):
         assert ours.dtype == dtype and torch.equal(torch.cat([ours, ours], -1), theirs[0])
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_an_integer_of_more_than_64_bits_is_a_number_of_the_rotary_embedding(tmp_path, kind):
+    path = saved_config_file(tmp_path, kind)
+    said = json.loads(path.read_text())
+    named = {name: 10**25 for name in said["rope_parameters"] if name != "rope_type"}
+    path.write_text(json.dumps({**said, "rope_parameters": {"rope_type": kind, **named}}))
+    assert frequencies(read_settings(tmp_path, 64)[0])[0] >= 0
+
+
+def saved_config_file(folder, kind):
+    saved_config(folder, library_config("llama", rope_parameters=ROTARY[kind], head_dim=32))
+    return folder / "config.json"
+
+
+def test_a_config_in_a_checkpoint_is_checked_as_one_in_a_folder(tmp_path):
+    path = saved_config_file(tmp_path, "default")
+    settings, said = read_settings(tmp_path, 64)
+    config = ModelConfig(*(getattr(settings, name) for name in ModelConfig.__dataclass_fields__))
+    assert settings_in_checkpoint(config, {"config": path.read_text()}) == (settings, said)
+    with pytest.raises(InputError, match="other sizes than its flags"):
+        settings_in_checkpoint(ModelConfig(layers=1), {"config": path.read_text()})
+    wrong = [json.dumps({**said, **change}) for change in ({"rms_norm_eps": "x"}, {"head_dim": 3})]
+    for kept in (
+        [],
+        "text",
+        {},
+        {"config": 3},
+        *({"config": text} for text in ("{", "[]", *wrong)),
+    ):
+        with pytest.raises(InputError, match="config.json in the checkpoint"):
+            settings_in_checkpoint(config, kept)
 
 
 def test_a_file_of_an_older_transformers_says_the_same_in_other_words(tmp_path):
@@ -558,6 +600,8 @@ SPOILED = [
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+    ({"hidden_size": 2**31, "head_dim": 8}, "hidden_size"),  # more bytes than 64 bits count
+    ({"num_attention_heads": 2**30, "head_dim": 8}, "do not fit a width"),
     ({"tie_word_embeddings": True}, "is not model.embed_tokens"),
 ]
 
@@ -622,6 +666,17 @@ def save_without_room(rank, folder):
         saved_output.save_model(job, "--save", f"{folder}-out", {}, [part], settings)
     job.leave()
     return list(saved_output.not_written)
+
+
+@pytest.mark.processes
+def test_a_file_beside_the_weights_that_cannot_be_read_does_not_cost_the_model(tmp_path):
+    model, out = write_model(tmp_path / "model"), tmp_path / "out"
+    (model / "generation_config.json").symlink_to("nowhere")
+    (model / "merges.txt").write_text("merges")
+    sizes = "--steps 1 --seq-len 16 --batch-size 4 --microbatches 2 --device cpu"
+    with pytest.raises(RunFailed, match="generation_config.json cannot be read"):
+        run(f"finetune.py {sizes} --model {model} --save {out}", 1, warm=True, show=False)
+    assert read_model(out, 16) and (out / "merges.txt").read_text() == "merges"
 
 
 def test_a_full_disk_on_one_rank_leaves_no_folder_that_looks_like_a_model(tmp_path):

@@ -315,6 +315,17 @@ def test_a_damaged_folder_is_rejected_with_the_name_of_the_file(make, how):
         load_tokens(folder, 256, 16)
 
 
+def test_a_file_that_the_system_does_not_map_is_named(make, monkeypatch):
+    folder = make("--data", DEFAULT_TEXT)[2]
+
+    def refused(*_):
+        raise RuntimeError("unable to mmap 99 bytes from file <x>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refused)
+    with pytest.raises(DataError, match="training-00000.bin of .* cannot be mapped into memory"):
+        load_tokens(folder, 256, 16)
+
+
 def test_a_flipped_byte_is_found_by_check(make, monkeypatch, capsys):
     folder = make("--data", DEFAULT_TEXT)[2]
     assert check_folder(folder)["num_tokens"] == 256

@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 def main():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="3 runs instead of 7")
     parser.add_argument("--only", choices=TABLES, metavar="TITLE", help="one table, by its title")
     arguments = parser.parse_args()

@@ -16,6 +16,10 @@ from time import perf_counter
 from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "source_code"))
+
+from pipeline.command_line import Parser  # noqa: E402
+
 TRIES = 5
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 # Moves one slider as a user would, and waits until the new picture has been painted.
@@ -35,6 +39,7 @@ MOVE = """async ([name, value]) => {
 
 
 def main():
+    Parser(__doc__).parse_args()
     with TemporaryDirectory() as folder:
         site = Path(folder) / "site"
         command = [sys.executable, ROOT / "tools" / "make_site.py", "--live", "--into", site]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
+from pipeline.command_line import Parser  # noqa: E402
 from planning.candidates import all_plans, search_plans  # noqa: E402
 from planning.confirming import confirm  # noqa: E402
 from planning.known_models import find_model, of_the_course  # noqa: E402
@@ -88,10 +89,13 @@ class Confirmed(NamedTuple):
 
 def main():
     parts = {"full": full_speed, "paced": lambda: {"one run": paced()}}
+    parser = Parser(__doc__)
+    parser.add_argument("part", nargs="?", choices=[*parts, "search"], help="all unless given")
+    part = parser.parse_args().part
     tables = [
         (f"{title}, {which}", found)
         for title in parts
-        if len(sys.argv) == 1 or title in sys.argv
+        if part in (None, title)
         for which, found in parts[title]().items()
     ]
     for title, found in tables:
@@ -104,7 +108,7 @@ def main():
             )
         for bar, (wanted, value) in bars(found).items():
             print(f"  {bar:60} {value:6.1%}  wanted {wanted}", flush=True)
-    if len(sys.argv) == 1 or "search" in sys.argv:
+    if part in (None, "search"):
         compared, played, seconds = search_large()
         print(
             f"search: {compared:,} plans, {played} forecasts, {seconds:.1f} s of CPU, wanted 60 s"

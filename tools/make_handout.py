@@ -26,6 +26,7 @@ from answers import answers_of
 from exercises import notebook_of
 
 from guard.inputs import InputError, read_text
+from pipeline.command_line import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 HANDOUT = ROOT / "build" / "handout"
@@ -60,6 +61,7 @@ COURSE_ONLY = r"<!-- course only -->.*?<!-- end -->\n?"
 
 
 def main():
+    flags = Parser(__doc__).parse_known_args()[1]  # those of make_site.py
     try:
         copied, hidden = write_course(HANDOUT / "course")
         commit(HANDOUT / "course")
@@ -70,7 +72,7 @@ def main():
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines() or ["git ended without a word"]
         sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}")
-    command = [sys.executable, ROOT / "tools" / "make_site.py", *sys.argv[1:]]
+    command = [sys.executable, ROOT / "tools" / "make_site.py", *flags]
     command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
     status = subprocess.run(command).returncode
     print(

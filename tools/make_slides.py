@@ -35,6 +35,7 @@ from slide_layout import (  # noqa: E402
 from slide_page import index_of, page_of  # noqa: E402
 
 from guard.one_sentence import naming_files  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 SLIDES = ROOT / "build" / "slides"
@@ -63,7 +64,9 @@ class Slide:
 
 
 def main():
-    wanted = sys.argv[1:]
+    parser = Parser(__doc__)
+    parser.add_argument("lessons", nargs="*", help="such as 02 12b; all unless given")
+    wanted = parser.parse_args().lessons
     lessons = sorted(NOTEBOOKS.glob("*.ipynb"))
     chosen = [path for path in lessons if not wanted or path.stem.split("_")[0] in wanted]
     if not chosen:

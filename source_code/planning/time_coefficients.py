@@ -92,6 +92,8 @@ def coefficients_from(text, name):
         if not isinstance(row, dict):
             raise InputError(f"'actions' of {name}: {kind} is not a JSON object")
         rows.append(tuple(_seconds(row, term, f"{kind} of {name}") for term in TERMS))
+        if not any(rows[-1]):
+            raise InputError(f"{kind} of {name} takes no time; measure the machine again")
     return TimeCoefficients(tuple(rows), *(_seconds(text, term, name) for term in REST))
 
 

@@ -39,6 +39,7 @@ DESCRIPTION = "checkpoint.json"
 WRITING, DELETING = ".writing-", ".deleting-"
 LARGEST_DESCRIPTION = 16 * MEBIBYTE
 LONGEST_NAME = 4096  # bytes in the file `latest`
+COUNTS = "--layers", "--dim", "--heads", "--kv-heads", "--vocabulary", "--seq-len"
 
 
 class CheckpointError(Exception):
@@ -183,6 +184,9 @@ def is_description(value, step):
     return (
         value.get("step") == step
         and isinstance(configuration, dict)
+        and all(
+            is_count(configuration.get(flag, 1)) and configuration.get(flag, 1) for flag in COUNTS
+        )
         and isinstance(files, dict)
         and all(re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name) for name in files)
         and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values())

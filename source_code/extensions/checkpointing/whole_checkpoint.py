@@ -47,6 +47,7 @@ def read_weights(checkpoint, names):
 def fill_weights(checkpoint, weights):
     """Fill `weights`, tensors by name, from a Checkpoint; no others are read."""
     reader, planner = PlainReader(checkpoint), PlainPlanner()
+    reader.read_metadata()  # else torch prints a traceback before the sentence
     try:
         _load_state_dict({"model": weights}, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:

@@ -85,7 +85,7 @@ def load_prompts(path, vocabulary, tokenizer_file, seq_len):
     tokenizer = read_tokenizer(tokenizer_file) if tokenizer_file else None
     rows, lengths = [], []
     try:
-        for number, line in enumerate(read_text(path).splitlines(), 1):
+        for number, line in enumerate(read_text(path).split("\n"), 1):  # U+2028 ends no line
             if line.strip():
                 where = f"{path}, line {number}"
                 prompt, both = tokens_of(tokenizer, parse_json(line, where), where)
@@ -115,9 +115,11 @@ def tokens_of(tokenizer, row, where):
     for part, text in zip(PARTS, texts):
         if not isinstance(text, str) or not text:
             raise DataError(f"--data: {where} has no text named {part}; each line needs both")
-    if tokenizer is None:
+    try:
         prompt, completion = (list(text.encode()) for text in texts)
-    else:
+    except UnicodeEncodeError:  # half a pair of surrogates, which JSON may have
+        raise DataError(f"--data: {where} has text that is not Unicode; leave it out") from None
+    if tokenizer is not None:
         prompt, completion = encode(tokenizer, texts[0]), encode(tokenizer, texts[1], begins=False)
     if not prompt or not completion:
         raise DataError(f"--data: {where}: the tokenizer makes no tokens of it; leave the line out")

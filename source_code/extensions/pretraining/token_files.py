@@ -226,5 +226,11 @@ def map_file(folder, shard, dtype):
         raise InputError(f"{path} has {size:,} bytes instead of {wanted:,}")
     if not size:
         return torch.empty(0, dtype=dtype)
-    storage = torch.UntypedStorage.from_file(str(path), False, size)
+    try:
+        storage = torch.UntypedStorage.from_file(str(path), False, size)
+    except RuntimeError as error:  # more than the system grants at once
+        reason = str(error).rpartition(": ")[2]
+        raise InputError(
+            f"{path} of {size:,} bytes cannot be mapped into memory ({reason})"
+        ) from None
     return torch.empty(0, dtype=dtype).set_(storage)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out, name_in_file
-from extensions.real_models.saved_settings import CONFIG_FILE, read_settings
+from extensions.real_models.saved_settings import CONFIG_FILE, SIZE_FLAGS, read_settings
 from extensions.real_models.tensor_files import stored_tensors
 from guard.inputs import MEBIBYTE, InputError, is_file_name, read_json
 
@@ -21,7 +21,6 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LARGEST_INDEX = 64 * MEBIBYTE
 TOKENIZER_OF_MODEL = "tokenizer.json"
 AGAIN = "copy or download it again"  # what to do about an incomplete folder
-SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"
 
 
 @dataclass(frozen=True)

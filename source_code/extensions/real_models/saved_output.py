@@ -106,13 +106,14 @@ def not_finite(job, weights):
 
 def finish_folder(flag, folder, config, beside, written):
     """Write the files without tensors. Returns a sentence about a failure, or None."""
+    left_out = []
     try:
         for file, *_ in written:
             if not (folder / file).is_file():
                 return f"{flag} {folder}: {file} of another node is not there; use a shared folder"
         for name in BESIDE if beside else ():
             if os.path.lexists(Path(beside) / name):
-                (folder / name).write_bytes(read_bytes(Path(beside) / name))
+                left_out += copy_beside(Path(beside) / name, folder / name)
         if len(written) > 1:
             file_of = {name: file for file, names, *_ in written for name in names}
             index = {
@@ -123,9 +124,16 @@ def finish_folder(flag, folder, config, beside, written):
         write_whole(folder / CONFIG_FILE, to_json(config, indent=2) + "\n")
     except OSError as error:
         return f"{flag} {folder} is not whole ({error.strerror})"
+    return f"{flag} {folder} has the model alone: {'; '.join(left_out)}" if left_out else None
+
+
+def copy_beside(path, copy):
+    """Copy a file that the weights do not need. Returns [a sentence] if it cannot be read, else []."""
+    try:
+        copy.write_bytes(read_bytes(path))
     except InputError as error:
-        return f"{flag} {folder} is not whole ({error})"
-    return None
+        return [str(error)]
+    return []
 
 
 def config_in(config, dtype):

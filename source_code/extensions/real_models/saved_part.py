@@ -7,7 +7,6 @@ and bfloat16 results are bit-equal, including gradients. The parameters keep the
 NAMES maps them to the names in a file.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -52,21 +51,6 @@ class SavedSettings(ModelConfig):
     tied: bool = False  # embedding and head are one matrix
     longest: int = 2048  # positions
     norms_in_float32: ClassVar[bool] = True  # for every dtype, as transformers computes them
-
-    def further(self):
-        """Return {name: value} of what ModelConfig does not have, as JSON stores it."""
-        names = {field.name for field in dataclasses.fields(self)} - {
-            field.name for field in dataclasses.fields(ModelConfig)
-        }
-        named = {name: getattr(self, name) for name in sorted(names)}
-        return {**named, "rotary": dict(self.rotary)}
-
-
-def with_settings(config, further):
-    """Return the SavedSettings of a ModelConfig and of what `further` has returned."""
-    sizes = {field.name: getattr(config, field.name) for field in dataclasses.fields(ModelConfig)}
-    named = {name: value for name, value in further.items() if name != "config"}
-    return SavedSettings(**sizes, **{**named, "rotary": tuple(further["rotary"].items())})
 
 
 def name_in_file(name):

@@ -9,11 +9,12 @@ keys, the frequencies of the rotary embedding, one matrix at both ends.
 from pathlib import Path
 
 from extensions.real_models.saved_part import SavedSettings
-from guard.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
+from guard.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_json
 
 CONFIG_FILE = "config.json"
+SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"
 LARGEST_CONFIG = 16 * MEBIBYTE
-MOST = 2**31  # the largest size
+MOST = 2**30  # the largest size; no tensor has as many as 2**63 bytes
 # What to do about a folder that is rejected.
 WHOLE = "name the folder of a Llama, a Mistral, a Qwen2 or a Qwen3"
 MENDED = "take config.json from the folder of the published model again"
@@ -91,9 +92,29 @@ def read_settings(folder, seq_len):
         saved = read_json(path, LARGEST_CONFIG)
     except InputError as error:
         raise InputError(f"{error}; {WHOLE}") from None
+    return settings_from(path, saved, seq_len), saved
+
+
+def settings_in_checkpoint(config, kept):
+    """Return (SavedSettings, JSON object) of the config.json that convert.py keeps in a checkpoint.
+
+    `config` is the ModelConfig of the checkpoint's flags, and `kept` its "--settings". Raises
+    InputError if they are damaged.
+    """
+    text = kept.get("config") if isinstance(kept, dict) else None
+    path = f"{CONFIG_FILE} in the checkpoint"
+    saved = parse_json(text if isinstance(text, str) else "", path)
+    settings = settings_from(path, saved, config.seq_len)
+    if any(getattr(settings, name) != getattr(config, name) for name in SIZE_FLAGS):
+        raise InputError(f"{path} has other sizes than its flags; bring the model in again")
+    return settings, saved
+
+
+def settings_from(path, saved, seq_len):
+    """Return the SavedSettings of `saved`, the content of the config.json at `path`."""
     check_family(path, saved)
-    config, family = saved, saved["model_type"]
-    saved = {**LEFT_OUT[family], **config}
+    family = saved["model_type"]
+    saved = {**LEFT_OUT[family], **saved}
     sizes = sizes_in(path, saved)
     base, rotary = rotary_in(path, saved)
     biases = {name: saved.get(name, False) for name in ("attention_bias", "mlp_bias")}
@@ -108,7 +129,7 @@ def read_settings(folder, seq_len):
             f"{path}: rms_norm_eps is {str(epsilon)[:40]}, and not between 0 and 1; {MENDED}"
         )
     attention_bias = biases["attention_bias"] and family in ("llama", "qwen3")
-    settings = SavedSettings(
+    return SavedSettings(
         **sizes,
         seq_len=seq_len,
         epsilon=epsilon,
@@ -120,7 +141,6 @@ def read_settings(folder, seq_len):
         head_norms=family == "qwen3",
         tied=tied,
     )
-    return settings, config
 
 
 def sizes_in(path, saved):
@@ -137,7 +157,8 @@ def sizes_in(path, saved):
     dim, heads = size("hidden_size"), size("num_attention_heads")
     kv_heads = size("num_key_value_heads", heads)
     head_dim = size("head_dim", dim // heads or 1)
-    if heads % kv_heads or (dim % heads and saved.get("head_dim") is None) or head_dim % 2:
+    fits = dim % heads == 0 or saved.get("head_dim") is not None
+    if heads % kv_heads or not fits or head_dim % 2 or heads * head_dim > MOST:
         raise InputError(
             f"{path}: {heads} heads, {kv_heads} of them for keys, do not fit a width of {dim}; "
             f"{MENDED}"
@@ -187,5 +208,5 @@ def rotary_in(path, saved):
             raise InputError(
                 f"{path}: {name} of the rotary embedding is {str(value)[:40]}; {MENDED}"
             )
-        pairs.append((name, value))
+        pairs.append((name, float(value)))  # torch takes no integer beyond 64 bits
     return pairs[1][1], (pairs[0], *pairs[2:])
