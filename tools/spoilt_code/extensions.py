@@ -415,9 +415,9 @@ FAULTS = [
     ),
     Fault(
         "defaults-of-one-family-for-all",
-        "extensions/real_models/saved_settings.py::read_settings",
-        "saved = {**LEFT_OUT[family], **config}",
-        'saved = {**LEFT_OUT["llama"], **config}',
+        "extensions/real_models/saved_settings.py::settings_from",
+        "saved = {**LEFT_OUT[family], **saved}",
+        'saved = {**LEFT_OUT["llama"], **saved}',
         "A Qwen2 whose file leaves out a setting is read with that of a Llama.",
         "test_real_models.py",
         ("test_what_a_config_leaves_out_is_what_transformers_takes[qwen2]",),

@@ -150,7 +150,8 @@ def sizes_in(path, saved):
         value = otherwise if saved.get(name) is None else saved[name]
         if not is_count(value, MOST) or value < 1:
             raise InputError(
-                f"{path}: {name} is {str(value)[:40]}, and not a whole number from 1; {MENDED}"
+                f"{path}: {name} is {str(value)[:40]}, and not a whole number from 1 to {MOST:,}; "
+                f"{MENDED}"
             )
         return value
 
