@@ -371,6 +371,7 @@ def restore(folder, model, optimizer, rank):
 """
 
 
+@pytest.mark.further
 def test_a_latest_that_is_written_in_place_can_be_empty_after_a_sigkill(tmp_path, capsys):
     in_place = LATEST.replace('        os.replace(folder / "latest.new", folder / "latest")\n', "")
     in_place = in_place.replace("latest.new", "latest")

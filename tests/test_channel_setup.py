@@ -97,6 +97,7 @@ def waits_while_joining(rank):
     return joined
 
 
+@pytest.mark.further
 def test_each_channel_and_each_group_is_used_once_in_sorted_order():
     first, second, third, last = run_on_ranks(waits_while_joining, 4)
     text = "the first message of micro-batch 0 from stage {}".format

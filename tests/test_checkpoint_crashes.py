@@ -207,6 +207,7 @@ def test_killed_before_each_call_of_a_save_it_continues_from_a_whole_checkpoint(
     check_that_it_ends(tmp_path, how)
 
 
+@further
 def test_the_calls_of_a_save_are_the_writes_syncs_and_renames_in_this_order(tmp_path):
     """Each file and each folder is synced before the rename that depends on it.
 

@@ -107,6 +107,7 @@ def test_a_wrong_cost_model_is_told_what_it_leaves_out(stage_times, sentence, ca
     assert said.startswith("Not yet: ") and sentence in said and "\n" not in said
 
 
+@pytest.mark.further
 @pytest.mark.processes
 def test_real_ranks_perform_the_even_cut_and_a_shorter_one(capsys, monkeypatch):
     short = check.Times(4, layer=(2, 4), embedding=(0, 0), head=(4, 8))

@@ -107,6 +107,7 @@ def test_the_receives_in_the_wrong_order_end_in_a_deadlock_that_the_recording_sh
     assert "rank 2 never came to the backward of micro-batch 0 on stage 2" in found.sentence
 
 
+@pytest.mark.further
 def test_clipped_by_its_own_norm_each_stage_takes_another_fraction(recorded):
     for flags, equal in (("", False), ("--cured", True)):
         norms = recorded(6, flags)[0].updates(0).values()
@@ -128,6 +129,7 @@ def test_without_a_stash_the_backwards_of_rank_1_use_other_versions_than_its_for
         assert agreeing == same
 
 
+@pytest.mark.further
 def test_the_tied_matrix_stays_one_only_when_both_gradients_are_added(recorded):
     for flags, tied in (("", [True, False, False]), ("--cured", [True, True, True])):
         recording = recorded(8, flags)[0]

@@ -326,6 +326,7 @@ def test_what_the_backwards_gather_is_what_the_update_takes_unless_it_is_clipped
 # The library, and refusals
 
 
+@pytest.mark.further
 def test_the_library_is_recorded_without_its_messages(tmp_path):
     folder = tmp_path / "run"
     launch.run(f"torch_pipelining.py {TINY} --record {folder}", warm=True, show=False)

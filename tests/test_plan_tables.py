@@ -9,6 +9,7 @@ from unittest import mock
 
 import plan as plan_script
 import pytest
+from further import first_of
 
 from planning.candidates import all_plans, check_precision
 from planning.expected_error import expected_error
@@ -34,14 +35,17 @@ def printed(flags, capsys):
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "llama-3-8b --gpus 16 --why 8 --bytes 8",
-        "1b --gpus 16 --batch-size 512 --seq-len 2048 --why 1 --count 12",
-        "llama-2-7b --gpus 72 --batch-size 72 --machine gb200 --precision fp8 --count 4",
-        "layers=12,hidden=1000,vocabulary=9000,heads=8 --gpus 8 --batch-size 7",
-        "pretrain_llama.py --gpus 8 --model 1b --recompute layer --seq-len 2048",
-        "--published",
-    ],
+    first_of(
+        [
+            "llama-3-8b --gpus 16 --why 8 --bytes 8",
+            "1b --gpus 16 --batch-size 512 --seq-len 2048 --why 1 --count 12",
+            "llama-2-7b --gpus 72 --batch-size 72 --machine gb200 --precision fp8 --count 4",
+            "layers=12,hidden=1000,vocabulary=9000,heads=8 --gpus 8 --batch-size 7",
+            "pretrain_llama.py --gpus 8 --model 1b --recompute layer --seq-len 2048",
+            "--published",
+        ],
+        3,
+    ),
 )
 def test_nothing_that_is_printed_is_wider_than_80_columns(flags, capsys):
     with mock.patch("planning.plan_tables.error_of", return_value=-0.123):  # of --published

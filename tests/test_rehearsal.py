@@ -133,7 +133,7 @@ def assert_all_pass(mode, calls, folder):
 
 
 @pytest.mark.parametrize(
-    "calls", first_of([(BY_HAND,), (BY_WORKER,), (EXTENDED,)], 2), ids=["hand", "worker", "more"]
+    "calls", first_of([(BY_HAND,), (BY_WORKER,), (EXTENDED,)], 1), ids=["hand", "worker", "more"]
 )
 def test_all_scripts_pass_with_one_operation_per_rank(calls, tmp_path):
     assert_all_pass("strict", calls, tmp_path)

@@ -51,6 +51,7 @@ def largest_difference(losses, microbatches):
     return max(abs(ours - theirs) for ours, theirs in zip(losses, reference))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name, ranks, microbatches, chunks", first_of(OURS, 4))
 def test_torchs_runtime_performs_our_file_and_takes_the_step_of_one_process(
     name, ranks, microbatches, chunks, tmp_path
