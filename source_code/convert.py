@@ -29,6 +29,7 @@ from extensions.checkpointing.checkpoint_folder import (
     sync_folder,
 )
 from extensions.checkpointing.whole_checkpoint import read_weights, read_whole
+from extensions.inference.saved_model import newest_checkpoint
 from extensions.optimization.learning_rate import ConstantRate
 from extensions.real_models.saved_folder import read_model
 from extensions.real_models.saved_output import (
@@ -126,20 +127,26 @@ def bring_in(arguments):
     return 0
 
 
-def newest(folder):
-    """Return the newest Checkpoint, once all of its files have their checksums."""
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        raise SystemExit(f"--checkpoints: there is no checkpoint in {folder}; train first")
-    check_files(checkpoint, checkpoint.description["files"])
-    return checkpoint
+def read_newest(folder, read):
+    """Return the newest Checkpoint, whose files all have their checksums, and read() of it.
+
+    A training may save and remove checkpoints there meanwhile. Raises CheckpointError.
+    """
+
+    def read_checked(folder):
+        checkpoint = find_checkpoint(folder)
+        if checkpoint is None:
+            raise SystemExit(f"--checkpoints: there is no checkpoint in {folder}; train first")
+        check_files(checkpoint, checkpoint.description["files"])
+        return checkpoint, read(checkpoint)
+
+    return newest_checkpoint(folder, read_checked)
 
 
 def write_file(arguments):
     """Write the newest checkpoint as one file of torch.save. Returns the exit status."""
     try:
-        checkpoint = newest(arguments.checkpoints)
-        state = read_whole(checkpoint)
+        checkpoint, state = read_newest(arguments.checkpoints, read_whole)
         replace_file(arguments.to_file, lambda partial: save_state(state, partial))
         sync_folder(os.path.dirname(os.path.realpath(arguments.to_file)))
     except (CheckpointError, OSError) as error:
@@ -161,12 +168,10 @@ def save_state(state, path):
 def take_out(arguments):
     """Write the newest checkpoint as a folder of transformers. Returns the exit status."""
     try:
-        checkpoint = newest(arguments.checkpoints)
-        settings, config = checked_settings(checkpoint)
-        part = lay_out(settings)
-        weights = read_weights(checkpoint, [name for name, _ in part.named_parameters()])
+        checkpoint, read = read_newest(arguments.checkpoints, read_model_of)
     except CheckpointError as error:
         raise SystemExit(str(error)) from None
+    settings, config, part, weights = read
     for name, layout in part.named_parameters():
         if weights[name].shape != layout.shape:
             raise SystemExit(
@@ -178,6 +183,14 @@ def take_out(arguments):
     config = config_in(config, dtype) if config else config_of(settings, dtype)
     write(arguments, join_job("cpu"), config, part, settings)
     return int(bool(not_written))
+
+
+def read_model_of(checkpoint):
+    """Return settings, config, ModelPart without weights, and weights. Raises CheckpointError."""
+    settings, config = checked_settings(checkpoint)
+    part = lay_out(settings)
+    weights = read_weights(checkpoint, [name for name, _ in part.named_parameters()])
+    return settings, config, part, weights
 
 
 def write(arguments, job, config, part, settings):

@@ -25,7 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from guard.files import not_written, write_whole
-from guard.one_sentence import shortened
+from guard.inputs import InputError, read_text
+from guard.one_sentence import in_one_sentence, shortened
 from guard.printing import keep_running_unheard
 from pipeline.schedules import SCHEDULES
 
@@ -68,6 +69,7 @@ class CannotCopy(Exception):
     """A copy is impossible; the text says in one sentence why, and what to do."""
 
 
+@in_one_sentence()
 def main():
     keep_running_unheard()
     style = argparse.RawDescriptionHelpFormatter
@@ -93,7 +95,7 @@ def main():
             modules = keep_schedules(modules, arguments.schedules.split(","), arguments.with_lab)
         make = one_file if destination.suffix == ".py" else folder
         files = make(destination, modules)
-        for path in (path for path in files if path.exists() and read(path) != files[path]):
+        for path in (path for path, text in files.items() if is_other(path, text)):
             raise CannotCopy(f"{path} exists already and differs; name another folder")
         for path, text in files.items():
             write_new(path, text, destination)
@@ -112,9 +114,18 @@ def write_new(path, text, destination):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:
-        left = f"remove the part of the copy in {destination}, or " if destination.exists() else ""
+        begun = os.path.lexists(destination)
+        left = f"remove the part of the copy in {destination}, or " if begun else ""
         reason = f"{path} cannot be written ({error.strerror})"
         raise CannotCopy(f"{reason}; {left}name another place") from None
+
+
+def is_other(path, text):
+    """Return whether something else than `text` is at `path`."""
+    try:
+        return os.path.lexists(path) and read_text(path) != text
+    except InputError:
+        return True
 
 
 def read(path):

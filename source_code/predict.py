@@ -6,6 +6,7 @@ python source_code/predict.py gpipe --ranks 4 --microbatches 8
 
 import gc
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from pipeline.schedules.from_flags import by_name, schedule_option
 from pipeline.schedules.legal import check_legal
 
 LEAST_COLUMNS = 40  # of a timeline in a terminal; a narrower one wraps it
+NOT_IN_XML = "[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"  # but in a name of a file
 MOST_BLOCKS = 100_000  # in a picture; a block takes about a kilobyte
 
 
@@ -217,7 +219,8 @@ def write_files(arguments, schedule, timelines):
         blocks = sum(len(each.events) for each in timelines.values())
         if blocks > MOST_BLOCKS:
             raise SystemExit(f"--svg: a picture has at most {MOST_BLOCKS:,} blocks, not {blocks:,}")
-        write_or_reject("--svg", arguments.svg, draw_timelines(timelines).svg)
+        svg = re.sub(NOT_IN_XML, "?", draw_timelines(timelines).svg)
+        write_or_reject("--svg", arguments.svg, svg)
 
 
 def write_or_reject(flag, path, text):

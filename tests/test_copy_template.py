@@ -296,6 +296,21 @@ def test_bad_input_is_rejected_in_one_sentence(words, reason, tmp_path, capsys, 
     assert [path.name for path in tmp_path.rglob("*")] == ["there", "field_guide.txt"]
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_what_is_no_file_beside_a_copy_is_not_read_and_stays(make, tmp_path, capsys):
+    make(tmp_path / "field_guide.txt")
+    assert copy("gpipe.py", tmp_path / "mine.py") == 2
+    assert re.fullmatch(
+        r".*field_guide.txt exists already and differs.*\n", capsys.readouterr().err
+    )
+    assert os.listdir(tmp_path) == ["field_guide.txt"]
+
+
+def test_a_name_that_is_too_long_is_rejected_with_what_to_do(tmp_path, capsys):
+    assert copy("gpipe.py", tmp_path / f"{'x' * 300}") == 2
+    assert re.fullmatch(r".*File name too long\); name another place\n", capsys.readouterr().err)
+
+
 def test_a_name_that_two_modules_define_is_rejected_with_both():
     modules = [copy_template.Module(Path(p), ()) for p in ("pipeline/job.py", "train.py")]
     modules[1].meanings.append(("Job", "train.py"))

@@ -438,6 +438,9 @@ def test_without_docstrings_a_program_still_runs():
     assert ended.returncode == 0 and json.loads(ended.stdout)["makespan"] == 33
     ended = start("-OO", "source_code/gpipe.py", "--microbatches", "5")
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    for program in ("source_code/small/pipeline.py", "tools/make_hosted.py"):
+        ended = start("-OO", program, "--help")
+        assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_files_are_utf_8_in_a_posix_locale_too(tmp_path):
@@ -491,10 +494,13 @@ def test_a_standard_error_that_is_closed_costs_its_text_and_not_the_run():
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
-def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path):
+@pytest.mark.parametrize(
+    "words_of", ["predict.py gpipe --csv a.csv", "copy_template.py gpipe.py a"]
+)
+def test_a_current_folder_that_is_gone_is_one_sentence(words_of, tmp_path):
     (tmp_path / "gone").mkdir()
     words = f'cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$@"'
-    command = [sys.executable, str(ROOT / "source_code/predict.py"), "gpipe", "--csv", "a.csv"]
+    command = [sys.executable, *f"{ROOT}/source_code/{words_of}".split()]
     ended = subprocess.run(
         ["sh", "-c", words, "sh", *command], capture_output=True, text=True, timeout=60
     )

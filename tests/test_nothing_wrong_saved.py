@@ -8,6 +8,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import convert
 import finetune
 import grade_submissions
 import inference
@@ -230,6 +231,29 @@ def test_a_checkpoint_that_vanishes_while_it_is_looked_at_is_followed_by_the_nex
     monkeypatch.setattr(saved_model, "steps_of", lambda *_: [1])
     with pytest.raises(CheckpointError, match="step 1 is damaged"):  # nothing newer: it is
         saved_model.newest_checkpoint("folder")
+
+
+def test_a_checkpoint_that_vanishes_while_it_is_converted_is_followed_by_the_next(
+    tmp_path, monkeypatch
+):
+    folder, whole = tmp_path / "saved", convert.read_whole
+    flags = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --steps 2 --save-every 1"
+    launch.run(
+        f"distributed_checkpointing.py {flags} --checkpoints {folder}", 1, warm=True, show=False
+    )
+    step_2, later = folder / "run-0001/step-00000002", tmp_path / "later"
+    os.rename(step_2, later)
+
+    def read_while_a_training_goes_on(checkpoint):
+        if later.exists():
+            os.rename(later, step_2)
+            shutil.rmtree(checkpoint.path)
+        return whole(checkpoint)
+
+    monkeypatch.setattr(convert, "read_whole", read_while_a_training_goes_on)
+    file = tmp_path / "model.pt"
+    assert convert.write_file(argparse.Namespace(checkpoints=folder, to_file=file)) == 0
+    assert torch.load(file)["progress"]["step"] == 2
 
 
 def weights_while_checkpoints_go(rank, folder, gone):

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import copy_template
 import make_submission
@@ -85,6 +86,15 @@ def test_no_drawing_is_made_of_a_timeline_that_lacks_a_micro_batch(monkeypatch, 
     )
     assert "it has micro-batch 2 and lacks one before it" in said
     assert not (tmp_path / "a.svg").exists()
+
+
+@pytest.mark.parametrize("letter", "\x01\x0b\x1b\ufffe")
+def test_a_drawing_of_a_file_with_an_odd_name_is_xml(monkeypatch, tmp_path, letter):
+    schedule, svg = tmp_path / f"a{letter}b.csv", tmp_path / "a.svg"
+    schedule.write_text("0F0,0B0\n")
+    monkeypatch.setattr("sys.argv", ["predict.py", str(schedule), "--svg", str(svg)])
+    assert predict.main() == 0
+    assert "a?b, 1 rank" in ElementTree.parse(svg).getroot().get("aria-label")
 
 
 @pytest.fixture

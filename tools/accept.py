@@ -86,7 +86,7 @@ def performed(title, function, seconds, machine):
     return {
         "title": title,
         "status": "failed" if part.failures else status,
-        "about": " ".join(function.__doc__.split("\n\n")[0].split()),
+        "about": " ".join((function.__doc__ or "").split("\n\n")[0].split()),
         "seconds": round(time.monotonic() - part.began, 1),
         "limit": round(seconds),
         "runs": part.runs,

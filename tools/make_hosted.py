@@ -51,7 +51,7 @@ def main():
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument(
         "address", nargs="?", help="owner/name on GitHub; else that of CITATION.cff"
     )

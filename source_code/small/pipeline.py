@@ -285,7 +285,7 @@ def difference_from_one_process(stages, losses, steps, device):
 
 def main(arguments=None):
     """Train on this rank, and compare with one process if --verify asks for it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", choices=STEPS, default="1f1b")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--verify", action="store_true", help="compare with one process")

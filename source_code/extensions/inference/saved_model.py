@@ -50,19 +50,20 @@ def take_sizes(arguments):
         setattr(arguments, name, flags.get(f"--{name.replace('_', '-')}", getattr(arguments, name)))
 
 
-def newest_checkpoint(folder):
+def newest_checkpoint(folder, read=None):
     """Return the newest Checkpoint, or None, also while a training saves and removes there.
 
-    Raises CheckpointError.
+    With `read` return what read(folder) makes of it. Raises CheckpointError.
     """
+    read = read or find_checkpoint
     for _ in range(TRIES):
         before = newest_step(folder)
         try:
-            return find_checkpoint(folder)
+            return read(folder)
         except (CheckpointError, FileNotFoundError):
             if newest_step(folder) == before:  # nothing newer has come meanwhile: it is damaged
                 raise
-    return find_checkpoint(folder)
+    return read(folder)
 
 
 def newest_step(folder):
