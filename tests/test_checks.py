@@ -345,6 +345,12 @@ def test_an_array_of_numbers_is_a_cut_too(capsys):
 
     assert answer_to(lesson_04b.best_cut, capsys, cut).startswith("Right: ")
 
+    def without_one_layer_per_stage(seconds, num_stages):
+        return cut(seconds, num_stages) if num_stages < len(seconds) else [0] * num_stages
+
+    answer = answer_to(lesson_04b.best_cut, capsys, without_one_layer_per_stage)
+    assert answer.startswith("Not yet: layers of [2, 5, 1, 3] s in 4 stages: you say [0, 0, 0, 0]")
+
 
 def test_only_a_cut_filled_to_the_average_leaves_something_over(capsys):
     def longest_first(seconds, num_stages):

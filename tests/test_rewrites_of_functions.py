@@ -37,10 +37,16 @@ def checked_functions():
             if defined:
                 before += [answer] if answer else []
                 answer, own = "\n".join(map(ast.unparse, definitions)), defined
+            else:
+                before += map(ast.unparse, definitions)
             call = getattr(body[-1], "value", None) if body else None
             if ast.unparse(body[-1]).startswith("check.") and isinstance(call, ast.Call):
                 names = [ast.unparse(argument) for argument in call.args]
-                if answer and {name for name in names if not name.isdigit()} <= own:
+                if (
+                    answer
+                    and call.func.attr != "perform"
+                    and {name for name in names if not name.isdigit()} <= own
+                ):
                     found[(module, call.func.attr, *names)] = answer, "\n".join(before)
     return found
 

@@ -19,6 +19,7 @@ def best_cut(cut):
         ([6, 1, 1, 1, 1, 6], 3),
         ([4, 4, 4, 4, 4], 3),
         ([4, 3, 2, 1, 9, 2, 2, 5], 4),
+        ([2, 5, 1, 3], 4),
     ):
         counts = _counts(call(cut, list(seconds), num_stages), num_stages)
         case = f"layers of {seconds} s in {num_stages} stages: you say {counts}"
