@@ -350,9 +350,9 @@ def change_one_bit(path):
     [
         ("__1_0.distcp", truncate, " bytes instead of "),
         ("__1_0.distcp", Path.unlink, "is missing"),
-        ("__0_0.distcp", change_one_bit, "is no longer what was written (its checksum differs)"),
-        ("__1_0.distcp", change_one_bit, "is no longer what was written (its checksum differs)"),
-        (".metadata", change_one_bit, "is no longer what was written (its checksum differs)"),
+        ("__0_0.distcp", change_one_bit, "has changed since it was written (its checksum differs)"),
+        ("__1_0.distcp", change_one_bit, "has changed since it was written (its checksum differs)"),
+        (".metadata", change_one_bit, "has changed since it was written (its checksum differs)"),
         ("checkpoint.json", truncate, ""),
         ("checkpoint.json", Path.unlink, "is missing"),
     ],
@@ -366,7 +366,7 @@ def test_damage_gets_a_sentence_that_names_the_file_and_offers_the_checkpoint_be
     damage(damaged)
     if file == "checkpoint.json" and damage is truncate:
         damaged.write_text("{")
-        words = "is no longer what was written"
+        words = "has changed since it was written"
     content = {path: path.read_bytes() for path in (saved / "run-0001").rglob("*.*")}
     with pytest.raises(RunFailed) as refused:
         start_script(f"--checkpoints {saved} --steps 6")

@@ -54,7 +54,7 @@ def test_a_checkpoint_whose_sizes_are_no_counts_is_not_what_was_written(saved, s
     description = json.loads((path / "checkpoint.json").read_text())
     description["configuration"]["--layers"] = size
     checkpoint_folder.write_description(path, description)
-    with pytest.raises(checkpoint_folder.CheckpointError, match="is no longer what was written"):
+    with pytest.raises(checkpoint_folder.CheckpointError, match="has changed since it was written"):
         checkpoint_folder.find_checkpoint(saved)
 
 

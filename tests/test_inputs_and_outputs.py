@@ -362,7 +362,7 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
     path = checkpoint_folder.find_checkpoint(tmp_path).path / "checkpoint.json"
     path.write_text(path.read_text().replace('"--warm-up-steps": 2', '"--warm-up-steps": 0'))
     assert json.loads(path.read_text())["configuration"] == {"--warm-up-steps": 0}
-    with pytest.raises(checkpoint_folder.CheckpointError, match="no longer what was written"):
+    with pytest.raises(checkpoint_folder.CheckpointError, match="has changed since it was written"):
         checkpoint_folder.find_checkpoint(tmp_path)
 
 

@@ -66,7 +66,7 @@ FAULTS = [
         "test_checkpoint_crashes.py",
         (
             "test_damage_gets_a_sentence_that_names_the_file_and_offers_the_checkpoint_before"
-            "[__1_0.distcp-change_one_bit-is no longer what was written (its checksum differs)]",
+            "[__1_0.distcp-change_one_bit-has changed since it was written (its checksum differs)]",
         ),
     ),
     Fault(

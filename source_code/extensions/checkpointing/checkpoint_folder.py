@@ -160,9 +160,9 @@ def look_at(folder, run, step):
         description = read_json(path, LARGEST_DESCRIPTION)
     except InputError as error:
         reason = str(error).removeprefix(f"{path} ")
-        return checkpoint, (DESCRIPTION, f"is no longer what was written: it {reason}")
+        return checkpoint, (DESCRIPTION, f"has changed since it was written: it {reason}")
     if not is_description(description, step):
-        return checkpoint, (DESCRIPTION, "is no longer what was written")
+        return checkpoint, (DESCRIPTION, "has changed since it was written")
     for name, (size, _) in description["files"].items():
         try:
             found = os.lstat(checkpoint.path / name)
@@ -208,7 +208,9 @@ def check_files(checkpoint, names):
         except (InputError, OSError) as error:
             raise damage(checkpoint, name, f"cannot be read any more ({error})") from None
         if found != checkpoint.description["files"][name][1]:
-            raise damage(checkpoint, name, "is no longer what was written (its checksum differs)")
+            raise damage(
+                checkpoint, name, "has changed since it was written (its checksum differs)"
+            )
 
 
 def damage(checkpoint, file, what):

@@ -146,7 +146,7 @@ def check_archive(file, name):
             if sum(entry.file_size for entry in entries) > length:
                 raise InputError(f"{name} has parts that do not fit into its {length:,} bytes")
             if damaged := archive.testzip():
-                raise InputError(f"{name} is no longer what was written ({damaged} differs)")
+                raise InputError(f"{name} has changed since it was written ({damaged} differs)")
     except (zipfile.BadZipFile, *UNPICKLING_ERRORS, OSError) as error:
         if isinstance(error, InputError):
             raise
