@@ -33,11 +33,19 @@ from planning.transformer import Model
 
 RUNS = published_runs()
 COUNTED = [run for run in RUNS if not run.apart]
-TOO_LARGE = ("529.6 billion on 640",)  # apart: published.json says why
+# The first is apart: published.json says why. Of the others the model counts 3 to 16 % more than
+# their published peaks, which are 73 to 78 GB (docs/measurements.md).
+TOO_LARGE = (
+    "529.6 billion on 640",
+    "32 GPUs, length 4096, vocabulary 256k, even",
+    "32 GPUs, length 4096, vocabulary 256k, moved",
+    "24 GPUs, length 4096, vocabulary 256k",
+    "32 GPUs, length 4096, vocabulary 128k",
+)
 
 
-def test_at_least_70_runs_by_8_publications_are_compared():
-    assert len(COUNTED) >= 70 and len({run.group for run in COUNTED}) >= 8
+def test_at_least_240_runs_by_20_publications_are_compared():
+    assert len(COUNTED) >= 240 and len({run.group for run in COUNTED}) >= 20
     assert {(one["table"], one["name"]) for one in left_out_errors()} == {
         (run.table, run.name) for run in COUNTED
     }
@@ -140,13 +148,14 @@ def test_seconds_follow_from_the_errors_of_forecasts_to_both_sides():
     assert error.text == "-20% to +25%"
 
 
-def test_replicas_of_the_whole_model_have_no_evidence_of_their_own():
-    """Few published runs are of this kind, and those with a tensor group say little about it."""
-    for gpu in ("a100", "h100"):
+def test_replicas_of_the_whole_model_have_little_evidence_and_wide_intervals():
+    """On A100 six of the seven runs are by one publication; on H100 there are too few."""
+    for gpu, rows in (("a100", 7), ("h100", 0)):
         machine = read_machine(gpu, 16)
         for sharding in ("none", "optimizer"):
             error = expected_error(machine, Plan(replicas=16, sharding=sharding))
-            assert error.rows == 0 and error.least <= -0.3 and error.most >= 0.3
+            assert error.rows == rows and error.least <= -0.3
+            assert error.most >= (0.3 if rows == 0 else 0.15)
         assert expected_error(machine, Plan(tensor=8)).rows >= 5
 
 
@@ -163,12 +172,21 @@ def test_without_evidence_the_interval_is_wide_and_the_output_says_so():
     assert "No run on this GPU was ever compared" in said and "was never tested" in said
 
 
-@pytest.mark.parametrize("gpu", ["a100", "h100"])
-def test_pipelined_and_sharded_runs_have_signed_mean_errors_within_6_points(gpu):
+def test_pipelined_and_sharded_runs_have_signed_mean_errors_within_6_points_on_h100():
     """Their ranking once had a bias of 12 points on H100: old and new kernels had one rate."""
-    machine = read_machine(gpu, 8)
+    machine = read_machine("h100", 8)
     pipelined, sharded = (mean_error(machine, kind) for kind in ("pipelined", "sharded"))
     assert abs(pipelined - sharded) <= BIASED == 0.06
+
+
+def test_on_a100_pipelined_runs_are_forecast_shorter_than_sharded_ones_and_the_output_says_so():
+    """By 6.5 points: the programs of four of ten publications are built on DeepSpeed."""
+    machine, model = read_machine("a100", 8), Model(16, 1024, batch=64)
+    pipelined, sharded = (mean_error(machine, kind) for kind in ("pipelined", "sharded"))
+    assert BIASED < sharded - pipelined < 0.07
+    plans = (Plan(ranks=8), Plan(replicas=8, sharding="full"))
+    said = "\n".join(error_lines(machine, [forecast(model, machine, plan) for plan in plans]))
+    assert f"pipelined {pipelined:+.0%}, sharded {sharded:+.0%}" in said
 
 
 @pytest.mark.parametrize("biased", [True, False])

@@ -16,7 +16,7 @@ from pathlib import Path
 from guard.inputs import read_json
 
 OUTSIDE = 0.1  # fraction of the errors, by weight, outside the interval
-NARROWEST = (-0.12, 0.12)  # no kind of plan on a type of GPU has more than five publications
+NARROWEST = (-0.12, 0.12)  # most kinds of plans on a type of GPU have at most five publications
 LEAST_ROWS, LEAST_GROUPS = 5, 2  # with fewer, the interval is wide
 UNTESTED = (-0.3, 0.3)  # at least this wide without evidence
 GPUS = {312e12: "A100", 989e12: "H100"}  # by the peak of the data sheet

@@ -23,7 +23,8 @@ class PublishedRun:
     """A published training run. `seconds` per update are as published or from a published rate.
 
     `group` is the publication. `memory` is the published peak in bytes, or 0. `apart` says why the
-    run is not counted among the errors to expect, or is "".
+    run is not counted among the errors to expect, or is "". The constants of a machine were not
+    fitted to runs that are not `fitted`.
     """
 
     table: str
@@ -35,6 +36,7 @@ class PublishedRun:
     seconds: float
     memory: float = 0.0
     apart: str = ""
+    fitted: bool = True
 
     @property
     def rate(self):
@@ -66,6 +68,7 @@ def published_runs(table=None):
                     seconds,
                     1e9 * row.get("gigabytes", 0),
                     row.get("apart", one.get("apart", "")),
+                    one.get("fitted", True),
                 )
             )
     return found
