@@ -9,13 +9,16 @@ time, and the runs of this publication are forecast. For A100 the rate of matrix
 to two runs of Megatron-LM 2021, whose runs are forecast with the rate that fits the others. The
 rate of fused attention and the hidden fraction are fitted to the publications with fused attention.
 Publications that published.json calls not fitted were entered later. They are in no fit, and are
-forecast with the constants of their machines. Forecasts are nearly linear in the times per
-operation, so the fit solves linear equations around a starting point.
+forecast with the constants of their machines. Five publications have a program on DeepSpeed. How
+many times as long its updates take is fitted to them, and for each of them to the other four.
+Forecasts are nearly linear in the times per operation, so the fit solves linear equations around a
+starting point.
 """
 
 import json
+import math
+import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +30,6 @@ from guard.files import write_whole  # noqa: E402
 from guard.one_sentence import naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 from planning.expected_error import GPUS, kind_of  # noqa: E402
-from planning.forecast import forecast  # noqa: E402
 from planning.published import fit, published_runs  # noqa: E402
 
 RATES = {  # of a type of GPU: (starting point, slowest, fastest)
@@ -44,18 +46,14 @@ STEP = 0.05  # relative, for derivatives
 SCALE = 0.05  # errors beyond it count linearly, not by their square
 
 
-def seconds(run, rates):
-    return forecast(run.model, replace(run.machine, **rates), run.plan).update
-
-
 def tangent(run, limits, hidden):
     """(seconds at the starting point, their derivatives by each time per operation, relative)."""
     start = {**{name: rate for name, (rate, _, _) in limits.items()}, "hidden": hidden}
-    base = seconds(run, start)
+    base = run.forecast(**start)
     slopes = []
     for name in limits:
         slower = {**start, name: start[name] / (1 + STEP)}
-        slopes.append((seconds(run, slower) - base) / STEP)
+        slopes.append((run.forecast(**slower) - base) / STEP)
     return [base, *slopes]
 
 
@@ -105,6 +103,18 @@ def fit_each(runs, limits):
     return fit_rates(runs, tangents, limits), without
 
 
+def fit_deepspeed(runs):
+    """How many times the forecasts of `runs` their updates took; each publication weighs the same."""
+    groups = dict.fromkeys(run.group for run in runs)
+    logs = [
+        statistics.mean(
+            math.log(run.seconds / run.forecast(deepspeed=1)) for run in runs if run.group == group
+        )
+        for group in groups
+    ]
+    return math.exp(statistics.mean(logs))
+
+
 def main():
     Parser(__doc__).parse_args()
     runs = [run for run in published_runs() if not run.apart]
@@ -117,10 +127,15 @@ def main():
         print(f"{gpu}:", {name: f"{value:.4g}" for name, value in whole.items()})
     fitted = "Megatron-LM 2021"
     rates["A100"][fitted] = {"flops": fit([run for run in first["A100"] if run.group != fitted])}
+    slower = [run for run in runs if run.on_deepspeed]
+    print(f"DeepSpeed: {fit_deepspeed(slower):.4g}")
+    for group in dict.fromkeys(run.group for run in slower):
+        others = [run for run in slower if run.group != group]
+        rates["A100"].setdefault(group, {})["deepspeed"] = fit_deepspeed(others)
     rows = []
     for gpu, members in of.items():
         for run in members:
-            error = seconds(run, rates[gpu].get(run.group, {})) / run.seconds - 1
+            error = run.forecast(**rates[gpu].get(run.group, {})) / run.seconds - 1
             named = {"table": run.table, "name": run.name, "error": round(error, 4)}
             rows.append({"gpu": gpu, "kind": kind_of(run.plan), "group": run.group, **named})
     lines = ",\n".join(json.dumps(row) for row in rows)
