@@ -5,6 +5,8 @@ import re
 from dataclasses import replace
 
 import pytest
+from fit_rates import fit_deepspeed
+from further import further
 from plan import usable
 
 from course.launch import ROOT
@@ -27,21 +29,13 @@ from planning.known_models import NAMED
 from planning.machine import Machine, machine_names, read_machine
 from planning.plan_memory import TIGHT, memory_per_rank
 from planning.plan_tables import BIASED, error_lines, error_table, not_told_apart
-from planning.published import published_runs
+from planning.published import DEEPSPEED, published_runs
 from planning.training_plan import Plan
 from planning.transformer import Model
 
 RUNS = published_runs()
 COUNTED = [run for run in RUNS if not run.apart]
-# The first is apart: published.json says why. Of the others the model counts 3 to 16 % more than
-# their published peaks, which are 73 to 78 GB (docs/measurements.md).
-TOO_LARGE = (
-    "529.6 billion on 640",
-    "32 GPUs, length 4096, vocabulary 256k, even",
-    "32 GPUs, length 4096, vocabulary 256k, moved",
-    "24 GPUs, length 4096, vocabulary 256k",
-    "32 GPUs, length 4096, vocabulary 128k",
-)
+TOO_LARGE = ("529.6 billion on 640",)  # apart: published.json says why
 
 
 def test_at_least_240_runs_by_20_publications_are_compared():
@@ -74,7 +68,7 @@ def test_published_peaks_of_memory_are_met_within_12_percent():
         for run in RUNS
         if run.memory and "405B" not in run.table
     ]
-    assert len(errors) >= 25
+    assert len(errors) == 99
     assert max(map(abs, errors)) <= 0.12
     assert abs(sorted(errors)[len(errors) // 2]) <= 0.05
 
@@ -87,9 +81,20 @@ def test_a_stored_error_is_that_of_the_rates_without_the_publication():
     for run in quick:
         one = stored[run.table, run.name]
         rates = text["rates"][one["gpu"]].get(run.group, {})
-        found = forecast(run.model, replace(run.machine, **rates), run.plan).update
-        assert found / run.seconds - 1 == pytest.approx(one["error"], abs=1e-4)
+        assert run.forecast(**rates) / run.seconds - 1 == pytest.approx(one["error"], abs=1e-4)
         assert (one["kind"], one["group"]) == (kind_of(run.plan), run.group)
+
+
+@further
+def test_the_factor_for_deepspeed_is_that_of_five_publications_and_1_17():
+    """Fitted to four, it brings the fifth to a mean error of 12 % at most, from 7 to 22 %."""
+    slower = [run for run in COUNTED if run.on_deepspeed]
+    groups = {run.group for run in slower}
+    assert len(groups) == 5 and fit_deepspeed(slower) == pytest.approx(DEEPSPEED, abs=0.005)
+    stored = left_out_errors()
+    for group in groups:
+        own = [one["error"] for one in stored if one["group"] == group]
+        assert abs(sum(own) / len(own)) < 0.12
 
 
 def test_an_interval_weighs_each_publication_equally():
@@ -154,8 +159,8 @@ def test_replicas_of_the_whole_model_have_little_evidence_and_wide_intervals():
         machine = read_machine(gpu, 16)
         for sharding in ("none", "optimizer"):
             error = expected_error(machine, Plan(replicas=16, sharding=sharding))
-            assert error.rows == rows and error.least <= -0.3
-            assert error.most >= (0.3 if rows == 0 else 0.15)
+            assert error.rows == rows and error.most >= 0.3
+            assert error.least <= (-0.3 if rows == 0 else -0.19)
         assert expected_error(machine, Plan(tensor=8)).rows >= 5
 
 
@@ -172,21 +177,12 @@ def test_without_evidence_the_interval_is_wide_and_the_output_says_so():
     assert "No run on this GPU was ever compared" in said and "was never tested" in said
 
 
-def test_pipelined_and_sharded_runs_have_signed_mean_errors_within_6_points_on_h100():
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_pipelined_and_sharded_runs_have_signed_mean_errors_within_6_points(gpu):
     """Their ranking once had a bias of 12 points on H100: old and new kernels had one rate."""
-    machine = read_machine("h100", 8)
+    machine = read_machine(gpu, 8)
     pipelined, sharded = (mean_error(machine, kind) for kind in ("pipelined", "sharded"))
     assert abs(pipelined - sharded) <= BIASED == 0.06
-
-
-def test_on_a100_pipelined_runs_are_forecast_shorter_than_sharded_ones_and_the_output_says_so():
-    """By 6.5 points: the programs of four of ten publications are built on DeepSpeed."""
-    machine, model = read_machine("a100", 8), Model(16, 1024, batch=64)
-    pipelined, sharded = (mean_error(machine, kind) for kind in ("pipelined", "sharded"))
-    assert BIASED < sharded - pipelined < 0.07
-    plans = (Plan(ranks=8), Plan(replicas=8, sharding="full"))
-    said = "\n".join(error_lines(machine, [forecast(model, machine, plan) for plan in plans]))
-    assert f"pipelined {pipelined:+.0%}, sharded {sharded:+.0%}" in said
 
 
 @pytest.mark.parametrize("biased", [True, False])

@@ -76,7 +76,7 @@ def test_what_recomputing_less_gains_is_forecast_within_5_percent_korthikanti_ta
 def test_the_head_in_every_forecast_matters_without_it_bloom_would_be_off_by_more():
     """BLOOM: a vocabulary of 250,880 and stages of embedding + 5, 6 x 10, 5 + head layers."""
     run = published_runs("BLOOM")[0]
-    assert -0.1 < error_of(run) < 0
+    assert -0.1 < run.forecast(deepspeed=1) / run.seconds - 1 < 0
 
 
 def test_the_counted_bubble_is_not_counted_twice():
@@ -86,12 +86,13 @@ def test_the_counted_bubble_is_not_counted_twice():
 
 
 def test_what_the_forecast_misses_is_known():
-    """Programs that lose time elsewhere: DeepSpeed's ZeRO-3 of 2021, MT-NLG, BLOOM's small batch."""
+    """Programs that lose time elsewhere: DeepSpeed's ZeRO-3 of 2021, and its pipeline in MT-NLG."""
     for table, least, most in [
         ("Megatron-LM table 2, ZeRO-3", -0.80, -0.2),
         ("MT-NLG", -0.22, -0.15),
     ]:
-        errors = errors_of(table)
+        runs = published_runs(table)
+        errors = [run.forecast(deepspeed=1) / run.seconds - 1 for run in runs]
         assert least <= min(errors) and max(errors) <= most, table
 
 

@@ -17,7 +17,7 @@ from planning.forecast import stage_costs
 from planning.microbatches_held import held_by
 from planning.narrow import WIDTH, columns, lines_of
 from planning.plan_memory import TIGHT, memory_per_rank
-from planning.published import error_of, published_runs
+from planning.published import DEEPSPEED, error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
 BIASED = 0.06  # difference of mean errors above which two kinds of plans do not rank fairly
@@ -209,7 +209,8 @@ def published_lines():
         without = left_out.get((run.table, run.name))
         without = "not counted" if without is None else f"{without:+.1%}"
         lines.append(f" {run.name:49} {run.seconds:7.2f} {error_of(run):+8.1%} {without:>11}")
-    return [*lines, "", *error_table()]
+    deepspeed = f"Forecasts of programs on DeepSpeed are {DEEPSPEED} times those of their plans."
+    return [*lines, "", deepspeed, "", *error_table()]
 
 
 def error_table():
