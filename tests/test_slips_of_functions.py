@@ -123,7 +123,7 @@ INPUTS = {
     "input_half": deferred_layers,
     "split_loss": scored,
     "gpus_needed": lambda c: (
-        c.randint(1, 900) * 1e9, c.randint(1, 99) * 1e11, c.randint(1, 200), c.randint(2, 9) * 1e14,
+        c.randint(1, 99) * 1e9, c.randint(1, 20) * 1e11, c.randint(30, 200), c.randint(2, 9) * 1e14,
     ),
 }  # fmt: skip
 
@@ -193,8 +193,13 @@ def same(one, other):
 
 
 def outcomes_of(functions, name, cases):
-    outcome = OUTCOMES.get(name, lambda function: function)(*functions)
-    return [outcome(*copy.deepcopy(arguments)) for arguments in cases]
+    outcome, found = OUTCOMES.get(name, lambda function: function)(*functions), []
+    for arguments in cases:
+        try:
+            found.append(outcome(*copy.deepcopy(arguments)))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            found.append(f"{error!r}")
+    return found
 
 
 def slip(answer, seed):
