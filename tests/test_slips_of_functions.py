@@ -2,7 +2,9 @@
 
 import ast
 import copy
+import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +100,21 @@ def scored(choose):
     return scores * choose.randint(1, 900), torch.tensor([choose.randrange(6) for _ in range(4)])
 
 
+def compared(choose):
+    """Gradients, and what a rank has found: right, off, missing or not a number."""
+    right = drawn(choose, (3,), (2, 2))
+    found = [tensor + choose.choice([0, 0, 1e-3, -0.4]) for tensor in right]
+    at = choose.randrange(2)
+    found[at] = choose.choice([None, found[at], found[at] * math.nan])
+    return found, right
+
+
+def routed(choose):
+    x, weight = drawn(choose, (7, 3), (7,))
+    chosen = torch.tensor([choose.randrange(2) for _ in range(7)])
+    return x, chosen, weight, torch.tensor([0.5, choose.random()]), choose.randint(1, 8)
+
+
 INPUTS = {
     "laundry_minutes": lambda c: (c.randint(1, 50), c.randint(1, 60), c.randint(1, 60)),
     "own_gpipe": lambda c: (c.randint(1, 6), c.randint(1, 9)),
@@ -122,6 +139,9 @@ INPUTS = {
     "gradients_by_hand": two_layers,
     "input_half": deferred_layers,
     "split_loss": scored,
+    "difference": compared,
+    "layer_ends": lambda c: drawn(c, (2, 3), (2, 3)),
+    "mix": routed,
     "gpus_needed": lambda c: (
         c.randint(1, 99) * 1e9, c.randint(1, 20) * 1e11, c.randint(30, 200), c.randint(2, 9) * 1e14,
     ),
@@ -147,10 +167,43 @@ def in_two_halves(input_half, weight_half):
         deferred, gradients = [], []
         weights = [weight.requires_grad_() for _, _, weight in layers]
         with torch.no_grad():
-            for _ in "two micro-batches":
+            for _ in range(2):  # micro-batches
                 gradients += [input_half(*layer, deferred) for layer in layers]
                 weight_half(deferred)
         return gradients, [weight.grad for weight in weights], deferred
+
+    return outcome
+
+
+def of_one_rank(difference):
+    def outcome(found, right):
+        with mock.patch("torch.distributed.all_reduce"):
+            return difference(found, right)
+
+    return outcome
+
+
+def doubled_at(layer_ends):
+    """What the two ends of a layer make of x and of a gradient, where a sum doubles."""
+
+    def outcome(x, gradient):
+        made = []
+        for end in layer_ends(lambda tensor: 2 * tensor):
+            y = end(x.requires_grad_())
+            made += [y, *torch.autograd.grad(y, x, gradient)]
+        return made
+
+    return outcome
+
+
+def through_one_rank(mix):
+    def outcome(x, chosen, weight, losses, sequences):
+        def exchange(tokens, sent, received):
+            assert sent == received == chosen.bincount(minlength=2).tolist()
+            return tokens
+
+        counts, expert = (lambda sent: sent), (lambda tokens: 3 * tokens)
+        return mix(x, chosen, weight, expert, counts, exchange, losses, sequences)
 
     return outcome
 
@@ -159,6 +212,9 @@ def in_two_halves(input_half, weight_half):
 OUTCOMES = {
     "gradients_by_hand": in_two_pieces,
     "input_half": in_two_halves,
+    "difference": of_one_rank,
+    "layer_ends": doubled_at,
+    "mix": through_one_rank,
     "split_loss": lambda f: lambda scores, targets: f(scores, targets, 0, lambda x, kind: x),
     "best_cut": lambda f: lambda seconds, stages: slowest(seconds, f(seconds, stages)),
     "spare_ranks": lambda f: lambda seconds, ranks: most(seconds, f(seconds, ranks)),
@@ -197,7 +253,9 @@ def outcomes_of(functions, name, cases):
     for arguments in cases:
         try:
             found.append(outcome(*copy.deepcopy(arguments)))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+        ) as error:
             found.append(f"{error!r}")
     return found
 
