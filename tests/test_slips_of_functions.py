@@ -254,7 +254,13 @@ def outcomes_of(functions, name, cases):
         try:
             found.append(outcome(*copy.deepcopy(arguments)))
         except (
-            ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
         ) as error:
             found.append(f"{error!r}")
     return found

@@ -44,7 +44,7 @@ def complaint_of(function):
         return f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x"
     if made.dtype != x.dtype:
         return f"your layer returns {made.dtype} for x of {x.dtype}; return the dtype of x"
-    gate, up, down = weights[1:]
+    gate, up, down = weights
     if torch.allclose(made, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T):
         return "that is the feed-forward network that the model has already; change something in it"
     if not made.requires_grad:
