@@ -111,7 +111,8 @@ def bring_in(arguments):
         )
     sizes = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in SIZE_FLAGS}
     weights = {name: saved.weight(name) for name, _ in lay_out(settings).named_parameters()}
-    no_state, kept = SimpleNamespace(state={}), {"config": json.dumps(saved.config)}
+    kept = {**settings.further(), "config": json.dumps(saved.config)}
+    no_state = SimpleNamespace(state={})
     training = Training(weights, no_state, ConstantRate(), {**sizes, "--settings": kept})
     checkpoints = Checkpoints(join_job("cpu"), arguments.checkpoints, FIRST_RUN)
     problem = checkpoints.prepare()

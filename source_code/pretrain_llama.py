@@ -54,11 +54,9 @@ from extensions.pretraining.training_flags import (
     choose_dtype,
     reject_packed,
 )
-from extensions.real_models.saved_part import empty_part
-from extensions.real_models.saved_settings import settings_in_checkpoint
+from extensions.real_models.saved_part import empty_part, with_settings
 from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
-from guard.inputs import InputError
 from lab import attach
 from pipeline.command_line import positive_integer, positive_number
 from pipeline.data import load_text
@@ -188,9 +186,11 @@ def complete_flags(parser, arguments, read_data):
 def take_settings(arguments):
     """Make the config that of a model which convert.py has brought into --checkpoints."""
     try:
-        arguments.config, _ = settings_in_checkpoint(arguments.config, arguments.settings)
-    except InputError as error:
-        raise SystemExit(f"--checkpoints {arguments.checkpoints}: {error}") from None
+        arguments.config = with_settings(arguments.config, arguments.settings)
+    except ValueError as error:
+        raise SystemExit(
+            f"--checkpoints {arguments.checkpoints}: {error}; bring the model in again with convert.py"
+        ) from None
     if arguments.seq_len > arguments.config.longest:
         raise SystemExit(
             f"--seq-len {arguments.seq_len} is more than the {arguments.config.longest} positions of "

@@ -33,7 +33,8 @@ def mutated(text, seed):
 def slipped(text, seed):
     """`text` with one slip in an expression: another name, number, sign, comparison or argument."""
     tree, choose = ast.parse(text), random.Random(seed)
-    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    function = functions[0] if len(functions) == 1 else choose.choice(functions)
     names = [argument.arg for argument in function.args.args]
     slips = []
     for node in ast.walk(function):

@@ -265,8 +265,9 @@ def weights_while_checkpoints_go(rank, folder, gone):
     )  # fmt: skip
     torch.distributed.barrier()
     if rank == 1:
-        for step in gone:
-            shutil.rmtree(Path(folder) / "run-0001" / f"step-{step:08}")
+        for step in gone:  # as a training removes them: at once
+            path = Path(folder) / "run-0001" / f"step-{step:08}"
+            os.rename(path, path.with_name(f".deleting-{path.name}"))
     part = saved_model.build_saved_part(arguments, 0, 4, "cpu", job)
     job.leave()
     return arguments.saved.step, sum(weight.sum().item() for weight in part.parameters())

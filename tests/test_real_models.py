@@ -23,7 +23,13 @@ from extensions.checkpointing.whole_checkpoint import fill_weights
 from extensions.pretraining.forward_only import forwards_of, nothing_kept
 from extensions.real_models import saved_output, tensor_files
 from extensions.real_models.saved_folder import read_model
-from extensions.real_models.saved_part import fill_part, frequencies, lay_out, name_in_file
+from extensions.real_models.saved_part import (
+    fill_part,
+    frequencies,
+    lay_out,
+    name_in_file,
+    with_settings,
+)
 from extensions.real_models.saved_settings import (
     LEFT_OUT,
     read_settings,
@@ -439,6 +445,20 @@ def test_a_config_in_a_checkpoint_is_checked_as_one_in_a_folder(tmp_path):
     ):
         with pytest.raises(InputError, match="config.json in the checkpoint"):
             settings_in_checkpoint(config, kept)
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_a_checkpoint_keeps_the_settings_of_a_model_and_damaged_ones_are_rejected(tmp_path, kind):
+    settings, _ = read_settings(saved_config_file(tmp_path, kind).parent, 64)
+    config = ModelConfig(*(getattr(settings, name) for name in ModelConfig.__dataclass_fields__))
+    kept = json.loads(json.dumps({**settings.further(), "config": "{}"}))
+    assert with_settings(config, kept) == settings
+    wrong = [{name: value} for name in settings.further() for value in (None, "x", [], -1, 1e400)]
+    wrong += [{"head_dim": 2**62}, {"rotary": {"type": "linear"}}, {"rotary": {"type": "other"}}]
+    wrong += [{"rotary": {"type": "linear", "factor": factor}} for factor in ("x", -1.0, [1.0])]
+    for forged in [[], "text", {}, *({**kept, **change} for change in wrong)]:
+        with pytest.raises(ValueError, match="setting"):
+            with_settings(config, forged)
 
 
 def test_a_file_of_an_older_transformers_says_the_same_in_other_words(tmp_path):

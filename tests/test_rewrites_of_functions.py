@@ -55,15 +55,16 @@ FUNCTIONS = checked_functions()
 
 
 def asked(tmp_path, key, text):
-    """Give the functions of `text` to their check."""
+    """Give the functions of `text` to their check, and return them."""
     module, check, *names = key
     path = tmp_path / f"answer_{next(numbers)}.py"
     path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     answers = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(answers)
-    checks = importlib.import_module(f"course.checks.{module}")
-    getattr(checks, check)(*(int(n) if n.isdigit() else getattr(answers, n) for n in names))
+    arguments = [int(name) if name.isdigit() else getattr(answers, name) for name in names]
+    getattr(importlib.import_module(f"course.checks.{module}"), check)(*arguments)
+    return [argument for argument in arguments if callable(argument)]
 
 
 def test_every_lesson_with_a_function_to_write_is_tried():

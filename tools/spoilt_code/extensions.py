@@ -352,9 +352,9 @@ FAULTS = [
     ),
     Fault(
         "settings-are-left-behind",
-        "extensions/real_models/saved_settings.py::settings_in_checkpoint",
-        "settings_from(path, saved, config.seq_len)",
-        'settings_from(path, {**saved, "rms_norm_eps": 1e-6}, config.seq_len)',
+        "extensions/real_models/saved_part.py::with_settings",
+        '"rotary": tuple(rotary.items())',
+        '"rotary": tuple(rotary.items()), "epsilon": 1e-6',
         "A model that came in from transformers is continued as another one.",
         "test_real_models.py",
         ("test_a_pretraining_that_continues_it_has_the_losses_of_finetune_and_leaves_its_logits",),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from course.building.endless_loops import endless_loops_ended
 from course.building.messages import tell
@@ -31,7 +32,7 @@ def main(request, function):
 
 
 def complaint_of(function):
-    """The sentence about an output of another shape than x, or an input without gradient, or None."""
+    """The sentence about an output of another shape, no change, or an input without gradient, or None."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (6, 4), (4, 6))]
     for weight in (x, *weights):
@@ -43,6 +44,9 @@ def complaint_of(function):
         return f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x"
     if made.dtype != x.dtype:
         return f"your layer returns {made.dtype} for x of {x.dtype}; return the dtype of x"
+    gate, up, down = weights
+    if torch.allclose(made, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T):
+        return "that is the feed-forward network that the model has already; change something in it"
     if not made.requires_grad:
         return (
             "no gradient comes back: nothing leads from your layer's result to x and the matrices"

@@ -113,7 +113,7 @@ def best_of(layers, head, stages):
     return best
 
 
-@checked("no cut has a faster slowest stage; and for the last models even the best one is slow.")
+@checked("no cut has a faster slowest stage.")
 def cut_by_cost(function):
     """Check `function(layers, head, stages)`: the layers of each stage; the head is on the last."""
     for layers, head, stages in CASES:

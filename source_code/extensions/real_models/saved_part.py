@@ -7,6 +7,7 @@ and bfloat16 results are bit-equal, including gradients. The parameters keep the
 NAMES maps them to the names in a file.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,35 @@ class SavedSettings(ModelConfig):
     tied: bool = False  # embedding and head are one matrix
     longest: int = 2048  # positions
     norms_in_float32: ClassVar[bool] = True  # for every dtype, as transformers computes them
+
+    def further(self):
+        """Return {name: value} of what ModelConfig does not have, as a checkpoint keeps it."""
+        sizes = {field.name for field in dataclasses.fields(ModelConfig)}
+        own = {name: value for name, value in vars(self).items() if name not in sizes}
+        return {**own, "rotary": dict(self.rotary)}
+
+
+def with_settings(config, kept):
+    """Return the SavedSettings of a ModelConfig and of a checkpoint's "--settings".
+
+    These are what `further` returned, beside the "config" that convert.py reads. Raises ValueError
+    for values of another kind, as a damaged checkpoint has them.
+    """
+    kinds = {name: type(value) for name, value in SavedSettings().further().items()}
+    further = {name: kept.get(name) for name in kinds} if isinstance(kept, dict) else {}
+    if {name: type(value) for name, value in further.items()} != kinds:
+        raise ValueError("a setting is missing or of another kind")
+    rotary = further["rotary"]
+    numbers = [n for n in (*further.values(), *rotary.values()) if isinstance(n, (int, float))]
+    if not all(0 <= number < 2**31 for number in numbers):
+        raise ValueError("a setting is out of range")
+    settings = SavedSettings(**{**vars(config), **further, "rotary": tuple(rotary.items())})
+    try:
+        lay_out(settings, 0, 1)
+        frequencies(settings)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError) as error:
+        raise ValueError(f"the settings fit no layer ({type(error).__name__})") from None
+    return settings
 
 
 def name_in_file(name):

@@ -132,7 +132,7 @@ def settings_from(path, saved, seq_len):
     return SavedSettings(
         **sizes,
         seq_len=seq_len,
-        epsilon=epsilon,
+        epsilon=float(epsilon),
         rotary_base=base,
         rotary=rotary,
         query_bias=family == "qwen2" or attention_bias,
