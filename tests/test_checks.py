@@ -211,6 +211,16 @@ def without_a_gradient(first, second, tokens, targets):
     return received
 
 
+def with_two_backwards(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    loss = token_loss(second(received), targets)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    output.backward(received.grad)
+    return received
+
+
 def without_backward(first, second, tokens, targets):
     received = first(tokens).detach().requires_grad_()
     second(received)
@@ -227,6 +237,7 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
+        (with_two_backwards, "a backward of the loss gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
         (without_the_second_stage, "the second stage was not called"),
         (returning_what_was_sent, "the very tensor that the second stage was called with"),
@@ -554,6 +565,22 @@ def whoever_waits_for_nobody(waits):
     return free[0] if free else "deadlock"
 
 
+def end_of_copied_chain(waits):
+    return end_of_chain(dict(waits))
+
+
+def end_of_last_chain(waits):
+    rank = max(waits)
+    for _ in waits:
+        rank = rank if waits[rank] is None else waits[rank]
+    return rank if waits[rank] is None else "deadlock"
+
+
+def whoever_is_in_no_pair(waits):
+    is_pair = any(peer is not None and waits[peer] == rank for rank, peer in waits.items())
+    return "deadlock" if is_pair else next(r for r, peer in waits.items() if peer is None)
+
+
 @pytest.mark.parametrize(
     ("to_blame", "sentence"),
     [
@@ -565,6 +592,9 @@ def whoever_waits_for_nobody(waits):
             lambda waits: next((r for r, peer in waits.items() if peer is None), 0),
             "none of them can go on first",
         ),
+        (end_of_copied_chain, "computed for 2 s; does this loop end?"),
+        (end_of_last_chain, "4: 3}: you say 3, and not all others wait for it"),
+        (whoever_is_in_no_pair, "4: 3}: you say 3, and not all others wait for it"),
         (lambda waits: 9, "none of the ranks"),
         (lambda waits: [2], "none of the ranks"),
         (whoever_waits_for_nobody, "not all others wait for it"),
