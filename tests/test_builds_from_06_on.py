@@ -206,6 +206,10 @@ WRONG = {
         ([("    dist.all_reduce(both, dist.ReduceOp.MAX)\n", "")], "each has to learn of the largest"),
         ([(", dist.ReduceOp.MAX", "")], "the sum over the ranks: ask all_reduce for the maximum"),
         ([(".nan_to_num(nan=torch.inf)", "")], "rank 1 has a nan among its gradients: rank 0 returns"),
+        ([("    both = torch.stack", "    found = [0 * t if f is None else f for f, t in zip(found, right)]\n"
+           "    off = off.new_tensor(max((f - t).abs().max().item() for f, t in zip(found, right)))\n"
+           "    both = torch.stack")],
+         "rank 1 has a nan among its gradients: rank 0 returns"),
         ([("torch.zeros_like(theirs) if ours is None else ours", "ours")], "raised TypeError"),
         ([("ours = torch.zeros_like(theirs) if ours is None else ours",
            "ours = theirs if ours is None else ours")], "upwards and downwards, or be missing"),
@@ -257,7 +261,9 @@ WRONG = {
         ([("start(action.stage)", "pass")], "is never started, so it leaves at the end of the step"),
         ([("adding[-1]", "adding[8]")], "your function raised IndexError"),
         ([("adding[-1]", "max(adding, key=lambda each: each.microbatch)")],
-         "backwards in reverse order, rank 0: the sum of stage 0 is started after 0B1, and 0B0 still"),
+         "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
+        ([("action == adding[-1]", "action[1:] == [each for each in order if each.kind in 'BW'][-1][1:]")],
+         "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
     ],
 }  # fmt: skip
 
