@@ -185,6 +185,7 @@ WRONG = {
         ([("    else:\n        schedule.step()\n", ""), ("schedule.step(tokens)", "(__import__('time').sleep(2), schedule.step(tokens))")], "until rank 1 receives, and rank 1 has already returned: a receive is missing there"),
         ([("range(6)", "range(1, 7)")], "the lines are those of steps [1, 2, 3, 4, 5, 6]"),
         ([("batch(step)", "batch(0)")], "every step learns batch(0)"),
+        ([("batch(step)", "batch(step // 2)")], "it is the update or the next batch that is another"),
         ([("target=targets", "target=targets[:-1]")], "raised"),
         ([("loss {torch", "mean {torch")], "no line `step 0  loss 5.123456` was printed"),
         ([("n_microbatches=8", "n_microbatches=4")], "with 4 micro-batches; the exercise asks for 8"),
@@ -200,6 +201,7 @@ WRONG = {
         ([("held_out = run(schedule.eval, 6)\n", ""), ("{held_out:", "{loss:")], "batch 6 is"),
         ([("print(f\"held out", "print(f\"later")], "0 lines begin with `held out`"),
         ([("run(schedule.eval, 6)", "run(schedule.step, 6)")], "was not evaluated"),
+        ([("run(schedule.eval, 6)", "run(schedule.step, 6)\nrun(schedule.eval, 6)")], "was not evaluated"),
     ],
     "comparison": [
         ([("(ours - theirs).abs()", "(ours - theirs)")], "rank 0 has one number that is too small"),
