@@ -152,6 +152,8 @@ def test_every_mistake_with_the_library_has_losses_of_its_own():
 WRONG = {
     "recomputing_backward": [
         ([("    if x.is_floating_point():\n        x.requires_grad_()\n", "")],
+         "rank 2, backward of micro-batch 0: it returns no gradient of its input"),
+        ([("    return x.grad", "    if gradient is None:\n        return x.grad")],
          "rank 1, backward of micro-batch 0: it returns no gradient of its input"),
         ([("backward(gradient)", "backward()")], "raised RuntimeError: grad can be implicitly"),
         ([("held.pop(k)", "held[k]")], "its input is still in held afterwards; pop it"),
