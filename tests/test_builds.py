@@ -183,6 +183,11 @@ WRONG = {
         ),
         ([("loss.item()", "loss")], "still has its whole graph behind it: detach() it"),
         (
+            [("dtype=torch.float64, device", "device"), ("output.detach()", "output.detach().float()"),
+             ("inputs.requires_grad_()", "inputs = inputs.double().requires_grad_()")],
+            "on numbers with too few digits: have they been a float32 on their way?",
+        ),
+        (
             [("dist.isend(inputs.grad, rank - 1)", "dist.isend(inputs.detach(), rank - 1)")],
             "and that on rank 3 is right: look at what rank 3 sends back",
         ),

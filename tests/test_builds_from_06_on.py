@@ -152,6 +152,8 @@ def test_every_mistake_with_the_library_has_losses_of_its_own():
 WRONG = {
     "recomputing_backward": [
         ([("    if x.is_floating_point():\n        x.requires_grad_()\n", "")],
+         "rank 2, backward of micro-batch 0: it returns no gradient of its input"),
+        ([("    return x.grad", "    if gradient is None:\n        return x.grad")],
          "rank 1, backward of micro-batch 0: it returns no gradient of its input"),
         ([("backward(gradient)", "backward()")], "raised RuntimeError: grad can be implicitly"),
         ([("held.pop(k)", "held[k]")], "its input is still in held afterwards; pop it"),
@@ -185,6 +187,7 @@ WRONG = {
         ([("    else:\n        schedule.step()\n", ""), ("schedule.step(tokens)", "(__import__('time').sleep(2), schedule.step(tokens))")], "until rank 1 receives, and rank 1 has already returned: a receive is missing there"),
         ([("range(6)", "range(1, 7)")], "the lines are those of steps [1, 2, 3, 4, 5, 6]"),
         ([("batch(step)", "batch(0)")], "every step learns batch(0)"),
+        ([("batch(step)", "batch(step // 2)")], "it is the update or the next batch that is another"),
         ([("target=targets", "target=targets[:-1]")], "raised"),
         ([("loss {torch", "mean {torch")], "no line `step 0  loss 5.123456` was printed"),
         ([("n_microbatches=8", "n_microbatches=4")], "with 4 micro-batches; the exercise asks for 8"),
@@ -200,12 +203,17 @@ WRONG = {
         ([("held_out = run(schedule.eval, 6)\n", ""), ("{held_out:", "{loss:")], "batch 6 is"),
         ([("print(f\"held out", "print(f\"later")], "0 lines begin with `held out`"),
         ([("run(schedule.eval, 6)", "run(schedule.step, 6)")], "was not evaluated"),
+        ([("run(schedule.eval, 6)", "run(schedule.step, 6)\nrun(schedule.eval, 6)")], "was not evaluated"),
     ],
     "comparison": [
         ([("(ours - theirs).abs()", "(ours - theirs)")], "rank 0 has one number that is too small"),
         ([("    dist.all_reduce(both, dist.ReduceOp.MAX)\n", "")], "each has to learn of the largest"),
         ([(", dist.ReduceOp.MAX", "")], "the sum over the ranks: ask all_reduce for the maximum"),
         ([(".nan_to_num(nan=torch.inf)", "")], "rank 1 has a nan among its gradients: rank 0 returns"),
+        ([("    both = torch.stack", "    found = [0 * t if f is None else f for f, t in zip(found, right)]\n"
+           "    off = off.new_tensor(max((f - t).abs().max().item() for f, t in zip(found, right)))\n"
+           "    both = torch.stack")],
+         "rank 1 has a nan among its gradients: rank 0 returns"),
         ([("torch.zeros_like(theirs) if ours is None else ours", "ours")], "raised TypeError"),
         ([("ours = torch.zeros_like(theirs) if ours is None else ours",
            "ours = theirs if ours is None else ours")], "upwards and downwards, or be missing"),
@@ -257,7 +265,9 @@ WRONG = {
         ([("start(action.stage)", "pass")], "is never started, so it leaves at the end of the step"),
         ([("adding[-1]", "adding[8]")], "your function raised IndexError"),
         ([("adding[-1]", "max(adding, key=lambda each: each.microbatch)")],
-         "backwards in reverse order, rank 0: the sum of stage 0 is started after 0B1, and 0B0 still"),
+         "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
+        ([("action == adding[-1]", "action[1:] == [each for each in order if each.kind in 'BW'][-1][1:]")],
+         "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
     ],
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ def test_an_untouched_number_is_not_attempted_yet(capsys):
 
 def test_an_answer_that_raises_gets_its_own_error_and_no_traceback(capsys):
     answer = answer_to(lesson_02.enough_microbatches, capsys, lambda p, m: 1 / 0)
-    assert answer == "Not yet: <lambda>(4, 0.25) raised ZeroDivisionError: division by zero"
+    assert answer == "Not yet: <lambda>(5, 0.25) raised ZeroDivisionError: division by zero"
 
 
 def test_an_answer_that_is_no_number_is_told_so(capsys):
@@ -101,6 +101,11 @@ def test_a_number_of_numpy_is_a_number(capsys):
         )
 
     assert answer_to(lesson_03.most_microbatches, capsys, most).startswith("Right: ")
+
+
+def test_a_wrong_fraction_is_explained_as_any_number_is(capsys):
+    said = answer_to(lesson_00.laundry, capsys, lambda n, w, d: Fraction(n * (w + d)))
+    assert "you say 350 minutes, as if each load waited" in said
 
 
 @pytest.mark.parametrize(
@@ -206,6 +211,16 @@ def without_a_gradient(first, second, tokens, targets):
     return received
 
 
+def with_two_backwards(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    loss = token_loss(second(received), targets)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    output.backward(received.grad)
+    return received
+
+
 def without_backward(first, second, tokens, targets):
     received = first(tokens).detach().requires_grad_()
     second(received)
@@ -222,6 +237,7 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
+        (with_two_backwards, "a backward of the loss gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
         (without_the_second_stage, "the second stage was not called"),
         (returning_what_was_sent, "the very tensor that the second stage was called with"),
@@ -286,7 +302,8 @@ def test_own_gpipe_explains(order, sentence, capsys):
         (lambda p, x: (p - 1) * (1 - x) / x + 0.5, "round up"),
         (lambda p, x: max(1, math.floor((p - 1) * (1 - x) / x) - 1), "too much"),
         (lambda p, x: math.ceil((p - 1) * (1 - x) / x - 1e-9), "a batch has at least one"),
-        (lambda p, x: 1000, "9 would do"),
+        (lambda p, x: 1000, "12 would do"),
+        (lambda p, x: math.ceil(p * (1 - x) / x), "15 micro-batches, whose bubble is 0.2105; 12"),
     ],
 )
 def test_enough_microbatches_explains(needed, sentence, capsys):
@@ -302,6 +319,10 @@ def test_enough_microbatches_explains(needed, sentence, capsys):
         (lambda s, p, room, m: m if s == "1f1b" else min(room, m), "has no room for 8"),
         (lambda s, p, room, m: m * (room >= p) if s == "1f1b" else min(room, m), "4 fit into its"),
         (lambda s, p, room, m: room if s == "gpipe" or room < p else m, "more than there are"),
+        (
+            lambda s, p, room, m: min(room, m) if s == "gpipe" else m if room >= p else room,
+            "room for 6, 5 available: you say 6, more than there are",
+        ),
     ],
 )
 def test_most_microbatches_explains(most, sentence, capsys):
@@ -365,14 +386,48 @@ def test_only_a_cut_filled_to_the_average_leaves_something_over(capsys):
     assert answer.startswith("Not yet: ") and "have left over" not in answer
 
 
+def best_in_whole_seconds(seconds, num_stages):
+    def filled(limit):
+        counts, load = [], math.inf
+        for left, second in zip(range(len(seconds), 0, -1), seconds):
+            if load + second > limit or left <= num_stages - len(counts):
+                counts, load = [*counts, 0], 0
+            counts[-1] += 1
+            load += second
+        return counts
+
+    limit = math.ceil(max(seconds))
+    while len(filled(limit)) > num_stages:
+        limit += 1
+    return filled(limit)
+
+
+def halved_again_and_again(seconds, num_stages):
+    if num_stages == 1:
+        return [len(seconds)]
+    half = num_stages // 2
+
+    def slower(k):
+        return max(sum(seconds[:k]) / half, sum(seconds[k:]) / (num_stages - half))
+
+    k = min(range(half, len(seconds) - (num_stages - half) + 1), key=slower)
+    others = halved_again_and_again(seconds[k:], num_stages - half)
+    return halved_again_and_again(seconds[:k], half) + others
+
+
 @pytest.mark.parametrize(
     ("cut", "sentence"),
     [
-        (even_counts, "the slowest stage takes 8 s; 7 s is possible. Add up the seconds"),
+        (
+            even_counts,
+            "the slowest stage takes 8 s; 7 s is possible. Your stages have about as many layers",
+        ),
         (lambda seconds, n: [*numpy.int64(even_counts(seconds, n))], "you say [2, 2, 2], and"),
         (filled_to_the_average, "12 s; 8 s is possible. Your last stage gets what the others"),
         (lambda seconds, n: [len(seconds)] + [0] * (n - 1), "each stage needs a layer"),
         (lambda seconds, n: [1] * n, "which are 4 layers of 8"),
+        (best_in_whole_seconds, "[3, 1, 1], and the slowest stage takes 6.0 s; 5.5 s is possible"),
+        (halved_again_and_again, "[1, 3, 1], and the slowest stage takes 7.0 s; 5.5 s is possible"),
         (lambda seconds, n: len(seconds) // n, "a list with one whole number per stage"),
         (lambda seconds, n: [len(seconds)], "1 numbers for 4 stages"),
     ],
@@ -387,12 +442,37 @@ def all_to_the_slowest(seconds, num_ranks):
     return [1 + spare * (stage == seconds.index(max(seconds))) for stage in range(len(seconds))]
 
 
+def apportioned(divisor):
+    """One rank more for the stage with the most seconds per `divisor(ranks so far)`, and so on."""
+
+    def ranks(seconds, num_ranks):
+        counts = [1] * len(seconds)
+        for _ in range(num_ranks - len(seconds)):
+            stages = range(len(seconds))
+            counts[max(stages, key=lambda stage: seconds[stage] / divisor(counts[stage]))] += 1
+        return counts
+
+    return ranks
+
+
+def with_largest_remainders(seconds, num_ranks):
+    shares = [(num_ranks - len(seconds)) * each / sum(seconds) for each in seconds]
+    counts = [1 + int(share) for share in shares]
+    left = num_ranks - sum(counts)
+    for stage in sorted(range(len(seconds)), key=lambda stage: -(shares[stage] % 1))[:left]:
+        counts[stage] += 1
+    return counts
+
+
 @pytest.mark.parametrize(
     ("ranks", "sentence"),
     [
         (all_to_the_slowest, "every 20 s is possible. After its first spare rank"),
         (lambda s, n: even_counts(range(n), len(s)), "your ranks are spread evenly"),
         (lambda s, n: [1] * len(s), "which are 3 ranks"),
+        (apportioned(lambda count: count + 1), "every 25 s; every 23.3333 s is possible"),
+        (apportioned(lambda count: 2 * count + 1), "every 25 s; every 23.3333 s is possible"),
+        (with_largest_remainders, "every 25 s; every 23.3333 s is possible"),
         (lambda s, n: [round(n * each / sum(s)) for each in s], "each stage needs a rank"),
     ],
 )
@@ -485,6 +565,22 @@ def whoever_waits_for_nobody(waits):
     return free[0] if free else "deadlock"
 
 
+def end_of_copied_chain(waits):
+    return end_of_chain(dict(waits))
+
+
+def end_of_last_chain(waits):
+    rank = max(waits)
+    for _ in waits:
+        rank = rank if waits[rank] is None else waits[rank]
+    return rank if waits[rank] is None else "deadlock"
+
+
+def whoever_is_in_no_pair(waits):
+    is_pair = any(peer is not None and waits[peer] == rank for rank, peer in waits.items())
+    return "deadlock" if is_pair else next(r for r, peer in waits.items() if peer is None)
+
+
 @pytest.mark.parametrize(
     ("to_blame", "sentence"),
     [
@@ -496,6 +592,9 @@ def whoever_waits_for_nobody(waits):
             lambda waits: next((r for r, peer in waits.items() if peer is None), 0),
             "none of them can go on first",
         ),
+        (end_of_copied_chain, "computed for 2 s; does this loop end?"),
+        (end_of_last_chain, "4: 3}: you say 3, and not all others wait for it"),
+        (whoever_is_in_no_pair, "4: 3}: you say 3, and not all others wait for it"),
         (lambda waits: 9, "none of the ranks"),
         (lambda waits: [2], "none of the ranks"),
         (whoever_waits_for_nobody, "not all others wait for it"),

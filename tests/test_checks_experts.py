@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import numpy
 import pytest
 
 from course.checks import lesson_10d as check
@@ -153,12 +154,20 @@ def test_typical_wrong_answers(mix, words, capsys):
 def test_how_much_of_the_all_to_alls_is_hidden(capsys):
     right_shares = {5: Fraction(110, 190), 15: 0.418}
     assert answer_to(check.hidden_parts, right_shares, capsys).startswith("Right")
+    right_shares = {5: numpy.array(110 / 190), 15: 0.418}
+    assert answer_to(check.hidden_parts, right_shares, capsys).startswith("Right")
 
 
 @pytest.mark.parametrize(
     "hidden",
-    [{5: 0.145, 15: 0.209}, {5: 0.579, 15: 1.0}, {5: 0.421, 15: 0.582}, {5: 0.579, 15: ...}],
-    ids=["of the whole step", "all of it", "what is not hidden", "half done"],
+    [
+        {5: Fraction(1, 2), 15: 0.418},
+        {5: 0.145, 15: 0.209},
+        {5: 0.579, 15: 1.0},
+        {5: 0.421, 15: 0.582},
+        {5: 0.579, 15: ...},
+    ],
+    ids=["a fraction", "of the whole step", "all of it", "what is not hidden", "half done"],
 )
 def test_wrong_shares_name_the_row_and_how_to_compute_it(hidden, capsys):
     assert " ms: " in answer_to(check.hidden_parts, hidden, capsys)

@@ -97,6 +97,11 @@ def last_tokens_left_behind(rank, last, first, count, forward, send, receive):
     return texts
 
 
+def a_group_for_each_rank(rank, last, first, count, forward, send, receive):
+    first = {group: first[group] for group in range(last + 1)}
+    return right(rank, last, first, count, forward, send, receive)  # noqa: F821
+
+
 def sends_beyond_the_last_rank(rank, last, first, count, forward, send, receive):
     send(forward(0, receive(rank - 1) if rank else first[0]), rank + 1)
 
@@ -122,6 +127,7 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
             ["line 8 of last_tokens", "until rank 0 receives, and rank 0 has already returned"],
         ),
         (given_token_returned, ["Not yet", "group 0 begins with the token that was given"]),
+        (a_group_for_each_rank, ["Not yet: with 2 groups: line 2 of a_group_for_each_rank"]),
         (sends_beyond_the_last_rank, ["Not yet", "rank 2 sends to rank 3", "for rank 0"]),
         (asks_for_a_group_that_is_not_there, ["Not yet", "line 2", "KeyError: 7"]),
     ],

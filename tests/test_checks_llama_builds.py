@@ -90,6 +90,10 @@ def without_gate(x, gate, up, down):
     return F.relu(x @ up.T) @ down.T
 
 
+def with_rounded_up(x, gate, up, down):
+    return (F.relu(x @ gate.T) * (1 + (x @ up.T).round())) @ down.T
+
+
 def without_gradient(x, gate, up, down):
     return squared_relu(x, gate, up, down).detach()
 
@@ -126,6 +130,10 @@ def stub(x, gate, up, down):
                 "Not yet: your layer returns (2, 3, 6) for x of (2, 3, 4); return the shape of x",
             ),
             (without_gate, "no gradient comes back to gate: your layer leaves it out"),
+            (
+                with_rounded_up,
+                "no gradient comes back to up: your layer leaves it out, or its deriv",
+            ),
             (without_gradient, "nothing leads from your layer's result to x"),
             (narrow, "your layer returns torch.float32 for x of torch.float64"),
             (narrow_inside, "or your layer rounds to fewer digits than x has"),

@@ -188,6 +188,16 @@ def one_entry(deferred):
     weight.grad += gradient.flatten(0, -2).T @ inputs.flatten(0, -2)
 
 
+def storing_the_place(gradient, inputs, weight, deferred):
+    deferred.append((weight.grad, inputs, gradient))
+    return gradient @ weight
+
+
+def adding_at_the_place(deferred):
+    place, inputs, gradient = deferred.pop()
+    place += gradient.flatten(0, 1).T @ inputs.flatten(0, 1)
+
+
 def of_one_sequence(deferred):
     while deferred:
         weight, inputs, gradient = deferred.pop()
@@ -211,6 +221,7 @@ def of_one_sequence(deferred):
         ((input_half, lambda deferred: None), "still has no gradient"),
         ((input_half, weight_half), "Right: "),
         ((input_half, one_entry), "Right: "),
+        ((storing_the_place, adding_at_the_place), "Right: "),
         ((input_half, lambda deferred: deferred.pop()), "still has no gradient"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 
 from course.checks import lesson_11c as check
@@ -47,6 +48,11 @@ def test_the_right_costs_choose_a_cut_that_beats_the_even_one_by_a_quarter(capsy
     said = answer_to(check.stage_cost, capsys, right_times)
     assert said.startswith("Right: your costs cut 3,4,4,1")
     assert "780 ms in place of the 1032 ms of 3,3,3,3, 24% less" in said
+
+
+def test_an_array_of_two_numbers_is_a_pair_too(capsys):
+    said = answer_to(check.stage_cost, capsys, lambda *case: numpy.array(right_times(*case)))
+    assert said.startswith("Right: your costs cut 3,4,4,1")
 
 
 def without(end):
@@ -179,6 +185,7 @@ def test_choices_wants_every_pair_in_a_dictionary(capsys):
         (gpus(seconds=24), "a day has 86400 seconds"),
         (gpus(to_nodes=lambda n: 8 * math.floor(n / 8)), "a node too few"),
         (gpus(to_nodes=lambda n: 8 * round(n / 8)), "a node too few"),
+        (gpus(to_nodes=lambda n: 8 * (n // 8 + 1)), "you say 136, a node too many: 128 GPUs"),
         (gpus(to_nodes=lambda n: 64 * math.ceil(n / 64)), "operations are to be done"),
     ],
 )

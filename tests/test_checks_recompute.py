@@ -30,6 +30,7 @@ def waiting(schedule, rank, p, m):
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * i, "the bill without recomputation"),
         (lambda s, r, p, m, a, i: (m - 1) * a + i, "in 1F1B fewer micro-batches wait"),
         (lambda s, r, p, m, a, i: (waiting(s, r, p, m) - 1) * a + i / m, "of one micro-batch"),
+        (lambda s, r, p, m, a, i: (waiting(s, 0, p, m) - 1) * a + i, "448, as on rank 0; fewer"),
         (lambda s, r, p, m, a, i: i, "the rank has 8 micro-batches between forward and backward"),
         (lambda *case: math.nan, "is something divided by zero"),
         (lambda *case: math.inf, "is something divided by zero"),

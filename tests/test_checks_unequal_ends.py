@@ -1,6 +1,7 @@
 """Lesson 10c's checks answer wrong losses on three real ranks, each with what was left out."""
 
 import inspect
+import math
 import random
 import re
 
@@ -94,6 +95,10 @@ WRONG = {
             'of_target = all_reduce(scores[rows, own] * here, "sum") if here.any() else 0',
         ),
         ["Not yet: rank", "all_reduce, and rank 2 has returned without it"],
+    ),
+    "seven digits": (
+        changed("    rows =", "    scores = scores.float()\n    rows ="),
+        ["the loss is off by", "a part of it a float32"],
     ),
     "no gradient": (changed(", gradient / len(targets)", ""), ["return a pair"]),
     "an error": (changed("targets - first", "targets - nothing"), ["raised NameError"]),
@@ -189,6 +194,12 @@ def equal_share_rounded(layers, head, stages):
     return [base + (stage < extra) for stage in range(stages - 1)] + [last]
 
 
+def equal_share_rounded_up(layers, head, stages):
+    last = max(1, math.ceil((layers + head) / stages - head))
+    base, extra = divmod(layers - last, stages - 1)
+    return [base + (stage < extra) for stage in range(stages - 1)] + [last]
+
+
 def by_search(layers, head, stages):
     options = range(1, layers - stages + 2)
     last = min(options, key=lambda n: max(-(-(layers - n) // (stages - 1)), n + head))
@@ -201,7 +212,9 @@ def by_search(layers, head, stages):
     [
         (by_search, "Right"),
         (lambda *sizes: [*numpy.array(by_search(*sizes))], "Right"),
+        (lambda *sizes: numpy.array(by_search(*sizes)), "Right"),
         (equal_share_rounded, "a cut with 7.80 exists"),
+        (equal_share_rounded_up, "a cut with 4.00 exists"),
         (lambda layers, head, stages: ..., "Not attempted"),
         (lambda layers, head, stages: [layers // stages] * stages, "a cut with 3.42 exists"),
         (lambda layers, head, stages: [layers], "has 1 stages"),

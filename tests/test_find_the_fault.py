@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 
+import numpy
 import pytest
 from further import first_of
 
@@ -510,6 +511,29 @@ def test_a_cut_whose_slowest_stage_is_no_slower_is_even_enough():
 
     assert fill_from_the_front(11, 4) == [3, 3, 3, 2] and fill_from_the_front(10, 4) == [3, 3, 3, 1]
     assert check._uneven(fill_from_the_front) is None
+
+
+def test_no_stage_has_less_than_no_layer():
+    def rest_for_the_last(num_layers, num_stages):
+        most = -(-num_layers // num_stages)
+        return [most] * (num_stages - 1) + [num_layers - most * (num_stages - 1)]
+
+    assert "9 layers on 8 stages" in (said := check._uneven(rest_for_the_last))
+    assert said.endswith("; stage 7 has -5")
+
+
+@pytest.mark.further
+def test_the_order_of_receives_may_come_from_a_generator(capsys, tmp_path):
+    def order_of_receives(actions):
+        yield from (action for action in actions if action.kind in "FB")
+
+    said = answer_to(capsys, check.repair, 5, in_a_cell(order_of_receives, tmp_path))
+    assert said.startswith("Right: ")
+
+
+def test_a_rank_may_be_a_number_of_numpy(capsys):
+    said = answer_to(capsys, check.diagnosis, 2, "scale forgotten", numpy.int64(3))
+    assert said.startswith("Right: ")
 
 
 def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys, tmp_path):

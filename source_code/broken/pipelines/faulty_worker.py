@@ -61,7 +61,8 @@ class WorkerWithPieces(Worker):
     def take_in_order(self, wanted):
         """Wait for one message after the other as the piece orders them, until `wanted` is here."""
         if self.order is None:
-            self.order = self.pieces.order_of_receives(list(self.schedule.orders[self.job.rank]))
+            actions = list(self.schedule.orders[self.job.rank])
+            self.order = list(self.pieces.order_of_receives(actions))
         while wanted not in self.arrived:
             stage, kind, microbatch = self.order.pop(0)
             what, maker = ("activation", stage - 1) if kind == "F" else ("gradient", stage + 1)

@@ -2,6 +2,7 @@
 """Ends an endless loop in a reader's code: it becomes an error at its own line."""
 
 import signal
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -16,7 +17,8 @@ def endless_loops_ended(seconds=None):
     """
     seconds = seconds or COMPUTING
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or not hasattr(signal, "setitimer"):  # which Windows does not have
+    # Windows has no such timer, and in a web page it would not interrupt Python.
+    if not in_main or not hasattr(signal, "setitimer") or sys.platform == "emscripten":
         yield
         return
 

@@ -116,7 +116,7 @@ def require_number(value, name):
         return int(value)
     if not math.isfinite(value):
         raise WrongAnswer(f"{name} {value}; is something divided by zero?")
-    return value
+    return float(value)  # a sentence can show it; before Python 3.12 it cannot show a Fraction
 
 
 def call_for_schedule(rows, num_ranks, num_microbatches):

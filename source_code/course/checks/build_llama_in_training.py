@@ -52,6 +52,13 @@ def complaint_of(function):
             "no gradient comes back: nothing leads from your layer's result to x and the matrices"
         )
     made.square().sum().backward()
-    names = [name for name, w in zip(("x", "gate", "up", "down"), (x, *weights)) if w.grad is None]
+    names = [
+        name
+        for name, w in zip(("x", "gate", "up", "down"), (x, *weights))
+        if w.grad is None or not w.grad.any()
+    ]
     if names:
-        return f"no gradient comes back to {', '.join(names)}: your layer leaves it out"
+        return (
+            f"no gradient comes back to {', '.join(names)}: your layer leaves it out, or its "
+            "derivative is zero"
+        )

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a backward that recomputes, on two real ranks (lesson 06)."""
+"""The check of a backward that recomputes, on three real ranks (lesson 06)."""
 
 from course.checks.answer import checked
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
 PROGRAM = "course.checks.build_recompute_on_ranks.main"
+RANKS = 3  # so that one of them has both a gradient that arrives and an input that needs one
 
 
 @checked("the gradients of a stage that keeps everything, and one inside at a time.")
 def recomputing_backward(backward):
-    """Check `backward(stage, k, gradient, held)` on two ranks, with four micro-batches, in two
+    """Check `backward(stage, k, gradient, held)` on three ranks, with four micro-batches, in two
     orders of the backwards."""
-    reports = perform(request_of(backward, program=PROGRAM), 2)
+    reports = perform(request_of(backward, program=PROGRAM), RANKS)
     for judge in (wrong_gradient, wrong_bytes):
-        for rank in reversed(range(2)):
+        for rank in reversed(range(RANKS)):
             for seen in reports[rank]:
                 if complaint := judge(seen):
                     return f"rank {rank}, backward of micro-batch {seen['k']}: {complaint}"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a reader's recomputing backward on two ranks; build_recompute.py reads the report.
+"""Runs a reader's recomputing backward on this rank; build_recompute.py reads the report.
 
-Each rank has half of the model of
-small/pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
+Each rank has a third of the model of small/pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
 reader's. The same rank also computes the gradients of a stage that keeps everything.
 """
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from course.building.messages import tell
 from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
-RANKS, MICROBATCHES, SIZE = 2, 4, 2
+RANKS, MICROBATCHES, SIZE = 3, 4, 2
 ORDERS = [[0, 1, 2, 3], [2, 0, 3, 1]]  # of the backwards, in two steps
 
 
@@ -31,19 +30,19 @@ def main(_, backward):
 
 def run_step(stage, step, order, backward):
     """All forwards, then the reader's backwards in `order`; returns a dictionary for each."""
-    whole = StageOfMicrobatch(stage, step)
+    rank, whole = dist.get_rank(), StageOfMicrobatch(stage, step)
     inside = Inside(stage)
     inputs, held, given = whole.inputs, {}, {}
     for k in range(MICROBATCHES):
-        inputs.append(whole.tokens[k] if whole.is_first else receive())
+        inputs.append(whole.tokens[k] if whole.is_first else receive(rank - 1))
         held[k] = inputs[k].clone()
         with inside, torch.no_grad():
             output = whole(k, held[k])
         if not whole.is_last:
-            dist.send(output, dist.get_rank() + 1)
+            dist.send(output, rank + 1)
     seen = []
     for k in order:
-        given[k] = None if whole.is_last else receive()
+        given[k] = None if whole.is_last else receive(rank + 1)
         right = gradients_of(whole, k, inputs[k].clone(), given[k])
         before = [weight.grad.clone() if weight.grad is not None else 0 for weight in right[1]]
         inside.begin()
@@ -64,7 +63,7 @@ def run_step(stage, step, order, backward):
             }
         )
         if not whole.is_first:  # the right gradient, so that the previous rank is judged alone
-            dist.send(right[0], dist.get_rank() - 1)
+            dist.send(right[0], rank - 1)
     return seen
 
 
@@ -134,9 +133,9 @@ class Kept:
         self.tensor = tensor
 
 
-def receive():
+def receive(source):
     tensor = torch.empty(SIZE, LENGTH, DIM, dtype=torch.float64)
-    dist.recv(tensor)
+    dist.recv(tensor, source)
     return tensor
 
 

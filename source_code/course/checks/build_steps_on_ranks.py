@@ -120,7 +120,10 @@ class Observer:
         used = [j for j in self.inputs if j not in self.done and alive(self.inputs[j])]
         over = [j for j in used if self.inputs[j]().data_ptr() == tensor.data_ptr()]
         self.current, self.inputs[k] = k, weakref.ref(tensor)
-        self.tell("forward", kind="F", k=k if factor == 1 else None, asks=asks, over=over)
+        found = {"k": k if factor == 1 else None, "asks": asks, "over": over}
+        if k is None:
+            found["rounded"] = is_rounded(tensor, self.reference.inputs[self.index])
+        self.tell("forward", kind="F", **found)
         return self.first(tensor)
 
     def inside(self, _, arguments):
@@ -170,6 +173,11 @@ def which(tensor, candidates):
         if (tensor - factor * candidate).abs().max() <= CLOSE * candidate.abs().max():
             return k, rounded(factor)
     return None, None
+
+
+def is_rounded(tensor, candidates):
+    """Whether `tensor` is one of `candidates` with fewer digits."""
+    return any(tensor.shape == each.shape and torch.allclose(tensor, each) for each in candidates)
 
 
 def rounded(number):

@@ -11,7 +11,10 @@ from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
 
 PROGRAM = "course.checks.build_sums_on_ranks.main"
 HIDDEN = 0.8  # the largest accepted wait, as a share of that without the hook; 0.5 can be reached
-REVERSED = from_csv("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", "backwards in reverse order")
+REVERSED = from_csv(  # on stages 2 and 3 alone
+    "0F0,0F1,2F0,2F1,2B1,2B0,0B0,0B1\n1F0,1F1,3F0,3F1,3B1,3B0,1B0,1B1",
+    "backwards in reverse order",
+)
 PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8), REVERSED]
 
 

@@ -264,6 +264,11 @@ class Words:
         for rank, done in enumerate(events):
             for event in done:
                 kind = event["event"]
+                if kind == "forward" and event.get("rounded"):
+                    return (
+                        f"rank {rank} runs its stage at {self.at(event['at'])} on numbers with too "
+                        "few digits: have they been a float32 on their way?"
+                    )
                 if kind == "forward" and event["k"] is None:
                     return (
                         f"rank {rank} runs its stage at {self.at(event['at'])} on numbers that no "

@@ -68,11 +68,12 @@ def backward_in_two_pieces(gradients_by_hand):
     if not crossed.is_leaf:
         return NOT_CUT
     wanted = dict(whole.named_parameters())
-    for part in (first, second):
+    sources = {
+        second: "a backward of the loss gives it, one only, from all that the first stage made",
+        first: "the first stage must go on from the gradient that came back, not from another one",
+    }
+    for part, source in sources.items():
         for name, parameter in part.named_parameters():
             difference = (parameter.grad - wanted[name].grad).abs().max().item()
             if not difference <= 1e-12:
-                return (
-                    f"the gradient of {name} is off by {difference:.1e}: the first stage must "
-                    "go on from the gradient that came back, not from another one"
-                )
+                return f"the gradient of {name} is off by {difference:.1e}: {source}"

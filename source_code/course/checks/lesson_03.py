@@ -11,7 +11,8 @@ def most_microbatches(most):
     `schedule` is "gpipe" or "1f1b". Rank 0 has memory for `room` micro-batches; the batch has at
     most `available` micro-batches.
     """
-    for num_ranks, room, available in [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64)]:
+    cases = [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64), (8, 6, 5)]
+    for num_ranks, room, available in cases:
         for schedule in ("gpipe", "1f1b"):
             answer = call_for_number(most, schedule, num_ranks, room, available)
             if schedule == "1f1b" and room >= num_ranks:

@@ -20,6 +20,7 @@ def best_cut(cut):
         ([4, 4, 4, 4, 4], 3),
         ([4, 3, 2, 1, 9, 2, 2, 5], 4),
         ([2, 5, 1, 3], 4),
+        ([3.5, 2, 0.5, 4.5, 3], 3),
     ):
         counts = _counts(call(cut, list(seconds), num_stages), num_stages)
         case = f"layers of {seconds} s in {num_stages} stages: you say {counts}"
@@ -33,7 +34,7 @@ def best_cut(cut):
             continue
         told = f"{case}, and the slowest stage takes {slowest} s; {best} s is possible"
         if max(counts) - min(counts) <= 1:
-            return f"{told}. Add up the seconds, not the layers"
+            return f"{told}. Your stages have about as many layers each, and their seconds count"
         if _is_left_over(seconds, counts):
             return f"{told}. Your last stage gets what the others have left over"
         return told
@@ -90,6 +91,7 @@ def spare_ranks(ranks):
         ([90, 10, 50], 6),
         ([20, 20], 4),
         ([10, 70], 2),
+        ([70, 50, 20], 7),
     ):
         counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds))
         case = f"stages of {seconds} s on {num_ranks} ranks: you say {counts}"

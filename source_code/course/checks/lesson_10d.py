@@ -73,10 +73,11 @@ def hidden_parts(hidden):
         raise NotAttempted
     for milliseconds, right in ((5, 110 / 190), (15, 238.333 / 570)):
         found = hidden.get(milliseconds)
+        found = found.item() if getattr(found, "ndim", None) == 0 else found  # of numpy or torch
         if not isinstance(found, numbers.Real) or not 0 <= found <= 1:
             return f"{milliseconds} ms: give a number from 0 to 1, not {found!r}"
         if abs(found - right) > 0.01:
             return (
-                f"{milliseconds} ms: not {found:.3f}; subtract the time in pairs from the time one "
+                f"{milliseconds} ms: not {float(found):.3f}; subtract the time in pairs from the time one "
                 "after the other, and divide by what the all-to-alls add without pairs"
             )

@@ -3,44 +3,55 @@
 
 from itertools import accumulate
 
-from course.checks.answer import call_for_number, checked, many
+from course.checks.answer import WrongAnswer, call_for_number, checked, many
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate
 
-RANKS, GROUPS, COUNT = 3, 3, 4
+RANKS = 3
+CASES = (3, 4), (2, 5)  # groups, new tokens of each
 PROGRAM = "course.checks.lesson_11b_on_ranks.main"
 
 
 @checked("the texts of one process, and every rank had a group to work on.")
 def decode_loop(decode):
     """Check `decode(rank, last, first, count, forward, send, receive)` on three ranks, with three
-    groups."""
+    groups and with two."""
+    for groups, count in CASES:
+        if complaint := wrong_decoding(decode, groups, count):
+            return complaint if groups == CASES[0][0] else f"with {groups} groups: {complaint}"
+
+
+def wrong_decoding(decode, groups, count):
+    """The error in the texts of so many groups, or in the number under way, or None."""
     from course.checks.lesson_11b_on_ranks import texts_of_one_process
 
-    request = request_of(decode, program=PROGRAM, groups=GROUPS, count=COUNT)
-    found = perform(request, RANKS)[0]
+    request = request_of(decode, program=PROGRAM, groups=groups, count=count)
+    try:
+        found = perform(request, RANKS)[0]
+    except WrongAnswer as error:
+        return str(error)
     texts, did = found["texts"], found["did"]
     if texts is None:
         return "rank 0 returned no dictionary: return {group: its tokens} there"
-    for group, right in texts_of_one_process(GROUPS, COUNT).items():
+    for group, right in texts_of_one_process(groups, count).items():
         ours = texts.get(str(group))
         if ours is None:
             return f"the texts have no group {group}"
         if ours != right:
             return tell_difference(group, ours, right)
     most = max(under_way(did), default=0)
-    if most < GROUPS:
+    if most < groups:
         return (
-            f"the texts are right, but rank 0 never had more than {most} of {GROUPS} groups "
+            f"the texts are right, but rank 0 never had more than {most} of {groups} groups "
             "under way: it waited for a token of one group before it began the next one"
         )
-    left = fewest_until_the_last_forward(did)
-    if left < GROUPS - 1:
+    left = fewest_until_the_last_forward(did, groups)
+    if left < groups - 1:
         return (
-            f"the texts are right, but in the middle rank 0 had only {left} of {GROUPS} groups under "
+            f"the texts are right, but in the middle rank 0 had only {left} of {groups} groups under "
             "way: with the token of one group it can begin that group's next pass, before it waits "
             "for the token of another group"
         )
@@ -67,11 +78,11 @@ def under_way(did):
     return list(accumulate({"forward": 1, "receive": -1}.get(what, 0) for what, _ in did))
 
 
-def fewest_until_the_last_forward(did):
+def fewest_until_the_last_forward(did, groups):
     """The smallest number of groups under way between the first passes of all and the last pass."""
     counts = under_way(did)
     last = max(place for place, (what, _) in enumerate(did) if what == "forward")
-    return min(counts[counts.index(GROUPS) : last])
+    return min(counts[counts.index(groups) : last])
 
 
 @checked("a pipeline of more stages has more hops, and at some length no text is fast enough.")

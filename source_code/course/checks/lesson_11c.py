@@ -68,6 +68,8 @@ def right_times(times, first, last):
 def asked(stage_times, times, first, last):
     """The (forward, backward) that the reader's function returns. Raises WrongAnswer otherwise."""
     answer = call(stage_times, times, first, last)
+    if hasattr(answer, "tolist"):
+        answer = answer.tolist()  # of numpy or torch
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         raise WrongAnswer("return two numbers, forward and backward")
     return tuple(call_for_number(lambda value=value: value) for value in answer)
@@ -242,6 +244,7 @@ def gpus_needed(needed):
         (175e9, 300e9, 34, 140e12),
         (175e9, 300e9, 10, 140e12),
         (7e9, 1e12, 30, 200e12),
+        (2**33, 86400 * 2**23, 32, 2**47),  # whole nodes exactly, without rounding
     ]:
         exact = training_days(parameters, tokens, 1, flops) / days
         right = GPUS_PER_NODE * math.ceil(exact / GPUS_PER_NODE)
@@ -251,6 +254,8 @@ def gpus_needed(needed):
         case = f"{parameters:g} parameters, {tokens:g} tokens, {days} days: you say {answer:g}"
         if answer == right - GPUS_PER_NODE:
             return f"{case}, a node too few: that takes longer than {days} days"
+        if answer == right + GPUS_PER_NODE:
+            return f"{case}, a node too many: {right} GPUs are enough"
         if abs(answer - exact) < 1:
             return f"{case} GPUs, which are not whole nodes of {GPUS_PER_NODE}; round up"
         without = GPUS_PER_NODE * math.ceil(exact * 6 / 8 / GPUS_PER_NODE)

@@ -4,6 +4,7 @@
 import math
 import re
 import shutil
+from numbers import Integral
 
 from course import launch
 from course.building import WAITING
@@ -144,10 +145,10 @@ def _as_ranks(ranks):
     if ranks == "all":
         return tuple(range(RANKS))
     try:
-        named = (ranks,) if isinstance(ranks, int) else tuple(sorted(set(ranks)))
+        named = (ranks,) if isinstance(ranks, Integral) else tuple(sorted(set(ranks)))
     except TypeError:
         named = ()
-    if not named or not all(isinstance(rank, int) and 0 <= rank < RANKS for rank in named):
+    if not named or not all(isinstance(rank, Integral) and 0 <= rank < RANKS for rank in named):
         raise WrongAnswer(
             f'name a rank from 0 to {RANKS - 1}, a list of them or "all"; not {ranks!r}'
         )
@@ -213,15 +214,17 @@ def _run(flags, folder):
 
 def _uneven(function):
     """The error in a cut, found without training; None if no stage is too large."""
-    for num_layers, num_stages in [(11, 4), (8, 4), (10, 4), (7, 2)]:
+    for num_layers, num_stages in [(11, 4), (8, 4), (10, 4), (7, 2), (9, 8)]:
         layers = call(function, num_layers, num_stages)
         case = f"{num_layers} layers on {num_stages} stages: you cut {layers}"
         try:
-            total, count, most = sum(layers), len(layers), max(layers)
+            total, count, least, most = sum(layers), len(layers), min(layers), max(layers)
         except (TypeError, ValueError):
             raise WrongAnswer(f"{case}; return a list with a number for each stage") from None
         if (total, count) != (num_layers, num_stages):
             return f"{case}, which is {count} stages with {total} layers in all"
+        if least < 0:
+            return f"{case}; stage {layers.index(least)} has {least}"
         if most > math.ceil(num_layers / num_stages):  # the slowest stage limits the step
             stage = layers.index(most)
             return f"{case}; all others wait for stage {stage}, which has {most}"

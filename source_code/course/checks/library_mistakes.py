@@ -61,7 +61,7 @@ def mistake_in(found, num_ranks, clipped):
     case = f"step {step} has the loss {losses[step]:.6f}, and one process has {wanted[step]:.6f}"
     if step == 0:
         return f"{case}: before the first update, so the forward or the printed number is another"
-    return f"{case}: step 0 is right, so it is the update that is another"
+    return f"{case}: step 0 is right, so it is the update or the next batch that is another"
 
 
 def agree(found, wanted):
