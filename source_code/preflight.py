@@ -225,7 +225,8 @@ def gpus_given():
         return 0
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return len(re.findall(r"(?:^|,)(?:\d|GPU-|MIG-)", os.environ["CUDA_VISIBLE_DEVICES"]))
-    return int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(given) if re.fullmatch("[0-9]{1,9}", given) else 0
 
 
 def unseen_advice(given):

@@ -10,9 +10,12 @@ import sys
 import time
 
 import answers
+import benchmark
+import certificates
 import exercises
 import grade_submissions
 import make_handout
+import make_hosted
 import make_site
 import make_slides
 import make_submission
@@ -21,6 +24,7 @@ import nbformat
 import pytest
 import quiet_run
 import rehearse
+import stored_pictures
 import wall
 import write_measurements
 
@@ -37,6 +41,7 @@ NO_NOTEBOOKS = {
     "cells.ipynb": '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [3]}',
     "deep.ipynb": "[" * 100_000,
     "digits.ipynb": '{"nbformat": ' + "9" * 400 + "}",
+    "alone.ipynb": '{"cells": [{"cell_type": "markdown", "source": "a"}]}',
     "minor.ipynb": '{"nbformat": 4, "nbformat_minor": "5", "metadata": {}, "cells": []}',
     "kind.ipynb": '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"source": 1}]}',
 }
@@ -193,6 +198,74 @@ def test_a_site_skips_what_cannot_be_a_page_and_removes_nothing_but_a_site(
     assert "something else than a site" in said and (notebooks / "12_small.ipynb").exists()
 
 
+def test_a_site_takes_the_place_of_a_site_only_and_is_made_of_the_course_only(
+    tmp_path, monkeypatch
+):
+    mine = tmp_path / "mine"
+    (mine / make_site.SCRIPTS).mkdir(parents=True)  # also a folder of somebody's recordings
+    (mine / "precious").touch()
+    said = sentence_of(make_site.main, monkeypatch, "--static", "--into", mine)
+    assert "something else than a site" in said and (mine / "precious").exists()
+    said = sentence_of(make_site.main, monkeypatch, "--of", mine, "--into", tmp_path / "site")
+    assert "mine is not a copy of the course" in said and not (tmp_path / "site").exists()
+    os.mkfifo(tmp_path / "pipe")  # which a removal of folders would open
+    said = sentence_of(make_site.main, monkeypatch, "--static", "--into", tmp_path / "pipe")
+    assert "pipe is not a folder" in said
+    address = os.fsdecode(b"https://example.org/\xff")
+    assert "--address" in sentence_of(make_site.main, monkeypatch, "--address", address)
+
+
+@pytest.mark.processes
+def test_a_site_of_a_folder_that_git_does_not_list_or_without_room_for_pyodide(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", "")
+    said = sentence_of(make_site.main, monkeypatch, "--static", "--into", tmp_path / "site")
+    assert "git does not list" in said
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(make_site.living_site, "DOWNLOADED", tmp_path / "file" / "npm")
+    monkeypatch.setattr(make_site.living_site.shutil, "which", lambda name: name)
+    assert "cannot be used (Not a directory)" in make_site.try_to_live(tmp_path)
+
+
+NOTEBOOK_TOOLS = [answers, make_hosted, make_slides, minutes, stored_pictures]
+
+
+@pytest.mark.parametrize("tool", NOTEBOOK_TOOLS)
+@pytest.mark.parametrize("text", ["", "{}", '{"cells": [3]}', None])
+def test_what_is_no_notebook_is_named_by_a_tool_that_reads_all(tmp_path, monkeypatch, tool, text):
+    path = tmp_path / "notebooks" / "03_mine.ipynb"
+    path.parent.mkdir()
+    os.mkfifo(path) if text is None else path.write_text(text)
+    for name in ("README.md", "CITATION.cff"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    monkeypatch.setattr(make_hosted, "ROOT", tmp_path)
+    monkeypatch.setattr(minutes, "LESSONS", [path])
+    monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "slides")
+    for each in (answers, make_slides, stored_pictures):
+        monkeypatch.setattr(each, "NOTEBOOKS", path.parent)
+    said = sentence_of(tool.main, monkeypatch)
+    assert said.startswith(f"{tool.__name__}.py: ") and "03_mine.ipynb" in said
+
+
+def test_a_notebook_that_is_removed_while_others_are_checked_costs_itself(
+    tmp_path, monkeypatch, capsys
+):
+    first, gone = tmp_path / "01_a.ipynb", tmp_path / "02_b.ipynb"
+    answer = {"lesson": "01", "exercise": "a", "said": "Right: yes.", "answer": "1"}
+    read = make_submission.run_apart
+    monkeypatch.setattr(make_submission, "ROOT", tmp_path)
+    monkeypatch.setattr(make_submission, "read_notebooks", lambda: ({first: [], gone: []}, []))
+    monkeypatch.setattr(
+        make_submission, "run_apart", lambda path: [answer] if path == first else read(path)
+    )
+    monkeypatch.setattr(sys, "argv", ["make_submission.py"])
+    assert inspect.unwrap(make_submission.main)() == 0
+    said = capsys.readouterr().out
+    assert "skipped: " in said and "02_b.ipynb cannot be read" in said
+    assert "1 of 1 exercises are right" in said
+
+
 TOOLS = sorted(
     path.stem for path in (ROOT / "tools").glob("*.py") if "\nif __name__ ==" in path.read_text()
 )
@@ -219,6 +292,11 @@ def test_a_read_only_course_and_one_without_git_are_one_sentence(tmp_path, monke
     assert "cannot be written" in sentence_of(make_submission.main, monkeypatch)
     monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "file" / "slides")
     assert "cannot be used" in sentence_of(make_slides.main, monkeypatch, "02")
+    monkeypatch.setattr(benchmark, "RESULT", tmp_path / "file" / "build" / "benchmark.md")
+    assert "cannot be used" in sentence_of(benchmark.main, monkeypatch)
+    monkeypatch.setattr(certificates, "PAGE", tmp_path / "file" / "certificates.md")
+    monkeypatch.setattr(certificates, "part", lambda *_: "")
+    assert "cannot be used" in sentence_of(certificates.main, monkeypatch)
     monkeypatch.setattr(make_handout, "ROOT", tmp_path)
     monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
     (tmp_path / "handout" / "course").mkdir(parents=True)

@@ -126,11 +126,16 @@ def test_packages_open_inputs_in_one_place():
 
 
 def test_every_text_is_written_and_read_in_a_named_encoding():
-    for package in ("pipeline", "guard", "lab", "extensions", "planning"):
-        for file in (SOURCE / package).rglob("*.py"):
+    packages = ("pipeline", "guard", "lab", "extensions", "planning", "course")
+    for folder in [*(SOURCE / package for package in packages), ROOT / "tools"]:
+        for file in folder.rglob("*.py"):
             for name, call in calls_in(file):
+                if name == "read_text" and isinstance(call.func, ast.Attribute):
+                    assert call.args or call.keywords, (file.name, call.lineno)
                 if name == "write_text" or name == "open" and isinstance(call.func, ast.Name):
                     words = ast.unparse(call)
+                    if re.match(r"open\([12],", words):  # a stream, read as the locale says
+                        continue
                     harmless = "encoding=" in words or "json.dumps(" in words  # which is ASCII
                     assert harmless or re.search(r"'[rwax]?b[+]?'", words), (file.name, call.lineno)
 
@@ -200,6 +205,13 @@ def test_predict_overwrites_neither_the_schedule_nor_the_timeline_that_it_reads(
         importlib.import_module("predict").main()
     assert "name the same file" in capsys.readouterr().err
     assert path.read_text() == to_csv(gpipe(2, 2))
+
+
+def test_an_empty_text_without_a_flag_or_a_name_is_named_all_the_same():
+    parser = Parser()
+    parser.add_argument("lessons", nargs="*")
+    with pytest.raises(SystemExit, match="^lessons is empty text"):
+        parser.parse_args(["02", ""])
 
 
 def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path):
@@ -494,6 +506,36 @@ def test_a_standard_error_that_is_closed_costs_its_text_and_not_the_run():
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
+UNHEARD = "import sys; from guard.printing import keep_running_unheard; keep_running_unheard(); "
+
+
+@pytest.mark.parametrize("how", ["a pipe that nobody reads", "a full disk"])
+def test_errors_that_nobody_can_read_do_not_end_a_run_that_says_what_it_lost(how):
+    """As with `> log 2>&1` on a full disk, or `2>&1 | head`."""
+    if how == "a full disk":
+        writer = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+    program = UNHEARD + "print(1); print(2, file=sys.stderr, flush=True); sys.exit(7)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=SOURCE, stdout=writer, stderr=writer, timeout=60
+    )
+    os.close(writer)
+    assert ended.returncode == 7
+
+
+@pytest.mark.parametrize("closed", [(0, 2), (0, 1, 2), (1, 2), (0, 1)])
+def test_no_file_of_a_run_gets_the_number_of_a_closed_stream(tmp_path, closed):
+    """To these numbers torch prints, too."""
+    program = UNHEARD + "sys.exit(open(sys.argv[1], 'w').fileno())"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "file"], cwd=SOURCE, timeout=60,
+        preexec_fn=lambda: [os.close(number) for number in closed],
+    )  # fmt: skip
+    assert ended.returncode > 2
+
+
 @pytest.mark.parametrize(
     "words_of", ["predict.py gpipe --csv a.csv", "copy_template.py gpipe.py a"]
 )
@@ -599,3 +641,17 @@ def test_a_pipe_in_a_folder_of_checkpoints_is_not_waited_for(tmp_path, name):
     with pytest.raises(checkpoint_folder.CheckpointError):
         checkpoint_folder.find_checkpoint(tmp_path)
         checkpoint_folder.claim(tmp_path)
+
+
+def test_a_pipe_in_place_of_an_old_checkpoint_is_not_waited_for_when_it_would_be_removed(
+    tmp_path, capsys
+):
+    run = tmp_path / "run-0001"
+    temporary = checkpoint_folder.begin_writing(tmp_path, run.name, 2)
+    for name in ("step-00000001", ".writing-step-00000003-abcd"):
+        os.mkfifo(run / name)
+    description = {"configuration": {}, "files": {}}
+    checkpoint_folder.publish(temporary, tmp_path, run.name, 2, description, keep=1)
+    assert "step-00000001 cannot be removed (Not a directory)" in capsys.readouterr().err
+    checkpoint_folder.remove_leftovers(tmp_path)
+    assert (run / "step-00000002").is_dir()

@@ -153,6 +153,7 @@ WHOLE |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
         ({"RANK": "-1"}, "RANK is '-1'"),
         ({"RANK": "one"}, "RANK is 'one'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": "2147483647"}, "from 1 to 1000000"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
         ({"LOCAL_RANK": "first"}, "LOCAL_RANK is 'first'"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -61,6 +62,15 @@ def test_who_gives_up_removes_what_is_theirs_and_nothing_else(tmp_path):
     (made / "somebody's").touch()
     claimed.give_up()
     assert [path.name for path in made.iterdir()] == ["somebody's"]
+
+
+@pytest.mark.parametrize("end", ["release", "give_up"])
+def test_a_folder_that_somebody_has_replaced_is_theirs(tmp_path, end):
+    claimed = NewFolder("--save", tmp_path / "new")
+    shutil.rmtree(tmp_path / "new")
+    (tmp_path / "new").write_text("theirs")
+    getattr(claimed, end)()
+    assert (tmp_path / "new").read_text() == "theirs"
 
 
 def test_the_lock_of_a_job_that_was_killed_is_in_nobody_s_way(tmp_path):

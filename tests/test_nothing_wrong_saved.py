@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import tokenizers
 import torch
 import wall
 from exercises import read_notebooks
-from further import first_of
+from further import first_of, further
 from ranks import run_on_ranks
 from saved_models import write_model
 
@@ -314,6 +316,23 @@ def test_two_runs_that_found_a_folder_empty_are_not_both_recorded_there(tmp_path
         begin("1f1b", 3)
     first.close()
     assert (tmp_path / RUN_FILE).read_text() == before
+
+
+@further
+@pytest.mark.processes
+def test_a_folder_of_a_recording_that_changes_after_the_check_is_one_sentence(tmp_path):
+    program = (
+        "import errno, sys; from lab import attach; import gpipe\n"
+        "def gone(*_): raise NotADirectoryError(errno.ENOTDIR, 'Not a directory')\n"
+        "attach.FlightLog = gone; sys.exit(gpipe.main())"
+    )
+    words = ["--device", "cpu", "--steps", "1", "--record", tmp_path / "run"]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=launch.SCRIPTS, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert ended.stderr.endswith("cannot be written (Not a directory); name another folder\n")
 
 
 def test_a_file_that_several_write_at_once_is_whole_at_any_moment(tmp_path):

@@ -209,6 +209,15 @@ def test_a_model_that_is_larger_than_the_limit_of_memory_ends_with_one_sentence(
 
 @further
 @pytest.mark.processes
+def test_where_no_temporary_file_can_be_made_one_sentence_asks_for_a_folder():
+    words = [*SMALL.split(), "--optimizer", "adamw"]
+    ended = started(SCRIPT, *words, limit=limited("RLIMIT_FSIZE", 0))
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert "rank 0 finds no folder for temporary files; set TMPDIR" in ended.stderr
+
+
+@further
+@pytest.mark.processes
 def test_a_limit_of_the_size_of_files_costs_the_files_and_not_the_training(tmp_path):
     outputs = ["--timeline", tmp_path / "timeline.json", "--record", tmp_path / "run"]
     ended = started(SCRIPT, *SMALL.split(), *outputs, limit=limited("RLIMIT_FSIZE", 1024))

@@ -316,6 +316,7 @@ def test_a_gpu_that_torch_cannot_use_warns(monkeypatch):
         ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "2"}, 1, "ok"),
         ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 0, "ok"),
         ({"SLURM_JOB_ID": "7"}, 0, "ok"),
+        ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "a100:2"}, 0, "ok"),  # no number
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, 0, "ok"),  # no job has asked for them
     ],
 )

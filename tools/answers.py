@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+from exercises import notebook_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
@@ -31,7 +32,8 @@ PANEL = r"^(?:explore|time_machine)\("  # to play with
 def main():
     Parser(__doc__).parse_args()
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        notebook = nbformat.read(path, as_version=4)
+        with naming_files():
+            notebook = notebook_of(path)
         answers = [cell.id for cell in answers_of(notebook)]
         for cell in notebook.cells:
             fold(cell, cell.id in answers)

@@ -21,7 +21,8 @@ def module_imports(source):
     }
     imports = {}
     for module, path in modules.items():
-        imports[module] = (imported_names(path.read_text()) & modules.keys()) - {module}
+        names = imported_names(path.read_text(encoding="utf-8"))
+        imports[module] = (names & modules.keys()) - {module}
     return imports
 
 

@@ -37,6 +37,8 @@ from course.checks import build_steps
 from course.views.explorer import Panel, explore
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, schedule_as_data
 from guard.files import write_whole
+from guard.one_sentence import in_one_sentence, naming_files
+from guard.printing import keep_running_unheard
 from lab.simulator import Costs, simulate
 from lab.variables import pretended_nodes
 from pipeline.command_line import Parser
@@ -69,13 +71,16 @@ class Row(NamedTuple):
     form: str = "{:.1f} ms"
 
 
+@in_one_sentence()
 def main():
+    keep_running_unheard()
     parser = Parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="3 runs instead of 7")
     parser.add_argument("--only", choices=TABLES, metavar="TITLE", help="one table, by its title")
     arguments = parser.parse_args()
     repeats = 3 if arguments.quick else 7
-    RESULT.parent.mkdir(exist_ok=True)
+    with naming_files():
+        RESULT.parent.mkdir(exist_ok=True)
     machine = describe_machine(repeats)
     print(f"{machine}\n", flush=True)
     # torch's schedules take seconds to import. In the fork server they make our warm start a
@@ -90,7 +95,8 @@ def main():
         text += f"\n\n{where_ours_is_worse(tables[HEAD_TO_HEAD])}"
     print(text.removeprefix(machine).lstrip("\n"))
     if not arguments.only:
-        write_whole(RESULT, text + "\n")
+        with naming_files(RESULT):
+            write_whole(RESULT, text + "\n")
 
 
 def describe_machine(repeats):
@@ -162,7 +168,7 @@ def measure_every_schedule(repeats):
     for name in LIBRARY_SCHEDULES:
         schedule = schedule_as_data(name, 4, 8, 1 if name in ONE_STAGE else 2)
         file = RESULT.with_name("benchmark_schedule.csv")
-        file.write_text(to_csv(schedule))
+        file.write_text(to_csv(schedule), encoding="utf-8")
         ours, torchs, differences = [], [], []
         flags = f"{TINY} --pace 20 40 --steps 5 --batch-size 8"
         for round in each_round(name, repeats):
@@ -513,7 +519,7 @@ def timed_run(script, flags, ranks):
     lines = TimedLines()
     with contextlib.redirect_stdout(lines):
         launch.run(f"{script} {flags} --losses {file}", ranks, warm=True, limit=LIMIT)
-    rows = [json.loads(row) for row in file.read_text().splitlines()]
+    rows = [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()]
     file.unlink()
     arrivals = [moment for moment, line in lines.lines if "  loss " in line]
     gaps = [(after - before) * 1000 for before, after in zip(arrivals[1:], arrivals[2:])]

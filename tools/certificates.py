@@ -12,7 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from guard.files import write_whole  # noqa: E402
+from guard.files import not_written, write_whole  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 from lab.known_schedules import TITLES  # noqa: E402
 from lab.simulator import Costs  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
@@ -41,7 +43,9 @@ same search with costs of your own.
 """
 
 
+@in_one_sentence()
 def main():
+    keep_running_unheard()
     parser = Parser(__doc__)
     count = {"type": positive_integer, "metavar": "N"}
     parser.add_argument("--ranks", help="of these pipelines only", **count)
@@ -53,7 +57,9 @@ def main():
     if arguments.ranks:
         print(page)
     else:
-        write_whole(PAGE, page)
+        with naming_files(PAGE):
+            write_whole(PAGE, page)
+    return int(bool(not_written))
 
 
 def part(p, most, seconds):
@@ -118,4 +124,4 @@ def cell(answer, makespan, bound):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

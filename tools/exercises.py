@@ -19,7 +19,7 @@ MOST_BYTES = 64 * MEBIBYTE  # of a notebook; the course's largest has one
 CALL = r"^(?:check|build)\.(\w+)\((?:(\d+), )?[\w, ]*\)$"  # a.b is not the reader's: it is shown
 # What nbformat raises for other content than a notebook's.
 OTHER_CONTENT = (
-    AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError
+    AssertionError, AttributeError, KeyError, NameError, RecursionError, TypeError, ValueError
 )  # fmt: skip
 NOT_EXERCISES = ("perform", "broken_piece")  # calls that show something once the answer is right
 

@@ -165,7 +165,7 @@ def check_runs_in_a_browser(lesson, function):
     modules = living_site.modules_for_a_page()
     if f"course.checks.{lesson}" not in modules:
         return False
-    tree = ast.parse(modules[f"course.checks.{lesson}"].read_text())
+    tree = ast.parse(modules[f"course.checks.{lesson}"].read_text(encoding="utf-8"))
     found = [node for node in tree.body if getattr(node, "name", None) == function]
     within = [each for node in found for each in ast.walk(node)]
     return bool(found) and all(is_for_a_page(node) for node in within if is_import(node))

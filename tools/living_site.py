@@ -137,7 +137,7 @@ def closure(modules, imports):
 
 def imports_at_the_top(module):
     """Every dotted name that is imported when the file itself is imported."""
-    tree = ast.parse(path_of(module).read_text())
+    tree = ast.parse(path_of(module).read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     return architecture.imported_names(ast.unparse(tree))
 
@@ -177,10 +177,11 @@ def write_runtime(folder):
     course = {
         str(path.relative_to(SOURCE)): path.read_bytes() for path in modules_for_a_page().values()
     }
-    worker = json.dumps((BROWSER / "worker.js").read_text())
-    (folder / "runtime.js").write_text(as_script(runtime))
+    worker = json.dumps((BROWSER / "worker.js").read_text(encoding="utf-8"))
+    (folder / "runtime.js").write_text(as_script(runtime), encoding="utf-8")
     (folder / "course.js").write_text(
-        as_script({"course.zip": zipped(course)}) + f"globalThis.pythonWorker = {worker};\n"
+        as_script({"course.zip": zipped(course)}) + f"globalThis.pythonWorker = {worker};\n",
+        encoding="utf-8",
     )
     for name in ("python.js", "explorer.js", "exercises.js", "LICENSES.txt"):
         shutil.copy(BROWSER / name, folder)

@@ -25,7 +25,9 @@ import nbformat
 from answers import answers_of
 from exercises import notebook_of
 
+from guard.files import not_written
 from guard.inputs import InputError, read_text
+from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,6 +63,7 @@ COURSE_ONLY = r"<!-- course only -->.*?<!-- end -->\n?"
 
 
 def main():
+    keep_running_unheard()
     flags = Parser(__doc__).parse_known_args()[1]  # those of make_site.py
     try:
         copied, hidden = write_course(HANDOUT / "course")
@@ -69,8 +72,8 @@ def main():
         sys.exit(f"make_handout.py: {error.filename or HANDOUT}: {error.strerror}")
     except InputError as error:
         sys.exit(f"make_handout.py: {error}; mend it, and make the handout again")
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or ["git ended without a word"]
+    except subprocess.SubprocessError as error:
+        said = (error.stderr or "").strip().splitlines() or ["git ended without a word"]
         sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}")
     command = [sys.executable, ROOT / "tools" / "make_site.py", *flags]
     command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
@@ -80,7 +83,7 @@ def main():
         f"instructors and tests; {len(ANSWERS)} files with answers are packed, and the outputs of "
         f"{hidden} cells with answers are left out"
     )
-    return status
+    return status or int(bool(not_written))
 
 
 def write_course(folder):
@@ -90,7 +93,7 @@ def write_course(folder):
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        sys.exit("make_handout.py: git does not list the course's files; use a clone of the course")
+        sys.exit("make_handout.py: git does not list the course's files; use a clone of your own")
     files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
     files = [file for file in files if os.path.isfile(ROOT / file) and not is_left_out(file)]
     changed, hidden = {}, 0  # every file is read before the older copy is removed

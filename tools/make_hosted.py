@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
+from guard.inputs import InputError, parse_json, read_text  # noqa: E402
 from guard.one_sentence import naming_files  # noqa: E402
 
 FIRST_CELL = Path(__file__).with_name("first_cell.py")
@@ -42,7 +43,8 @@ def main():
     address = parse_arguments().address
     if address:
         write_citation(address)
-    address = address_of(ROOT)
+    with naming_files():
+        address = address_of(ROOT)
     change(ROOT / "README.md", lambda text: with_address(text, address))
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         change(path, lambda text, path=path: prepared(text, path.relative_to(ROOT), address))
@@ -64,7 +66,7 @@ def parse_arguments():
 def change(path, function):
     """Replace the text of a file by `function` of it; a file that stays the same is not written."""
     with naming_files(path):
-        before = path.read_text(encoding="utf-8")
+        before = read_text(path)
         after = function(before)
         if after != before:
             write_whole(path, after)
@@ -79,7 +81,7 @@ def write_citation(address):
 
 def address_of(root):
     """The owner/name of a copy of the course, or None if its CITATION.cff has none."""
-    found = re.search(URL, (root / "CITATION.cff").read_text(encoding="utf-8"), re.M)
+    found = re.search(URL, read_text(root / "CITATION.cff"), re.M)
     return found[1].removeprefix(HOST) if found else None
 
 
@@ -109,7 +111,7 @@ def with_address(text, address):
 
 def prepared(text, path, address):
     """The text of a notebook whose head has the links and whose first cell finds the course."""
-    notebook = json.loads(text)
+    notebook = notebook_in(text, path)
     cells = notebook["cells"]
     head = with_row("".join(cells[0]["source"]), row_of(address, path.as_posix()))
     cells[0]["source"] = head.splitlines(keepends=True)
@@ -123,6 +125,15 @@ def prepared(text, path, address):
     cell["source"] = first_cell(address).splitlines(keepends=True)
     number(cells)
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def notebook_in(text, path):
+    """The notebook in the text of a file, as JSON has it. Raises InputError for what is none."""
+    notebook = parse_json(text, path)
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not cells or not all(isinstance(cell, dict) and "source" in cell for cell in cells):
+        raise InputError(f"{path} is not a notebook")
+    return notebook
 
 
 def is_first(cell):

@@ -35,8 +35,10 @@ from pygments.lexers import get_lexer_by_name
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from guard.files import not_written  # noqa: E402
 from guard.inputs import InputError, read_text  # noqa: E402
-from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 from lab.schedule_map import draw_map  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
@@ -63,12 +65,16 @@ class Course(NamedTuple):
 
 @in_one_sentence()
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     site = Path(arguments.into).resolve()
     try:
         check_is_site(site)
+        check_is_course(Path(arguments.of))
         shutil.rmtree(site, ignore_errors=True)
         (site / SCRIPTS).mkdir(parents=True)
+        for name in OWN_SCRIPTS:
+            shutil.copy(living_site.BROWSER / name, site / SCRIPTS)
     except OSError as error:
         sys.exit(f"make_site.py: {site} cannot be written ({error.strerror}); name another --into")
     missing = "" if arguments.static else try_to_live(site / SCRIPTS)
@@ -76,8 +82,9 @@ def main():
         print(f"make_site.py --live: {missing}", file=sys.stderr)
         return 1
     lives = not missing and not arguments.static
-    course = read_course(Path(arguments.of).resolve(), lives, arguments.address)
-    write_pages(site, course)
+    with naming_files():
+        course = read_course(Path(arguments.of).resolve(), lives, arguments.address)
+        write_pages(site, course)
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
         f"{os.path.relpath(site)}/index.html: {len(lessons_of(course))} lessons, "
@@ -85,7 +92,7 @@ def main():
     )
     if missing:
         print(f"This is the static site, because {missing}.")
-    return 0
+    return int(bool(not_written))
 
 
 def parse_arguments():
@@ -102,7 +109,8 @@ def parse_arguments():
     if not os.path.isdir(arguments.of):
         parser.error(f"--of {arguments.of} is not a folder; name that of the course")
     if arguments.address:
-        if not re.match(r"https?://[^\s\"<>]+$", arguments.address):
+        named = re.match(r"https?://[^\s\"<>]+$", arguments.address)
+        if not (named and arguments.address.isprintable()):
             parser.error(f"--address must start with https://, not '{arguments.address}'")
     arguments.address = f"{arguments.address.rstrip('/')}/" if arguments.address else ""
     return arguments
@@ -110,8 +118,17 @@ def parse_arguments():
 
 def check_is_site(folder):
     """End the program if there is something else than a site of this program, which is removed."""
-    if os.path.isdir(folder) and os.listdir(folder) and not os.path.isdir(folder / SCRIPTS):
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        sys.exit(f"make_site.py: {folder} is not a folder; name a new one")
+    of_a_site = all(os.path.isfile(folder / SCRIPTS / name) for name in OWN_SCRIPTS)
+    if os.path.isdir(folder) and os.listdir(folder) and not of_a_site:
         sys.exit(f"make_site.py: in {folder} is something else than a site; name a new folder")
+
+
+def check_is_course(folder):
+    """End the program if the folder has no list of lessons, before a search of all that is in it."""
+    if not os.path.isfile(folder / LESSONS):
+        sys.exit(f"make_site.py: --of {folder} is not a copy of the course; name one")
 
 
 def try_to_live(folder):
@@ -120,6 +137,8 @@ def try_to_live(folder):
         living_site.write_runtime(folder)
     except living_site.NoRuntime as error:
         return str(error)
+    except OSError as error:
+        return f"{error.filename or folder} cannot be used ({error.strerror})"
     return ""
 
 
@@ -140,7 +159,7 @@ def write_pages(site, course):
     def write(path, body):
         address = address_of(path, course.folders)
         (site / address).parent.mkdir(parents=True, exist_ok=True)
-        (site / address).write_text(page_of(path, body, course))
+        (site / address).write_text(page_of(path, body, course), encoding="utf-8")
         title = course.titles.get(path, str(path))
         sections.extend(search_index.sections_of(address.as_posix(), title, body))
 
@@ -150,7 +169,8 @@ def write_pages(site, course):
             where.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(course.root / file, where)
             if file.suffix == ".svg":
-                where.write_text(site_page.with_words_of_the_page(where.read_text()))
+                drawing = site_page.with_words_of_the_page(where.read_text(encoding="utf-8"))
+                where.write_text(drawing, encoding="utf-8")
         else:
             body = with_links(body_of(file, exporter, course), file, course)
             write(file, search_index.with_terms(body) if file == GLOSSARY else body)
@@ -163,14 +183,13 @@ def write_pages(site, course):
         copy_slides(site, course)
     for folder in course.folders - {Path(".")}:
         write(folder, list_of(folder, course))
-    (site / "favicon.svg").write_text(site_page.FAVICON)
+    (site / "favicon.svg").write_text(site_page.FAVICON, encoding="utf-8")
     lost = page_of(LOST, site_index.NOT_FOUND, course)
     if course.address:  # a host shows this page at any address
         lost = lost.replace("<title>", f'<base href="{course.address}"><title>', 1)
-    (site / "404.html").write_text(lost)
-    for name in ("elements.js", "search.js", "live.css"):
-        shutil.copy(living_site.BROWSER / name, site / SCRIPTS)
-    (site / SCRIPTS / "search_index.js").write_text(search_index.as_script(sections))
+    (site / "404.html").write_text(lost, encoding="utf-8")
+    index = search_index.as_script(sections)
+    (site / SCRIPTS / "search_index.js").write_text(index, encoding="utf-8")
 
 
 def slides_of(course):
@@ -182,8 +201,8 @@ def copy_slides(site, course):
     """The slides, whose list leads back to the first page only where there is one."""
     shutil.copytree(slides_of(course).parent, site / SLIDES.parent)
     back = f'<p><a href="../{address_of(INDEX, course.folders)}">{html.escape(COURSE)}</a></p>'
-    text = (site / SLIDES).read_text()
-    (site / SLIDES).write_text(text.replace("<body>", f"<body>{back}", 1))
+    text = (site / SLIDES).read_text(encoding="utf-8")
+    (site / SLIDES).write_text(text.replace("<body>", f"<body>{back}", 1), encoding="utf-8")
 
 
 def index_page(exporter, course):
@@ -209,7 +228,8 @@ def lessons_of(course):
 
 def further_lessons_of(course):
     """The lessons that docs/lessons.md lists below the course."""
-    listed = (course.root / "docs/lessons.md").read_text().partition("## Further lessons")[2]
+    text = (course.root / LESSONS).read_text(encoding="utf-8")
+    listed = text.partition("## Further lessons")[2]
     return [lesson for lesson in lessons_of(course) if f"/{lesson.name})" in listed]
 
 
@@ -224,12 +244,11 @@ def files_of_the_course(root):
     if root != ROOT:  # a copy, in which all files are wanted
         files = [path.relative_to(root) for path in root.rglob("[!.]*") if os.path.isfile(path)]
         return sorted(file for file in files if file.parts[0] != ".git")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        sys.exit("make_site.py: git does not list the course's files; use a clone of your own")
     files = [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
     shown = [file for file in files if file.parts[0] != "tests" and not file.name.startswith(".")]
     return [file for file in shown if os.path.isfile(root / file)]
@@ -269,7 +288,7 @@ def body_of(file, exporter, course):
         notebook = notebook_of(course.root / file)
         notebook.cells = [cell for cell in notebook.cells if not make_hosted.is_first(cell)]
     else:
-        text = (course.root / file).read_text()
+        text = (course.root / file).read_text(encoding="utf-8")
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
     answers = [cell.id for cell in answers_of(notebook)]
     for cell in notebook.cells:
@@ -325,7 +344,7 @@ def code_of(file, course):
     """The HTML of a file that is not a page, with its colours where it is Python or a shell's."""
     language = {".py": "python", ".diff": "diff", ".sh": "bash", ".sbatch": "bash", ".env": "bash"}
     lexer = get_lexer_by_name(language.get(file.suffix, "text"))
-    code = highlight((course.root / file).read_text(), lexer, HtmlFormatter())
+    code = highlight((course.root / file).read_text(encoding="utf-8"), lexer, HtmlFormatter())
     return f"<h1>{html.escape(str(file))}</h1>{code}"
 
 
@@ -386,7 +405,7 @@ def list_of(folder, course):
 
 def title_of(page):
     """The heading that a page starts with, else its name."""
-    text = "" if page.suffix == ".ipynb" else page.read_text()
+    text = "" if page.suffix == ".ipynb" else page.read_text(encoding="utf-8")
     if page.suffix == ".ipynb":
         text = "".join(cell.source for cell in notebook_of(page).cells[:1])
     return text.splitlines()[0].lstrip("# ") if text.startswith("# ") else page.name
@@ -455,10 +474,11 @@ PANEL = """<p class="panel">This is the panel's picture. In JupyterLab (<code>ma
 sliders, a cursor and a table.</p>"""
 
 SCRIPTS = "live"  # the folder of the site for scripts
+OWN_SCRIPTS = ("elements.js", "search.js", "live.css")  # that every site has there
 # As if they were pages of the repository.
 INDEX, EXPLORER, PUZZLES = Path("index.md"), Path("explorer.md"), Path("puzzles.md")
 LOST = Path("404.md")
-GLOSSARY = Path("docs/glossary.md")
+GLOSSARY, LESSONS = Path("docs/glossary.md"), Path("docs/lessons.md")
 MADE = (INDEX, EXPLORER, PUZZLES, LOST)
 SLIDES = Path("slides/index.html")  # a page of its own kind
 

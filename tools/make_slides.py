@@ -13,13 +13,13 @@ last drawing above, and "; words" none. Exercises and the question at the end ne
 docs/lesson-plans.md gives the minutes, what to do, and what to ask at an exercise.
 """
 
-import json
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from formulas import with_formulas
+from make_hosted import notebook_in
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
@@ -34,7 +34,10 @@ from slide_layout import (  # noqa: E402
 )
 from slide_page import index_of, page_of  # noqa: E402
 
+from guard.files import not_written  # noqa: E402
+from guard.inputs import read_text  # noqa: E402
 from guard.one_sentence import naming_files  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -66,6 +69,7 @@ class Slide:
 def main():
     parser = Parser(__doc__)
     parser.add_argument("lessons", nargs="*", help="such as 02 12b; all unless given")
+    keep_running_unheard()
     wanted = parser.parse_args().lessons
     lessons = sorted(NOTEBOOKS.glob("*.ipynb"))
     chosen = [path for path in lessons if not wanted or path.stem.split("_")[0] in wanted]
@@ -75,7 +79,7 @@ def main():
         )
     with naming_files():
         write_slides(chosen, lessons)
-    return 0
+    return int(bool(not_written))
 
 
 def write_slides(chosen, lessons):
@@ -83,16 +87,22 @@ def write_slides(chosen, lessons):
     SLIDES.mkdir(parents=True, exist_ok=True)
     for path in chosen:
         number = path.stem.split("_")[0]
-        slides = slides_of(json.loads(path.read_text())["cells"], number)
+        slides = slides_of(cells_of(path), number)
         file = SLIDES / f"{path.stem}.html"
-        file.write_text(page_of(path.stem, texts_of(slides, plan_of(number))))
+        page = page_of(path.stem, texts_of(slides, plan_of(number)))
+        file.write_text(page, encoding="utf-8")
         print(f"build/slides/{file.name}: {len(slides)} slides")
     made = [path for path in lessons if (SLIDES / f"{path.stem}.html").is_file()]
-    (SLIDES / "index.html").write_text(index_of({path.stem: title_of(path) for path in made}))
+    index = index_of({path.stem: title_of(path) for path in made})
+    (SLIDES / "index.html").write_text(index, encoding="utf-8")
+
+
+def cells_of(path):
+    return notebook_in(read_text(path), path)["cells"]
 
 
 def title_of(path):
-    return "".join(json.loads(path.read_text())["cells"][0]["source"]).splitlines()[0].strip("# ")
+    return "".join(cells_of(path)[0]["source"]).splitlines()[0].strip("# ")
 
 
 def slides_of(cells, number=""):
@@ -218,7 +228,8 @@ def asks(slide):
 
 def plan_text(number):
     """The section of a lesson on the page of plans."""
-    found = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", PLANS.read_text(), re.M | re.S)
+    plans = PLANS.read_text(encoding="utf-8")
+    found = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", plans, re.M | re.S)
     return found[1] if found else ""
 
 

@@ -11,16 +11,17 @@ program on real ranks or a long puzzle. Exercises of "more minutes" are optional
 others takes an hour at most. All minutes are estimates; nobody was timed.
 """
 
-import json
 import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from make_hosted import is_first
+from make_hosted import is_first, notebook_in
 
-from guard.files import write_whole
+from guard.files import not_written, write_whole
+from guard.inputs import read_text
 from guard.one_sentence import naming_files
+from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +48,7 @@ class Minutes(NamedTuple):
 def minutes_of(path):
     """The Minutes of a notebook by the rule above."""
     words = lines = runs = exercises = more = 0
-    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+    for cell in notebook_in(read_text(path), path)["cells"]:
         if is_first(cell):
             continue
         text = "".join(cell["source"])
@@ -78,7 +79,7 @@ def shown_by(cell):
 
 def stated_in(path):
     """The Minutes in the head of a notebook, or None."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = notebook_in(read_text(path), path)["cells"]
     found = re.search(HEAD, "".join(cells[0]["source"]))
     return Minutes(*(int(part or 0) for part in found.groups())) if found else None
 
@@ -113,13 +114,15 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("--write", action="store_true", help="put them into heads and the list")
     wanted = parser.parse_args().write
+    keep_running_unheard()
     for path in LESSONS:
-        minutes = minutes_of(path)
+        with naming_files():
+            minutes = minutes_of(path)
         print(f"{path.stem:28}{minutes.lesson:3} minutes,{minutes.exercises:3} for what one writes")
         if wanted:
             with naming_files(path):
                 write(path, minutes)
-    return 0
+    return int(bool(not_written))
 
 
 if __name__ == "__main__":

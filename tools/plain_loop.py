@@ -18,10 +18,12 @@ import pretrain_llama  # noqa: E402
 
 from extensions.pretraining.metrics import Metrics  # noqa: E402
 from extensions.pretraining.throughput import known_peak, measured_peak  # noqa: E402
+from guard.around_main import guarded  # noqa: E402
 from pipeline.model import token_loss  # noqa: E402
 from pipeline.one_process import build_optimizer  # noqa: E402
 
 
+@guarded
 def main():
     arguments, _ = pretrain_llama.read_flags()
     a, on_gpu = arguments, arguments.device != "cpu" and torch.cuda.is_available()
@@ -64,4 +66,4 @@ def update(arguments, model, optimizer, computing, step, device):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+from exercises import notebook_of
 from PIL import Image, PngImagePlugin
 from playwright.sync_api import sync_playwright
 
@@ -59,7 +60,7 @@ def main():
 
 def drawings_without_png(path):
     """The notebook, and the data of its outputs whose PNG is missing or of another drawing."""
-    notebook = nbformat.read(path, as_version=4)
+    notebook = notebook_of(path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     drawings = [output.data for output in outputs if "image/svg+xml" in output.get("data", {})]
     return notebook, [

@@ -220,7 +220,7 @@ class Cluster:
         watch = QueueWatch(partial(self._queued, [f"--job={job}"]), limit, job)
         try:
             while watch.look():
-                if meanwhile and log.exists() and meanwhile[0] in log.read_text():
+                if meanwhile and log.exists() and meanwhile[0] in log.read_text(encoding="utf-8"):
                     print("$ " + meanwhile[1])
                     self.ask("", f"JOB={job}; {meanwhile[1]}", show=False)
                     meanwhile = None
@@ -233,7 +233,7 @@ class Cluster:
                 raise ClusterFailed(str(problem)) from None
             raise
         state = self.ask("", f"scontrol show job {job}", show=False).output
-        output = log.read_text() if log.exists() else ""
+        output = log.read_text(encoding="utf-8") if log.exists() else ""
         answer = Answer(_without_paths(output), re.search(r"JobState=(\w+)", state)[1])
         self._record(name, answer, files)
         return answer
@@ -259,10 +259,11 @@ class Cluster:
     def timeline(self, file):
         """The Timeline that a job has written to `file`, or the one of the transcript."""
         folder = ROOT if self.is_real else TRANSCRIPTS
-        return from_chrome_trace((folder / (file if self.is_real else Path(file).name)).read_text())
+        path = folder / (file if self.is_real else Path(file).name)
+        return from_chrome_trace(path.read_text(encoding="utf-8"))
 
     def _recorded(self, name, files=()):
-        record = json.loads((TRANSCRIPTS / f"{name}.json").read_text())
+        record = json.loads((TRANSCRIPTS / f"{name}.json").read_text(encoding="utf-8"))
         for file in files:
             (ROOT / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(TRANSCRIPTS / Path(file).name, ROOT / file)
@@ -312,12 +313,12 @@ def _with_site(environment):
     If the site names neither a Python nor a container, jobs run with the notebook's Python.
     """
     site = Path(os.environ.get("COURSE_SITE", ROOT / "slurm" / "site.env"))
-    text = site.read_text()
+    text = site.read_text(encoding="utf-8")
     if re.search(r"^COURSE_CONTAINER=(\"\")?$", text, re.M):
         text = re.sub(r"^COURSE_PYTHON=$", f"COURSE_PYTHON={sys.executable}", text, flags=re.M)
     copy = ROOT / "build" / "11_site.env"
     copy.parent.mkdir(exist_ok=True)
-    copy.write_text(text)
+    copy.write_text(text, encoding="utf-8")
     read = '. "$COURSE_SITE" && env -0'
     shown = subprocess.run(
         ["bash", "-c", read],

@@ -63,8 +63,8 @@ def install(names):
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         wanted, constraints = Path(folder, "wanted.txt"), Path(folder, "kept.txt")
-        wanted.write_text("\n".join(pins_of(names)))
-        constraints.write_text("\n".join(kept))
+        wanted.write_text("\n".join(pins_of(names)), encoding="utf-8")
+        constraints.write_text("\n".join(kept), encoding="utf-8")
         command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
         command += ["--no-color"]  # a notebook asks for colour, even in the last line of an error
         command += ["--requirement", str(wanted), "--constraint", str(constraints)]

@@ -103,7 +103,9 @@ def run(command, ranks=4, warm=None, show=True, limit=300, send=None):
     with started_ranks(script, flags, ranks, warm) as started:
         output = follow(started, show, limit, send)
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", output, re.MULTILINE)]
-    timeline = from_chrome_trace((ROOT / timeline_file).read_text()) if timeline_file else None
+    timeline = None
+    if timeline_file:
+        timeline = from_chrome_trace((ROOT / timeline_file).read_text(encoding="utf-8"))
     return Run(output, losses, timeline)
 
 

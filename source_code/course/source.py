@@ -49,7 +49,7 @@ def source_of(file, name=None):
 
 def read_source(path):
     """The text of a Python file, also of one that a handout has packed, since it has answers."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     packed = re.search(r'^PACKED = """\n(.*?)"""$', text, re.MULTILINE | re.DOTALL)
     return zlib.decompress(base64.b64decode(packed[1])).decode() if packed else text
 

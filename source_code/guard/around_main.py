@@ -47,9 +47,19 @@ def guarded(main):
 
 @contextmanager
 def naming_lack_of_memory():
-    """A context in which a lack of memory ends this rank with one sentence."""
+    """A context in which a lack of memory ends this rank with one sentence.
+
+    So does a lack of a folder for temporary files, which torch's optimizers need.
+    """
     try:
         yield
+    except FileNotFoundError as error:
+        if "No usable temporary directory" not in str(error):
+            raise
+        end_process(
+            f"rank {read_ranks()[0]} finds no folder for temporary files; set TMPDIR to one that can "
+            "be written, and has room"
+        )
     except (MemoryError, RuntimeError) as error:
         reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
         if not isinstance(error, NO_MEMORY) and not reason.startswith(SAID_WITHOUT_MEMORY):

@@ -39,7 +39,8 @@ class NewFolder:
             return
         if os.name == "nt":  # where an open file cannot be removed
             self.lock.close()
-        (self.folder / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # what is in its place belongs to somebody else
+            (self.folder / LOCK).unlink()
         self.lock.close()
         self.lock = None
 
@@ -48,7 +49,8 @@ class NewFolder:
         if self.lock is None:
             return
         for name in names:
-            (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self.folder / name).unlink()
         self.release()
         with suppress(OSError):
             if self.is_new:

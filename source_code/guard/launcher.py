@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from guard.slurm import rank_in_node_order, ranks_from_slurm, set_meeting_point
 
 NAMES = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+MOST_RANKS = 1_000_000  # ten times those of the largest training so far; more are a slip
 
 
 class LauncherError(ValueError):
@@ -40,14 +41,14 @@ def read_ranks():
     """
     on_slurm = "SLURM_STEP_NUM_TASKS" in os.environ
     if "RANK" in os.environ:
-        num_ranks = whole_number("WORLD_SIZE", least=1)
+        num_ranks = whole_number("WORLD_SIZE", least=1, most=MOST_RANKS)
         rank = whole_number("RANK", most=num_ranks - 1)
         local_rank = whole_number("LOCAL_RANK", rank, most=num_ranks - 1)
         local = local_rank, whole_number("LOCAL_WORLD_SIZE", 1, 1, num_ranks)
         if on_slurm:
             rank = rank_in_node_order(rank, *local, num_ranks, whole_number)
         return rank, num_ranks, *local
-    if on_slurm and whole_number("SLURM_STEP_NUM_TASKS", least=1) > 1:
+    if on_slurm and whole_number("SLURM_STEP_NUM_TASKS", least=1, most=MOST_RANKS) > 1:
         return ranks_from_slurm(whole_number)
     return 0, 1, 0, 1
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from guard.files import not_written
+from guard.inputs import InputError
 from guard.launcher import LauncherError, read_ranks
 
 LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
@@ -36,10 +37,13 @@ def in_one_sentence():
 def naming_files(path=None):
     """A context in which a file that cannot be read or written ends a program with one sentence.
 
-    It names the file `path`, or else the one at which the system failed.
+    It names the file `path`, or else the one at which the system failed. A file with something else
+    than it should have is an InputError, whose text names it.
     """
     try:
         yield
+    except InputError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
     except OSError as error:
         program, file = Path(sys.argv[0]).name, path or error.filename or "a file"
         raise SystemExit(f"{program}: {file} cannot be used ({error.strerror})") from None

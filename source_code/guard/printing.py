@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a run alive when standard output cannot be written: its reader has ended or a disk is full.
+"""Keeps a run alive when what it prints cannot be written: its reader has ended or a disk is full.
 
 Without this, Python would end a training run of hours with a traceback at the next printed line. An
 interrupt ends a run with one word instead of a traceback from every rank.
@@ -15,8 +15,8 @@ from guard.files import say_not_written
 
 class Output(io.TextIOWrapper):
     """Text output to a file descriptor, written in whole lines, because several ranks may write to
-    one pipe. If it cannot be written, it is dropped, and one line on standard error says so.
-    Characters that the encoding lacks are written as escapes."""
+    one pipe. If it cannot be written, it is dropped, and one line on standard error says so, unless
+    it is standard error. Characters that the encoding lacks are written as escapes."""
 
     def __init__(self, stream):
         descriptor = os.dup(stream.fileno())
@@ -42,24 +42,33 @@ class Output(io.TextIOWrapper):
         try:
             yield
         except OSError as error:
-            say_not_written("standard", "output", error)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
+            if self is not sys.stderr:
+                say_not_written("standard", "output", error)
 
 
 def keep_running_unheard():
-    """Make standard output an Output, unless a notebook or a test has replaced it.
+    """Make standard output and error Outputs, unless a notebook or a test has replaced them.
 
-    A standard error that is closed becomes one that nobody reads; else sentences would be printed
-    to standard output, between the lines that another program may read there.
+    What the process that started this one has closed becomes what nobody reads. Else sentences would
+    be printed to standard output, between the lines that another program may read there.
     """
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")
-    if sys.stdout is None:  # closed by the process that started it
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")
-    elif sys.stdout is sys.__stdout__ and not isinstance(sys.stdout, Output):
-        sys.stdout = Output(sys.stdout)
+    take_standard_numbers()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        elif stream is getattr(sys, f"__{name}__") and not isinstance(stream, Output):
+            setattr(sys, name, Output(stream))
+
+
+def take_standard_numbers():
+    """Open numbers 0 to 2 that are closed: a file that gets one would get what torch prints, too."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
 
 
 def end_quietly_when_interrupted():

@@ -104,6 +104,11 @@ class Laboratory:
                     f"--record {arguments.record}: another run is being recorded there; name a new "
                     "folder"
                 )
+            except OSError as error:  # the folder has changed since it was checked
+                end_process(
+                    f"--record {arguments.record} cannot be written ({error.strerror}); name another "
+                    "folder"
+                )
             further.append(self.log)
         further += [self.memory, self.clock]
         steps = arguments.steps - first_step if what == "step" else 0

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             value = getattr(arguments, action.dest, None)
             if value == "" or (isinstance(value, list) and "" in value):
-                name = (*action.option_strings, action.metavar, action.dest)[0]
+                name = (*action.option_strings, action.metavar or action.dest)[0]
                 raise SystemExit(f"{name} is empty text; give it a value, or leave it out")
         return arguments
 

@@ -35,7 +35,7 @@ def _cells_of(module):
     """The text of a file, or the texts of a notebook's cells in the order in which they ran."""
     module = sys.modules.get(module)
     file = getattr(module, "__file__", None)
-    return [Path(file).read_text()] if file else getattr(module, "_ih", [])
+    return [Path(file).read_text(encoding="utf-8")] if file else getattr(module, "_ih", [])
 
 
 def _definitions(text, name):

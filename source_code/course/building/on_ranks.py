@@ -27,7 +27,7 @@ from small import pipeline as my_pipeline  # noqa: E402
 
 def main():
     """Run the request as one rank, then stay: other ranks may still need its messages."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     module, _, name = request["program"].rpartition(".")
     program = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)

@@ -36,7 +36,8 @@ def keep(function):
         PARTS.mkdir(parents=True, exist_ok=True)
         _write(PARTS / f"{_place_of(request)}.json", json.dumps(request))
     parts = {name: PARTS / f"{name}.json" for name in EXERCISES}
-    yours = {name: json.loads(path.read_text()) for name, path in parts.items() if path.exists()}
+    written = {name: path for name, path in parts.items() if path.exists()}
+    yours = {n: json.loads(path.read_text(encoding="utf-8")) for n, path in written.items()}
     FILE.parent.mkdir(exist_ok=True)
     _write(FILE, assemble(yours.values()))
     for name in EXERCISES:
@@ -153,5 +154,5 @@ def _replace(text, name, function):
 def _write(path, text):
     """Write the file in one atomic step, so that no process reads half of it."""
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     part.replace(path)

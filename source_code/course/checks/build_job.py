@@ -115,9 +115,9 @@ def _complaint_on_call(text):
     """Run the script with a stand-in for srun that fails; check its arguments and the status."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        (folder / "srun").write_text(STAND_IN)
+        (folder / "srun").write_text(STAND_IN, encoding="utf-8")
         (folder / "srun").chmod(0o755)
-        (folder / "job.sbatch").write_text(text)
+        (folder / "job.sbatch").write_text(text, encoding="utf-8")
         words = folder / "words"
         environment = {
             **{name: value for name, value in os.environ.items() if name not in FROM_OUTSIDE},
@@ -127,7 +127,7 @@ def _complaint_on_call(text):
             **{"SLURM_JOB_ID": "4711", "SLURM_NNODES": str(NODES), "SLURM_NTASKS": str(RANKS)},
         }
         ended = _run(["bash", str(folder / "job.sbatch"), *TRIED], environment)
-        called = words.read_text().splitlines() if words.exists() else None
+        called = words.read_text(encoding="utf-8").splitlines() if words.exists() else None
     if called is None:
         last = (ended.stderr.strip().splitlines() or [""])[-1]
         return "your script calls no srun, so its program runs once, on the first node only" + (
@@ -192,7 +192,7 @@ def _run(words, environment):
 def _complaint_on_job(text, cluster):
     file = ROOT / "build" / "11_my_job.sbatch"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     words = f"--export=ALL,PYTHON={sys.executable} {file.relative_to(ROOT)} {' '.join(PROGRAM)}"
     with contextlib.redirect_stdout(io.StringIO()):
         answer = cluster.submit("", words, may_fail=True, show=False)

@@ -85,7 +85,7 @@ def of_held_out(found, wanted):
 def text_of(path):
     """(name, text) of the reader's file. Raises NotAttempted while it still has only the `...`."""
     path = Path(path)
-    text = path.read_text() if path.is_file() else "..."
+    text = path.read_text(encoding="utf-8") if path.is_file() else "..."
     try:
         left = holes(text)
     except SyntaxError as error:

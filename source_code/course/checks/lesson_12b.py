@@ -201,9 +201,8 @@ def _write_piece(name, function):
     request = request_of(function)
     file = launch.ROOT / "build" / "lesson_12b" / f"{name}.py"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(
-        "\n".join([*HEAD, *request["imports"], *(text for _, text in request["sources"])]) + "\n"
-    )
+    lines = [*HEAD, *request["imports"], *(text for _, text in request["sources"])]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
 

@@ -312,6 +312,8 @@ def remove_checkpoint(run_folder, name):
     try:
         if not os.access(run_folder / name, os.W_OK):  # else only a part would be removed
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not os.path.isdir(run_folder / name):  # rmtree would open it, and wait at a pipe
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         os.rename(run_folder / name, doomed)
         shutil.rmtree(doomed)
     except OSError as error:
@@ -326,8 +328,9 @@ def remove_leftovers(folder):
             (Path(folder) / name).unlink(missing_ok=True)
     for run in runs_of(folder):
         for name in entries_of(Path(folder) / run):
-            if name.startswith((WRITING, DELETING)):
-                shutil.rmtree(Path(folder) / run / name, ignore_errors=True)
+            path = Path(folder) / run / name
+            if name.startswith((WRITING, DELETING)) and os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def mark_stopped(folder, why):
