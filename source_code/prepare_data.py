@@ -99,7 +99,7 @@ def encode_all(arguments, out, writers):
                 f"{arguments.hold_out}"
             )
     if tokenizer:
-        tokenizer.save(str(out / TOKENIZER))
+        (out / TOKENIZER).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     per_token = held_out_bytes / writers["held_out"].total
     write_tokens_file(out, writers, width, num_tokens, per_token, tokenizer is not None)
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())

@@ -326,6 +326,19 @@ def test_a_file_that_the_system_does_not_map_is_named(make, monkeypatch):
         load_tokens(folder, 256, 16)
 
 
+def test_a_folder_whose_name_is_no_utf_8_is_made_whole_and_named_when_it_cannot_be_read(
+    make, monkeypatch
+):
+    monkeypatch.setattr(prepare_data, "print", lambda *_: None, raising=False)  # of such names
+    words = ["--data", DEFAULT_TEXT, "--vocabulary", "300"]
+    made, usual = (make(*words, out=name)[2] for name in (os.fsdecode(b"\xff"), "tokens"))
+    for file in usual.iterdir():
+        assert (made / file.name).read_bytes() == file.read_bytes()
+    tokenizers.Tokenizer.from_file(str(usual / "tokenizer.json"))
+    with pytest.raises(InputError, match="the name .* is not UTF-8"):
+        check_folder(made)
+
+
 def test_a_flipped_byte_is_found_by_check(make, monkeypatch, capsys):
     folder = make("--data", DEFAULT_TEXT)[2]
     assert check_folder(folder)["num_tokens"] == 256

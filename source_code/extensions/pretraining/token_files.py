@@ -228,6 +228,8 @@ def map_file(folder, shard, dtype):
         return torch.empty(0, dtype=dtype)
     try:
         storage = torch.UntypedStorage.from_file(str(path), False, size)
+    except UnicodeEncodeError:
+        raise InputError(f"the name {path} is not UTF-8, so torch cannot map the file") from None
     except RuntimeError as error:  # more than the system grants at once
         reason = str(error).rpartition(": ")[2]
         raise InputError(
