@@ -345,10 +345,12 @@ def stacks_of(output):
     """{prefix of a rank: [line]}: the lines of the course's code in the stack dumps of a job.
 
     A rank that receives SIGUSR2 prints the stack of each of its threads, the innermost call first.
-    The frames of the main thread are those that end in the rank's script.
+    The frames of the main thread are those that end in the rank's script. The guard's threads, and
+    its frame around main, are left out.
     """
     stacks = {}
     for prefix, text in re.findall(r"^\[(\S+)\]: *File (.*)$", output, re.MULTILINE):
-        if "source_code/" in text and "/watch.py" not in text and "/slow_network.py" not in text:
+        of_course = "source_code/" in text and "source_code/guard/" not in text
+        if of_course and "/slow_network.py" not in text:
             stacks.setdefault(prefix, []).append(text.replace('"', ""))
     return stacks
