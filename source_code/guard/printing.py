@@ -15,8 +15,8 @@ from guard.files import say_not_written
 
 class Output(io.TextIOWrapper):
     """Text output to a file descriptor, written in whole lines, because several ranks may write to
-    one pipe. If it cannot be written, it is dropped, and one line on standard error says so, unless
-    it is standard error. Characters that the encoding lacks are written as escapes."""
+    one pipe. If it cannot be written, it is dropped, and one line on standard error says so. Standard
+    error is dropped in silence, but for a pipe without a reader, which ends the run. Characters that the encoding lacks are written as escapes."""
 
     def __init__(self, stream):
         descriptor = os.dup(stream.fileno())
@@ -42,6 +42,8 @@ class Output(io.TextIOWrapper):
         try:
             yield
         except OSError as error:
+            if self is sys.stderr and isinstance(error, BrokenPipeError):
+                raise  # who started this run is gone, such as a notebook's kernel: end, too
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
