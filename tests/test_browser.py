@@ -172,7 +172,10 @@ def executed(page, path):
     page.wait_for_timeout(2000)
     page.keyboard.press("Control+s")
     page.wait_for_timeout(1000)
-    cells = nbformat.read(path, as_version=4).cells
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except nbformat.reader.NotJSONError:  # it is being saved
+        return None
     return cells if all(c.execution_count for c in cells if c.cell_type == "code") else None
 
 
