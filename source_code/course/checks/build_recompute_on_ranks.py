@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's recomputing backward on this rank; build_recompute.py reads the report.
 
-Each rank has a third of the model of small/pipeline.py. Its forwards keep only the input of a micro-batch, and its backwards are the
-reader's. The same rank also computes the gradients of a stage that keeps everything.
+Each rank has a third of the model of small/pipeline.py. Its forwards keep only the input of a
+micro-batch, and its backwards are the reader's. The same rank also computes the gradients of a stage that keeps everything.
 """
 
 from weakref import finalize
