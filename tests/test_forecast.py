@@ -10,7 +10,7 @@ from lab.simulator import simulate
 from pipeline.model import ModelConfig, cut_as
 from pipeline.schedules import SCHEDULES, build_schedule, synchronous_schedules
 from planning import forecast as forecasting
-from planning.bound import lower_bound, memory_bound
+from planning.bound import lower_bound, memory_bound, work_bound
 from planning.bytes_sent import bytes_per_gpu, bytes_per_node
 from planning.candidates import PLANNED, all_plans
 from planning.closed_forms import bubble_over_ideal
@@ -21,7 +21,7 @@ from planning.forecast import (
 )
 from planning.known_models import NAMED, find_model
 from planning.machine import MACHINES, Link, Machine, machine_names, read_machine
-from planning.microbatches_held import held_by
+from planning.microbatches_held import counted, held_by
 from planning.plan_memory import memory_per_rank, weights_of
 from planning.stage_times import stages_of
 from planning.traffic import all_reduce_time, bus_bandwidth, gather_time, message_costs
@@ -347,6 +347,7 @@ def test_a_bound_is_never_above_the_forecast_and_its_memory_is_the_forecast_s(na
     if name == "naive":
         plan = replace(plan, ranks=2)
     found = forecast(model, machine, plan)
+    assert work_bound(model, machine, plan) <= lower_bound(model, machine, plan) * (1 + 1e-12)
     assert lower_bound(model, machine, plan) <= found.update * (1 + 1e-12)
     assert memory_bound(model, machine, plan) >= found.memory * (1 - 1e-12)
 
@@ -363,6 +364,23 @@ def test_what_a_schedule_holds_is_what_the_simulator_counts(name, p, m):
     assert all(schedule.rank_of(s, 0) == plan.rank_of(s) for s in range(plan.stages))
     timeline = simulate(schedule, stage_costs(Model(48, 64, batch=m), Machine(p), plan))
     assert held_by(name, p, chunks, m) == list(timeline.peak_held_until_weight_per_rank)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "v-half", "v-min"])
+def test_after_two_rounds_of_p_micro_batches_no_rank_holds_more(name):
+    chunks = SCHEDULES[name].chunks or 1
+    for p in range(2, 13):
+        after_two, after_six = (counted(name, p, chunks, rounds * p) for rounds in (2, 6))
+        assert after_two == after_six
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b"])
+def test_the_bound_by_work_is_exact_where_stages_are_even_and_messages_free(schedule):
+    machine = Machine(4, inside=FREE, between=FREE)
+    model = Model(16, 1024, batch=16, vocabulary=100)
+    plan = Plan(schedule, 4, SCHEDULES[schedule].chunks or 1)
+    found = forecast(model, machine, plan)
+    assert work_bound(model, machine, plan) == pytest.approx(found.update - found.optimizer, 1e-12)
 
 
 def test_the_bound_of_1f1b_and_interleaved_1f1b_is_exact_where_messages_are_free():

@@ -16,9 +16,19 @@ from planning.stage_times import stages_of
 
 
 def work_bound(model, machine, plan):
-    """Seconds of computation per update, divided by the ranks: the weakest lower bound."""
-    work = stages_of(model, machine, plan).seconds_of_all()
-    return plan.microbatches(model) * work / plan.ranks
+    """Seconds until the last rank has computed its share of an update, if messages took no time.
+
+    Before its first forward a rank waits for those of the earlier stages, and after its last
+    backward these still run theirs.
+    """
+    forwards, backwards, _, again = stages_of(model, machine, plan).seconds()
+    whole = [sum(times) for times in zip(forwards, backwards, again)]
+    m, longest, others = plan.microbatches(model), 0.0, 0.0
+    for rank in range(plan.ranks):  # its first stage has the same number
+        work = m * sum(whole[stage] for stage in plan.stages_of(rank))
+        longest = max(longest, others + work)
+        others += forwards[rank] if plan.schedule in SPLIT else whole[rank]
+    return longest
 
 
 @lru_cache(maxsize=200_000)

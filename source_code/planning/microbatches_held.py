@@ -2,12 +2,15 @@
 """The largest number of micro-batches that each rank of a schedule holds for its backwards.
 
 The papers' formulas give it for GPipe, looped BFS, 1F1B and interleaved 1F1B. For other schedules
-it is counted from the order of each rank.
+it is counted from the order of each rank; after two rounds of p micro-batches it stays the same.
 """
 
 from functools import lru_cache
 
 from pipeline.schedules import build_schedule
+
+WHOLE = {"F": 1, "B": -1, "I": -1, "W": 0}  # change in the pairs that a rank holds whole
+HALF = {"F": 0, "B": 0, "I": 1, "W": -1}  # and in those between I and W
 
 
 def held_by(schedule, ranks, chunks, m, deferred=1.0):
@@ -25,7 +28,7 @@ def held_by(schedule, ranks, chunks, m, deferred=1.0):
     }
     if schedule in formulas:
         return [formulas[schedule](rank) for rank in range(p)]
-    counts = counted(schedule, ranks, chunks, min(m, 4 * p))
+    counts = counted(schedule, ranks, chunks, min(m, 2 * p))
     return [max(whole + half * deferred for half, whole in of_rank.items()) for of_rank in counts]
 
 
@@ -37,8 +40,8 @@ def counted(schedule, ranks, chunks, m):
         whole = half = 0
         found = {0: 0}
         for action in order:
-            whole += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-            half += {"F": 0, "B": 0, "I": 1, "W": -1}[action.kind]
+            whole += WHOLE[action.kind]
+            half += HALF[action.kind]
             found[half] = max(found.get(half, 0), whole)
         most.append(found)
     return most

@@ -104,13 +104,6 @@ def stage_times(model, plan):
     return forwards, backwards, list(again)
 
 
-def seconds_of_all_layers(model, plan):
-    """Seconds of one micro-batch in all layers: forward, backward and any recomputation."""
-    forward = sum(layer.forward_seconds for layer in model.profile)
-    backward = sum(layer.backward_seconds for layer in model.profile)
-    return backward + (2 if plan.recompute == "full" else 1) * forward
-
-
 def layers_of_stages(model, plan):
     """The LayerProfiles of each stage."""
     first, parts = 0, []

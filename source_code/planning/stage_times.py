@@ -13,7 +13,6 @@ from planning.plan_memory import SPLIT
 from planning.profiled import (
     ProfiledModel,
     activation_bytes,
-    seconds_of_all_layers,
     stage_times,
 )
 from planning.time_coefficients import (
@@ -69,10 +68,6 @@ class CountedStages:
         for times, more in zip((forwards, backwards, weights), self.head()):
             times[-1] += more
         return forwards, backwards, weights, [count * again for count in layers]
-
-    def seconds_of_all(self):
-        """Seconds of computation of one micro-batch in all stages together."""
-        return self.model.layers * sum(self.layer()) + sum(self.head()[:2])
 
     def layer(self):
         """(forward, backward for the input, backward for the weights, second forward) of a layer.
@@ -150,20 +145,6 @@ class MeasuredStages(CountedStages):
             return times["F"], whole, times["W"], again
         return times["F"], times["B"], [one / 2 for one in times["B"]], again
 
-    def layer(self):
-        quantities = layer_quantities(self.model, self.plan.microbatch)
-        forward, whole, first, weight = (
-            self.machine.measured.seconds(kind, quantities) for kind in "FBIW"
-        )
-        again = forward if self.plan.recompute == "full" else 0.0
-        if self.plan.schedule in SPLIT:
-            return forward, first, weight, again
-        return forward, whole / 2, whole / 2, again
-
-    def head(self):
-        quantities = head_quantities(self.model, self.plan.microbatch)
-        return tuple(self.machine.measured.seconds(kind, quantities) for kind in "FBW")
-
     def summing(self, weights):
         return self.machine.measured.sum + self.machine.measured.sum_byte * 4 * weights
 
@@ -182,9 +163,6 @@ class ByProfile:
     def seconds(self):
         forwards, backwards, again = stage_times(self.model, self.plan)
         return forwards, backwards, [one / 2 for one in backwards], again
-
-    def seconds_of_all(self):
-        return seconds_of_all_layers(self.model, self.plan)
 
     def message_bytes(self, stage):
         return activation_bytes(self.model, self.plan, stage)

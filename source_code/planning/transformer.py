@@ -11,6 +11,7 @@ arXiv 2205.05198, "FlashAttention" is Dao et al. 2022, arXiv 2205.14135.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heapify, heapreplace
 
 BYTES_PER_VALUE = 2  # of an activation or a gradient that travels
@@ -72,7 +73,7 @@ class Model:
         attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return attention + (3 if self.gated else 2) * self.hidden * self.inner_width
 
-    @property
+    @cached_property
     def layer_weights(self):
         """All weights of one layer; a GPT's has 13 h in biases and norms (Megatron equation 2)."""
         if self.layer_rest is not None:
