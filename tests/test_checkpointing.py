@@ -432,7 +432,7 @@ def stop_rank(rank, flags, victim, number, step):
 
 
 @pytest.mark.parametrize("number, victim", first_of([(signal.SIGTERM, 0), (signal.SIGUSR1, 1)], 1))
-@pytest.mark.parametrize("how", ["", "--asynchronous"])
+@pytest.mark.parametrize("how", first_of(["", "--asynchronous"], 1))
 def test_a_signal_to_any_rank_lets_the_step_end_saves_and_ends_all_with_75(
     tmp_path, number, victim, how
 ):

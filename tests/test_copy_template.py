@@ -170,7 +170,7 @@ def copied(tmp_path_factory):
     return copies_of
 
 
-@pytest.mark.parametrize("script", first_of(SCRIPTS, 6))
+@pytest.mark.parametrize("script", first_of(SCRIPTS, 4))
 def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, copied):
     folder, file = copied(script)
     files = [path for path in folder.rglob("*") if path.is_file()]

@@ -19,15 +19,15 @@ ANY = "train.py"  # by the worker; the others are the loop of one schedule, by h
 INTERLEAVED, ZERO = "interleaved_1f1b.py", "zero_bubble.py"
 TWELVE = "--layers 12"
 OTHER_SIZES = [  # script, schedule, ranks, micro-batches, chunks, further flags
-    (INTERLEAVED, "interleaved-1f1b", 1, 4, 2, ""),
     (INTERLEAVED, "interleaved-1f1b", 2, 6, 3, ""),
+    (ZERO, "zb-h1", 3, 2, None, ""),
+    (INTERLEAVED, "interleaved-1f1b", 1, 4, 2, ""),
     (INTERLEAVED, "interleaved-1f1b", 3, 3, 4, TWELVE),
     (INTERLEAVED, "interleaved-1f1b", 4, 8, 2, ""),
     (ANY, "interleaved-1f1b", 2, 6, 3, ""),
     (ANY, "interleaved-1f1b", 3, 3, 4, TWELVE),
     (ANY, "looped-bfs", 4, 3, 2, ""),
     (ANY, "looped-bfs", 2, 8, 4, ""),
-    (ZERO, "zb-h1", 3, 2, None, ""),
     (ZERO, "zb-h1", 4, 8, None, ""),
     (ZERO, "zb-h2", 2, 1, None, ""),
     (ZERO, "zb-h2", 4, 8, None, ""),
@@ -71,7 +71,7 @@ def test_losses_are_those_of_one_process_and_actions_those_of_the_schedule(name,
 
 
 @pytest.mark.parametrize(
-    ("script", "name", "ranks", "microbatches", "chunks", "more"), first_of(OTHER_SIZES, 4)
+    ("script", "name", "ranks", "microbatches", "chunks", "more"), first_of(OTHER_SIZES, 2)
 )
 def test_so_are_they_for_other_numbers_of_microbatches_and_chunks(
     script, name, ranks, microbatches, chunks, more, tmp_path
@@ -86,7 +86,7 @@ def test_so_are_they_for_other_numbers_of_microbatches_and_chunks(
 
 
 @pytest.mark.parametrize(
-    ("script", "name"), first_of([(ZERO, "zb-h1"), (ANY, "zb-v"), (ANY, "zb-h1")], 2)
+    ("script", "name"), first_of([(ANY, "zb-v"), (ZERO, "zb-h1"), (ANY, "zb-h1")], 1)
 )
 def test_adamw_takes_the_gradients_of_both_halves(script, name, tmp_path):
     flags = f"{ADAMW} --microbatches 8"

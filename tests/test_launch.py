@@ -19,7 +19,6 @@ from course.followed_run import follow
 from course.launch import ROOT, LaunchedRanks, WarmRanks, launch_words, run
 
 LONG = "gpipe.py --steps 1000 --pace 10 20"  # minutes, if nobody ends it; of two ranks here
-EITHER_WAY = pytest.mark.parametrize("warm", [True, False], ids=["warm", "torchrun"])
 WARM_FIRST = pytest.mark.parametrize("warm", first_of([True, False], 1), ids=["warm", "torchrun"])
 
 
@@ -193,7 +192,7 @@ def test_a_run_finds_its_files_from_any_folder_and_loads_the_timeline(tmp_path, 
     assert (ROOT / file).exists() and list(tmp_path.iterdir()) == []
 
 
-@EITHER_WAY
+@WARM_FIRST
 def test_a_run_that_fails_raises_the_script_s_own_sentence(warm):
     with pytest.raises(RunFailed) as failed:
         run("gpipe.py --layers 1", ranks=2, warm=warm)
@@ -218,7 +217,7 @@ def test_a_run_that_takes_too_long_is_ended():
         run("gpipe.py --steps 1 --pace 500 1000", warm=True, limit=2)
 
 
-@EITHER_WAY
+@WARM_FIRST
 def test_one_process_runs_as_with_plain_python(capsys, warm):
     command = "naive_model_parallelism.py --single-process 4 --steps 1"
     ended = run(command, ranks=None, warm=warm)

@@ -123,15 +123,19 @@ def largest_difference(printed):
 
 @pytest.mark.parametrize(
     ("family", "shards", "ranks"),
-    [  # each pair of two of the three
+    [
         ("llama", 3, 1),
         ("llama", 1, 2),
         ("llama", 3, 4),
-        ("qwen3", 1, 4),
-        ("mistral", 3, 2),
         *(
             pytest.param(*others, marks=further)
-            for others in [("qwen2", 1, 1), ("qwen2", 3, 2), ("qwen2", 1, 4)]
+            for others in [
+                ("qwen3", 1, 4),
+                ("mistral", 3, 2),
+                ("qwen2", 1, 1),
+                ("qwen2", 3, 2),
+                ("qwen2", 1, 4),
+            ]
         ),
         *(
             pytest.param(*others, marks=pytest.mark.soak)
@@ -212,7 +216,7 @@ def test_in_bfloat16_the_saved_model_has_the_pipeline_s_logits_and_float32_maste
             ("llama", 2, "--schedule zb-v --recompute layer --data {tokens} --packed --shuffle"),
             ("qwen2", 2, "--cut 3,1 --warm-up-steps 2 --decay-steps 3 --compile aot_eager"),
         ],
-        4,
+        3,
     ),
 )
 def test_every_kind_of_schedule_and_recomputation_has_the_losses_of_transformers(
@@ -302,7 +306,7 @@ def test_a_model_that_comes_in_and_goes_out_has_the_logits_and_the_config_that_i
             ("qwen2", 4, "--replicas 2 --clip 0.3"),  # its ends are one matrix
             ("llama", 3, "--schedule zb-h1 --recompute layer"),
         ],
-        2,
+        1,
     ),
 )
 def test_a_pretraining_that_continues_it_has_the_losses_of_finetune_and_leaves_its_logits(
