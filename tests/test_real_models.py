@@ -301,13 +301,10 @@ def test_a_model_that_comes_in_and_goes_out_has_the_logits_and_the_config_that_i
 
 @pytest.mark.parametrize(
     ("family", "ranks", "flags"),
-    first_of(
-        [
-            ("qwen2", 4, "--replicas 2 --clip 0.3"),  # its ends are one matrix
-            ("llama", 3, "--schedule zb-h1 --recompute layer"),
-        ],
-        1,
-    ),
+    [
+        ("qwen2", 4, "--replicas 2 --clip 0.3"),  # its ends are one matrix
+        ("llama", 3, "--schedule zb-h1 --recompute layer"),
+    ],
 )
 def test_a_pretraining_that_continues_it_has_the_losses_of_finetune_and_leaves_its_logits(
     folders, tmp_path, family, ranks, flags
