@@ -2,12 +2,14 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import spoil_code
-from spoil_code import FAULTS, ROOT
+from spoil_code import FAULTS, MAKE_TEST, ROOT
 from spoilt_code.fault import Fault, StaleFaultError
 
 SOURCE = "class Sum:\n    def of(self, x):\n        return x + x\n\n\ndef of(x):\n    return x\n"
@@ -29,6 +31,16 @@ def test_a_fault_still_finds_its_place_and_its_tests(fault):
     assert ast.dump(ast.parse(fault.plant(text))) != ast.dump(ast.parse(text))
     assert fault.tests and fault.wrong.endswith(".")
     assert {test.partition("[")[0] for test in fault.tests} <= functions_of(fault.test_file)
+
+
+@pytest.mark.further
+@pytest.mark.processes
+def test_each_test_of_a_fault_is_one_that_make_test_runs():
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *MAKE_TEST, "tests"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240).stdout
+    runs = set(printed.splitlines())
+    runs |= {line.partition("[")[0] for line in runs}
+    assert not {node for fault in FAULTS for node in fault.node_ids} - runs
 
 
 def test_every_package_has_faults_and_each_has_a_name_of_its_own():
