@@ -52,6 +52,11 @@ def complaint_of_versions(ranks, words):
         (result,) = rank.reports
         if not result["whole"]:
             return f"rank {rank.number} returns no weights: return newest, losses"
+        if result["version"] is None:
+            return (
+                f"rank {rank.number} ends with weights that no sequence of updates makes: is there "
+                "one update for each mini-batch, and none besides?"
+            )
         if result["version"] != MINIBATCHES:
             return (
                 f"rank {rank.number} ends with version {result['version']} of its weights, and "
