@@ -449,6 +449,11 @@ WRONG = {
         ],
         "when rank 0 takes 0F1, it has not yet sent what 0F0 has made",
     ),
+    "a last backward forgotten": (
+        "pipedream_run",
+        [edited(STASH, ("range(m + warm_up)", "range(m + warm_up - 1)"))],
+        "rank 0 never takes 0B7",
+    ),
     "an update too many": (
         "pipedream_run",
         [edited(STASH, ("    for send in sends", "    weights = {name: (weight - rate * gradients[name])"

@@ -387,6 +387,18 @@ def test_a_batch_may_be_waited_for_in_any_order(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Right: ")
 
 
+def test_by_the_rules_of_nccl_rank_0_may_not_collect_its_sends_either(tmp_path, capsys):
+    cells = cells_of_solution("03_1f1b")
+    text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
+    old = "    [activation] = exchange(outbox, inputs[k], [stage.previous])\n"
+    assert text.count(old) == 1
+    new = "    alone = stage.previous is None and len(outbox) < 3\n"
+    new += old.replace("exchange(", "[None] if alone else exchange(")
+    build.one_f_one_b_for_nccl(written(tmp_path, text.replace(old, new), "one_f_one_b_for_nccl"))
+    said = capsys.readouterr().out
+    assert "when rank 0 takes 0F1, it has not yet sent what 0F0 has made" in said
+
+
 def test_a_loop_without_an_end_is_ended_and_named(tmp_path, capsys, monkeypatch):
     edit = ("    for send in sends:\n", "    while True:\n        pass\n    for send in sends:\n")
     said = answer_to(tmp_path, capsys, "one_f_one_b_step", edit)

@@ -30,10 +30,12 @@ def complaint_of(request, num_ranks):
     complaint = complaint_of_versions(observed.ranks, words)
     if complaint and any(rank.raised for rank in observed.ranks):
         return complaint  # the error follows from it
-    if transport := words.transport():
+    transport, left = words.transport(), None
+    if all(rank.done for rank in observed.ranks):
+        left = words.order([rank.steps[0] for rank in observed.ranks], rows)
+    if transport and not left:
         return transport
-    left = words.order([rank.steps[0] for rank in observed.ranks], rows)
-    if left and complaint:  # the versions differ because the order does
+    if left and (complaint or transport):  # the order is why versions differ, or a wait is missing
         return left.removeprefix("the losses agree, but ")
     return left or complaint
 
