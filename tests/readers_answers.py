@@ -175,6 +175,71 @@ RIGHT = {
             edited(THERE, ("2 * x, 0", "same(double(x)), 0")),
         ],
     ),
+    "a limit for a wait, and peers from an array": (
+        "there_and_back",
+        [
+            "from datetime import timedelta\nimport numpy as np\npeers = list(np.array([1, 0]))",
+            edited(THERE, ("dist.irecv(x, 1).wait()", "dist.irecv(x, peers[0]).wait(timeout=timedelta("
+                           "seconds=60))")),
+        ],
+    ),
+    "two broadcasts": (
+        "there_and_back",
+        ["def there_and_back():\n    dist.init_process_group('gloo')\n    rank = dist.get_rank()\n"
+         "    x = torch.tensor([1.0, 2.0, 3.0]) if rank == 0 else torch.empty(3)\n"
+         "    dist.broadcast(x, 0)\n    y = 2 * x if rank == 1 else torch.empty(3)\n"
+         "    dist.broadcast(y, 1)\n    dist.destroy_process_group()\n    return y if rank == 0 else x"],
+    ),
+    "a function that another one makes": (
+        "there_and_back",
+        ["def made(factor):\n" + "".join(f"    {line}\n" for line in edited(
+            THERE, ("def there_and_back", "def inner"), ("2 * x", "factor * x")).splitlines())
+         + "    return inner\n\nthere_and_back = made(2)"],
+    ),
+    "a decorator that forgets the name": (
+        "there_and_back",
+        ["def traced(function):\n    def wrapper(*arguments):\n        return function(*arguments)\n"
+         "    return wrapper", "@traced\n" + THERE],
+    ),
+    "a table that decorators fill": (
+        "there_and_back",
+        [
+            "PARTS = {}\ndef part(rank):\n    def add(function):\n        PARTS[rank] = function\n"
+            "        return function\n    return add",
+            "@part(0)\ndef asks(x):\n    dist.send(torch.tensor([1.0, 2.0, 3.0]), 1)\n"
+            "    dist.recv(x, 1)\n@part(1)\ndef answers(x):\n    dist.recv(x, 0)\n"
+            "    dist.send(2 * x, 0)",
+            "def there_and_back():\n    dist.init_process_group('gloo')\n    x = torch.empty(3)\n"
+            "    PARTS[dist.get_rank()](x)\n    dist.destroy_process_group()\n    return x",
+        ],
+    ),
+    "a table and a queue that statements fill": (
+        "there_and_back",
+        [
+            "from collections import deque\nnumbers, table = deque(), {}\n"
+            "for number in (1.0, 2.0):\n    numbers.append(number)",
+            "def asks(x):\n    dist.send(torch.tensor([*numbers]), 1)\n    dist.recv(x, 1)\n"
+            "table[0] = asks\nnumbers.append(3.0)",
+            "def answers(x):\n    dist.recv(x, 0)\n    dist.send(2 * x, 0)\ntable.update({1: answers})",
+            "def there_and_back():\n    dist.init_process_group('gloo')\n    x = torch.empty(3)\n"
+            "    table[dist.get_rank()](x)\n    dist.destroy_process_group()\n    return x",
+        ],
+    ),
+    "a flat room, seen in another shape": (
+        "naive_step",
+        [edited(NAIVE, ("torch.empty(*tokens.shape, DIM, dtype=torch.float64)\n"
+                        "        dist.irecv(x, rank - 1).wait()",
+                        "torch.empty(tokens.numel() * DIM, dtype=torch.float64)\n"
+                        "        dist.irecv(x, rank - 1).wait()\n"
+                        "        x = x.view(*tokens.shape, DIM)"))],
+    ),
+    "a step that another function makes": (
+        "gpipe_step",
+        [PIECES, "def step_of(order):\n" + "".join(f"    {line}\n" for line in edited(
+            GPIPE, ("def gpipe_step", "def step"), ("in range(len(inputs)):\n        backward",
+                                                   "in order(len(inputs)):\n        backward"))
+            .splitlines()) + "    return step\n\ngpipe_step = step_of(range)"],
+    ),
     "a collective of all ranks": (
         "naive_step",
         [edited(NAIVE, ("    x = tokens", "    dist.barrier()\n    x = tokens"),
@@ -285,6 +350,16 @@ RIGHT = {
         "pipedream_run",
         [edited(STASH, ("return weights, losses", "return [weights, tuple(losses)]"))],
     ),
+    "a stash with the losses as a tensor": (
+        "pipedream_run",
+        [edited(STASH, ("return weights, losses", "return weights, torch.tensor("
+                        "[loss or 0.0 for loss in losses], dtype=torch.float64)"))],
+    ),
+    "a stash with the losses as tensors": (
+        "pipedream_run",
+        [edited(STASH, ("return weights, losses", "return weights, [loss and torch.tensor("
+                        "loss, dtype=torch.float64) for loss in losses]"))],
+    ),
     "autograd for the input alone": (
         "weight_half",
         [edited(HALVES, ("return gradient @ weight",
@@ -296,6 +371,96 @@ RIGHT = {
 
 WRONG = {
     "four ranks": ("naive_step", [edited(NAIVE, ("dist.get_world_size() - 1", "3"))], "on 2 ranks: "),
+    "a list in place of the tensor": (
+        "there_and_back",
+        [edited(THERE, ("return x", "return x.tolist()"))],
+        "rank 0 returns something of type list: return the tensor",
+    ),
+    "the numbers before the wait": (
+        "there_and_back",
+        [edited(THERE, ("        dist.irecv(x, 0).wait()\n        dist.isend(2 * x, 0).wait()",
+                        "        work = dist.irecv(x, 0)\n        y = 2 * x\n        work.wait()\n"
+                        "        dist.isend(y, 0).wait()"))],
+        "returns .nan, nan, nan., .* has each receive been waited for before its numbers are used",
+    ),
+    "an update in the step": (
+        "naive_step",
+        [edited(NAIVE, ("    return", "    with torch.no_grad():\n        for w in stage.parameters():\n"
+                        "            w -= 0.5 * w.grad\n    return"))],
+        "the step changes the weights on rank 0: .* optimizer's step comes after it, once",
+    ),
+    "no gradients at the end": (
+        "naive_step",
+        [edited(NAIVE, ("    return", "    stage.zero_grad()\n    return"))],
+        "a backward ran on rank 3,? but its weights have no gradient at the end: has zero_grad",
+    ),
+    "another shape": (
+        "naive_step",
+        [edited(NAIVE, ("*tokens.shape", "*tokens.T.shape"))],
+        r"rank 0 sends \(2, 8, 16\) in float64 .* rank 1 has made room for \(8, 2, 16\)",
+    ),
+    "a variable of a neighbour that is 0": (
+        "naive_step",
+        [edited(NAIVE, ("    x = tokens", "    previous, following = stage.previous, stage.following\n"
+                        "    x = tokens"), ("    if rank > 0:\n        x =", "    if previous:\n        x ="))],
+        "Rank 0 counts as false, as None does, for `previous` in line 5 of naive_step",
+    ),
+    "a misspelt name": (
+        "naive_step",
+        [edited(NAIVE, ("        x.requires_grad_()\n", ""), ("        loss.backward()",
+                "        loss.backward(gradent)"))],
+        "NameError: name 'gradent' is not defined",
+    ),
+    "a gradient before its wait": (
+        "gpipe_step",
+        [edited(PIECES, ("irecv(gradient, stage.following).wait()\n    y.backward(gradient)",
+                         "irecv(gradient, stage.following)\n    y.backward(gradient)"),
+                ("        dist.irecv(gradient", "        sends.append(dist.irecv(gradient"),
+                ("sends.append(dist.irecv(gradient, stage.following)", "sends.append(dist.irecv("
+                 "gradient, stage.following))")), GPIPE],
+        "rank 2 runs the backward of micro-batch 0 .* with a gradient that has not arrived",
+    ),
+    "one place for all sends": (
+        "gpipe_step",
+        [
+            "places = {}",
+            edited(PIECES, ("dist.isend(y.detach(), stage.following)",
+                            "dist.isend(places.setdefault(y.shape, torch.empty_like(y).detach()).copy_("
+                            "y.detach()), stage.following)")),
+            GPIPE,
+        ],
+        "rank [012] changes the tensor that it sends at line 12 of forward",
+    ),
+    "a gradient cleared while it is sent": (
+        "one_f_one_b_step",
+        [edited(PIECES, ("sends.append(dist.isend(x.grad, stage.previous))",
+                         "sends.append(dist.isend(x.grad, stage.previous))\n        x.grad.zero_()")),
+         ONE_F_ONE_B],
+        "changes the tensor that it sends at line 9 of backward",
+    ),
+    "sends of the warm-up that leave together": (
+        "one_f_one_b_step",
+        [
+            edited(PIECES, ("sends.append(dist.isend(y.detach(), stage.following))",
+                            "sends.append(lambda: dist.isend(y.detach(), stage.following))")),
+            edited(ONE_F_ONE_B, ("        if k >= warm_up:\n", "        if k >= warm_up - 1:\n"
+                                 "            sends = [s() if callable(s) else s for s in sends]\n"
+                                 "        if k >= warm_up:\n")),
+        ],
+        "when rank 0 takes 0F1, it has not yet sent what 0F0 has made",
+    ),
+    "a last backward forgotten": (
+        "pipedream_run",
+        [edited(STASH, ("range(m + warm_up)", "range(m + warm_up - 1)"))],
+        "rank 0 never takes 0B7",
+    ),
+    "an update too many": (
+        "pipedream_run",
+        [edited(STASH, ("    for send in sends", "    weights = {name: (weight - rate * gradients[name])"
+                        ".detach().requires_grad_() for name, weight in weights.items()}\n"
+                        "    for send in sends"))],
+        "ends with weights that no sequence of updates makes: is there one update for each",
+    ),
     "a barrier of one rank": (
         "naive_step",
         [edited(NAIVE, ("        loss = ", "        dist.barrier()\n        loss = "))],

@@ -24,7 +24,7 @@ from course.building import own_file
 from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
-from course.checks.build_text import holes, request_of
+from course.checks.build_text import holes, request_of, zero_as_none
 from course.failed_run import RunFailed
 from course.launch import ROOT, run
 from small import pipeline
@@ -387,6 +387,18 @@ def test_a_batch_may_be_waited_for_in_any_order(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Right: ")
 
 
+def test_by_the_rules_of_nccl_rank_0_may_not_collect_its_sends_either(tmp_path, capsys):
+    cells = cells_of_solution("03_1f1b")
+    text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
+    old = "    [activation] = exchange(outbox, inputs[k], [stage.previous])\n"
+    assert text.count(old) == 1
+    new = "    alone = stage.previous is None and len(outbox) < 3\n"
+    new += old.replace("exchange(", "[None] if alone else exchange(")
+    build.one_f_one_b_for_nccl(written(tmp_path, text.replace(old, new), "one_f_one_b_for_nccl"))
+    said = capsys.readouterr().out
+    assert "when rank 0 takes 0F1, it has not yet sent what 0F0 has made" in said
+
+
 def test_a_loop_without_an_end_is_ended_and_named(tmp_path, capsys, monkeypatch):
     edit = ("    for send in sends:\n", "    while True:\n        pass\n    for send in sends:\n")
     said = answer_to(tmp_path, capsys, "one_f_one_b_step", edit)
@@ -529,6 +541,44 @@ def test_the_open_that_jupyter_puts_into_a_notebook_is_pythons(tmp_path):
 def test_the_dots_of_an_index_are_not_those_of_a_stub():
     assert holes("def f(x):\n    y = x[..., 0]\n    return y[...]\n") == []
     assert holes("def f(x: tuple[int, ...]):\n    y = x[f(...)]\n    ...\n") == [2, 3]
+
+
+def test_a_variable_that_names_a_neighbour_is_one_too():
+    tuples = "def f(stage):\n    before, after = stage.previous, stage.following\n    if %s:\n        pass"
+    assert zero_as_none(tuples % "before") == (3, "before")
+    assert zero_as_none(tuples % "(there := stage.following)") == (3, "following")
+    assert zero_as_none(tuples % "before is not None") is None
+
+
+def test_a_step_that_another_function_makes_has_the_name_of_the_notebook(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace("def gpipe_step", "def step")
+    text += "\n\n\ndef same(function):\n    def wrapper(*all):\n        return function(*all)\n"
+    text += "    return wrapper\n\n\ngpipe_step = same(step)\n"
+    request = request_of(written(tmp_path, text, "gpipe_step"))
+    assert request["functions"] == ["gpipe_step"]
+    assert {"same", "step"} < {name for name, _ in request["sources"]}
+    own = own_file.assemble([request])
+    assert "gpipe_step = gpipe_step_same(gpipe_step_step)" in own
+
+
+def test_what_fills_a_container_goes_with_it(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace(
+        "backward(stage, k, held", "steps['B'](stage, k, held", 2
+    )
+    text = text.replace("def steps['B']", "def backward")
+    text += "\n\n\nsteps = {}\nsteps['B'] = backward\nsteps |= {'F': forward}\n"
+    sources = dict(request_of(written(tmp_path, text, "gpipe_step"))["sources"])
+    assert sources["steps"] == "steps = {}\nsteps['B'] = backward\nsteps |= {'F': forward}"
+
+
+def test_functions_that_decorators_put_into_a_table_go_with_it(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace("backward(stage, k, held", "TABLE[0](stage, k, held", 2)
+    text = text.replace("def TABLE[0]", "@into_table\ndef backward")
+    head = "TABLE = []\n\n\ndef into_table(f):\n    TABLE.append(f)\n    return f\n\n\n"
+    names = [
+        name for name, _ in request_of(written(tmp_path, head + text, "gpipe_step"))["sources"]
+    ]
+    assert names == ["TABLE", "into_table", "backward", "forward", "gpipe_step"]
 
 
 def test_dots_above_code_do_nothing():

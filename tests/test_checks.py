@@ -1,6 +1,7 @@
 """Each check knows an untouched stub, the right answer, and three typical wrong ones."""
 
 import math
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 
@@ -103,6 +104,15 @@ def test_a_number_of_numpy_is_a_number(capsys):
     assert answer_to(lesson_03.most_microbatches, capsys, most).startswith("Right: ")
 
 
+def test_a_decimal_is_a_number(capsys):
+    def minutes(loads, washer, dryer):
+        return Decimal(max(washer, dryer)) * loads + Decimal(min(washer, dryer))
+
+    assert answer_to(lesson_00.laundry, capsys, minutes).startswith("Right: ")
+    said = answer_to(lesson_00.memory_wall, capsys, Decimal(12), Decimal(4))
+    assert "4 devices hold" in said.replace("4.0", "4")
+
+
 def test_a_wrong_fraction_is_explained_as_any_number_is(capsys):
     said = answer_to(lesson_00.laundry, capsys, lambda n, w, d: Fraction(n * (w + d)))
     assert "you say 350 minutes, as if each load waited" in said
@@ -116,6 +126,7 @@ def test_a_wrong_fraction_is_explained_as_any_number_is(capsys):
         (lambda n, w, d: w + n * d, "the washer is the slower machine here"),
         (lambda n, w, d: n * max(w, d), "the filling is missing"),
         (lambda n, w, d: w + d + n * max(w, d), "one turn too many"),
+        (lambda n, w, d: int(n * max(w, d) + min(w, d)), "you say 79 minutes, and playing it"),
         (lambda n, w, d: 100, "playing it load by load gives 230"),
     ],
 )
@@ -221,6 +232,85 @@ def with_two_backwards(first, second, tokens, targets):
     return received
 
 
+def asking_too_late(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach()
+    scores = second(received)
+    received.requires_grad_()
+    token_loss(scores, targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def cutting_the_output_itself(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach_().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def forgetting_at_the_end(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    second.zero_grad()
+    return received
+
+
+def through_the_cut_for_the_first(first, second, tokens, targets):
+    output = first(tokens)
+    parameters = list(first.parameters())
+    found = torch.autograd.grad(token_loss(second(output), targets), parameters)
+    for parameter, gradient in zip(parameters, found):
+        parameter.grad = gradient
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    return received
+
+
+def misspelt_and_without_requires_grad(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach()
+    token_loss(second(received), targets).backward()
+    output.backward(gradent)  # noqa: F821
+    return received
+
+
+def with_forward(first, second, tokens, targets):
+    output = first.forward(tokens)
+    received = output.data.requires_grad_()
+    token_loss(second.forward(received), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def with_keywords(first, second, tokens, targets):
+    output = first(x=tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(x=received), targets).backward()
+    output.backward(gradient=received.grad)
+    return received
+
+
+def looking_at_the_loss_afterwards(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    with torch.no_grad():
+        token_loss(second(output), targets).item()
+    token_loss(second(received.detach()), targets).item()
+    return received
+
+
+@pytest.mark.parametrize("answer", [with_forward, with_keywords, looking_at_the_loss_afterwards])
+def test_backward_in_two_pieces_is_right_in_any_style(answer, capsys):
+    said = answer_to(lesson_01.backward_in_two_pieces, capsys, answer)
+    assert said.startswith("Right: ")
+
+
 def without_backward(first, second, tokens, targets):
     received = first(tokens).detach().requires_grad_()
     second(received)
@@ -239,6 +329,11 @@ def without_backward(first, second, tokens, targets):
         (without_backward, "run the backward of the loss"),
         (with_two_backwards, "a backward of the loss gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
+        (asking_too_late, "before the second stage gets it"),
+        (cutting_the_output_itself, "detach_() cuts the output itself"),
+        (forgetting_at_the_end, "at the end: has zero_grad() removed them?"),
+        (through_the_cut_for_the_first, "detach() what is sent"),
+        (misspelt_and_without_requires_grad, "raised NameError: name 'gradent' is not defined"),
         (without_the_second_stage, "the second stage was not called"),
         (returning_what_was_sent, "the very tensor that the second stage was called with"),
         (returning_the_gradient, "the very tensor that the second stage was called with"),
@@ -295,9 +390,38 @@ def test_own_gpipe_explains(order, sentence, capsys):
     assert answer.startswith("Not yet: ") and sentence in answer
 
 
+def test_the_rows_of_a_schedule_may_have_blanks_and_ends_of_lines(capsys):
+    def own(p, m):
+        return [
+            " " + " , ".join(f"{r}{kind}{k}" for kind in "FB" for k in range(m)) + ",\n"
+            for r in range(p)
+        ]
+
+    assert answer_to(lesson_02.own_gpipe, capsys, own).startswith("Right: ")
+
+
+def counted_up(p, x, m=1):
+    return m if (p - 1) / (m + p - 1) <= x else counted_up(p, x, m + 1)
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        counted_up,
+        lambda p, x: max(1, math.ceil((p - 1) * (1 - x) / x)),
+        lambda p, x: max(1, math.ceil((p - 1) / x - (p - 1))),
+        lambda p, x: max(1, -(-(p - 1) * (1 - x) // x)),
+    ],
+)
+def test_enough_microbatches_is_right_in_any_style(needed, capsys):
+    assert answer_to(lesson_02.enough_microbatches, capsys, needed).startswith("Right: ")
+
+
 @pytest.mark.parametrize(
     ("needed", "sentence"),
     [
+        (lambda p, x: max(1, round((p - 1) * (1 - x) / x)), "bubble is 0.3043, too much"),
+        (lambda p, x: max(1, int((p - 1) * (1 - x) / x)), "bubble is 0.3043, too much"),
         (lambda p, x: max(1, math.ceil((p - 1) / x)), "that bounds idle / busy"),
         (lambda p, x: (p - 1) * (1 - x) / x + 0.5, "round up"),
         (lambda p, x: max(1, math.floor((p - 1) * (1 - x) / x) - 1), "too much"),
@@ -315,6 +439,10 @@ def test_enough_microbatches_explains(needed, sentence, capsys):
     ("most", "sentence"),
     [
         (lambda s, p, room, m: min(room, m), "never holds more than 4, however many"),
+        (
+            lambda s, p, room, m: m // p * p if s == "1f1b" and room >= p else min(room, m),
+            "room for 6, 63 available: you say 60; rank 0 never holds more than 4",
+        ),
         (lambda s, p, room, m: m, "holds every micro-batch before its first backward"),
         (lambda s, p, room, m: m if s == "1f1b" else min(room, m), "has no room for 8"),
         (lambda s, p, room, m: m * (room >= p) if s == "1f1b" else min(room, m), "4 fit into its"),
@@ -366,6 +494,11 @@ def test_an_array_of_numbers_is_a_cut_too(capsys):
 
     assert answer_to(lesson_04b.best_cut, capsys, cut).startswith("Right: ")
 
+    def list_of_tensors(seconds, num_stages):
+        return [torch.tensor(count) for count in cut(seconds, num_stages)]
+
+    assert answer_to(lesson_04b.best_cut, capsys, list_of_tensors).startswith("Right: ")
+
     def without_one_layer_per_stage(seconds, num_stages):
         return cut(seconds, num_stages) if num_stages < len(seconds) else [0] * num_stages
 
@@ -402,6 +535,17 @@ def best_in_whole_seconds(seconds, num_stages):
     return filled(limit)
 
 
+def nearest_to_the_average_of_the_rest(seconds, num_stages):
+    counts, first = [], 0
+    for left in range(num_stages, 1, -1):
+        average = sum(seconds[first:]) / left
+        choices = range(1, len(seconds) - first - left + 2)
+        loads = {count: sum(seconds[first : first + count]) for count in choices}
+        counts.append(min(choices, key=lambda count: (abs(loads[count] - average), -count)))
+        first += counts[-1]
+    return [*counts, len(seconds) - first]
+
+
 def halved_again_and_again(seconds, num_stages):
     if num_stages == 1:
         return [len(seconds)]
@@ -427,9 +571,13 @@ def halved_again_and_again(seconds, num_stages):
         (lambda seconds, n: [len(seconds)] + [0] * (n - 1), "each stage needs a layer"),
         (lambda seconds, n: [1] * n, "which are 4 layers of 8"),
         (best_in_whole_seconds, "[3, 1, 1], and the slowest stage takes 6.0 s; 5.5 s is possible"),
+        (
+            nearest_to_the_average_of_the_rest,
+            "you say [1, 3, 2, 1], and the slowest stage takes 11",
+        ),
         (halved_again_and_again, "[1, 3, 1], and the slowest stage takes 7.0 s; 5.5 s is possible"),
         (lambda seconds, n: len(seconds) // n, "a list with one whole number per stage"),
-        (lambda seconds, n: [len(seconds)], "1 numbers for 4 stages"),
+        (lambda seconds, n: [len(seconds)], "1 number for 4 stages"),
     ],
 )
 def test_best_cut_explains(cut, sentence, capsys):
@@ -455,6 +603,15 @@ def apportioned(divisor):
     return ranks
 
 
+def halved_at_each_rank(seconds, num_ranks):
+    counts, left = [1] * len(seconds), list(seconds)
+    for _ in range(num_ranks - len(seconds)):
+        stage = left.index(max(left))
+        counts[stage] += 1
+        left[stage] /= 2
+    return counts
+
+
 def with_largest_remainders(seconds, num_ranks):
     shares = [(num_ranks - len(seconds)) * each / sum(seconds) for each in seconds]
     counts = [1 + int(share) for share in shares]
@@ -462,6 +619,14 @@ def with_largest_remainders(seconds, num_ranks):
     for stage in sorted(range(len(seconds)), key=lambda stage: -(shares[stage] % 1))[:left]:
         counts[stage] += 1
     return counts
+
+
+def test_spare_ranks_calls_no_stage_the_slowest_that_is_not(capsys):
+    answer = answer_to(
+        lesson_04b.spare_ranks, capsys, lambda s, n: [n - len(s) + 1, *[1] * (len(s) - 1)]
+    )
+    assert "[30, 60, 20] s on 6 ranks: you say [4, 1, 1]" in answer
+    assert "still the slowest" not in answer
 
 
 @pytest.mark.parametrize(
@@ -472,6 +637,10 @@ def with_largest_remainders(seconds, num_ranks):
         (lambda s, n: [1] * len(s), "which are 3 ranks"),
         (apportioned(lambda count: count + 1), "every 25 s; every 23.3333 s is possible"),
         (apportioned(lambda count: 2 * count + 1), "every 25 s; every 23.3333 s is possible"),
+        (
+            halved_at_each_rank,
+            "you say [3, 2, 4], and a mini-batch comes every 22.5 s; every 18 s is",
+        ),
         (with_largest_remainders, "every 25 s; every 23.3333 s is possible"),
         (lambda s, n: [round(n * each / sum(s)) for each in s], "each stage needs a rank"),
     ],

@@ -1,6 +1,8 @@
 """The checks of lessons 05 and 09 know a stub, the right answer and typical wrong ones."""
 
+import numpy
 import pytest
+import torch
 
 from course.checks import lesson_05, lesson_06, lesson_07, lesson_08, lesson_09
 from course.checks.answer import NOT_ATTEMPTED
@@ -91,6 +93,7 @@ def test_fill_the_bubble_explains(rows, sentence, capsys):
     [
         (lesson_05.best_chunks, with_simulator),
         (lesson_09.fill_the_bubble, rows_of(zb_h1(3, 4))),
+        (lesson_09.fill_the_bubble, tuple(f" {row},\n" for row in rows_of(zb_h1(3, 4)))),
     ],
 )
 def test_right_answers_are_right(check, answer, capsys):
@@ -198,6 +201,64 @@ def adding_at_the_place(deferred):
     place += gradient.flatten(0, 1).T @ inputs.flatten(0, 1)
 
 
+def a_product_for_each_sequence(gradient, inputs, weight, deferred):
+    deferred.append((weight, [g.T @ x for g, x in zip(gradient, inputs)]))
+    return gradient @ weight
+
+
+def a_product_of_numpy(gradient, inputs, weight, deferred):
+    product = numpy.einsum("blo,bli->oi", gradient.numpy(), inputs.numpy())
+    deferred.append((weight, [torch.from_numpy(product)]))
+    return gradient @ weight
+
+
+def a_sum(deferred):
+    weight, products = deferred.pop()
+    weight.grad += sum(products)
+
+
+def side_by_side(gradient, inputs, weight, deferred):
+    deferred.append((weight, torch.cat([gradient, inputs], -1)))
+    return gradient @ weight
+
+
+def apart(deferred):
+    weight, both = deferred.pop()
+    gradient, inputs = both.flatten(0, 1).split([4, 3], -1)
+    weight.grad += gradient.T @ inputs
+
+
+def doubling_g(gradient, inputs, weight, deferred):
+    deferred.append((weight, inputs, gradient))
+    return gradient.mul_(2) @ weight / 2
+
+
+def updating(deferred):
+    one_entry(deferred)
+    torch.optim.SGD([ELSEWHERE[0][0]], lr=0.1).step()
+
+
+ELSEWHERE = []
+
+
+def kept_elsewhere(gradient, inputs, weight, deferred):
+    ELSEWHERE.append((weight, inputs, gradient))
+    deferred.append(None)
+    return gradient @ weight
+
+
+def added_from_elsewhere(deferred):
+    deferred.clear()
+    while ELSEWHERE:
+        one_entry(ELSEWHERE)
+
+
+def storing_twice(gradient, inputs, weight, deferred):
+    ELSEWHERE[:] = [(weight, inputs, gradient)]
+    deferred.append((weight, inputs, gradient))
+    return gradient @ weight
+
+
 def of_one_sequence(deferred):
     while deferred:
         weight, inputs, gradient = deferred.pop()
@@ -217,6 +278,12 @@ def of_one_sequence(deferred):
         ((input_half, half_as_much), "the gradient of micro-batch 1 counts 0.5 times"),
         ((input_half, twice_as_much), "the gradient of micro-batch 1 counts 2 times"),
         ((input_half, never_forgetting), "a second call would count it twice"),
+        ((a_product_for_each_sequence, a_sum), "the first half computes the product gᵀ x, too"),
+        ((a_product_of_numpy, a_sum), "the first half computes the product gᵀ x, too"),
+        ((side_by_side, apart), "Right: "),
+        ((doubling_g, one_entry), "the first half changes the numbers of g or x"),
+        ((storing_twice, updating), "the two halves have changed the weight itself"),
+        ((kept_elsewhere, added_from_elsewhere), "adds the gradient of the other one, too"),
         ((input_half, of_one_sequence), "sum gᵀ x over all positions"),
         ((input_half, lambda deferred: None), "still has no gradient"),
         ((input_half, weight_half), "Right: "),

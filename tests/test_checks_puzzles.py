@@ -96,6 +96,8 @@ def test_a_solution_is_right_and_drawn_with_its_idle_time_in_words(number, capsy
         # 2, All forwards first
         (2, rows_of(naive(3, 4)), "720 ms, the target is 360, which is provably best"),
         (2, rows_of(gpipe(3, 5)), "your rows hold 5 micro-batches, the puzzle has 4"),
+        (2, rows_of(gpipe(3, 1)), "your rows hold 1 micro-batch, the puzzle has 4"),
+        (2, rows_of(gpipe(1, 4)), "1 row, and the puzzle has 3 ranks, a row for each"),
         (2, rows_of(gpipe(2, 4)), "2 rows, and the puzzle has 3 ranks, a row for each"),
         # 3, A deadlock
         (3, DEADLOCK, "deadlock: rank 0 cannot take step 4 (0B1)"),

@@ -5,8 +5,12 @@ import ast
 import inspect
 import sys
 import textwrap
+from collections import deque
 from pathlib import Path
 
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
+CONTAINERS = (dict, list, set, deque)
+FILLING = ("append", "appendleft", "extend", "add", "update", "insert", "setdefault")
 NOT_RUN = ("writefile", "file")  # cell magics that do not run the text below them
 
 
@@ -19,9 +23,19 @@ def text_of(name, value, module):
             pass  # Python finds no class of a cell, and no function below %%time
     found = None
     for cell in _cells_of(module):
-        for text in _definitions(cell, name):
-            found = text  # the last one counts
+        for text, fills in _definitions(cell, name):
+            if not fills:
+                found = text  # the last one counts
+            elif found and isinstance(value, CONTAINERS):
+                found += f"\n{text}"
     return found
+
+
+def name_of(function):
+    """The name that the notebook gives to a function, which another function may have made."""
+    names = [name for name, value in function.__globals__.items() if value is function]
+    own = function.__name__
+    return own if own in names else min(names, default=own, key=lambda name: name.startswith("_"))
 
 
 def _has_own_text(name, value):
@@ -39,7 +53,10 @@ def _cells_of(module):
 
 
 def _definitions(text, name):
-    """The statements in `text`, outside functions and classes, that define `name`."""
+    """(statement, False) for those in `text`, outside functions and classes, that define `name`.
+
+    (statement, True) stands for one that adds something to the container of that name.
+    """
     try:
         statements = ast.parse(text).body
     except SyntaxError:
@@ -49,16 +66,39 @@ def _definitions(text, name):
             yield from _definitions(below, name)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             first = min(each.lineno for each in [node, *node.decorator_list])
-            yield "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+            yield "\n".join(text.splitlines()[first - 1 : node.end_lineno]), False
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             for alias in node.names:
                 if name == (alias.asname or alias.name):
                     source = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
-                    yield f"{source}import {alias.name} as {name}"
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.If)):
+                    yield f"{source}import {alias.name} as {name}", False
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, *BLOCKS)):
             names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-            if any(each.id == name and isinstance(each.ctx, ast.Store) for each in names):
-                yield ast.get_source_segment(text, node)
+            stored = any(each.id == name and isinstance(each.ctx, ast.Store) for each in names)
+            fills = any(_is_filled(each, name) for each in ast.walk(node))
+            if stored or fills:
+                added = fills or isinstance(node, ast.AugAssign)
+                yield _alone(text, node, name), added
+
+
+def _alone(text, node, name):
+    """The text of a statement; of `a, b = x, y` only the part that sets `name`."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+        targets = getattr(node.targets[0], "elts", [])
+        if len(node.targets) == 1 and len(targets) == len(node.value.elts):
+            for target, value in zip(targets, node.value.elts):
+                if getattr(target, "id", "") == name:
+                    return f"{name} = {ast.get_source_segment(text, value)}"
+    return ast.get_source_segment(text, node)
+
+
+def _is_filled(node, name):
+    """Whether a part of a statement adds something to the container `name`, or sets an element."""
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == name
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in FILLING and getattr(node.func.value, "id", "") == name
+    return False
 
 
 def _below_magic(node):

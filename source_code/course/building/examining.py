@@ -32,6 +32,7 @@ class Rank:
     reports: list = field(default_factory=list)  # what the lesson's program has reported
     waits: dict | None = None  # the event of the present wait
     unwaited: dict = field(default_factory=dict)  # message -> the event that began it
+    changed: dict | None = None  # the event of a tensor that changed while it was sent
     raised: dict | None = None
     lost: dict | None = None  # the event of an error caused by the loss of another rank
     joined: list = field(default_factory=list)  # the names of its collectives; "join" is the first
@@ -103,6 +104,8 @@ class Observed:
             rank.steps.append([])
         elif kind in ("forward", "backward", "weights"):
             rank.steps[-1].append(event)
+        elif kind == "changed":
+            rank.changed = rank.changed or event
         elif kind == "report":
             rank.reports.append(event["value"])
         elif kind == "ends step":

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from functools import partial
+from numbers import Integral
 from queue import SimpleQueue
 
 import torch
@@ -22,6 +23,9 @@ from course.building import ANY_RANK, EVERY_RANK, MARK, YOURS
 COLLECTIVES = ["barrier", "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter"]
 COLLECTIVES += ["all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all"]
 COLLECTIVES += ["all_to_all_single"]
+
+
+sent = []  # where each send of this rank was begun
 
 
 def tell(event, **more):
@@ -45,17 +49,30 @@ class Watched:
     `at` is the line that began the message, for a wait that is not in the reader's own code.
     """
 
-    def __init__(self, work, name, at):
+    def __init__(self, work, name, at, arrive=None):
         self.work, self.name, self.at, self.over = work, name, at, False
+        self.arrive = arrive  # is called when the message has arrived
 
-    def wait(self, *arguments):
+    def wait(self, *arguments, **more):
         if self.over and self.name[1] != EVERY_RANK:
             raise RuntimeError("with gloo, a second wait() for the same message never returns")
         self.over = True
         tell("waits", message=self.name, at=place(sys._getframe(1)) or self.at)
-        self.work.wait(*arguments)
+        self.work.wait(*arguments, **more)
+        self.finish()
         tell("goes on", message=self.name)
         return True
+
+    def is_completed(self):
+        completed = self.work.is_completed()
+        if completed:
+            self.finish()
+        return completed
+
+    def finish(self):
+        arrive, self.arrive = self.arrive, None
+        if arrive:
+            arrive()
 
     def __getattr__(self, name):
         return getattr(self.work, name)
@@ -106,17 +123,19 @@ class OneQueue:
 
 
 class QueuedMessage:
-    """A message in a OneQueue. `begin()` returns torch's work, `about` describes its tensor."""
+    """A message in a OneQueue. `begin()` returns torch's work, `about` describes its tensor, and
+    `arrive()` is called when its rank has waited for it."""
 
-    def __init__(self, queue, begin, name, about):
+    def __init__(self, queue, begin, name, about, arrive):
         self.queue, self.begin, self.name, self.about = queue, begin, name, about
+        self.arrive = arrive
         self.begun, self.ended = threading.Event(), threading.Event()
 
     def start(self):
         tell("begins", message=self.name, **self.about)
         return self.begin()
 
-    def wait(self, *_):
+    def wait(self, *_, **more):
         """Wait for all that was issued up to this message; reports the one that is under way."""
         issued = self.queue.issued
         if self not in issued:
@@ -125,6 +144,7 @@ class QueuedMessage:
             message.begun.wait()  # it is the next one, so it begins; only then can it be stuck
             tell("waits", message=message.name)
             message.ended.wait()
+            message.arrive()
             tell("goes on", message=message.name)
         del issued[: issued.index(self) + 1]
         return True
@@ -202,24 +222,40 @@ class Messages:
         self.counts[key] = self.counts.get(key, 0) + 1
         name, at = [*key, self.counts[key]], place(sys._getframe(1))
         about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:], "at": at}
-        begin = partial(self.begin[what], tensor.detach(), peer, group=group, tag=tag)
+        peer = peer if peer is None else int(peer)
+        if what == "send":
+            sent.append(at)
+            travels = tensor.detach()
+            arrive = partial(tell_change, tensor, travels.clone(), at)
+        else:  # what arrives is in the reader's tensor after wait(), never before
+            travels = torch.empty_like(tensor.detach())
+            if tensor.is_floating_point():
+                tensor.data.fill_(float("nan"))
+            arrive = partial(tensor.data.copy_, travels)
+        begin = partial(self.begin[what], travels, peer, group=group, tag=tag)
         if self.queue:
-            return self.queue.put(QueuedMessage(self.queue, begin, name, about))
+            return self.queue.put(QueuedMessage(self.queue, begin, name, about, arrive))
         work = begin()
         self.works.append(work)  # a Work that is freed would end while its message travels
         tell("begins", message=name, **about)
-        return Watched(work, name, at)
+        return Watched(work, name, at, arrive)
 
     def name_of(self, peer, what):
         """The number of a rank that exists, or ANY_RANK."""
         if what == "receive" and peer is None and not self.queue:  # gloo takes what comes
             return ANY_RANK
-        if isinstance(peer, int) and 0 <= peer < dist.get_world_size():
+        if isinstance(peer, Integral) and 0 <= peer < dist.get_world_size():
             if peer == dist.get_rank():
                 raise ValueError(f"rank {peer} is this rank itself: a message goes to another one")
-            return peer
+            return int(peer)
         way = "to" if what == "send" else "from"
         raise ValueError(f"there is no rank {peer!r} to {what} {way}")
+
+
+def tell_change(tensor, copy, at):
+    """Report a sent tensor that is no longer what it was when its send began, at the line `at`."""
+    if not torch.equal(tensor.detach().nan_to_num(), copy.nan_to_num()):
+        tell("changed", at=at)
 
 
 def watched_collective(name, counted):

@@ -8,6 +8,7 @@ None if all is right. The decorator `checked` turns it into the function that a 
 import functools
 import math
 import numbers
+from decimal import Decimal
 
 from course import progress
 from pipeline.schedule import ScheduleError, from_csv
@@ -106,10 +107,9 @@ def call_for_number(function, *arguments):
 def require_number(value, name):
     """`value`, if it is a finite number. Raises WrongAnswer otherwise; `name` begins its text.
 
-    A tensor or an array without dimensions is a number, too.
+    A tensor or an array without dimensions is a number, too, and so is a Decimal.
     """
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
+    value = number_in(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is not a number")
     if isinstance(value, numbers.Integral):
@@ -119,6 +119,13 @@ def require_number(value, name):
     return float(value)  # a sentence can show it; before Python 3.12 it cannot show a Fraction
 
 
+def number_in(value):
+    """The number that a tensor or an array without dimensions holds; a Decimal as a float."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    return float(value) if isinstance(value, Decimal) else value
+
+
 def call_for_schedule(rows, num_ranks, num_microbatches):
     """The legal Schedule that the learner's function returns: one text per rank, "0F0,0F1,0B0"."""
     answer = call(rows, num_ranks, num_microbatches)
@@ -126,9 +133,9 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
     if not isinstance(answer, (list, tuple)) or not all(isinstance(row, str) for row in answer):
         raise WrongAnswer('return a list with one string for each rank, such as "0F0,0F1,0B0,0B1"')
     if len(answer) != num_ranks:
-        raise WrongAnswer(f"{case}: {len(answer)} rows, one is needed for each rank")
+        raise WrongAnswer(f"{case}: {many(len(answer), 'row')}, one is needed for each rank")
     try:
-        schedule = check_legal(from_csv("\n".join(answer), "yours"))
+        schedule = check_legal(from_csv("\n".join(map(str.strip, answer)), "yours"))
     except ScheduleError as error:
         raise WrongAnswer(f"{case}: {error}") from None
     if schedule.num_microbatches != num_microbatches:
@@ -136,7 +143,8 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
             f"{case}: your rows hold {many(schedule.num_microbatches, 'micro-batch')}"
         )
     if schedule.num_stages != num_ranks:
-        raise WrongAnswer(f"{case}: your rows hold {schedule.num_stages} stages, not one a rank")
+        stages = many(schedule.num_stages, "stage")
+        raise WrongAnswer(f"{case}: your rows hold {stages}, not one a rank")
     return schedule
 
 

@@ -30,10 +30,12 @@ def complaint_of(request, num_ranks):
     complaint = complaint_of_versions(observed.ranks, words)
     if complaint and any(rank.raised for rank in observed.ranks):
         return complaint  # the error follows from it
-    if transport := words.transport():
+    transport, left = words.transport(), None
+    if all(rank.done for rank in observed.ranks):
+        left = words.order([rank.steps[0] for rank in observed.ranks], rows)
+    if transport and not left:
         return transport
-    left = words.order([rank.steps[0] for rank in observed.ranks], rows)
-    if left and complaint:  # the versions differ because the order does
+    if left and (complaint or transport):  # the order is why versions differ, or a wait is missing
         return left.removeprefix("the losses agree, but ")
     return left or complaint
 
@@ -52,6 +54,11 @@ def complaint_of_versions(ranks, words):
         (result,) = rank.reports
         if not result["whole"]:
             return f"rank {rank.number} returns no weights: return newest, losses"
+        if result["version"] is None:
+            return (
+                f"rank {rank.number} ends with weights that no sequence of updates makes: is there "
+                "one update for each mini-batch, and none besides?"
+            )
         if result["version"] != MINIBATCHES:
             return (
                 f"rank {rank.number} ends with version {result['version']} of its weights, and "

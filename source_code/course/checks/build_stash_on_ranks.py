@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.func import functional_call
 
 from course.building.messages import tell
+from course.checks.answer import number_in
 from small import pipeline as my_pipeline
 from small import weight_stash as stash
 
@@ -32,13 +33,16 @@ def main(request, function):
     newest, losses = (
         returned if isinstance(returned, (tuple, list)) and len(returned) == 2 else (None, None)
     )
+    losses = losses.tolist() if hasattr(losses, "tolist") else losses  # of numpy or torch
     whole = isinstance(newest, dict) and newest.keys() == rule.versions[rank][0].keys()
     found = {
         "version": versions.number_of(newest)[0] if whole else None,
-        "losses": losses if rank == p - 1 and isinstance(losses, (list, tuple)) else None,
+        "losses": None,
         "wanted": rule.losses,
         "whole": whole,
     }
+    if rank == p - 1 and isinstance(losses, (list, tuple)):
+        found["losses"] = list(map(number_in, losses))
     tell("report", value=found)
 
 

@@ -78,9 +78,17 @@ def there_and_back(function):
         return complaint
     results = [rank.reports[0] for rank in observed.ranks]
     for rank, (result, wanted) in enumerate(zip(results, [[2.0, 4.0, 6.0], [1.0, 2.0, 3.0]])):
+        if result["kind"] not in (None, "NoneType"):
+            return (
+                f"rank {rank} returns something of type {result['kind']}: return the tensor that it has "
+                "received"
+            )
         if result["value"] != wanted:
-            return f"rank {rank} returns {result['value']}, and it should be {wanted}"
-    if len(observed.begun) < 4:
+            early = ": has each receive been waited for before its numbers are used?"
+            more = early if "nan" in str(result["value"]) else ""
+            return f"rank {rank} returns {result['value']}, and it should be {wanted}{more}"
+    others = [set(rank.joined) <= {"join", "barrier"} for rank in observed.ranks]  # no broadcast
+    if len(observed.begun) < 4 and any(others):
         return "the numbers are right, but they did not travel: each rank sends and receives once"
     if not all(result["left"] for result in results):
         return "everything has arrived; at the end each rank leaves: dist.destroy_process_group()"

@@ -6,7 +6,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from course.building import zb_h1
+from course.building import messages, zb_h1
 from course.building.messages import tell
 from small import pipeline as my_pipeline
 from small import split_backward
@@ -17,8 +17,9 @@ CLOSE = 1e-9
 def run_there_and_back(_, function):
     """Run the reader's function of lesson 01, which itself joins the group and sends messages."""
     returned = function()
-    value = returned.tolist() if isinstance(returned, torch.Tensor) else repr(returned)
-    tell("report", value={"value": value, "left": not dist.is_initialized()})
+    kind = None if isinstance(returned, torch.Tensor) else type(returned).__name__
+    value = repr(returned) if kind else returned.tolist()
+    tell("report", value={"value": value, "kind": kind, "left": not dist.is_initialized()})
 
 
 def run_steps(request, function):
@@ -34,9 +35,13 @@ def run_steps(request, function):
         for c, stage in enumerate(stages):
             Observer(stage, rank + c * p, reference, request.get("halves"))
         given = stages if chunks > 1 else stages[0]
+        first = [[weight.detach().clone() for weight in stage.parameters()] for stage in stages]
         tell("begins step", m=m)
         returned = function(given, *((tokens, targets) if request.get("whole_batch") else parts))
-        tell("report", value=result_of(returned, stages, rank, p, reference))
+        result = result_of(returned, stages, rank, p, reference)
+        pairs = [zip(stage.parameters(), was) for stage, was in zip(stages, first)]
+        result["updated"] = not all(torch.equal(w, was) for each in pairs for w, was in each)
+        tell("report", value=result)
         tell("ends step")
         dist.barrier(between)
 
@@ -137,7 +142,8 @@ class Observer:
 
         def on_gradient(gradient):
             j, factor = which(gradient, self.reference.gradients[self.index])
-            self.tell("backward", kind=self.half, k=k, of=j, factor=factor)
+            empty = bool(gradient.isnan().any())
+            self.tell("backward", kind=self.half, k=k, of=j, factor=factor, empty=empty)
             end = torch.autograd.Variable._execution_engine.queue_callback  # of this backward
             end(lambda: self.done.append(k))
 
@@ -152,7 +158,7 @@ class Observer:
             [k for k in self.done if k in held and alive(held[k])]
             for held in (self.graphs, self.outputs)
         )
-        more |= {"graphs": graphs, "outputs": outputs}
+        more |= {"graphs": graphs, "outputs": outputs, "sent": len(messages.sent)}
         tell(event, stage=self.index, **more)
 
 
@@ -170,6 +176,8 @@ def which(tensor, candidates):
         if not candidate.is_floating_point():
             continue
         factor = ((tensor * candidate).sum() / (candidate * candidate).sum()).item()
+        if not abs(factor) > CLOSE:
+            continue  # zeros are no multiple of one micro-batch rather than of another
         if (tensor - factor * candidate).abs().max() <= CLOSE * candidate.abs().max():
             return k, rounded(factor)
     return None, None

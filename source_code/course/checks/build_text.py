@@ -8,7 +8,7 @@ import symtable
 import sys
 import types
 
-from course.building.cells import text_of
+from course.building.cells import CONTAINERS, name_of, text_of
 from course.checks.answer import NotAttempted, WrongAnswer
 
 PLAIN = (int, float, str, bytes, tuple, list, dict, type(None))
@@ -27,7 +27,7 @@ def request_of(*functions, places=1, **more):
         texts, lines = collect(function)
         sources |= dict(texts)
         imports += [line for line in lines if line not in imports]
-    names = [function.__name__ for function in functions]
+    names = list(map(name_of, functions))
     if all(len(holes(sources[name])) >= places for name in names):
         raise NotAttempted
     for name, text in sources.items():
@@ -39,7 +39,8 @@ def request_of(*functions, places=1, **more):
 def collect(function):
     """([(name, text)], [import lines]): the definitions of its module that `function` uses, each
     after those that it uses itself; the last one is `function`."""
-    sources, imports, seen = [], [], {function.__name__}
+    name = name_of(function)
+    sources, imports, seen = [], [], {name}
 
     def add(name, value):
         text = text_of(name, value, function.__module__)
@@ -63,9 +64,20 @@ def collect(function):
             elif line:
                 imports.append(line)
         sources.append((name, text))
+        for other in functions_in(value):  # a decorator may have put them there
+            if other.__name__ not in seen:
+                seen.add(other.__name__)
+                add(other.__name__, other)
 
-    add(function.__name__, function)
+    add(name, function)
     return sources, imports
+
+
+def functions_in(value):
+    """The functions and classes that a list, a dictionary or another container holds."""
+    held = value.values() if isinstance(value, dict) else value
+    held = held if isinstance(value, CONTAINERS) else []
+    return [each for each in held if inspect.isfunction(each) or inspect.isclass(each)]
 
 
 def line_of(name, value, module):
@@ -115,17 +127,37 @@ def names_in(text):
 
 def zero_as_none(text, names=("previous", "following")):
     """(line, attribute) of the first condition that is false for rank 0 as for None, or None."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        conditions = [node.test] if isinstance(node, (ast.If, ast.IfExp)) else []
+    found, nodes = [], list(ast.walk(ast.parse(text)))
+    variables = {to.id: of for to, of in pairs_of(nodes) if attribute_of(of, names)}
+    for node in nodes:
+        conditions = [node.test] if isinstance(node, (ast.If, ast.IfExp, ast.While)) else []
         conditions += node.values if isinstance(node, ast.BoolOp) else []
         conditions += [node.operand] if isinstance(node, ast.UnaryOp) else []
-        found += [
-            (each.lineno, each.attr)
-            for each in conditions
-            if isinstance(each, ast.Attribute) and each.attr in names
-        ]
+        conditions += node.ifs if isinstance(node, ast.comprehension) else []
+        for each in conditions:
+            each = each.value if isinstance(each, ast.NamedExpr) else each
+            if attribute_of(each, names):
+                found.append((each.lineno, each.attr))
+            elif getattr(each, "id", None) in variables:
+                found.append((each.lineno, each.id))
     return min(found, default=None)
+
+
+def attribute_of(node, names):
+    """Whether `node` is an attribute of one of `names`, such as `stage.previous`."""
+    return isinstance(node, ast.Attribute) and node.attr in names
+
+
+def pairs_of(nodes):
+    """(name, value) for each variable that a plain assignment, or one of a tuple, sets."""
+    for node in nodes:
+        if isinstance(node, ast.NamedExpr):
+            yield node.target, node.value
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts)
+            yield from ((to, of) for to, of in pairs if isinstance(to, ast.Name))
 
 
 def holes(text):

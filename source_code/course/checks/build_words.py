@@ -2,262 +2,67 @@
 """Describes the first error in an examination of a reader's function, in one sentence."""
 
 from collections import Counter
-from textwrap import shorten
 
-from course.building import ANY_RANK, EVERY_RANK
-from course.checks.build_text import zero_as_none
+from course.checks.build_transport import TransportWords, name_of
 
 LOCALS = 2  # outputs that variables of the reader's may keep a little longer than needed
 EXACT = 1e-12  # largest difference of losses and gradients in float64
 
-# The end of an error message of Python or torch as it is shown, and what it means.
-HINTS = {
-    "is not defined": (
-        "each rank gets the functions, classes, imports and assignments of your cells that the "
-        "function uses, and nothing else"
-    ),
-    "a send needs a tensor, not None": (
-        "a received tensor has a .grad only after the backward, and only if requires_grad_() was "
-        "called on it"
-    ),
-    "a send needs a tensor": (
-        "irecv() and wait() return no tensor, the numbers are in the one that irecv() was given"
-    ),
-    "a second wait() for the same message never returns": (
-        "take each handle out of the list when you wait for it"
-    ),
-}
-PER_MICROBATCH = (
-    "inputs and targets have one element per micro-batch, and inputs[k] is that of micro-batch k"
-)
-STEP_HINTS = HINTS | {
-    "grad can be implicitly created only for scalar outputs": (
-        "a stage before the last gives backward() the gradient that it has received"
-    ),
-    "through the graph a second time": (
-        "is the output of each micro-batch kept under its own number?"
-    ),
-    "'tuple' object has no attribute 'detach'": PER_MICROBATCH,
-    "'tuple' object has no attribute 'shape'": PER_MICROBATCH,
-    "'int' and 'NoneType'": (
-        "forward returns a share of the loss on the last stage, and None elsewhere"
-    ),
-}
 
-
-class Words:
-    """Sentences about one examination.
+class Words(TransportWords):
+    """Sentences about one examination, also about the results of its steps.
 
     `rows[step][rank]` has the actions of the schedule in text form, such as "1F0".
     """
 
-    def __init__(self, observed, request, rows=()):
-        self.observed, self.ranks, self.rows = observed, observed.ranks, rows
-        self.sources = {name: text.splitlines() for name, text in request["sources"]}
-        self.counts = request.get("microbatches", [])
-        self.frees = request.get(
-            "frees", False
-        )  # whether a rank holds fewer than all micro-batches
-
-    def at(self, place):
-        """A place in words, such as "line 7 of gpipe_step (`output.backward(gradient)`)"."""
-        if place is None:
-            return "a line that is not yours"
-        name, line = place
-        text = self.sources[name][line - 1].split("  #")[0].strip()
-        return f"line {line} of {name} (`{text}`)"
-
-    def transport(self):
-        """What kept the ranks from reaching the end, or an error with messages; or None."""
-        complaint = (
-            self._raised()
-            or self._shapes()
-            or (self._stuck() if self.observed.stuck else None)
-            or (f"the ranks came to no end: {self.observed.crash}" if self.observed.crash else None)
-            or (self._silent() if self.observed.silent else None)
-            or self._unwaited()
-        )
-        return complaint and complaint.rstrip(".") + self._zero_as_none()
-
-    def _zero_as_none(self):
-        """A condition such as `if stage.previous:`, as the end of a sentence."""
-        places = []
-        for name, lines in self.sources.items():
-            if found := zero_as_none("\n".join(lines)):
-                places.append(f"`{found[1]}` in line {found[0]} of {name}")
-        if not places:
-            return ""
-        return (
-            f". Rank 0 counts as false, as None does, for {' and '.join(places)}: use `is not None`"
-        )
-
-    def _raised(self):
-        for rank in self.ranks:
-            if rank.raised is None:
-                continue
-            kind, said, where = (rank.raised[part] for part in ("kind", "said", "where"))
-            deaf = self._first(lambda event: event.get("asks") is False, [rank])
-            if deaf and ("grad" in said or "None" in said):
-                return (
-                    f"rank {rank.number} has no gradient to send back: what it received went into "
-                    f"its stage at {self.at(deaf['at'])} without asking for one; call "
-                    "requires_grad_() on what arrived"
-                )
-            if "process group has not been initialized" in said:
-                return (
-                    f"rank {rank.number} belongs to no group at {self.at(where)}: "
-                    'dist.init_process_group("gloo") comes before everything else'
-                )
-            if kind == "KeyError" and said.isdigit() and self.counts:
-                said = (
-                    f"{said}; has the forward of micro-batch {said} been run on this rank, and has "
-                    "no other stage taken its entry?"
-                )
-            told = f"raised {kind}: {self._with_hint(rank, said)}"
-            if where:
-                return f"{self.at(where)} {told} (on rank {rank.number})"
-            return f"rank {rank.number} {told}"
-
-    def _with_hint(self, rank, said):
-        """An error message of Python or torch, followed by what it means."""
-        if said == "tuple index out of range" and rank.steps and self.counts:
-            count = self.counts[len(rank.steps) - 1]
-            return f"{said}; this step has {count} micro-batches, counted from 0"
-        for part, hint in (STEP_HINTS if self.counts else HINTS).items():
-            if part in said:
-                return f"{said[: said.index(part) + len(part)]}; {hint}"
-        return shorten(said, 140, placeholder=" ...")
-
-    def _first(self, wanted, ranks=None):
-        """The first action of a rank for which `wanted(event)` holds, or None."""
-        events = (e for rank in ranks or self.ranks for step in rank.steps for e in step)
-        return next((event for event in events if wanted(event)), None)
-
-    def _shapes(self):
-        begun = self.observed.begun
-        for (source, destination, tag, what), sends in list(begun.items()):
-            if what != "send":
-                continue
-            receives = begun.get((source, destination, tag, "receive"), [])
-            for send, receive in zip(sends, receives):
-                made, room = ((e["shape"], e["dtype"]) for e in (send, receive))
-                if made != room:
-                    return (
-                        f"rank {source} sends {self._tensor(made)} at {self.at(send['at'])}, and "
-                        f"rank {destination} has made room for {self._tensor(room)} at "
-                        f"{self.at(receive['at'])}"
-                    )
-
-    def _tensor(self, shape_and_dtype):
-        shape, dtype = shape_and_dtype
-        return f"{tuple(shape)} in {dtype}"
-
-    def _stuck(self):
-        """Follow the waits to a rank that has returned, or around a cycle of waits."""
-        rank = next(rank for rank in self.ranks if not rank.ended)
-        chain = []
-        while rank not in chain:
-            chain.append(rank)
-            what, peer = rank.waits["message"][0], self._missing(rank)
-            if self.ranks[peer].ended:
-                return self._left_alone(rank, self.ranks[peer], what)
-            rank = self.ranks[peer]
-        cycle = sorted(chain[chain.index(rank) :], key=lambda rank: rank.number)
-        waits = ", ".join(f"rank {rank.number} waits {self._wait(rank)}" for rank in cycle)
-        others = next(filter(None, map(self._otherwise, cycle)), "")
-        return f"deadlock: {waits}; each of these ranks waits for another of them{others}"
-
-    def _missing(self, rank):
-        """The number of the rank for which `rank` waits; one that has returned, if there are more."""
-        what, peer, _, number = rank.waits["message"]
-        if peer >= 0:
-            return peer
-        others = [other for other in self.ranks if other is not rank]
-        if peer == EVERY_RANK:
-            others = self.observed.missing_in(what, number)
-        return next((other for other in others if other.ended), others[0]).number
-
-    def _wait(self, rank):
-        what, peer, *_ = rank.waits["message"]
-        until = f"for a message from rank {peer}"
-        if what == "send":
-            until = f"until rank {peer} receives"
-        if peer == ANY_RANK:
-            until = "for a message from any rank"
-        if peer == EVERY_RANK:
-            until = f"until every rank calls {what}"
-        return f"at {self.at(rank.waits['at'])} {until}"
-
-    def _left_alone(self, rank, other, what):
-        if what == "join":
-            return (
-                f"rank {rank.number} waits at {self.at(rank.waits['at'])} for all ranks to join, "
-                f"and rank {other.number} has returned without joining: every rank runs that line"
-            )
-        if rank.waits["message"][1] == EVERY_RANK:
-            return (
-                f"rank {rank.number} waits {self._wait(rank)}, and rank {other.number} has returned "
-                "without it: a collective is for every rank, so none may go around that line"
-            )
-        missing = "a receive" if what == "send" else "a send"
-        said = (
-            f"rank {rank.number} waits {self._wait(rank)}, and rank {other.number} has already "
-            f"returned: {missing} is missing there, or this is one too many"
-        )
-        return said + self._otherwise(other)
-
-    def _otherwise(self, rank):
-        """Where a rank that did not finish left the schedule, as the end of a sentence."""
-        if not self.rows or not rank.steps:
-            return ""
-        names = [name_of(event) for event in rank.steps[-1]]
-        row = self.rows[len(rank.steps) - 1][rank.number]
-        for name, wanted in zip(names, row):
-            if name != wanted:
-                return f"; rank {rank.number} took {name} where the schedule has {wanted}"
-        if rank.ended and len(names) < len(row):
-            return f"; it never took {row[len(names)]}"
-        return ""
-
-    def _silent(self):
-        """The sentence about ranks that did nothing any more, without a deadlock that is certain."""
-        left = [rank for rank in self.ranks if not rank.ended]
-        rank = next((rank for rank in left if not rank.waits), left[0])
-        if rank.waits:
-            return f"rank {rank.number} waits in vain {self._wait(rank)}"
-        if rank.last is None:
-            return f"rank {rank.number} did not start"
-        return (
-            f"rank {rank.number} did nothing for a long time after {self.at(rank.last['at'])}: what "
-            "does it wait for there, and does its loop end?"
-        )
-
-    def _unwaited(self):
-        for rank in self.ranks:
-            for (what, *_), event in rank.unwaited.items():
-                if what == "receive":
-                    return (
-                        f"rank {rank.number} never waits for what it receives at "
-                        f"{self.at(event['at'])}: before wait() returns, nothing has arrived"
-                    )
-                return (
-                    f"rank {rank.number} never waits for what it sends at {self.at(event['at'])}: "
-                    "keep the handle that is returned, and wait for it before the step ends, or the "
-                    "tensor may be gone before it is sent"
-                )
-
     def step(self, number):
         """The error in step `number`, as a sentence, or None."""
         rows = self.rows[number]
+        complaint = self._step(number, rows)
+        return complaint and (self._shapes(same_count=True) or complaint)
+
+    def _step(self, number, rows):
         events = [rank.steps[number] for rank in self.ranks]
         results = [rank.reports[number] for rank in self.ranks]
         return (
-            self._pairing(events)
+            self._updated(results)
+            or self._pairing(events)
             or self._gradients(events, results, rows)
             or self.order(events, rows)
+            or self._late(events)
             or self._memory(events)
             or self._loss(results[-1])
         )
+
+    def _updated(self, results):
+        for rank, result in enumerate(results):
+            if result["updated"]:
+                return (
+                    f"the step changes the weights on rank {rank}: it leaves the gradients there, "
+                    "and the optimizer's step comes after it, once"
+                )
+
+    def _late(self, events):
+        """The sentence about a result that is sent after a later action, or None.
+
+        A backward may come between a forward and its send, as when a rank runs one of each and
+        then exchanges all messages.
+        """
+        last = len(self.ranks) * self.chunks - 1
+        for rank, done in enumerate(events):
+            done = [event for event in done if event["kind"] != "W"]
+            made = []  # the actions so far whose result another rank needs
+            for before, event in zip(done, done[1:]):
+                if before["stage"] < last if before["kind"] == "F" else before["stage"] > 0:
+                    made.append(before)
+                sent = event["sent"] - done[0]["sent"]
+                spare = 1 if made[-1:] == [before] and before["kind"] != event["kind"] else 0
+                if sent < len(made) - spare:
+                    return (
+                        f"the gradients and the order are right, but when rank {rank} takes "
+                        f"{name_of(event)}, it has not yet sent what {name_of(made[sent])} has made, "
+                        "and another rank waits for it: send each result before the next action"
+                    )
 
     def _pairing(self, events):
         """The sentence about an action that used a tensor of another micro-batch, or None."""
@@ -275,7 +80,17 @@ class Words:
                         "micro-batch has there: has the receive been waited for, and is it the "
                         "right tensor?"
                     )
-                if kind == "backward" and event["of"] not in (None, event["k"]):
+        for rank, done in reversed([*enumerate(events)]):
+            for event in done:
+                if event.get("empty"):
+                    return (
+                        f"rank {rank} runs the backward of micro-batch {event['k']} at "
+                        f"{self.at(event['at'])} with a gradient that has not arrived: wait() for "
+                        "its receive first"
+                    )
+        for rank, done in enumerate(events):
+            for event in done:
+                if event["event"] == "backward" and event["of"] not in (None, event["k"]):
                     return (
                         f"rank {rank} runs the backward of micro-batch {event['k']} at "
                         f"{self.at(event['at'])} with the gradient of micro-batch {event['of']}"
@@ -323,6 +138,11 @@ class Words:
                     on = f"on rank {rank}, stage {found['stage']},"
                 if found["none"] and any(event.get("kind") == "I" for event in events[rank]):
                     return f"an I ran {on}, but no W: call what backward_input returned for it"
+                if found["none"] and any(event.get("kind") == "B" for event in events[rank]):
+                    return (
+                        f"a backward ran {on} but its weights have no gradient at the end: has "
+                        "zero_grad() removed it, or autograd.grad() not stored it?"
+                    )
                 if found["none"]:
                     return f"no backward ran {on.rstrip(',')}: its weights have no gradient"
                 lost = set(rows[rank]) - {name_of(event) for event in events[rank]}
@@ -388,11 +208,6 @@ class Words:
             return f"{case} is {loss:.6f}, {short(loss / wanted)} times that of the batch, {wanted:.6f}"
         if result["kind"] == "graph":
             return f"{case} still has its whole graph behind it: detach() it, or take its item()"
-
-
-def name_of(event):
-    """An action in its text form, such as "1F0"."""
-    return f"{event['stage']}{event['kind']}{event['k']}"
 
 
 def short(number):

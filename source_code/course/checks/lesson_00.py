@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 00: a pipeline of two stations, and the memory wall."""
 
-from course.checks.answer import call_for_number, checked, close, require_number
+from course.checks.answer import call_for_number, checked, close, many, require_number
 
 
 @checked("the first load fills the line, then one load comes out each turn of the slower machine.")
 def laundry(laundry_minutes):
     """Check `laundry_minutes(loads, washer, dryer)`: the minutes until the last load is dry."""
-    for loads, washer, dryer in [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25)]:
+    cases = [(5, 30, 40), (4, 40, 30), (1, 30, 40), (40, 20, 40), (3, 25, 25), (3, 22.5, 12)]
+    for loads, washer, dryer in cases:
         answer = call_for_number(laundry_minutes, loads, washer, dryer)
         right = _play_laundry(loads, washer, dryer)
         if close(answer, right):
             continue
-        case = f"{loads} loads, washer {washer}, dryer {dryer}: you say {answer:g} minutes"
+        case = f"{many(loads, 'load')}, washer {washer}, dryer {dryer}: you say {answer:g} minutes"
         if close(answer, loads * (washer + dryer)) and loads > 1:
             return f"{case}, as if each load waited until the one before is dry; the washer is free"
         if close(answer, loads * washer + dryer):

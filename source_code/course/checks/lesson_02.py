@@ -34,21 +34,26 @@ def own_gpipe(rows):
             if most != yours:
                 return (
                     f"{case}: legal and as fast, but not GPipe, where all forwards come first: "
-                    f"rank {rank} holds {most} micro-batches at its peak, yours {yours}"
+                    f"rank {rank} holds {many(most, 'micro-batch')} at its peak, yours {yours}"
                 )
+
+
+# Bubbles that can be met exactly are binary fractions: no way to write the formula rounds them.
+CASES = [(5, 0.25), (4, 0.125), (8, 0.3), (2, 0.5), (1, 0.1), (32, 0.0625)]
 
 
 @checked("m >= (p - 1)(1 - x) / x: halving the bubble takes about twice the micro-batches.")
 def enough_microbatches(microbatches_needed):
     """Check `microbatches_needed(num_ranks, largest_bubble)`: the fewest micro-batches for which
     the bubble over the total is at most `largest_bubble`."""
-    for num_ranks, largest in [(5, 0.25), (4, 0.1), (8, 0.1), (2, 0.5), (1, 0.1), (64, 0.05)]:
+    for num_ranks, largest in CASES:
         answer = call_for_number(microbatches_needed, num_ranks, largest)
         right = _fewest(num_ranks, largest)
         if answer == right:
             continue
         case = (
-            f"{many(num_ranks, 'rank')}, bubble at most {largest}: you say {answer:g} micro-batches"
+            f"{many(num_ranks, 'rank')}, bubble at most {largest}: "
+            f"you say {answer:g} micro-batch{'' if answer == 1 else 'es'}"
         )
         if answer != int(answer):
             return f"{case}, but micro-batches are whole: round up"

@@ -11,7 +11,7 @@ def most_microbatches(most):
     `schedule` is "gpipe" or "1f1b". Rank 0 has memory for `room` micro-batches; the batch has at
     most `available` micro-batches.
     """
-    cases = [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64), (8, 6, 5)]
+    cases = [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64), (8, 6, 5), (4, 6, 63)]
     for num_ranks, room, available in cases:
         for schedule in ("gpipe", "1f1b"):
             answer = call_for_number(most, schedule, num_ranks, room, available)

@@ -4,7 +4,7 @@
 import numbers
 from itertools import accumulate, combinations
 
-from course.checks.answer import WrongAnswer, call, checked
+from course.checks.answer import WrongAnswer, call, checked, many, number_in
 
 
 @checked("your slowest stage is as fast as that of the best of all cuts.")
@@ -21,6 +21,8 @@ def best_cut(cut):
         ([4, 3, 2, 1, 9, 2, 2, 5], 4),
         ([2, 5, 1, 3], 4),
         ([3.5, 2, 0.5, 4.5, 3], 3),
+        ([8, 2, 1, 7, 2, 9, 2], 4),
+        ([6, 7, 3, 1, 1, 5, 9, 9, 5, 3], 4),
     ):
         counts = _counts(call(cut, list(seconds), num_stages), num_stages)
         case = f"layers of {seconds} s in {num_stages} stages: you say {counts}"
@@ -43,12 +45,14 @@ def best_cut(cut):
 def _counts(answer, length):
     if hasattr(answer, "tolist"):
         answer = answer.tolist()  # of numpy or torch
+    if isinstance(answer, (list, tuple)):
+        answer = list(map(number_in, answer))
     if not isinstance(answer, (list, tuple)) or not all(map(_is_whole, answer)):
         raise WrongAnswer(
             f"return a list with one whole number per stage, such as [3, 2, 1], not {answer!r:.60}"
         )
     if len(answer) != length:
-        raise WrongAnswer(f"you return {len(answer)} numbers for {length} stages")
+        raise WrongAnswer(f"you return {many(len(answer), 'number')} for {length} stages")
     return [int(count) for count in answer]
 
 
@@ -92,6 +96,7 @@ def spare_ranks(ranks):
         ([20, 20], 4),
         ([10, 70], 2),
         ([70, 50, 20], 7),
+        ([30, 20, 90], 9),
     ):
         counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds))
         case = f"stages of {seconds} s on {num_ranks} ranks: you say {counts}"
@@ -105,7 +110,7 @@ def spare_ranks(ranks):
             continue
         told = f"{case}, and a mini-batch comes every {slowest:g} s; every {best:g} s is possible"
         spare = num_ranks - len(seconds)
-        if max(counts) == spare + 1 and spare > 1:
+        if counts[seconds.index(max(seconds))] == spare + 1 and spare > 1:
             return f"{told}. After its first spare rank, is that stage still the slowest?"
         if max(counts) - min(counts) <= 1:
             return f"{told}. The slowest stage sets the pace, and your ranks are spread evenly"

@@ -11,6 +11,12 @@ from pipeline.schedules.legal import check_legal
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 
 
+TOO_EARLY = (
+    "the first half computes the product gᵀ x, too, and only its addition is deferred: the whole "
+    "backward runs in I; store the weight, x and g, and multiply in the second half"
+)
+
+
 @checked("the half that somebody waits for comes first, and the other one loses nothing.")
 def split_backward(input_half, weight_half):
     """Check the halves of the backward of y = x Aᵀ with two micro-batches.
@@ -24,11 +30,15 @@ def split_backward(input_half, weight_half):
     weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
     weight.grad = torch.zeros_like(weight)
     wanted, deferred = [], [[], []]
+    first = weight.detach().clone()
     for k in range(2):
         x = torch.randn(2, 5, 3, dtype=torch.float64)
         g = torch.randn(2, 5, 4, dtype=torch.float64)
         wanted.append(torch.einsum("blo,bli->oi", g, x))
+        given = g.clone(), x.clone()
         made, computed = watched_half(input_half, g, x, weight, deferred[k])
+        if not (torch.equal(g, given[0]) and torch.equal(x, given[1])):
+            return "the first half changes the numbers of g or x, which are still needed: copy them"
         if not isinstance(made, torch.Tensor) or made.shape != x.shape:
             shape = tuple(getattr(made, "shape", ()))
             return f"the gradient of x has the shape of x, {tuple(x.shape)}; you return {shape}"
@@ -39,15 +49,17 @@ def split_backward(input_half, weight_half):
         if not deferred[k]:
             return "nothing is deferred: the second half will need the weight, x and g"
         if any(is_summand(tensor, wanted[k]) for tensor in computed):
-            return (
-                "the first half computes the product gᵀ x, too, and only its addition is deferred: "
-                "the whole backward runs in I; store the weight, x and g, and multiply in the second "
-                "half"
-            )
+            return TOO_EARLY
     for k in (1, 0):
         said = _half_of_weights(weight_half, weight, deferred[k], wanted, k)
         if said:
             return said
+    if not torch.equal(weight, first):
+        return (
+            "the two halves have changed the weight itself: the update comes later, and only once"
+        )
+    if is_product(input_half, g, x, weight):
+        return TOO_EARLY
 
 
 def watched_half(input_half, gradient, inputs, weight, deferred):
@@ -79,6 +91,35 @@ def is_summand(tensor, gradient):
     )
 
 
+def is_product(input_half, gradient, inputs, weight):
+    """Whether `input_half` computes or stores something that doubles with g and also with x."""
+    made = []
+    for of_gradient, of_inputs in ((1, 1), (2, 1), (1, 2)):
+        deferred = []
+        given = of_gradient * gradient, of_inputs * inputs
+        _, computed = watched_half(input_half, *given, weight, deferred)
+        made.append([tensor for tensor in [*computed, *arrays_in(deferred)] if tensor.dim() > 1])
+    return any(
+        one.shape == other.shape == third.shape
+        and one.is_floating_point()
+        and one.abs().max() > 0
+        and (other - 2 * one).abs().max() <= 1e-9
+        and (third - 2 * one).abs().max() <= 1e-9
+        for one, other, third in zip(*made)
+    )
+
+
+def arrays_in(value):
+    """The arrays of numpy in nested lists, tuples and dictionaries, as tensors."""
+    import torch
+
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [array for each in value for array in arrays_in(each)]
+    return [torch.as_tensor(value)] if type(value).__name__ == "ndarray" else []
+
+
 def _half_of_weights(weight_half, weight, deferred, wanted, k):
     """The error in the half W of micro-batch `k`, or None; micro-batch 1 runs before 0."""
     import torch
@@ -99,6 +140,11 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
         return "the gradient of the other micro-batch is gone: add to weight.grad"
     more = again - before
     factor = ((more * wanted[k]).sum() / (wanted[k] * wanted[k]).sum()).item()
+    if (more - sum(wanted)).abs().max() <= 1e-9:
+        return (
+            f"the second half of micro-batch {k} adds the gradient of the other one, too: keep in "
+            "`deferred` itself all that was deferred, and nowhere else"
+        )
     if not (more - factor * wanted[k]).abs().max() <= 1e-9:
         return "that is not the gradient of A: sum gᵀ x over all positions of all sequences"
     if abs(factor - 1) > 1e-9:
@@ -113,7 +159,7 @@ def fill_the_bubble(rows):
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
         raise WrongAnswer("rows is a list with one string for each rank")
     try:
-        schedule = check_legal(from_csv("\n".join(rows), "yours"))
+        schedule = check_legal(from_csv("\n".join(map(str.strip, rows)), "yours"))
     except ScheduleError as error:
         raise WrongAnswer(str(error)) from None
     start = one_f_one_b(3, 4)

@@ -4,7 +4,7 @@
 This file needs only the standard library, so the puzzles also run in a browser.
 """
 
-from course.checks.answer import NotAttempted, WrongAnswer, call, checked
+from course.checks.answer import NotAttempted, WrongAnswer, call, checked, many
 from course.checks.puzzles import PUZZLES
 from lab.drawing import WIDTH
 from lab.figures import draw_timelines
@@ -72,7 +72,8 @@ def schedule_of(number, answer):
     schedule = rows if isinstance(rows, Schedule) else _read(rows, f"puzzle {number}")
     if schedule.num_ranks != given.num_ranks:
         raise WrongAnswer(
-            f"{schedule.num_ranks} rows, and the puzzle has {given.num_ranks} ranks, a row for each"
+            f"{many(schedule.num_ranks, 'row')}, and the puzzle has {given.num_ranks} ranks, "
+            "a row for each"
         )
     try:
         check_legal(schedule)
@@ -85,7 +86,7 @@ def schedule_of(number, answer):
 def _read(rows, name):
     text = rows if isinstance(rows, str) else None
     if text is None and isinstance(rows, (list, tuple)) and all(isinstance(r, str) for r in rows):
-        text = "\n".join(rows)
+        text = "\n".join(map(str.strip, rows))
     if text is None:
         raise WrongAnswer("write one string per rank, such as '0F0,0F1,0B0,0B1', in a list")
     try:
@@ -98,12 +99,12 @@ def _fits(given, schedule):
     """Raise WrongAnswer unless stages, ranks, micro-batches and kinds are those of the puzzle."""
     if schedule.num_microbatches != given.num_microbatches:
         raise WrongAnswer(
-            f"your rows hold {schedule.num_microbatches} micro-batches, the puzzle has "
+            f"your rows hold {many(schedule.num_microbatches, 'micro-batch')}, the puzzle has "
             f"{given.num_microbatches}"
         )
     if schedule.num_stages != len(given.rank_of_stage):
         raise WrongAnswer(
-            f"your rows hold {schedule.num_stages} stages, the puzzle has "
+            f"your rows hold {many(schedule.num_stages, 'stage')}, the puzzle has "
             f"{len(given.rank_of_stage)}"
         )
     kinds = "FBIW" if given.split else "FB"
