@@ -419,9 +419,41 @@ def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):
     assert answer_to(tmp_path, capsys, "clipping_program", edit).startswith("Right: ")
 
 
-def test_a_number_of_numpy_is_a_number(tmp_path, capsys):
-    edit = "(both[0] / both[1]).item()", "(both[0] / both[1]).numpy()[()]"
-    assert answer_to(tmp_path, capsys, "comparison", edit).startswith("Right: ")
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [("(both[0] / both[1]).item()", "(both[0] / both[1]).numpy()[()]")],
+        [("(both[0] / both[1]).item()", "(both[0] / both[1]).numpy()")],
+        [("(ours - theirs).abs()", "ours.sub_(theirs).abs_()")],
+    ],
+    ids=["a number of numpy", "an array without dimensions", "computed in place"],
+)
+def test_a_comparison_may_return_a_number_of_numpy_or_compute_in_place(edits, tmp_path, capsys):
+    assert answer_to(tmp_path, capsys, "comparison", *edits).startswith("Right: ")
+
+
+def test_an_input_may_be_replaced_by_none_in_held(tmp_path, capsys):
+    edit = "x = held.pop(k)", "x, held[k] = held[k], None"
+    assert answer_to(tmp_path, capsys, "recomputing_backward", edit).startswith("Right: ")
+
+
+@pytest.mark.further
+def test_a_number_of_steps_may_be_one_of_torch(tmp_path, capsys):
+    number = 'int(whole[-1].name.removeprefix("step-"))'
+    edit = f"return {number}", f"return torch.tensor({number})"
+    assert answer_to(tmp_path, capsys, "save_and_restore", edit).startswith("Right: ")
+
+
+@pytest.mark.further
+def test_start_may_be_called_by_name_as_in_the_exercise(tmp_path, capsys):
+    edit = "start(action.stage)", "start(stage=action.stage)"
+    assert answer_to(tmp_path, capsys, "sums_in_time", edit).startswith("Right: ")
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit", "sys.exit(0)"])
+def test_a_program_may_end_with_an_exit(end, tmp_path, capsys):
+    last = "\ndist.destroy_process_group()", f"\ndist.destroy_process_group()\nimport sys\n{end}"
+    assert answer_to(tmp_path, capsys, "training_program", last).startswith("Right: ")
 
 
 def survives_other_moments(save, restore):

@@ -691,6 +691,16 @@ def overlapping(rank, num_ranks, saved_by, layers):
     return [other for other, (low, high) in saved if low < last and first < high]
 
 
+def proportional(rank, num_ranks, saved_by, layers):
+    first, last = cut_evenly(layers, num_ranks)[rank]
+    return range(first * saved_by // layers, (last - 1) * saved_by // layers + 1)
+
+
+def as_if_all_had_as_many_as_the_first(rank, num_ranks, saved_by, layers):
+    (first, last), each = cut_evenly(layers, num_ranks)[rank], -(-layers // saved_by)
+    return range(first // each, (last - 1) // each + 1)
+
+
 def test_files_to_open_knows_the_right_ones(capsys):
     assert answer_to(lesson_07.files_to_open, capsys, overlapping).startswith("Right: ")
 
@@ -710,6 +720,9 @@ def test_files_to_open_knows_the_right_ones(capsys):
             "you open []: in the file of rank 0",
         ),
         (lambda r, n, s, k: 4, "return a list of ranks, not 4"),
+        (proportional, "rank 2 of 5 has layers 4 to 5, and you open [1, 2]"),
+        (as_if_all_had_as_many_as_the_first, "rank 4 of 5 has layers 8 to 9, and you open [2, 3]"),
+        (lambda r, n, s, k: range(r * s // n, -(-(r + 1) * s // n)), "rank 2 of 5 has layers 4"),
     ],
 )
 def test_files_to_open_explains(files, sentence, capsys):

@@ -1,5 +1,6 @@
 """Lesson 10d's checks answer wrong dispatches on two real ranks, each with what is wrong."""
 
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy
@@ -29,6 +30,13 @@ def row_by_row(x, chosen, weight, expert, exchange_counts, exchange, losses, seq
     for row, token in enumerate(order.tolist()):
         results[token] = back[row] * weight[token]
     return torch.stack(results), sum(losses) / sequences  # noqa: F821
+
+
+def counts_are_tensors(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    order, sent = chosen.argsort(), chosen.bincount(minlength=2)
+    received = torch.tensor(exchange_counts(sent))  # noqa: F821
+    returned = exchange(expert(exchange(x[order], sent, received)), received, sent)
+    return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
 
 
 def stub(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences): ...
@@ -123,7 +131,7 @@ def answer_to(function, given, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mix", [right, row_by_row])
+@pytest.mark.parametrize("mix", [right, row_by_row, counts_are_tensors])
 def test_right_answers(mix, capsys):
     assert answer_to(check.dispatch_and_combine, mix, capsys).startswith("Right")
 
@@ -154,7 +162,7 @@ def test_typical_wrong_answers(mix, words, capsys):
 def test_how_much_of_the_all_to_alls_is_hidden(capsys):
     right_shares = {5: Fraction(110, 190), 15: 0.418}
     assert answer_to(check.hidden_parts, right_shares, capsys).startswith("Right")
-    right_shares = {5: numpy.array(110 / 190), 15: 0.418}
+    right_shares = {5: numpy.array(110 / 190), 15: Decimal("0.418")}
     assert answer_to(check.hidden_parts, right_shares, capsys).startswith("Right")
 
 

@@ -1,5 +1,7 @@
 """Lesson 11b's checks answer wrong decode loops on real ranks, each with what is wrong."""
 
+import collections  # noqa: F401 - which an answer uses on the ranks
+
 import pytest
 
 from course.building.examining import Observed, Rank
@@ -26,6 +28,31 @@ def right(rank, last, first, count, forward, send, receive):
         for group in first:
             texts[group].append(receive(last))
     return texts
+
+
+def texts_in_arrays(rank, last, first, count, forward, send, receive):
+    texts = right(rank, last, first, count, forward, send, receive)  # noqa: F821
+    makers = torch.tensor, collections.deque, tuple  # noqa: F821
+    return {group: make(texts[group]) for group, make in zip(first, makers)}
+
+
+def kept_on_the_last_rank(rank, last, first, count, forward, send, receive):
+    texts = {group: [] for group in first}
+    for turn in range(count):
+        for group in first:
+            x = receive(rank - 1) if rank else receive(last) if turn else first[group]
+            y = forward(group, x)
+            if rank == last:
+                texts[group].append(y)
+            send(y, rank + 1 if rank < last else 0)
+    for _ in first if rank == 0 else []:
+        receive(last)
+    return texts
+
+
+def one_list_for_all_groups(rank, last, first, count, forward, send, receive):
+    texts = right(rank, last, first, count, forward, send, receive)  # noqa: F821
+    return dict.fromkeys(texts, [token for text in texts.values() for token in text])
 
 
 def stub(rank, last, first, count, forward, send, receive):
@@ -114,6 +141,9 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
     ("decode", "words"),
     [
         (right, ["Right"]),
+        (texts_in_arrays, ["Right"]),
+        (kept_on_the_last_rank, ["group 0 has no token: rank 0 has to keep each one that it rec"]),
+        (one_list_for_all_groups, ["has 12 tokens instead of 4", "in a list of its own"]),
         (stub, ["Not attempted yet"]),
         (one_group_at_a_time, ["Not yet", "more than 1 of 3 groups"]),
         (all_tokens_before_the_next_pass, ["Not yet", "rank 0 had only 0 of 3 groups under way"]),

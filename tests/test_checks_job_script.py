@@ -44,9 +44,18 @@ def answer_to(capsys, text):
                 "srun --distribution=block --kill-on-bad-exit=1",
                 "SLURM_KILL_BAD_EXIT=1 srun -m block",
             ),
+            (
+                "srun ",
+                'set -euo pipefail\ncd "$SLURM_SUBMIT_DIR"\necho "$SLURM_JOB_NAME"\n'
+                'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_NODELIST" | head -1)\nsrun ',
+            ),
+            ("srun ", "set -e\nsrun hostname\nsrun "),
+            ('"$PYTHON" "$@"', 'bash -c \'RANK=$SLURM_PROCID exec "$PYTHON" "$@"\' rank "$@"'),
             ("srun ", "srun --nodes=2 -n 4 "),
+            ("--distribution=block", "--distribution=plane=2"),
+            ("--nodes=2", "--nodes=2-2"),
         ],
-        5,
+        8,
     ),
 )
 def test_job_scripts_that_do_it(capsys, before, after):
@@ -86,6 +95,9 @@ def test_job_scripts_that_do_it(capsys, before, after):
             ),
             ('"$@"\n', '"$@"\necho done\n', "srun ended with status 3, and your script with 0"),
             ("--time=10", "--time=1-0", "may hold its nodes for 1440 minutes"),
+            ("srun ", "set -e\nls nowhere\nsrun ", "your script ends before it calls srun, with"),
+            ("--distribution=block", "--distribution=plane=1", "--distribution=plane=1 can number"),
+            ('"$PYTHON" "$@"', 'bash -c \'"$@"\' rank "$@"', 'srun is to start "$PYTHON"'),
             ("srun ", "srun -n 2 ", "srun takes --ntasks=2, and 4 ranks are to be on 2 nodes"),
             ("--kill-on-bad-exit=1", "--kill-on-bad-exit 1", "srun takes 1 for the program"),
         ],

@@ -50,8 +50,9 @@ def test_the_right_costs_choose_a_cut_that_beats_the_even_one_by_a_quarter(capsy
     assert "780 ms in place of the 1032 ms of 3,3,3,3, 24% less" in said
 
 
-def test_an_array_of_two_numbers_is_a_pair_too(capsys):
-    said = answer_to(check.stage_cost, capsys, lambda *case: numpy.array(right_times(*case)))
+@pytest.mark.parametrize("pair", [numpy.array, iter])
+def test_two_numbers_are_a_pair_whatever_they_are_in(pair, capsys):
+    said = answer_to(check.stage_cost, capsys, lambda *case: pair(right_times(*case)))
     assert said.startswith("Right: your costs cut 3,4,4,1")
 
 

@@ -1,5 +1,6 @@
 """The check of lesson 12 knows a stub, a solution, and typical wrong answers of each puzzle."""
 
+import numpy
 import pytest
 
 from course.checks import lesson_12
@@ -84,6 +85,11 @@ def test_a_solution_is_right_and_drawn_with_its_idle_time_in_words(number, capsy
     assert capsys.readouterr().out.startswith("Right: legal; ")
     assert "idle: rank 0 " in picture.alt
     assert 'role="img" aria-label="Your schedule' in picture.svg
+
+
+@pytest.mark.parametrize("rows", [lambda: iter(SOLUTIONS[2]), lambda: numpy.array(SOLUTIONS[2])])
+def test_the_rows_of_a_function_may_be_in_an_array_or_come_from_a_generator(rows, capsys):
+    assert answer_to(2, capsys, lambda num_ranks, num_microbatches: rows()).startswith("Right: ")
 
 
 @pytest.mark.parametrize(

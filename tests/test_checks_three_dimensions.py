@@ -1,5 +1,6 @@
 """Lesson 10b's checks answer wrong collectives on real ranks, each with the sum and its factor."""
 
+import numpy
 import pytest
 
 from course.checks import lesson_10b as check
@@ -58,6 +59,43 @@ def half_done(all_reduce):
         def backward(context, gradient): ...
 
     return Enter.apply, Enter.apply
+
+
+def a_hook_on_a_view(all_reduce):
+    def enter(x):
+        x = x.view_as(x)
+        x.register_hook(all_reduce)
+        return x
+
+    return enter, lambda y: y + (all_reduce(y) - y).detach()
+
+
+def a_hook_on_the_input(all_reduce):
+    def enter(x):
+        x.register_hook(all_reduce)
+        return x.view_as(x)
+
+    return enter, ends(all_reduce)[1]  # noqa: F821
+
+
+def a_hook_for_leaves(all_reduce):
+    def sum_gradient(leaf):
+        leaf.grad = all_reduce(leaf.grad)
+
+    def enter(x):
+        x.register_post_accumulate_grad_hook(sum_gradient)
+        return x
+
+    return enter, ends(all_reduce)[1]  # noqa: F821
+
+
+def sums_without_the_given_function(all_reduce):
+    def sum_of(x):
+        x = x.clone()
+        dist.all_reduce(x)  # noqa: F821
+        return x
+
+    return ends(sum_of)  # noqa: F821
 
 
 def no_sum_forward(all_reduce):
@@ -149,6 +187,10 @@ def with_helpers(monkeypatch):
     ("ends", "words"),
     [
         (right, ["Right", "one sum forward and one backward"]),
+        (a_hook_on_a_view, ["Right"]),
+        (sums_without_the_given_function, ["Right"]),
+        (a_hook_on_the_input, ["another use, such as a residual, is summed, too", "x.view_as(x)"]),
+        (a_hook_for_leaves, ["Not yet: ", "post accumulate"]),
         (stub, ["Not attempted yet"]),
         (half_done, ["Not yet: line 8 of half_done still has its ..."]),
         (no_sum_forward, ["rank 0", "output", "own share", "missing in forward"]),
@@ -193,6 +235,8 @@ ANSWER = {
         ({"two nodes of 4": (1, 1, 4)}, "4 ranks, and there are 8"),
         ({"two nodes of 4": (8, 1, 1)}, "over 1 rank, and it needs 4"),
         ({"two nodes of 4": 4}, "three numbers"),
+        ({"one node of 8": numpy.array((2, 1, 4)), "two nodes of 4": (1.0, 2.0, 4.0)}, "Right"),
+        ({"one node of 8": (0.5, 4, 4)}, "0.5 x 4 x 4 is not made of whole numbers from 1 to 8"),
     ],
 )
 def test_a_mesh_is_held_against_the_fastest_for_its_machine(changed, words, capsys):

@@ -78,6 +78,33 @@ WRONG = {
         changed("exponentials / total[:, None]", "exponentials / exponentials.sum(1)[:, None]"),
         ["softmax of this rank's rows"],
     ),
+    "all scores are added up on each rank": (
+        changed(
+            "rows =",
+            "whole = torch.zeros(len(targets), 50, dtype=scores.dtype)\n"
+            "    whole[:, first:first + scores.shape[1]] = scores\n"
+            '    scores, first, start = all_reduce(whole, "sum"), 0, first\n'
+            "    loss = torch.nn.functional.cross_entropy(scores.requires_grad_(), targets)\n"
+            "    loss.backward()\n"
+            "    width = 17 - start // 34\n"
+            "    return loss, scores.grad[:, start:start + width]\n    rows =",
+        ),
+        ["all_reduce got 300 numbers", "has 102 scores", "three per position are enough"],
+    ),
+    "all scores are gathered on each rank": (
+        changed(
+            "rows =",
+            "parts = [torch.empty(6, 17, dtype=scores.dtype) for _ in range(3)]\n"
+            "    own = torch.full((6, 17), -torch.inf, dtype=scores.dtype)\n"
+            "    own[:, :scores.shape[1]] = scores\n"
+            "    dist.all_gather(parts, own)\n"
+            "    whole = torch.cat(parts, 1).requires_grad_()\n"
+            "    loss = torch.nn.functional.cross_entropy(whole, targets)\n"
+            "    loss.backward()\n"
+            "    return loss, whole.grad[:, first:first + scores.shape[1]]\n    rows =",
+        ),
+        ["nothing went through all_reduce"],
+    ),
     "four sums": (
         changed("    gradient =", '    all_reduce(total, "sum")\n    gradient ='),
         ["with 4 calls", "3 are enough"],
@@ -147,6 +174,11 @@ def test_the_solution_is_right_and_the_stub_not_attempted(capsys):
     assert said_of(stub, capsys).startswith("Not attempted yet")
 
 
+def test_the_arguments_may_have_other_names(program, capsys):
+    change = changed("all_reduce", "reduce", count=-1)
+    assert said_of(program(change), capsys).startswith("Right: ")
+
+
 def test_a_loss_that_is_a_python_number_is_right(program, capsys):
     change = changed(".mean(), gradient", ".mean().item(), gradient")
     assert said_of(program(change), capsys).startswith("Right: ")
@@ -213,6 +245,8 @@ def by_search(layers, head, stages):
         (by_search, "Right"),
         (lambda *sizes: [*numpy.array(by_search(*sizes))], "Right"),
         (lambda *sizes: numpy.array(by_search(*sizes)), "Right"),
+        (lambda *sizes: map(float, by_search(*sizes)), "Right"),
+        (lambda *sizes: [n + 0.5 for n in by_search(*sizes)], "return a list"),
         (equal_share_rounded, "a cut with 7.80 exists"),
         (equal_share_rounded_up, "a cut with 4.00 exists"),
         (lambda layers, head, stages: ..., "Not attempted"),

@@ -531,6 +531,29 @@ def test_the_order_of_receives_may_come_from_a_generator(capsys, tmp_path):
     assert said.startswith("Right: ")
 
 
+@pytest.mark.parametrize("kind", [iter, numpy.array])
+def test_a_cut_may_be_in_an_array_or_come_from_a_generator(kind):
+    assert check._uneven(lambda *sizes: kind(layers_of_stages(*sizes))) is None
+
+
+@pytest.mark.further
+def test_the_ranks_train_with_a_cut_that_is_an_array(capsys, tmp_path):
+    def layers_of_stages(num_layers, num_stages):
+        import torch
+
+        return torch.arange(num_layers, num_layers + num_stages) // num_stages
+
+    said = answer_to(capsys, check.repair, 3, in_a_cell(layers_of_stages, tmp_path))
+    assert said.startswith("Right: ")
+
+
+def test_ranks_may_be_in_an_array(capsys):
+    both = numpy.array([0, 3])
+    said = answer_to(capsys, check.diagnosis, 8, "tied weights drift", both)
+    assert said.startswith("Right: ")
+    assert check.broken_piece(8, "tied weights drift", both) is not None
+
+
 def test_a_rank_may_be_a_number_of_numpy(capsys):
     said = answer_to(capsys, check.diagnosis, 2, "scale forgotten", numpy.int64(3))
     assert said.startswith("Right: ")

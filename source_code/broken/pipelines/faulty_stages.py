@@ -10,7 +10,7 @@ from pipeline.training import build_stage, cut_layers
 
 def cut_by_piece(arguments, pieces):
     """Cut the model as the piece says, and pace every stage in proportion to its layers."""
-    layers = pieces.layers_of_stages(arguments.layers, RANKS)
+    layers = [int(count) for count in pieces.layers_of_stages(arguments.layers, RANKS)]
     if len(layers) != RANKS or sum(layers) != arguments.layers or min(layers) < 1:
         raise SystemExit(
             f"--repair: layers_of_stages({arguments.layers}, {RANKS}) returned {layers}; give each "

@@ -6,6 +6,8 @@ one process. The reader's function then compares the two: once unchanged, and on
 WRONG on one rank.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -36,9 +38,10 @@ def main(_, difference):
     told = []
     for case, (wrong_rank, change) in WRONG.items():
         given = change(found) if dist.get_rank() == wrong_rank else found
-        say = difference(list(given), [one.clone() for one in right])
-        say = say.item() if isinstance(say, torch.Tensor) and say.numel() == 1 else say
-        say = float(say) if isinstance(say, float) else say  # numpy's is one, too
+        # Copies, since the reader's function may compute in place.
+        say = difference([g if g is None else g.clone() for g in given], [t.clone() for t in right])
+        one = hasattr(say, "item") and math.prod(say.shape) == 1  # of numpy or torch
+        say = say.item() if one else say
         told.append(
             [case, say if type(say) in (int, float) else repr(say)[:60], *facts(given, right)]
         )

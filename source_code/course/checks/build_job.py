@@ -23,11 +23,18 @@ FAILED = 3  # the status of the srun that stands in for a rank that fails
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
 # Stands in for srun: writes its arguments to a file, one per line, and fails as a rank would. The
 # first arguments are those that srun takes from the environment.
+# It takes a call without the program, such as `srun hostname`, for one that succeeds.
 STAND_IN = f"""#!/bin/sh
+case "$*" in
+    *{TRIED[0]}*) status={FAILED} ;;
+    *) status=0; [ -e "$SRUN_WORDS" ] && exit ;;
+esac
 printf '%s\\n' ${{SLURM_DISTRIBUTION:+"--distribution=$SLURM_DISTRIBUTION"}} \\
     ${{SLURM_KILL_BAD_EXIT:+"--kill-on-bad-exit=$SLURM_KILL_BAD_EXIT"}} "$@" > "$SRUN_WORDS"
-exit {FAILED}
+exit $status
 """
+# Stands in for scontrol, with which a script finds the names of its nodes.
+HOST_NAMES = "#!/bin/sh\nprintf 'node%s\\n' 1 2\n"
 # Which the job in which a notebook runs may have set.
 FROM_OUTSIDE = ("SLURM_DISTRIBUTION", "SLURM_KILL_BAD_EXIT")
 
@@ -70,7 +77,8 @@ def _options_in(words):
             options[name] = value if equals else following
         elif word.startswith("-") and name[:1] in SHORT:
             options[SHORT[name[0]]] = name[1:] or following
-    return options
+    least, _, most = options.get("nodes", "").partition("-")
+    return options | ({"nodes": least} if least and least == most else {})
 
 
 def _complaint_on_options(text):
@@ -117,6 +125,8 @@ def _complaint_on_call(text):
         folder = Path(folder)
         (folder / "srun").write_text(STAND_IN, encoding="utf-8")
         (folder / "srun").chmod(0o755)
+        (folder / "scontrol").write_text(HOST_NAMES, encoding="utf-8")
+        (folder / "scontrol").chmod(0o755)
         (folder / "job.sbatch").write_text(text, encoding="utf-8")
         words = folder / "words"
         environment = {
@@ -124,12 +134,16 @@ def _complaint_on_call(text):
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
             "PYTHON": sys.executable,
             "SRUN_WORDS": str(words),
-            **{"SLURM_JOB_ID": "4711", "SLURM_NNODES": str(NODES), "SLURM_NTASKS": str(RANKS)},
+            **_variables_of_job(text),
         }
         ended = _run(["bash", str(folder / "job.sbatch"), *TRIED], environment)
         called = words.read_text(encoding="utf-8").splitlines() if words.exists() else None
     if called is None:
-        last = (ended.stderr.strip().splitlines() or [""])[-1]
+        last = (ended.stderr.strip().splitlines() or [""])[-1].rpartition(f"{folder}/")[2]
+        if ended.returncode and re.search(r"^[^#\n]*\bsrun\b", text, re.MULTILINE):
+            return f"your script ends before it calls srun, with status {ended.returncode}" + (
+                f" ({last})" if last else ""
+            )
         return "your script calls no srun, so its program runs once, on the first node only" + (
             f" ({last})" if last else ""
         )
@@ -139,11 +153,11 @@ def _complaint_on_call(text):
             f"the ranks were to run '{' '.join(TRIED)}', the words after the script's name, and "
             f"srun was told '... {shlex.join(called[-4:])}'; pass them on with \"$@\""
         )
-    if not any("python" in Path(word).name for word in called[: -len(TRIED)]):
+    if not any("python" in Path(word).name or "$PYTHON" in word for word in called[: -len(TRIED)]):
         return 'srun is to start "$PYTHON" with these words: a .py file is not a program by itself'
     if complaint := _complaint_on_sizes(called, own):
         return complaint
-    if not own.get("distribution", "block").startswith("block"):
+    if not own.get("distribution", "block").startswith(("block", f"plane={RANKS // NODES}")):
         return (
             f"--distribution={own['distribution']} can number the ranks so that every message of the "
             "pipeline crosses the network; use block"
@@ -161,6 +175,21 @@ def _complaint_on_call(text):
             "COMPLETED. The status of a script is that of its last command"
         )
     return None
+
+
+def _variables_of_job(text):
+    """{name: value} of the variables that SLURM sets in a job with the options of this script."""
+    options = options_of(text)
+    names = {"NTASKS_PER_NODE": "ntasks-per-node", "CPUS_PER_TASK": "cpus-per-task"}
+    set_by_options = {name: options[option] for name, option in names.items() if option in options}
+    variables = {
+        **{"JOB_ID": "4711", "JOBID": "4711", "JOB_NAME": options.get("job-name", "job.sbatch")},
+        **{"NNODES": NODES, "JOB_NUM_NODES": NODES, "NTASKS": RANKS, "NPROCS": RANKS},
+        **{"JOB_NODELIST": "node[1-2]", "NODELIST": "node[1-2]", "SUBMIT_DIR": ROOT},
+        **{"PROCID": 0, "NODEID": 0, "LOCALID": 0, "CPUS_ON_NODE": RANKS // NODES},
+        **set_by_options,
+    }
+    return {f"SLURM_{name}": str(value) for name, value in variables.items()}
 
 
 def _complaint_on_sizes(called, own):

@@ -17,8 +17,10 @@ def main(request):
     ((name, text),) = request["sources"]
     names = {"__name__": "__main__", "__file__": name}
     used = note_schedules()
-    exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
-    tell("report", value=used)
+    try:
+        exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
+    finally:  # a program may end with sys.exit()
+        tell("report", value=used)
 
 
 def note_schedules():

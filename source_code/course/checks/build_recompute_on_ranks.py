@@ -55,7 +55,7 @@ def run_step(stage, step, order, backward):
                 "k": k,
                 "calls": list(whole.calls),
                 "asked": list(whole.asked),
-                "held": sorted(map(str, held)),
+                "held": sorted(str(j) for j, kept in held.items() if kept is not None),
                 "bytes": [inside.peak, right[2]],
                 "left": inside.now(),
                 "input": None if whole.is_first else factor_of([found], [right[0]]),

@@ -5,6 +5,7 @@ The request has the folder to save into, the number of steps, and the moment of 
 a save counted from 0, and the operation before which it comes.
 """
 
+import operator
 import os
 import signal
 import sys
@@ -28,9 +29,8 @@ def main(request, save, restore):
     model = build_stage(rank, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     moment = Moment(rank, folder, *request["kill"])
-    first = restore(folder, model, optimizer, rank)
-    first_said = first if type(first) is int else repr(first)[:80]
-    tell("report", value={"rank": rank, "starts": first_said})
+    first = whole_number(restore(folder, model, optimizer, rank))
+    tell("report", value={"rank": rank, "starts": first})
     for step in range(first, request["steps"]):
         optimizer.zero_grad()
         loss = naive_step(model, *batch(step))
@@ -40,6 +40,14 @@ def main(request, save, restore):
             save(folder, step + 1, model, optimizer, rank, moment.wait_for_all)
             moment.passes("end")
         tell("report", value={"rank": rank, "saved": step + 1})
+
+
+def whole_number(step):
+    """`step` as an int, also if it is one of numpy or torch; else a short text that shows it."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        return repr(step)[:80]
 
 
 class Moment:

@@ -72,7 +72,7 @@ class PacedSums(AllReduce):
         yield
         time.sleep(max(0.0, begun + PACE[action.kind] - time.perf_counter()))
         if self.by_hook:
-            self.after(action, self.order, self.start)
+            self.after(action, self.order, lambda stage: self.start(stage))
 
     def start(self, index):
         """Start the sum of the gradients of stage `index`, after the sums still under way."""

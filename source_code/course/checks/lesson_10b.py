@@ -37,6 +37,12 @@ def layer_ends(ends):
         for name in NAMES:
             if complaint := complaint_of(name, *report[name]):
                 return f"on rank {rank} {complaint}"
+        if not report["beside"]:
+            return (
+                "all is right as long as nothing but the layer uses its input; the gradient of "
+                "another use, such as a residual, is summed, too: put a hook on a tensor of your "
+                "own, x.view_as(x), and return that tensor"
+            )
         for way in ("forward", "backward"):
             if report[way] != 1:
                 return f"all is right, but with {report[way]} sums {way}; one is enough"
@@ -105,14 +111,20 @@ def meshes(machine):
 @checked("sharing a layer stays in a node, stages cross, replicas take what is left.")
 def chosen_meshes(chosen):
     """Check `chosen`: for each of MACHINES (replicas, stages, t), at most 3 % over the fastest."""
+    if not isinstance(chosen, dict):
+        return "chosen is a dictionary, {machine: (replicas, stages, t)}"
     if all(mesh is ... for mesh in chosen.values()):
         raise NotAttempted
     for name, machine in MACHINES.items():
         mesh = chosen.get(name)
+        mesh = mesh.tolist() if hasattr(mesh, "tolist") else mesh  # of numpy or torch
         if not isinstance(mesh, (tuple, list)) or len(mesh) != 3:
             return f"{name}: give three numbers, (replicas, stages, t)"
-        if tuple(mesh) not in meshes(machine):
-            return complain_of_size(name, machine, tuple(mesh))
+        if not all(number in range(1, 9) for number in mesh):
+            return f"{name}: {shown(mesh)} is not made of whole numbers from 1 to 8"
+        mesh = tuple(map(int, mesh))
+        if mesh not in meshes(machine):
+            return complain_of_size(name, machine, mesh)
         took, best = step_of(mesh, machine), min(meshes(machine).values())
         if took > 1.03 * best:
             return f"{name}: {shown(mesh)} takes {took:.0f} ms, and {best:.0f} ms can be had"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 10d: dispatch and combine on two real ranks, and a schedule for an all-to-all."""
 
-import numbers
+import math
 
 from course.checks.answer import NotAttempted, checked
 from course.checks.build_text import request_of
@@ -73,11 +73,14 @@ def hidden_parts(hidden):
         raise NotAttempted
     for milliseconds, right in ((5, 110 / 190), (15, 238.333 / 570)):
         found = hidden.get(milliseconds)
-        found = found.item() if getattr(found, "ndim", None) == 0 else found  # of numpy or torch
-        if not isinstance(found, numbers.Real) or not 0 <= found <= 1:
+        try:
+            share = math.nan if isinstance(found, str) else float(found)  # also of numpy or torch
+        except (TypeError, ValueError):
+            share = math.nan
+        if not 0 <= share <= 1:
             return f"{milliseconds} ms: give a number from 0 to 1, not {found!r}"
-        if abs(found - right) > 0.01:
+        if abs(share - right) > 0.01:
             return (
-                f"{milliseconds} ms: not {float(found):.3f}; subtract the time in pairs from the time one "
+                f"{milliseconds} ms: not {share:.3f}; subtract the time in pairs from the time one "
                 "after the other, and divide by what the all-to-alls add without pairs"
             )

@@ -103,10 +103,11 @@ def exchange_counts(group, counts):
 
 def exchange(group, rows, sent, received):
     """The rows that arrive. Raises ValueError if they are not as many as the reader expects."""
+    sent, received = ([int(count) for count in counts] for counts in (sent, received))
     arriving = exchange_counts(group, sent)
-    if list(received) != arriving:
+    if received != arriving:
         raise ValueError(
-            f"{list(received)} rows are to arrive from ranks 0 and 1, and {arriving} arrive; "
+            f"{received} rows are to arrive from ranks 0 and 1, and {arriving} arrive; "
             "exchange_counts returns how many"
         )
     return group.exchange(rows, sent, received)

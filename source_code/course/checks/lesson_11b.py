@@ -59,11 +59,15 @@ def wrong_decoding(decode, groups, count):
 
 def tell_difference(group, ours, right):
     """The sentence about the first wrong token of a group."""
-    if not isinstance(ours, list) or len(ours) != len(right):
-        count = len(ours) if isinstance(ours, list) else 0
-        return (
-            f"group {group} has {count} tokens instead of {len(right)}; was the last one received?"
-        )
+    if not isinstance(ours, list):
+        return f"group {group} has {ours!r} in place of a list of tokens"
+    if not ours:
+        return f"group {group} has no token: rank 0 has to keep each one that it receives"
+    if len(ours) != len(right):
+        why = "was the last one received?"
+        if len(ours) > len(right):
+            why = "return the new ones only, and each group's in a list of its own"
+        return f"group {group} has {len(ours)} tokens instead of {len(right)}; {why}"
     if ours[1:] == right[:-1]:
         return f"group {group} begins with the token that was given: return the new tokens only"
     first = next(k for k, (a, b) in enumerate(zip(ours, right)) if a != b)

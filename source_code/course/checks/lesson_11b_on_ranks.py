@@ -22,8 +22,18 @@ def main(request, decode):
     result = decode(rank, last, first, request["count"], tools.forward, tools.send, tools.receive)
     for message in tools.sent:
         message.wait()
-    texts = result if isinstance(result, dict) else None
+    texts = None
+    if isinstance(result, dict):
+        texts = {str(group): numbers_in(tokens) for group, tokens in result.items()}
     tell("report", value={"texts": texts, "did": tools.did})
+
+
+def numbers_in(tokens):
+    """The tokens as a list of int, whichever sequence they are in; what is none is not changed."""
+    try:
+        return [int(token) for token in tokens]
+    except (TypeError, ValueError):
+        return tokens
 
 
 def first_tokens(groups):

@@ -68,9 +68,11 @@ def right_times(times, first, last):
 def asked(stage_times, times, first, last):
     """The (forward, backward) that the reader's function returns. Raises WrongAnswer otherwise."""
     answer = call(stage_times, times, first, last)
-    if hasattr(answer, "tolist"):
-        answer = answer.tolist()  # of numpy or torch
-    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+    try:
+        answer = list(answer)
+    except TypeError:
+        answer = []
+    if len(answer) != 2:
         raise WrongAnswer("return two numbers, forward and backward")
     return tuple(call_for_number(lambda value=value: value) for value in answer)
 

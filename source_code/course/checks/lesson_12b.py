@@ -67,7 +67,7 @@ def repair(case, function):
 def broken_piece(case, fault, ranks):
     """The Source of the broken code once the diagnosis is right; otherwise None."""
     try:
-        found = None not in (fault, ranks) and ... not in (fault, ranks)
+        found = not any(each is None or each is ... for each in (fault, ranks))
         if found and _complaint_on(case, fault, ranks) is None:
             piece = CASES[case].piece
             if case == UNKNOWN:
@@ -142,6 +142,7 @@ def _complaint_on(number, fault, ranks):
 
 
 def _as_ranks(ranks):
+    ranks = ranks.tolist() if hasattr(ranks, "tolist") else ranks  # of numpy or torch
     if ranks == "all":
         return tuple(range(RANKS))
     try:
@@ -217,6 +218,8 @@ def _uneven(function):
         layers = call(function, num_layers, num_stages)
         case = f"{num_layers} layers on {num_stages} stages: you cut {layers}"
         try:
+            layers = list(layers)
+            case = f"{num_layers} layers on {num_stages} stages: you cut {layers}"
             total, count, least, most = sum(layers), len(layers), min(layers), max(layers)
         except (TypeError, ValueError):
             raise WrongAnswer(f"{case}; return a list with a number for each stage") from None

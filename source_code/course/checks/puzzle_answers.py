@@ -4,6 +4,8 @@
 This file needs only the standard library, so the puzzles also run in a browser.
 """
 
+from collections.abc import Iterator
+
 from course.checks.answer import NotAttempted, WrongAnswer, call, checked, many
 from course.checks.puzzles import PUZZLES
 from lab.drawing import WIDTH
@@ -68,7 +70,10 @@ def schedule_of(number, answer):
     if number not in list(PUZZLES):
         raise WrongAnswer(f"there is no puzzle {number!r}; they are 1 to {len(PUZZLES)}")
     given = PUZZLES[number]
-    rows = call(answer, given.num_ranks, given.num_microbatches) if callable(answer) else answer
+    rows = answer
+    if callable(answer):
+        rows = call(answer, given.num_ranks, given.num_microbatches)
+        rows = list(rows) if isinstance(rows, Iterator) else rows
     schedule = rows if isinstance(rows, Schedule) else _read(rows, f"puzzle {number}")
     if schedule.num_ranks != given.num_ranks:
         raise WrongAnswer(
@@ -84,6 +89,7 @@ def schedule_of(number, answer):
 
 
 def _read(rows, name):
+    rows = rows.tolist() if hasattr(rows, "tolist") else rows  # of numpy
     text = rows if isinstance(rows, str) else None
     if text is None and isinstance(rows, (list, tuple)) and all(isinstance(r, str) for r in rows):
         text = "\n".join(map(str.strip, rows))
