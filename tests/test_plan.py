@@ -20,7 +20,7 @@ from guard.inputs import InputError
 from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import one_f_one_b
-from planning.candidates import DEEPEST, all_plans, forecasts, search_plans
+from planning.candidates import DEEPEST, all_plans, divisors, forecasts, search_plans
 from planning.counted_memory import predict_memory
 from planning.forecast import forecast, stage_costs
 from planning.known_models import NAMED, find_model
@@ -57,6 +57,18 @@ def test_more_microbatches_than_can_be_simulated_are_rejected_with_both_numbers(
     said = rejected("llama-3-8b --gpus 8 --batch-size 1048576", capsys)
     assert said.startswith("--batch-size 1048576")
     assert "1,048,576 micro-batches per update, and 131,072 are the most; use" in said
+
+
+def test_more_plans_than_can_be_compared_are_rejected_with_the_numbers_that_make_them(capsys):
+    with mock.patch("planning.candidates.MOST_PLANS", 50):
+        said = rejected("llama-3-8b --gpus 64 --batch-size 64", capsys)
+    assert said.startswith("--gpus 64 and --batch-size 64")
+    assert "more than 50 plans; use" in said
+
+
+def test_the_divisors_of_a_number_come_in_order_and_each_once():
+    for number in range(1, 200):
+        assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 # Models.

@@ -58,7 +58,7 @@ def minutes_of(path):
             before = re.split(EXERCISE, text, maxsplit=1, flags=re.M)[0]
             read = re.sub(NOT_READ, "", before.partition("## Sources")[0], flags=re.S)
             words += len(read.split())
-        else:
+        elif cell["cell_type"] == "code":
             runs += 1
             lines += sum(1 for line in [*text.splitlines(), *shown_by(cell)] if line.strip())
     reading = words / WORDS + lines / LINES + runs / CELLS
