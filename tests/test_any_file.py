@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import answers
 import benchmark
@@ -175,6 +176,29 @@ def test_a_drawing_of_another_program_that_cannot_be_scaled_is_no_figure():
     for drawing in ("<svg/>", '<svg viewBox="0 0 x 1"/>', "<svg><"):
         output = {"data": {"image/svg+xml": drawing}}
         assert slide_figures.figure_of({**CELL, "outputs": [output]}) is None
+
+
+def test_a_page_of_the_course_that_is_no_text_is_one_sentence(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_bytes(b"\xe9")
+    monkeypatch.setattr(minutes, "PAGE", page)
+    monkeypatch.setattr(minutes, "LESSONS", [tmp_path / "zz.ipynb"])
+    (tmp_path / "zz.ipynb").write_text(json.dumps({**json.loads(NOTEBOOK), "cells": [CELL]}))
+    monkeypatch.setattr(make_slides, "PLANS", page)
+    monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "slides")
+    monkeypatch.setattr(write_measurements, "PAGE", page)
+    for main, word in ((minutes, "--write"), (make_slides, "00"), (write_measurements, "x")):
+        said = sentence_of(main.main, monkeypatch, word)
+        assert "page.md is not text in UTF-8" in said
+    page.write_text("no table")
+    assert "page.md does not say" in sentence_of(minutes.main, monkeypatch, "--write")
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"a\xff.md"), "a\nb.md"])
+def test_a_file_whose_name_no_address_can_have_is_no_page(tmp_path, name, capsys):
+    (tmp_path / name).write_text("words")
+    assert not make_site.is_readable(tmp_path, Path(name))
+    assert f"skipped: {name!r} cannot be" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(30)  # 80,000 lines in the five megabytes that a file may have took 14 s

@@ -55,12 +55,14 @@ def notebook_of(path):
         whole = False
     if not whole:
         raise InputError(f"{path} is not a notebook")
+    for cell in notebook.cells:
+        cell.setdefault("metadata", nbformat.NotebookNode())  # which some programs leave out
     return notebook
 
 
 def is_cell(cell):
     """Whether a cell, as JSON has it, is one of a notebook; nbformat lets others pass."""
-    about = cell.get("metadata") if isinstance(cell, dict) else None
+    about = cell.get("metadata", {}) if isinstance(cell, dict) else None
     if not isinstance(about, dict) or not is_text(cell.get("source")):
         return False
     if not isinstance(about.get("tags", []), list) or not isinstance(

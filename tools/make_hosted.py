@@ -147,7 +147,7 @@ def is_first(cell):
 
 def first_cell(address):
     """The text of the first cell of every lesson."""
-    text = FIRST_CELL.read_text(encoding="utf-8").rstrip("\n")
+    text = read_text(FIRST_CELL).rstrip("\n")
     return text.replace('ADDRESS = ""', f'ADDRESS = "{HOST}{address}"') if address else text
 
 

@@ -216,7 +216,7 @@ def table_in(part):
 def picture_in(part):
     """The first picture of the prose that can be read on a slide, as HTML, or None."""
     found = re.findall(r"!\[[^\]]*\]\(\.\./(images/[\w.-]+\.svg)\)", part)
-    drawn = (picture((ROOT / file).read_text(encoding="utf-8")) for file in found)
+    drawn = (picture(read_text(ROOT / file)) for file in found)
     return next(filter(None, drawn), None)
 
 
@@ -228,7 +228,7 @@ def asks(slide):
 
 def plan_text(number):
     """The section of a lesson on the page of plans."""
-    plans = PLANS.read_text(encoding="utf-8")
+    plans = read_text(PLANS)
     found = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", plans, re.M | re.S)
     return found[1] if found else ""
 
