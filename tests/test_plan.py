@@ -148,6 +148,16 @@ def test_a_malformed_config_is_rejected_in_one_sentence(text, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("norms", ["x", [1], -5, 1e308, 1.5])
+def test_a_falcon_with_another_number_of_norms_is_rejected_in_one_sentence(norms, tmp_path):
+    config = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 64}
+    config |= {"num_attention_heads": 2, "new_decoder_architecture": True}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "num_ln_in_parallel_attn": norms}))
+    with pytest.raises(InputError, match="num_ln_in_parallel_attn is .*, and not 1 or 2"):
+        find_model(str(path), 128, 8)
+
+
 # The search.
 
 
