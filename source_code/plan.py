@@ -32,7 +32,7 @@ from guard.paths import check_apart, check_file
 from guard.printing import end_quietly_when_interrupted, keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number
 from planning.bound import lower_bound, memory_bound
-from planning.candidates import all_plans, check_effort, check_precision, search_plans
+from planning.candidates import check_precision, plans_to_compare, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names
 from planning.machine import SHORT, machine_from, machine_names, read_machine
 from planning.narrow import command_lines, lines_of
@@ -87,8 +87,7 @@ def main():
     machine = replace(machine, memory=usable(machine, arguments.memory))
     try:
         check_precision(arguments.precision, model, machine)
-        plans = list(all_plans(model, machine, precision=arguments.precision))
-        check_effort(model, plans)
+        plans = plans_to_compare(model, machine, arguments.precision)
     except InputError as error:
         raise SystemExit(str(error)) from None
     started = [plan for plan in plans if command_of(arguments.model, model, machine, plan)]
@@ -317,9 +316,11 @@ def nothing_fits(model, machine, plans):
     )
     for factor in (2, 4, 8, 16, 32):
         larger = replace(machine, gpus=machine.gpus * factor)
-        candidates = list(all_plans(model, larger, precision=plans[0].precision))
-        search = search_plans(model, larger, candidates, 1)
-        if search.best:
+        try:
+            candidates = plans_to_compare(model, larger, plans[0].precision)
+        except InputError:
+            return "\n".join(lines)
+        if any(memory_bound(model, larger, plan) <= machine.memory for plan in candidates):
             return "\n".join([*lines, f"it fits on {larger.gpus} GPUs"])
     return "\n".join([*lines, "more GPUs alone do not help: shorten --seq-len, or use larger GPUs"])
 

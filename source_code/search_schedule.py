@@ -160,7 +160,8 @@ def from_timeline(path):
         timeline = read_timeline(path)
     except TimelineError as error:
         raise SystemExit(f"--timeline {error}; name a file that a training script wrote") from None
-    places = {event.action.stage: event.rank for event in timeline.events}
+    pairs = {(event.action.stage, event.rank) for event in timeline.events}
+    places = dict(pairs)
     m = 1 + max(event.action.microbatch for event in timeline.events)
     kinds = {}  # kind -> {(stage, micro-batch)}
     for event in timeline.events:
@@ -168,6 +169,7 @@ def from_timeline(path):
         kinds.setdefault(kind, set()).add((stage, microbatch))
     backwards = kinds.get("B", set()) | kinds.get("I", set())
     whole = len(kinds.get("F", ())) == len(backwards) == len(places) * m
+    whole = whole and len(pairs) == len(places)  # each stage is on one rank
     if "U" in kinds or not whole or kinds.get("I") != kinds.get("W"):
         raise SystemExit(
             f"--timeline {path} is not that of one synchronous training step; name another one"

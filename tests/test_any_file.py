@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import answers
 import benchmark
@@ -24,13 +25,16 @@ import nbformat
 import pytest
 import quiet_run
 import rehearse
+import slide_figures
 import stored_pictures
 import wall
 import write_measurements
 
 from course import progress
 from course.launch import ROOT
+from guard.inputs import InputError
 
+NOTEBOOK = '{"nbformat": 4, "nbformat_minor": 4, "metadata": {}}'
 GOOD = '{"exercise": "puzzle 1", "outcome": "right", "time": 1.0}\n'
 LINE = '{"exercise": "puzzle 1", "outcome": "right", "time": %s}\n'
 NO_NOTEBOOKS = {
@@ -124,6 +128,77 @@ def test_a_notebook_that_begins_with_a_mark_of_the_byte_order_is_one(notebooks):
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert [exercise.name for exercise in exercises.all_exercises(notebooks)] == ["puzzle 1"]
     assert len(exercises.notebook_of(path).cells) == 2
+
+
+CELL = {"cell_type": "code", "metadata": {}, "source": [], "outputs": []}
+NO_CELLS = {
+    "no outputs": {key: value for key, value in CELL.items() if key != "outputs"},
+    "outputs": {**CELL, "outputs": None},
+    "an output": {**CELL, "outputs": [3]},
+    "a printed text": {**CELL, "outputs": [{"name": "stdout", "text": 3}]},
+    "kinds of an output": {**CELL, "outputs": [{"data": [1]}]},
+    "a shown text": {**CELL, "outputs": [{"data": {"text/markdown": None}}]},
+    "a drawing": {**CELL, "outputs": [{"data": {"image/svg+xml": "nothing"}}]},
+    "metadata": {**CELL, "metadata": None},
+    "tags": {**CELL, "metadata": {"tags": None}},
+    "folding": {**CELL, "metadata": {"jupyter": None}},
+    "a source": {**CELL, "source": 3},
+    "a line": {**CELL, "source": [1]},
+    "a kind": {key: value for key, value in CELL.items() if key != "cell_type"},
+}
+
+
+@pytest.mark.parametrize("cell", NO_CELLS.values(), ids=NO_CELLS)
+def test_a_notebook_with_a_cell_of_another_form_is_named_by_every_tool(tmp_path, cell):
+    path = tmp_path / "zz.ipynb"
+    title = {"cell_type": "markdown", "metadata": {}, "source": "# A title"}
+    path.write_text(json.dumps({**json.loads(NOTEBOOK), "cells": [title, cell]}))
+    for read in (exercises.notebook_of, make_slides.cells_of, minutes.minutes_of):
+        with pytest.raises(InputError, match=r"zz\.ipynb is not a notebook"):
+            read(path)
+
+
+def test_a_new_notebook_and_one_of_words_or_raw_cells_have_slides_minutes_and_no_first_cell(
+    tmp_path,
+):
+    path = tmp_path / "Untitled.ipynb"
+    for cell in (CELL, {**CELL, "cell_type": "raw"}, {**CELL, "cell_type": "markdown"}):
+        path.write_text(json.dumps({**json.loads(NOTEBOOK), "cells": [cell]}))
+        assert [slide.title for slide in make_slides.slides_of(make_slides.cells_of(path))] == [""]
+        assert minutes.minutes_of(path).lesson == 0
+    assert make_hosted.prepared(path.read_text(), path, None) == path.read_text()
+    mark = "# T\n\n<!-- slide: x -->"  # without a sentence after it
+    made = make_slides.slides_of([{**CELL, "cell_type": "markdown", "source": mark}])
+    assert len(make_slides.texts_of(made, {})) == 2
+
+
+def test_a_drawing_of_another_program_that_cannot_be_scaled_is_no_figure():
+    for drawing in ("<svg/>", '<svg viewBox="0 0 x 1"/>', "<svg><"):
+        output = {"data": {"image/svg+xml": drawing}}
+        assert slide_figures.figure_of({**CELL, "outputs": [output]}) is None
+
+
+def test_a_page_of_the_course_that_is_no_text_is_one_sentence(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_bytes(b"\xe9")
+    monkeypatch.setattr(minutes, "PAGE", page)
+    monkeypatch.setattr(minutes, "LESSONS", [tmp_path / "zz.ipynb"])
+    (tmp_path / "zz.ipynb").write_text(json.dumps({**json.loads(NOTEBOOK), "cells": [CELL]}))
+    monkeypatch.setattr(make_slides, "PLANS", page)
+    monkeypatch.setattr(make_slides, "SLIDES", tmp_path / "slides")
+    monkeypatch.setattr(write_measurements, "PAGE", page)
+    for main, word in ((minutes, "--write"), (make_slides, "00"), (write_measurements, "x")):
+        said = sentence_of(main.main, monkeypatch, word)
+        assert "page.md is not text in UTF-8" in said
+    page.write_text("no table")
+    assert "page.md does not say" in sentence_of(minutes.main, monkeypatch, "--write")
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"a\xff.md"), "a\nb.md"])
+def test_a_file_whose_name_no_address_can_have_is_no_page(tmp_path, name, capsys):
+    (tmp_path / name).write_text("words")
+    assert not make_site.is_readable(tmp_path, Path(name))
+    assert f"skipped: {name!r} cannot be" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(30)  # 80,000 lines in the five megabytes that a file may have took 14 s

@@ -1,5 +1,6 @@
 """The flight log of programs that are not the course's: eight faults by their first difference."""
 
+import json
 import shutil
 import sys
 from types import SimpleNamespace
@@ -297,3 +298,37 @@ def test_a_stage_of_the_library_that_lacks_an_argument_is_found_at_its_first_for
     found = compare(recordings["broken"], recordings["whole"])
     assert (found.step, found.ranks, str(found.event.action)) == (0, (1,), "1F0")
     assert found.sentence.startswith("step 0, 1F0 on rank 1: made ")
+
+
+def recording_of(folder, *steps, before=(), after=()):
+    """The Recording of one rank that took these actions in each step, as "0F0 0F1"."""
+    folder.mkdir()
+    (folder / "run.json").write_text('{"name": "mine", "ranks": 1}')
+    rest = {"start": 0, "end": 1, "recompute": 0, "used": None, "made": None, "version": 0}
+    rest |= {"held": 0, "gradient": None}
+    lines = list(before)
+    for actions in steps:
+        lines += [{"did": action, **rest} for action in actions.split()] + [*after, {"ended": 0}]
+    (folder / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_recording(folder)
+
+
+def test_a_step_with_passages_that_the_longest_has_not_is_compared(tmp_path):
+    one = recording_of(tmp_path / "one", "0F0 0F1", "0F0")
+    other = recording_of(tmp_path / "other", "0F0 0F1", "0F0 3F5")
+    found = compare(one, other)
+    assert found.step == 1 and found.sentence.startswith("step 1: rank 0 never came to")
+
+
+def test_weights_and_updates_of_a_stage_without_an_action_are_compared(tmp_path):
+    def weights(digest):
+        return [{"weights": {"a": [digest * 8, 1, 1]}, "stage": 5, "version": 0}]
+
+    one = recording_of(tmp_path / "one", "0F0", before=weights("0"))
+    other = recording_of(tmp_path / "other", "0F0", before=weights("1"))
+    assert "step 0 begins with another a on stage 5" in compare(one, other).sentence
+    one, other = (
+        recording_of(tmp_path / f"{norm}", "0F0", after=[{"updated": 7, "gradient": norm}])
+        for norm in (1, 2)
+    )
+    assert "1 on stage 7 (in the other 2)" in compare(one, other).sentence

@@ -20,7 +20,7 @@ from guard.inputs import InputError
 from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import one_f_one_b
-from planning.candidates import DEEPEST, all_plans, forecasts, search_plans
+from planning.candidates import DEEPEST, all_plans, divisors, forecasts, search_plans
 from planning.counted_memory import predict_memory
 from planning.forecast import forecast, stage_costs
 from planning.known_models import NAMED, find_model
@@ -57,6 +57,18 @@ def test_more_microbatches_than_can_be_simulated_are_rejected_with_both_numbers(
     said = rejected("llama-3-8b --gpus 8 --batch-size 1048576", capsys)
     assert said.startswith("--batch-size 1048576")
     assert "1,048,576 micro-batches per update, and 131,072 are the most; use" in said
+
+
+def test_more_plans_than_can_be_compared_are_rejected_with_the_numbers_that_make_them(capsys):
+    with mock.patch("planning.candidates.MOST_PLANS", 50):
+        said = rejected("llama-3-8b --gpus 64 --batch-size 64", capsys)
+    assert said.startswith("--gpus 64 and --batch-size 64")
+    assert "more than 50 plans; use" in said
+
+
+def test_the_divisors_of_a_number_come_in_order_and_each_once():
+    for number in range(1, 200):
+        assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 # Models.
@@ -134,6 +146,16 @@ def test_a_malformed_config_is_rejected_in_one_sentence(text, tmp_path):
     with pytest.raises(InputError) as error:
         find_model(str(path), 128, 8)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("norms", ["x", [1], -5, 1e308, 1.5])
+def test_a_falcon_with_another_number_of_norms_is_rejected_in_one_sentence(norms, tmp_path):
+    config = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 16, "vocab_size": 64}
+    config |= {"num_attention_heads": 2, "new_decoder_architecture": True}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "num_ln_in_parallel_attn": norms}))
+    with pytest.raises(InputError, match="num_ln_in_parallel_attn is .*, and not 1 or 2"):
+        find_model(str(path), 128, 8)
 
 
 # The search.

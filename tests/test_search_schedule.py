@@ -13,7 +13,8 @@ from test_exact_search import all_orders, fits, played
 
 from course.launch import ROOT, run
 from lab.simulator import Costs, simulate
-from pipeline.schedule import from_csv
+from lab.timeline import Event, Timeline, to_chrome_trace
+from pipeline.schedule import Action, from_csv
 from planning.bounded_search import Question, on_grid, search, unit_of
 
 PAGE = (ROOT / "docs" / "certificates.md").read_text()
@@ -122,6 +123,15 @@ def test_in_words_it_says_what_is_proven_and_what_a_name_would_cost(capsys):
     status, printed = call(f"{UNEVEN} --room 3,2,1", capsys)
     assert status == 0
     assert "proven: no schedule is shorter" in printed.out and "1F1B, +" in printed.out
+
+
+def test_a_timeline_whose_stage_is_on_two_ranks_is_rejected_in_one_sentence(capsys, tmp_path):
+    file = tmp_path / "run.json"
+    events = Event(0, Action(0, "F", 0), 0, 1), Event(1, Action(0, "B", 0), 1, 2)
+    file.write_text(to_chrome_trace(Timeline("x", events)))
+    status, printed = call(f"--timeline {file}", capsys)
+    assert status == 2
+    assert f"{file} is not that of one synchronous training step; name another" in printed.err
 
 
 @pytest.mark.processes

@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from search_schedule import check_size  # noqa: E402
+
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
@@ -53,6 +55,7 @@ def main():
     parser.add_argument("--seconds", type=positive_number, default=10.0, help="for each cell")
     arguments = parser.parse_args()
     ranks = [arguments.ranks] if arguments.ranks else range(2, MOST_RANKS + 1)
+    check_size(2 * max(ranks), arguments.most)  # two stages per rank are the most
     page = TOP + "".join(part(p, arguments.most, arguments.seconds) for p in ranks)
     if arguments.ranks:
         print(page)

@@ -49,11 +49,44 @@ def notebook_of(path):
     text = read_text(path, MOST_BYTES)
     try:
         notebook = nbformat.reads(text, as_version=4)
-        "".join(cell.cell_type + cell.source for cell in notebook.cells)
+        whole = all(map(is_cell, notebook.cells))
     # Not JSON, as an empty file or one with a conflict; or JSON of something else.
     except (nbformat.ValidationError, *OTHER_CONTENT):
-        raise InputError(f"{path} is not a notebook") from None
+        whole = False
+    if not whole:
+        raise InputError(f"{path} is not a notebook")
+    for cell in notebook.cells:
+        cell.setdefault("metadata", nbformat.NotebookNode())  # which some programs leave out
     return notebook
+
+
+def is_cell(cell):
+    """Whether a cell, as JSON has it, is one of a notebook; nbformat lets others pass."""
+    about = cell.get("metadata", {}) if isinstance(cell, dict) else None
+    if not isinstance(about, dict) or not is_text(cell.get("source")):
+        return False
+    if not isinstance(about.get("tags", []), list) or not isinstance(
+        about.get("jupyter", {}), dict
+    ):
+        return False
+    if cell.get("cell_type") == "code":
+        return isinstance(cell.get("outputs"), list) and all(map(is_output, cell["outputs"]))
+    return cell.get("cell_type") in ("markdown", "raw")
+
+
+def is_output(output):
+    """Whether an output of a cell has a text, or texts and drawings by their kinds."""
+    data = output.get("data", {}) if isinstance(output, dict) else None
+    if not isinstance(data, dict) or not is_text(output.get("text", "")):
+        return False
+    texts = [value for kind, value in data.items() if not kind.endswith("json")]
+    return all(map(is_text, texts)) and "<svg" in "".join(data.get("image/svg+xml", "<svg"))
+
+
+def is_text(value):
+    """Whether this is text as notebooks have it: whole, or line by line."""
+    lines = value if isinstance(value, list) else [value]
+    return all(isinstance(line, str) for line in lines)
 
 
 def lesson_of(path):

@@ -14,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+from exercises import is_cell
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
@@ -116,6 +118,8 @@ def prepared(text, path, address):
     head = with_row("".join(cells[0]["source"]), row_of(address, path.as_posix()))
     cells[0]["source"] = head.splitlines(keepends=True)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
+    if not code:  # which needs nothing of the course
+        return text
     if is_first(code[0]):
         cell = code[0]
     else:
@@ -131,7 +135,7 @@ def notebook_in(text, path):
     """The notebook in the text of a file, as JSON has it. Raises InputError for what is none."""
     notebook = parse_json(text, path)
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
-    if not cells or not all(isinstance(cell, dict) and "source" in cell for cell in cells):
+    if not isinstance(cells, list) or not cells or not all(map(is_cell, cells)):
         raise InputError(f"{path} is not a notebook")
     return notebook
 
@@ -143,7 +147,7 @@ def is_first(cell):
 
 def first_cell(address):
     """The text of the first cell of every lesson."""
-    text = FIRST_CELL.read_text(encoding="utf-8").rstrip("\n")
+    text = read_text(FIRST_CELL).rstrip("\n")
     return text.replace('ADDRESS = ""', f'ADDRESS = "{HOST}{address}"') if address else text
 
 

@@ -169,7 +169,7 @@ def write_pages(site, course):
             where.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(course.root / file, where)
             if file.suffix == ".svg":
-                drawing = site_page.with_words_of_the_page(where.read_text(encoding="utf-8"))
+                drawing = site_page.with_words_of_the_page(read_text(where))
                 where.write_text(drawing, encoding="utf-8")
         else:
             body = with_links(body_of(file, exporter, course), file, course)
@@ -201,7 +201,7 @@ def copy_slides(site, course):
     """The slides, whose list leads back to the first page only where there is one."""
     shutil.copytree(slides_of(course).parent, site / SLIDES.parent)
     back = f'<p><a href="../{address_of(INDEX, course.folders)}">{html.escape(COURSE)}</a></p>'
-    text = (site / SLIDES).read_text(encoding="utf-8")
+    text = read_text(site / SLIDES)
     (site / SLIDES).write_text(text.replace("<body>", f"<body>{back}", 1), encoding="utf-8")
 
 
@@ -228,7 +228,7 @@ def lessons_of(course):
 
 def further_lessons_of(course):
     """The lessons that docs/lessons.md lists below the course."""
-    text = (course.root / LESSONS).read_text(encoding="utf-8")
+    text = read_text(course.root / LESSONS)
     listed = text.partition("## Further lessons")[2]
     return [lesson for lesson in lessons_of(course) if f"/{lesson.name})" in listed]
 
@@ -256,6 +256,9 @@ def files_of_the_course(root):
 
 def is_readable(root, file):
     """Whether a file can become a page; one that cannot, such as a damaged notebook, is named."""
+    if not str(file).isprintable():  # no address has a line break, or half of a letter
+        print(f"skipped: {str(file)!r} cannot be the name of a page")
+        return False
     try:
         if file.suffix == ".ipynb":
             notebook_of(root / file)
@@ -288,7 +291,7 @@ def body_of(file, exporter, course):
         notebook = notebook_of(course.root / file)
         notebook.cells = [cell for cell in notebook.cells if not make_hosted.is_first(cell)]
     else:
-        text = (course.root / file).read_text(encoding="utf-8")
+        text = read_text(course.root / file)
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)])
     answers = [cell.id for cell in answers_of(notebook)]
     for cell in notebook.cells:
@@ -344,7 +347,7 @@ def code_of(file, course):
     """The HTML of a file that is not a page, with its colours where it is Python or a shell's."""
     language = {".py": "python", ".diff": "diff", ".sh": "bash", ".sbatch": "bash", ".env": "bash"}
     lexer = get_lexer_by_name(language.get(file.suffix, "text"))
-    code = highlight((course.root / file).read_text(encoding="utf-8"), lexer, HtmlFormatter())
+    code = highlight(read_text(course.root / file), lexer, HtmlFormatter())
     return f"<h1>{html.escape(str(file))}</h1>{code}"
 
 
@@ -405,7 +408,7 @@ def list_of(folder, course):
 
 def title_of(page):
     """The heading that a page starts with, else its name."""
-    text = "" if page.suffix == ".ipynb" else page.read_text(encoding="utf-8")
+    text = "" if page.suffix == ".ipynb" else read_text(page)
     if page.suffix == ".ipynb":
         text = "".join(cell.source for cell in notebook_of(page).cells[:1])
     return text.splitlines()[0].lstrip("# ") if text.startswith("# ") else page.name

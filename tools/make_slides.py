@@ -34,7 +34,7 @@ from slide_layout import (  # noqa: E402
 )
 from slide_page import index_of, page_of  # noqa: E402
 
-from guard.files import not_written  # noqa: E402
+from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import read_text  # noqa: E402
 from guard.one_sentence import naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
@@ -90,11 +90,11 @@ def write_slides(chosen, lessons):
         slides = slides_of(cells_of(path), number)
         file = SLIDES / f"{path.stem}.html"
         page = page_of(path.stem, texts_of(slides, plan_of(number)))
-        file.write_text(page, encoding="utf-8")
+        write_whole(file, page)
         print(f"build/slides/{file.name}: {len(slides)} slides")
     made = [path for path in lessons if (SLIDES / f"{path.stem}.html").is_file()]
     index = index_of({path.stem: title_of(path) for path in made})
-    (SLIDES / "index.html").write_text(index, encoding="utf-8")
+    write_whole(SLIDES / "index.html", index)
 
 
 def cells_of(path):
@@ -102,14 +102,14 @@ def cells_of(path):
 
 
 def title_of(path):
-    return "".join(cells_of(path)[0]["source"]).splitlines()[0].strip("# ")
+    return "".join(cells_of(path)[0]["source"]).partition("\n")[0].strip("# ")
 
 
 def slides_of(cells, number=""):
     """The slides of a notebook, in order."""
     prose = "".join(cells[0]["source"])
     after = re.search(r"\*\*After this lesson\*\* .*", prose)
-    slides = [Slide(prose.splitlines()[0].strip("# "), after[0] if after else "", is_first=True)]
+    slides = [Slide(prose.partition("\n")[0].strip("# "), after[0] if after else "", is_first=True)]
     waiting, shown = None, []  # the slide that still has no figure, and the figures of its section
     for cell in cells:
         if cell["cell_type"] == "code":
@@ -216,7 +216,7 @@ def table_in(part):
 def picture_in(part):
     """The first picture of the prose that can be read on a slide, as HTML, or None."""
     found = re.findall(r"!\[[^\]]*\]\(\.\./(images/[\w.-]+\.svg)\)", part)
-    drawn = (picture((ROOT / file).read_text(encoding="utf-8")) for file in found)
+    drawn = (picture(read_text(ROOT / file)) for file in found)
     return next(filter(None, drawn), None)
 
 
@@ -228,7 +228,7 @@ def asks(slide):
 
 def plan_text(number):
     """The section of a lesson on the page of plans."""
-    plans = PLANS.read_text(encoding="utf-8")
+    plans = read_text(PLANS)
     found = re.search(rf"^## {number} .*?\n(.*?)(?=^## |\Z)", plans, re.M | re.S)
     return found[1] if found else ""
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from make_hosted import is_first, notebook_in
 
 from guard.files import not_written, write_whole
-from guard.inputs import read_text
+from guard.inputs import InputError, read_text
 from guard.one_sentence import naming_files
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
@@ -58,7 +58,7 @@ def minutes_of(path):
             before = re.split(EXERCISE, text, maxsplit=1, flags=re.M)[0]
             read = re.sub(NOT_READ, "", before.partition("## Sources")[0], flags=re.S)
             words += len(read.split())
-        else:
+        elif cell["cell_type"] == "code":
             runs += 1
             lines += sum(1 for line in [*text.splitlines(), *shown_by(cell)] if line.strip())
     reading = words / WORDS + lines / LINES + runs / CELLS
@@ -91,9 +91,9 @@ def write(path, minutes):
         f"**Time:** {minutes.lesson} minutes to read and run, and {minutes.exercises} minutes to "
         f"write your part (estimated). {further}"
     )
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     write_whole(path, re.sub(ANY_HEAD, head, text, count=1))
-    page = PAGE.read_text(encoding="utf-8")
+    page = read_text(PAGE)
     row = rf"(\]\(\.\./notebooks/{re.escape(path.name)}\)) \| \d+ \|(?: \d+ \|)?"
     page = re.sub(row, rf"\1 | {minutes.lesson} | {minutes.exercises} |", page)
     write_whole(PAGE, with_totals(page))
@@ -101,10 +101,12 @@ def write(path, minutes):
 
 def with_totals(page):
     """The page with the minutes of its routes added up; a part (◐) counts its stated minutes."""
-    part = int(re.search(r"◐ is lesson .*?, (\d+) minutes", page)[1])
+    part = re.search(r"◐ is lesson .*?, (\d+) minutes", page)
+    if part is None:
+        raise InputError(f"{PAGE} does not say how many minutes ◐ is; add the line that does")
     lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", page, re.M)
     for column, route in enumerate(("90 minutes", "one day", "the course"), 1):
-        spent = {"": lambda _: 0, "●": int, "◐": lambda _: part}
+        spent = {"": lambda _: 0, "●": int, "◐": lambda _: int(part[1])}
         total = sum(spent[marks.split("|")[column].strip()](each) for each, marks in lessons)
         page = re.sub(rf"(?m)^(\| {route} \|) \d+ \|", rf"\1 {total} |", page)
     return page

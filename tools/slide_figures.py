@@ -50,8 +50,10 @@ def preformatted(kind, lines):
 
 
 def drawing(svg):
-    """An SVG text scaled to a slide, with its legend below."""
+    """An SVG text scaled to a slide, with its legend below; None if it cannot be scaled."""
     root = parsed(svg)
+    if root is None:
+        return None
     legend = ""
     if root.find(f".//{{{SVG}}}g[@class='blocks']") is not None:
         legend = cut_off_legend(root)
@@ -63,6 +65,8 @@ def drawing(svg):
 def picture(svg):
     """A picture of the prose scaled to a slide; None if its letters would be too small there."""
     root = parsed(svg)
+    if root is None:
+        return None
     _, _, width, tall = view_box(root)
     scale = min(WIDTH / width, HEIGHT / tall)
     sizes = [float(words.get("font-size", 0)) for words in root.iter(f"{{{SVG}}}text")]
@@ -73,9 +77,14 @@ def picture(svg):
 
 
 def parsed(svg):
+    """The drawing in an SVG text; None for one that is damaged, or has no box to be scaled by."""
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")  # marks of a curve
-    return ElementTree.fromstring(svg[svg.index("<svg") :])
+    try:
+        root = ElementTree.fromstring(svg[svg.index("<svg") :])
+    except ElementTree.ParseError:
+        return None
+    return root if re.fullmatch(r"(-?[\d.]+ ){3}[\d.]+", root.get("viewBox", "")) else None
 
 
 def set_size(root, width, height):

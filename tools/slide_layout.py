@@ -64,7 +64,7 @@ def said_on_the_slide(sentence, note, room, may_go_on, next_sentence=""):
 
 def without_title(sentence, title, note):
     """(the words on the slide, the rest of the note) without a first sentence that repeats the title."""
-    first, *more = sentences_and_rest(sentence)[0]
+    first, *more = sentences_and_rest(sentence)[0] or [""]
     following, rest = sentences_and_rest(note)
     words = " ".join(more) or (following.pop(0) if following else "")
     if not repeats(first, title) or not words or words.endswith((":", "?")):

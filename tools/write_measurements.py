@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
 from guard.files import write_whole  # noqa: E402
-from guard.inputs import read_json  # noqa: E402
+from guard.inputs import read_json, read_text  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
@@ -29,7 +29,7 @@ def main():
     parser.add_argument("file", metavar="FILE", help="what accept.py has written")
     file = parser.parse_args().file
     with naming_files(ROOT / PAGE):
-        page = (ROOT / PAGE).read_text(encoding="utf-8")
+        page = read_text(ROOT / PAGE)
         try:
             page = with_measurements(page, file)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

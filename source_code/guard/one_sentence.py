@@ -46,7 +46,7 @@ def naming_files(path=None):
         raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
     except OSError as error:
         program, file = Path(sys.argv[0]).name, path or error.filename or "a file"
-        raise SystemExit(f"{program}: {file} cannot be used ({error.strerror})") from None
+        raise SystemExit(f"{program}: {file} cannot be used ({error.strerror or error})") from None
 
 
 def check_current_folder():

@@ -114,13 +114,22 @@ def _first_weights(one, other, number, tolerance):
         for name, mine in prints.items():
             yours = theirs.get((stage, version), {}).get(name)
             if version == first and yours and _apart(mine, yours, tolerance):
-                ranks = one.schedule.ranks_of_stage[stage]
+                ranks = _ranks_of(one, stage)
+                where = f"rank {ranks[0]}" if ranks else f"stage {stage}"
                 sentence = (
-                    f"step {number} begins with another {name} on rank {ranks[0]}: {mine} here, "
-                    f"{yours} in the other"
+                    f"step {number} begins with another {name} on {where}: {mine} here, {yours} in "
+                    "the other"
                 )
                 return Difference(number, ranks, None, sentence)
     return None
+
+
+def _ranks_of(recording, stage):
+    """The ranks of a stage. In a program without a schedule these are the ranks that have taken an
+    action of it, in any step; there may be none, if the run ended before."""
+    events = (entry.event for step in recording.steps for entry in step.entries)
+    seen = tuple(sorted({event.rank for event in events if event.action.stage == stage}))
+    return recording.schedule.ranks_of_stage.get(stage, seen)
 
 
 def causes_among(differing, one, other, number):
@@ -282,10 +291,14 @@ def _how_far(here, there):
 
 def _never_taken(one, other, number, roots):
     """The Difference if a rank of the first recording stopped before an action of the other."""
-    ranks = other.schedule.rank_of_passage | one.schedule.rank_of_passage
-    result = min(roots, key=lambda r: (ranks[r.stage, r.microbatch], r))
-    rank = ranks[result.stage, result.microbatch]
-    action = other.steps[number].by_result[result].event.action
+    ranks, theirs = one.schedule.rank_of_passage, other.steps[number].by_result
+    events = {result: theirs[result].event for result in roots}
+    # A program without a schedule may have passages that are not in its longest step.
+    rank, result = min(
+        (ranks.get((result.stage, result.microbatch), event.rank), result)
+        for result, event in events.items()
+    )
+    action = events[result].action
     sentence = (
         f"step {number}: rank {rank} never came to {action.describe()}, and in the other it did"
     )
@@ -303,7 +316,7 @@ def _first_update(one, other, number, tolerance):
     ]
     if not stages:
         return None
-    ranks = tuple(sorted({rank for s in stages for rank in one.schedule.ranks_of_stage[s]}))
+    ranks = tuple(sorted({rank for stage in stages for rank in _ranks_of(one, stage)}))
     norms = ", ".join(
         f"{short_norm(ours[stage])} on stage {stage} (in the other {short_norm(theirs[stage])})"
         for stage in stages

@@ -6,8 +6,10 @@ Candidates are compared by lower bounds, which need no simulation: first by `wor
 """
 
 import heapq
+import math
 from dataclasses import replace
-from itertools import product
+from functools import lru_cache
+from itertools import islice, product
 from typing import NamedTuple
 
 from guard.inputs import InputError
@@ -25,6 +27,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 DEEPEST = 128  # ranks of a pipeline: the work to write v-half and v-min grows with the square
+MOST_PLANS = 100_000  # of one model on one machine, compared in a minute or two
 MOST_MICROBATCHES = 131_072  # of an update of one replica, planned in 40 s for Llama 3 8B on 8 GPUs
 
 
@@ -83,6 +86,18 @@ def all_plans(model, machine, schedules=PLANNED, precision="bf16"):
                 yield from shardings(machine, shape)
 
 
+def plans_to_compare(model, machine, precision):
+    """A list of `all_plans`. Raises InputError if comparing them would take more than minutes."""
+    plans = list(islice(all_plans(model, machine, precision=precision), MOST_PLANS + 1))
+    if len(plans) > MOST_PLANS:
+        raise InputError(
+            f"--gpus {machine.gpus} and --batch-size {model.batch} have so many divisors that there "
+            f"are more than {MOST_PLANS:,} plans; use a number with fewer, such as a power of 2"
+        )
+    check_effort(model, plans)
+    return plans
+
+
 def check_effort(model, plans):
     """Raise InputError if a plan has more micro-batches than can be simulated in a minute or two."""
     most = max((plan.microbatches(model) for plan in plans), default=0)
@@ -104,8 +119,11 @@ def check_precision(precision, model, machine):
         )
 
 
+@lru_cache(maxsize=10_000)
 def divisors(number):
-    return [one for one in range(1, number + 1) if number % one == 0]
+    """All divisors, the smallest first."""
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return tuple(sorted({*small, *(number // one for one in small)}))
 
 
 def shapes(model, plan, schedules):

@@ -191,7 +191,7 @@ def read_family(config, path):
     if config.get("multi_query", config["model_type"] in ("gpt_bigcode", "falcon")):
         sizes["kv_heads"] = 1
     if config["model_type"] == "falcon":
-        family, sizes["kv_heads"] = falcon(family, config, sizes)
+        family, sizes["kv_heads"] = falcon(family, config, sizes, path)
     tied = setting(config, ("tie_word_embeddings", family.tied), path)
     return family, sizes, tied
 
@@ -236,10 +236,14 @@ def setting(config, fact, path):
     return value
 
 
-def falcon(family, config, sizes):
+def falcon(family, config, sizes, path):
     """The Family of this Falcon, and its heads for keys: those of 40B and of 7B are unlike."""
     if config.get("new_decoder_architecture"):
         norms = config.get("num_ln_in_parallel_attn") or 2
+        if norms not in (1, 2):
+            raise InputError(
+                f"{path}: num_ln_in_parallel_attn is {str(norms)[:40]}, and not 1 or 2"
+            )
         return replace(family, norms=norms), config.get("num_kv_heads") or sizes.get("heads")
     norms = 1 if config.get("parallel_attn", True) else 2
     return replace(family, norms=norms), 1 if config.get("multi_query", True) else sizes.get(

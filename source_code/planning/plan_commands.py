@@ -9,7 +9,7 @@ from extensions.real_models.saved_settings import read_settings
 from guard.inputs import InputError
 from pipeline.data import DEFAULT_TEXT
 from pipeline.schedules import SCHEDULES
-from planning.candidates import all_plans, search_plans
+from planning.candidates import all_plans, divisors, search_plans
 from planning.known_models import NAMED, is_of_the_course
 from planning.narrow import command_lines, lines_of
 from planning.plan_memory import TIGHT
@@ -37,7 +37,7 @@ def start_of(machine, plan):
     most = int(machine.gpus_per_host or machine.gpus_per_node)
     if plan.gpus <= most:  # torchrun --standalone starts one computer
         return f"torchrun --standalone --nproc-per-node {plan.gpus} source_code/pretrain_llama.py"
-    each = next(count for count in range(most, 0, -1) if plan.gpus % count == 0)
+    each = max(count for count in divisors(plan.gpus) if count <= most)
     nodes = plan.gpus // each
     return f"sbatch --nodes={nodes} --gres=gpu:{each} slurm/train.sbatch pretrain_llama.py"
 
