@@ -97,7 +97,7 @@ def test_the_own_check_of_the_lesson_answers_and_a_right_schedule_is_drawn_and_n
     }
     wrong = checked(OWN_GPIPE.replace("range(num_ranks)", "range(1)"))
     assert (
-        wrong["said"].startswith("Not yet: 2 ranks, 2 micro-batches: 1 rows") and "svg" not in wrong
+        wrong["said"].startswith("Not yet: 2 ranks, 2 micro-batches: 1 row,") and "svg" not in wrong
     )
     right = checked(OWN_GPIPE)
     assert right["right"] and right["name"] == "You have built GPipe."

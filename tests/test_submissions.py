@@ -67,7 +67,7 @@ def test_a_cell_that_checks_two_answers_has_two_exercises_each_with_what_its_own
     ("source", "said"),
     [
         (STUB, "Not attempted yet"),
-        ("rows_1 = ['0F0']", "Not yet: 1 rows"),
+        ("rows_1 = ['0F0']", "Not yet: 1 row,"),
         ("rows_1 = 1 / 0", "Not yet: NameError: name 'rows_1' is not defined"),
         ("rows_1 = [", "Not yet: NameError"),
     ],
