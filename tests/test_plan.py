@@ -393,6 +393,14 @@ def test_plan_ranks_a_profile_s_plans_as_paper_only(tmp_path, capsys):
     assert all(one["paper_only"] for one in found["plans"])
 
 
+def test_a_profile_whose_cuts_would_take_minutes_is_rejected_in_one_sentence(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile_of([*LAYERS, *LAYERS])))
+    with mock.patch("planning.partition.MOST_COMPARISONS", 10):
+        said = rejected(f"{path} --gpus 4 --batch-size 16", capsys)
+    assert "layers is too long for" in said and "use fewer --gpus" in said
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

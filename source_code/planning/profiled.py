@@ -90,9 +90,18 @@ def profiled_model(content, path, batch):
 
 @lru_cache(maxsize=1000)
 def fastest_cut(model, stages):
-    """The number of layers of each stage that minimizes the time of the slowest."""
-    cut = plan_stages(Profile("profile", model.profile), stages, FREE, straight=True).cut
-    return tuple(cut)
+    """The number of layers of each stage that minimizes the time of the slowest.
+
+    Raises InputError if finding it would take minutes.
+    """
+    try:
+        found = plan_stages(Profile("profile", model.profile), stages, FREE, straight=True)
+    except PartitionError:
+        raise InputError(
+            f"a profile of {model.layers:,} layers is too long for {stages} stages; profile several "
+            "layers as one, or use fewer --gpus"
+        ) from None
+    return tuple(found.cut)
 
 
 def stage_times(model, plan):
