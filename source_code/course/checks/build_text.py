@@ -11,6 +11,7 @@ import types
 from course.building.cells import text_of
 from course.checks.answer import NotAttempted, WrongAnswer
 
+MOST_NUMBERS = 64  # of a tensor that is written as a list
 PLAIN = (int, float, str, bytes, tuple, list, dict, type(None))
 
 
@@ -63,9 +64,19 @@ def collect(function):
             elif line:
                 imports.append(line)
         sources.append((name, text))
+        for other in sorted(registered_in(value, function.__globals__) - seen):
+            seen.add(other)
+            add(other, function.__globals__[other])
 
     add(function.__name__, function)
     return sources, imports
+
+
+def registered_in(value, globals_of_cells):
+    """The names of the functions and classes in a dict or list, which a decorator may have put there."""
+    members = value.values() if isinstance(value, dict) else value if type(value) is list else ()
+    made = [each for each in members if inspect.isfunction(each) or inspect.isclass(each)]
+    return {each.__name__ for each in made if globals_of_cells.get(each.__name__) is each}
 
 
 def line_of(name, value, module):
@@ -84,6 +95,9 @@ def line_of(name, value, module):
         return f"import {value.__name__} as {name}"
     if isinstance(value, torch.dtype) or is_plain(value):
         return f"{name} = {value!r}"
+    if type(value) is torch.Tensor and value.numel() <= MOST_NUMBERS and not value.requires_grad:
+        if is_plain(value.tolist()):  # its present numbers, also those assigned to it later
+            return f"{name} = torch.tensor({value.tolist()!r}, dtype={value.dtype})"
     home, own_name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if home != module and getattr(sys.modules.get(home), str(own_name), None) is value:
         return f"from {home} import {own_name} as {name}"
