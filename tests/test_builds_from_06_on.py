@@ -437,6 +437,12 @@ def test_an_input_may_be_replaced_by_none_in_held(tmp_path, capsys):
     assert answer_to(tmp_path, capsys, "recomputing_backward", edit).startswith("Right: ")
 
 
+def test_a_decorator_may_put_a_function_of_another_name_in_its_place(tmp_path, capsys):
+    traced = "def traced(function):\n    def inner(*given):\n        return function(*given)\n\n"
+    edit = "def backward(", f"{traced}    return inner\n\n\n@traced\ndef backward("
+    assert answer_to(tmp_path, capsys, "recomputing_backward", edit).startswith("Right: ")
+
+
 REGISTRY = """HOW = {}
 
 

@@ -10,6 +10,14 @@ from pathlib import Path
 NOT_RUN = ("writefile", "file")  # cell magics that do not run the text below them
 
 
+def name_in_cells(function):
+    """The name of a function in its notebook, also if a decorator has put another one in its place."""
+    known = getattr(function, "__globals__", {})
+    names = [name for name, value in known.items() if value is function and name[0] != "_"]
+    own = function.__name__
+    return own if known.get(own) is function or not names else names[0]
+
+
 def text_of(name, value, module):
     """The text that defines `name` in a module, which can be a notebook; None if there is none."""
     if _has_own_text(name, value):

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from course.building.cells import text_of
+from course.building.cells import name_in_cells, text_of
 from course.launch import ROOT
 from course.source import read_source
 
@@ -31,7 +31,7 @@ def keep(function):
 
     For exercises that are not solved yet, the file has the course's solution.
     """
-    request = _accepted.get(text_of(function.__name__, function, function.__module__))
+    request = _accepted.get(text_of(name_in_cells(function), function, function.__module__))
     if request:
         PARTS.mkdir(parents=True, exist_ok=True)
         _write(PARTS / f"{_place_of(request)}.json", json.dumps(request))

@@ -8,7 +8,7 @@ import symtable
 import sys
 import types
 
-from course.building.cells import text_of
+from course.building.cells import name_in_cells, text_of
 from course.checks.answer import NotAttempted, WrongAnswer
 
 MOST_NUMBERS = 64  # of a tensor that is written as a list
@@ -28,7 +28,7 @@ def request_of(*functions, places=1, **more):
         texts, lines = collect(function)
         sources |= dict(texts)
         imports += [line for line in lines if line not in imports]
-    names = [function.__name__ for function in functions]
+    names = [name_in_cells(function) for function in functions]
     if all(len(holes(sources[name])) >= places for name in names):
         raise NotAttempted
     for name, text in sources.items():
@@ -40,7 +40,7 @@ def request_of(*functions, places=1, **more):
 def collect(function):
     """([(name, text)], [import lines]): the definitions of its module that `function` uses, each
     after those that it uses itself; the last one is `function`."""
-    sources, imports, seen = [], [], {function.__name__}
+    sources, imports, seen = [], [], {name_in_cells(function)}
 
     def add(name, value):
         text = text_of(name, value, function.__module__)
@@ -68,7 +68,7 @@ def collect(function):
             seen.add(other)
             add(other, function.__globals__[other])
 
-    add(function.__name__, function)
+    add(name_in_cells(function), function)
     return sources, imports
 
 
