@@ -437,6 +437,52 @@ def test_an_input_may_be_replaced_by_none_in_held(tmp_path, capsys):
     assert answer_to(tmp_path, capsys, "recomputing_backward", edit).startswith("Right: ")
 
 
+def test_a_decorator_may_put_a_function_of_another_name_in_its_place(tmp_path, capsys):
+    traced = "def traced(function):\n    def inner(*given):\n        return function(*given)\n\n"
+    edit = "def backward(", f"{traced}    return inner\n\n\n@traced\ndef backward("
+    assert answer_to(tmp_path, capsys, "recomputing_backward", edit).startswith("Right: ")
+
+
+REGISTRY = """HOW = {}
+
+
+def for_inputs(are_floats):
+    def register(function):
+        HOW[are_floats] = function
+        return function
+
+    return register
+
+
+@for_inputs(True)
+def ask_for_a_gradient(x):
+    x.requires_grad_()
+
+
+@for_inputs(False)
+def leave_as_it_is(x):
+    pass
+
+
+ZEROS = torch.ones(2, dtype=torch.float64)
+ZEROS[:] = 0
+
+
+def backward("""
+
+
+def test_a_rank_gets_what_a_decorator_has_registered_and_the_present_numbers_of_a_tensor(
+    tmp_path, capsys
+):
+    edits = [
+        ("def backward(", REGISTRY),
+        ("    if x.is_floating_point():\n        x.requires_grad_()\n",
+         "    assert not ZEROS.any()\n    HOW[x.is_floating_point()](x)\n"),
+    ]  # fmt: skip
+    said = answer_to(tmp_path, capsys, "recomputing_backward", *edits)
+    assert said.startswith("Right: ")
+
+
 @pytest.mark.further
 def test_a_number_of_steps_may_be_one_of_torch(tmp_path, capsys):
     number = 'int(whole[-1].name.removeprefix("step-"))'

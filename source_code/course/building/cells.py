@@ -33,7 +33,8 @@ def text_of(name, value, module):
 
 def name_of(function):
     """The name that the notebook gives to a function, which another function may have made."""
-    names = [name for name, value in function.__globals__.items() if value is function]
+    known = getattr(function, "__globals__", {})
+    names = [name for name, value in known.items() if value is function]
     own = function.__name__
     return own if own in names else min(names, default=own, key=lambda name: name.startswith("_"))
 

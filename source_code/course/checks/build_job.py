@@ -99,7 +99,7 @@ def _complaint_on_options(text):
     if per_node != str(RANKS // NODES) and (per_node or total != str(RANKS)):
         return f"srun starts a process for each task: ask for {RANKS // NODES} tasks per node"
     minutes = _minutes(options.get("time", ""))
-    if minutes is None:
+    if not minutes:  # SLURM takes 0 for no limit
         return "your script names no time limit, or none that SLURM reads: a job that hangs costs all of it"
     if minutes > LONGEST:
         return f"two steps take seconds, and your job may hold its nodes for {minutes:g} minutes"

@@ -11,6 +11,7 @@ import types
 from course.building.cells import CONTAINERS, name_of, text_of
 from course.checks.answer import NotAttempted, WrongAnswer
 
+MOST_NUMBERS = 64  # of a tensor that is written as a list
 PLAIN = (int, float, str, bytes, tuple, list, dict, type(None))
 
 
@@ -96,6 +97,9 @@ def line_of(name, value, module):
         return f"import {value.__name__} as {name}"
     if isinstance(value, torch.dtype) or is_plain(value):
         return f"{name} = {value!r}"
+    if type(value) is torch.Tensor and value.numel() <= MOST_NUMBERS and not value.requires_grad:
+        if is_plain(value.tolist()):  # its present numbers, also those assigned to it later
+            return f"{name} = torch.tensor({value.tolist()!r}, dtype={value.dtype})"
     home, own_name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if home != module and getattr(sys.modules.get(home), str(own_name), None) is value:
         return f"from {home} import {own_name} as {name}"

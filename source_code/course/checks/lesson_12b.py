@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 12b: the fault and its ranks, and whether the repair gives the right losses."""
 
+import inspect
 import math
 import re
 import shutil
@@ -8,6 +9,7 @@ from numbers import Integral
 
 from course import launch
 from course.building import WAITING
+from course.building.cells import name_of
 from course.checks.answer import WrongAnswer, call, checked, close, many
 from course.checks.build_text import request_of
 from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
@@ -197,7 +199,7 @@ def _write_piece(name, function):
     """Write the learner's function, and what it uses, into a file for the ranks; return its path."""
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
-    if getattr(function, "__name__", "") != name:
+    if not inspect.isfunction(function) or name_of(function) != name:
         raise WrongAnswer(f"write it with def and call it {name}, as the broken one is called")
     request = request_of(function)
     file = launch.ROOT / "build" / "lesson_12b" / f"{name}.py"
