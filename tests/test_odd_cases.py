@@ -170,6 +170,7 @@ CASES = [
     ({"GLOO_SOCKET_IFNAME": "lo,"}, 2, "GLOO_SOCKET_IFNAME is lo,, and this machine has"),
     ({"limit": limited("RLIMIT_AS", 700 * 2**20)}, 2, "fewer than 1,073,741,824 bytes of memory"),
     ({"TORCH_FR_BUFFER_SIZE": "many"}, 2, "TORCH_FR_BUFFER_SIZE is many, and has to be a whole"),
+    ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "x"}, 2, "TRACE_BUFFER_SIZE is x, and has to be a whole"),
 ]
 
 

@@ -63,12 +63,12 @@ def find_store(job):
 
 def check_limits():
     """Reject an interface that this machine lacks, and what torch fails, aborts or hangs with."""
-    size = os.environ.get("TORCH_FR_BUFFER_SIZE", "")
-    if size and not re.fullmatch("[0-9]{1,9}", size):
-        raise SystemExit(
-            f"TORCH_FR_BUFFER_SIZE is {size}, and has to be a whole number; set it to one, or leave it "
-            "out"
-        )
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second is older
+        size = os.environ.get(name, "")
+        if size and not re.fullmatch("[0-9]{1,9}", size):
+            raise SystemExit(
+                f"{name} is {size}, and has to be a whole number; set it to one, or leave it out"
+            )
     known = [name for _, name in socket.if_nameindex()]
     given = os.environ.get("GLOO_SOCKET_IFNAME")
     for name in given.split(",") if given else ():
