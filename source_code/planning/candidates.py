@@ -27,7 +27,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 DEEPEST = 128  # ranks of a pipeline: the work to write v-half and v-min grows with the square
-MOST_PLANS = 100_000  # of one model on one machine, compared in a minute or two
+MOST_PLANS = 150_000  # of one model on one machine, compared in a minute or two
 MOST_MICROBATCHES = 131_072  # of an update of one replica, planned in 40 s for Llama 3 8B on 8 GPUs
 
 
