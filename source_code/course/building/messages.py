@@ -264,7 +264,7 @@ class Messages:
 
 
 def tell_change(tensor, copy, at):
-    """Report a sent tensor that is no longer what it was when its send began, at the line `at`."""
+    """Report a tensor that was changed after its send had begun at the line `at`."""
     if not torch.equal(tensor.detach().nan_to_num(), copy.nan_to_num()):
         tell("changed", at=at)
 

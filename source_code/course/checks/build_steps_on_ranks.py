@@ -177,7 +177,7 @@ def which(tensor, candidates):
             continue
         factor = ((tensor * candidate).sum() / (candidate * candidate).sum()).item()
         if not abs(factor) > CLOSE:
-            continue  # zeros are no multiple of one micro-batch rather than of another
+            continue  # zeros fit every micro-batch, so they tell nothing
         if (tensor - factor * candidate).abs().max() <= CLOSE * candidate.abs().max():
             return k, rounded(factor)
     return None, None

@@ -59,7 +59,7 @@ def run_layer(rank, pair, calls):
 def is_left_alone(enter, x, slope):
     """Whether another use of the layer's input, such as a residual, keeps its own gradient."""
     leaf = x.clone().requires_grad_()
-    x = leaf.view_as(leaf)  # in a model the input of a layer is no leaf
+    x = leaf.view_as(leaf)  # as in a model, where an earlier layer has made the input
     entered = applied(enter, x, "enters")
     ((x * slope).sum() + 0 * entered.sum()).backward()
     return bool((leaf.grad - slope).abs().max() < 1e-9)
