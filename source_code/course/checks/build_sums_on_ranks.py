@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's hook that starts the gradient sums on four ranks; build_sums.py reads the report.
 
-Two pipelines of two ranks, with two stages per rank, perform an interleaved schedule: with the
-reader's hook, and with all sums at the end.
+Two pipelines of two ranks, with two stages per rank, perform a step of an interleaved schedule.
 """
 
-import time
 from contextlib import contextmanager
 
 import torch
@@ -25,17 +23,15 @@ from pipeline.schedules import interleaved_1f1b
 from pipeline.stage import Stage
 
 CONFIG = ModelConfig(layers=4, dim=16, heads=2, kv_heads=2, seq_len=8)
-REPLICAS, RANKS, CHUNKS, MICROBATCHES, SIZE, STEPS = 2, 2, 2, 4, 1, 3
-PACE = {"F": 0.005, "B": 0.010}  # seconds of an action
-ON_ITS_WAY = 0.030  # seconds that a sum takes; the sums of one rank run one after the other
+REPLICAS, RANKS, CHUNKS, MICROBATCHES, SIZE = 2, 2, 2, 4, 1
 
 
 def main(_, after):
-    """Alternate steps with the hook and steps without it, and report the waits of this rank."""
+    """Perform a step and report, for each stage of this rank, how its sums compare."""
     schedule = replicate(interleaved_1f1b(RANKS, MICROBATCHES, CHUNKS), REPLICAS)
     shape = SIZE, CONFIG.seq_len, CONFIG.dim
     job = join_job("cpu", WAITING, schedule.pairs, shape, torch.float64)
-    sums = PacedSums(form_replicas(job, REPLICAS), schedule, after)
+    sums = HookedSums(form_replicas(job, REPLICAS), schedule, after)
     cut = cut_evenly(CONFIG.layers, schedule.num_stages)
     stages = {
         index: Stage(
@@ -45,49 +41,22 @@ def main(_, after):
     }
     worker = DataParallelWorker(job, schedule, stages, sums)
     tokens, targets = batch_of_all()
-    waits = {True: [], False: []}
-    for step in range(2 * STEPS):
-        sums.by_hook = step % 2 == 0
-        for stage in stages.values():
-            stage.part.zero_grad()
-        worker.run_step(tokens, targets)
-        waits[sums.by_hook].append(sums.waited)
-        if step == 0:
-            factors = {index: factor_of(index, stage) for index, stage in stages.items()}
-    tell("report", value=[factors, min(waits[True]), min(waits[False])])
+    worker.run_step(tokens, targets)
+    tell("report", value={index: factor_of(index, stage) for index, stage in stages.items()})
 
 
-class PacedSums(AllReduce):
-    """Sums with a given duration, started by the reader's hook or, for comparison, at the end."""
+class HookedSums(AllReduce):
+    """Sums that the reader's hook starts."""
 
     def __init__(self, replicas, schedule, after):
         super().__init__(replicas, schedule)
         self.order, self.after = schedule.orders[replicas.job.rank], after
-        self.by_hook, self.free_at, self.waited = True, 0.0, 0.0
 
     @contextmanager
     def around(self, action):
-        """A context for each action: it lasts at least its time in PACE; the hook follows it."""
-        begun = time.perf_counter()
+        """A context for each action: the hook follows it."""
         yield
-        time.sleep(max(0.0, begun + PACE[action.kind] - time.perf_counter()))
-        if self.by_hook:
-            self.after(action, self.order, lambda stage: self.start(stage))
-
-    def start(self, index):
-        """Start the sum of the gradients of stage `index`, after the sums still under way."""
-        super().start(index)
-        self.free_at = max(self.free_at, time.perf_counter()) + ON_ITS_WAY
-
-    def finish(self):
-        """Wait for all sums; `waited` becomes the duration of the wait in seconds."""
-        begun = time.perf_counter()
-        for index in self.parts:
-            if index not in self.sums:
-                self.start(index)
-        time.sleep(max(0.0, self.free_at - time.perf_counter()))
-        super().finish()
-        self.waited = time.perf_counter() - begun
+        self.after(action, self.order, lambda stage: self.start(stage))
 
 
 def share_of_loss(scores, targets):
