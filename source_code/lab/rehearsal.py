@@ -119,7 +119,7 @@ class Operation(dist.Work):
         pending.append(self)
 
     def run(self):
-        """Perform the operation, in the thread of its queue."""
+        """Perform the operation, in the thread of its queue. Returns the event that says so."""
         self.state = "under way"
         try:
             for work in [part() for part in self.parts]:
@@ -128,11 +128,11 @@ class Operation(dist.Work):
             self.error = error
         pending.remove(self)
         self.parts = None
-        self.ended.set()
         if self.error:
             self.future.set_exception(self.error)
         else:
             self.future.set_result(self.results)
+        return self.ended
 
     def wait(self, timeout=None):
         self.ended.wait()
@@ -253,5 +253,7 @@ def queue_of(key):
 
 
 def work_off(queue):
+    # Set last, after torch's objects are freed: to free one takes Python's lock again, which aborts
+    # the process if the program has ended meanwhile.
     while True:
-        queue.get().run()
+        queue.get().run().set()
