@@ -297,11 +297,16 @@ def check(folder):
 def read_flags():
     parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add("--data", nargs="+", metavar="PATH", help="texts, JSON lines, or folders of them")
+    add(
+        "--data",
+        nargs="+",
+        metavar="PATH",
+        help="texts with empty lines between documents, JSON lines, or folders of them",
+    )
     add("--dataset", metavar="NAME", help="a Hugging Face data set to stream, instead of --data")
     add("--characters", default=10_000_000, help="of --dataset", **count)
     add("--field", default="text", help="where a document stands in a line of JSON")
-    add("--vocabulary", default=BYTES, help="256: bytes; more: byte pairs", **count)
+    add("--vocabulary", default=BYTES, help="tokens at most; 256: bytes, more: byte pairs", **count)
     add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
     add("--sample-characters", default=10_000_000, help="of the text for its training", **count)
     add("--hold-out", default=10, help="every Nth document is held out", **count)

@@ -462,6 +462,20 @@ def test_under_torchrun_a_stop_that_was_asked_for_is_a_success_of_one_line(tmp_p
     assert (tmp_path / "saved" / "stopped").read_text().startswith("SIGUSR1 after ")
 
 
+@pytest.mark.further
+def test_torchrun_restarts_the_ranks_of_a_killed_training_which_continues(tmp_path):
+    where = f"--checkpoints {tmp_path / 'saved'} --save-every 3 --pace 10 20"
+    script, *flags = f"{FLAGS} --steps 9 {where}".split()
+    words = launch_words(script, flags, 2)
+    words.insert(words.index("--standalone"), "--max-restarts=1")
+    ranks = LaunchedRanks(words)
+    try:
+        output = follow(ranks, show=False, limit=60, send=("SIGKILL", 1, "step 4"))
+    finally:
+        ranks.end()
+    assert "continues after 3 steps" in output and "step 8 " in output
+
+
 def test_a_training_that_is_done_says_so_and_ends_well(tmp_path):
     train(tmp_path, ranks=2, steps=3)
     losses, output = train(tmp_path, ranks=2, steps=3)

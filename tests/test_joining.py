@@ -32,7 +32,7 @@ from guard.agreement import Disagreement, agree, checksum_of, settings_of, versi
 from guard.around_main import attached
 from guard.meeting import find_store, is_loopback
 from guard.presence import guarded_meeting
-from pipeline.job import GRACE, SLOW_START, Job, join_job
+from pipeline.job import GRACE, SLOW_START, Job, join_job, of_this_attempt
 from pipeline.training import parse_arguments, training_parser
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --device cpu"
@@ -292,6 +292,16 @@ def test_a_torchrun_on_a_loaded_machine_may_answer_as_late_as_a_rank_may_start(m
         monkeypatch.setenv(name, value)
     store = find_store(Job(0, 2, torch.device("cpu"), "gloo", TIMEOUT))
     assert store.timeout.total_seconds() == SLOW_START > GRACE
+
+
+def test_restarted_ranks_find_nothing_of_the_attempt_before_in_torchrun_s_store(monkeypatch):
+    kept = dist.HashStore()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for restarts in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        store = of_this_attempt(kept)
+        assert not store.check(["settings/0"])
+        store.set("settings/0", "")
 
 
 # Ports

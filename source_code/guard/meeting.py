@@ -20,7 +20,7 @@ except ImportError:  # Windows
 from guard.ending import end_process
 from guard.launcher import LauncherError, meeting_point
 from guard.siblings import end_siblings, stopped_among
-from pipeline.job import GRACE, SLOW_START, store_of_one
+from pipeline.job import GRACE, SLOW_START, of_this_attempt, store_of_one
 
 LEAST = {  # that a rank needs: two ranks open more than 32 files, and torch maps 0.7 GB
     "RLIMIT_NOFILE": (64, "open files", "-n"),
@@ -52,7 +52,7 @@ def find_store(job):
     try:
         if not is_keeper:  # torchrun listens before it starts ranks, so it must answer
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
-        return open_store(address, port, is_keeper, limit)
+        return of_this_attempt(open_store(address, port, is_keeper, limit))
     except (OSError, RuntimeError) as error:
         keeper = "torchrun" if of_launcher else "rank 0"
         waited = f"waited {time.monotonic() - began:.0f} s for {keeper} to start"

@@ -69,3 +69,9 @@ def ranks_from_environment():
     rank = int(os.environ.get("RANK", 0))
     local = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", 1)
     return rank, int(os.environ.get("WORLD_SIZE", 1)), *map(int, local)
+
+
+def restarts_from_environment():
+    """Return how often torchrun has restarted the ranks that meet in its store; else 0."""
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if of_launcher else 0

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported early: its functions bind an existing default group
 
-from pipeline.command_line import ranks_from_environment
+from pipeline.command_line import ranks_from_environment, restarts_from_environment
 from pipeline.message import Message
 
 SLOW_START = 60.0  # least seconds that ranks have to find each other
@@ -173,8 +173,13 @@ def meet(job):
     else:
         limit = timedelta(seconds=max(job.timeout, SLOW_START))
         ranks = {"rank": job.rank, "world_size": job.num_ranks}
-        job.store = next(dist.rendezvous("env://", **ranks, timeout=limit))[0]
+        job.store = of_this_attempt(next(dist.rendezvous("env://", **ranks, timeout=limit))[0])
     yield
+
+
+def of_this_attempt(store):
+    """Return `store` without what ranks wrote before torchrun restarted them (--max-restarts)."""
+    return dist.PrefixStore(f"attempt {restarts_from_environment()}", store)
 
 
 def store_of_one():

@@ -75,8 +75,8 @@ NAMED = {
 }
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary")
 SIZES_TEXT = (
-    "sizes such as layers=32,hidden=4096,vocabulary=32000 (also heads, kv_heads, head_dim, inner, "
-    "gated, tied)"
+    "sizes such as layers=32,hidden=4096,vocabulary=32000 (also heads, kv_heads, head_dim, inner; "
+    "a Llama has gated=1,tied=0)"
 )
 NEEDED = {"layers", "hidden", "vocabulary"}
 LARGEST_SIZE = 10_000_000

@@ -76,6 +76,15 @@ FAULTS = [
         ("test_without_lab_and_guard_a_stopped_rank_ends_the_others_by_torch_s_own_error[2]",),
     ),
     Fault(
+        "restarts-share-the-store",
+        "pipeline/job.py::of_this_attempt",
+        'return dist.PrefixStore(f"attempt {restarts_from_environment()}", store)',
+        "return store",
+        "Ranks that torchrun has restarted read what the ranks before them wrote.",
+        "test_joining.py",
+        ("test_restarted_ranks_find_nothing_of_the_attempt_before_in_torchrun_s_store",),
+    ),
+    Fault(
         "one-gpu-of-two-ranks",
         "pipeline/job.py::common_backend",
         "len(set(gpus)) == job.num_ranks",

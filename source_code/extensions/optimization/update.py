@@ -12,7 +12,7 @@ def add_update_flags(parser, warm_up_steps):
     add("--warm-up-steps", help=f"updates to the peak, else {warm_up_steps}", **count)
     add(
         "--decay-steps",
-        help="end of the cosine, else --steps of the first run; its rate stays",
+        help="end of the cosine, where the rate stays; else --steps of the first run",
         **count,
     )
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")

@@ -18,6 +18,8 @@ def add_training_flags(parser, warm_up_steps):
     The parser is one made by `training_parser`.
     """
     add = parser.add_argument
+    [data] = [action for action in parser._actions if action.dest == "data"]
+    data.help += "; or a folder from prepare_data.py"
     add("--packed", action="store_true", help="documents share rows, and a mask keeps them apart")
     add("--shuffle", action="store_true", help="each row once per epoch, not drawn with repeats")
     add_schedule_flags(parser, default="1f1b")
