@@ -189,9 +189,9 @@ class LaunchedRanks:
         code = self.process.wait(timeout=30) if wait else self.process.poll()
         return f"the launcher ended with exit status {code}" if code else None
 
-    def has_ended(self, rank):
-        """Whether the launcher has ended, and so this rank, too."""
-        return self.process.poll() is not None
+    def has_ended_well(self, rank):
+        """Whether the launcher has ended with exit status 0, and so this rank, too."""
+        return self.process.poll() == 0
 
     def process_of(self, rank):
         """The process id of a rank on this machine."""
@@ -258,9 +258,9 @@ class WarmRanks:
         code = min(codes) if min(codes) < 0 else next(filter(None, codes))
         return how_it_ended(codes.index(code), code)
 
-    def has_ended(self, rank):
-        """Whether the process of this rank has ended, with whichever exit status."""
-        return self.ranks[rank].exitcode is not None
+    def has_ended_well(self, rank):
+        """Whether the process of this rank has ended with exit status 0."""
+        return self.ranks[rank].exitcode == 0
 
     def process_of(self, rank):
         return self.ranks[rank].pid

@@ -187,6 +187,6 @@ def _crash(started, errors):
 def _left(started, observed):
     """How the first rank has ended that has not reached the end of its program, or None."""
     for rank in observed.ranks:
-        if not rank.done and started.has_ended(rank.number):
+        if not rank.done and started.has_ended_well(rank.number):
             said = how_it_ended(rank.number, 0)
             return f"{said} and without a report, as os._exit() does; sys.exit() leaves one"
