@@ -708,7 +708,7 @@ def test_files_to_open_knows_the_right_ones(capsys):
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        (lambda r, n, s, k: [r], "the file of the same number has other layers"),
+        (lambda r, n, s, k: [r], "you open [0]: in the file of rank 1 lie layers 2 to 3"),
         (lambda r, n, s, k: list(range(s)), "that is every file"),
         (
             lambda r, n, s, k: overlapping(r, n, s, k)[-1:],

@@ -76,6 +76,22 @@ def loss_without_gradient(x, chosen, weight, expert, exchange_counts, exchange, 
     return mixed, share.detach()
 
 
+def loss_of_numbers_alone(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    mixed, share = right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+    )
+    return mixed, share.item() + 0 * losses.sum()
+
+
+def loss_with_twice_its_gradient(
+    x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+):
+    mixed, share = right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+    )
+    return mixed, 2 * share - share.detach()
+
+
 def way_back_swapped(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     order = chosen.argsort(stable=True)
     sent = chosen.bincount(minlength=2).tolist()
@@ -145,6 +161,8 @@ def test_right_answers(mix, capsys):
         (unweighted, "multiply by it"),
         (loss_per_rank, "the sum of both ranks is too large"),
         (loss_without_gradient, "has no gradient"),
+        (loss_of_numbers_alone, "has no gradient"),
+        (loss_with_twice_its_gradient, "the gradient of the auxiliary loss is wrong"),
         (only_own_tokens, "which row belongs to which token"),
         (results_alone, "a pair of tensors"),
         (way_back_swapped, "Split sizes doesn't match"),

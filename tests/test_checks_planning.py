@@ -183,6 +183,7 @@ def test_choices_wants_every_pair_in_a_dictionary(capsys):
     [
         (gpus(to_nodes=math.ceil), "round up"),
         (gpus(factor=6.0), "6 T P"),
+        (gpus(to_nodes=lambda n: math.ceil(n / 8)), "which is the number of nodes"),
         (gpus(seconds=24), "a day has 86400 seconds"),
         (gpus(to_nodes=lambda n: 8 * math.floor(n / 8)), "a node too few"),
         (gpus(to_nodes=lambda n: 8 * round(n / 8)), "a node too few"),

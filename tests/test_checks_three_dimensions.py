@@ -132,6 +132,10 @@ def nothing_returned(all_reduce):
     return ends(all_reduce, enter=[lambda x: None, all_reduce])  # noqa: F821
 
 
+def all_reduce_alone(all_reduce):
+    return lambda x: x, all_reduce
+
+
 def no_apply(all_reduce):
     return tuple(end.__self__ for end in ends(all_reduce))  # noqa: F821
 
@@ -206,6 +210,7 @@ def with_helpers(monkeypatch):
         (mean_on_the_way_back, ["layer's input", "0.5 times the right one", "nothing is divided"]),
         (nothing_returned, ["what enters the layer is not a tensor", "NoneType"]),
         (no_apply, ["what enters the layer is not a tensor", "Enter.apply"]),
+        (all_reduce_alone, ["no gradient leads back from what leaves the layer"]),
         (no_gradient, ["layer's input is missing", "return a tensor"]),
         (not_a_pair, ["return a pair"]),
     ],

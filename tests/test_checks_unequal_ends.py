@@ -128,6 +128,10 @@ WRONG = {
         ["the loss is off by", "a part of it a float32"],
     ),
     "no gradient": (changed(", gradient / len(targets)", ""), ["return a pair"]),
+    "a gradient that no backward has made": (
+        changed(", gradient / len(targets)", ", scores.grad"),
+        ["return a pair: the mean loss, and the gradient"],
+    ),
     "an error": (changed("targets - first", "targets - nothing"), ["raised NameError"]),
 }
 

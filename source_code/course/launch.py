@@ -189,6 +189,10 @@ class LaunchedRanks:
         code = self.process.wait(timeout=30) if wait else self.process.poll()
         return f"the launcher ended with exit status {code}" if code else None
 
+    def has_ended_well(self, rank):
+        """Whether the launcher has ended with exit status 0, and so this rank, too."""
+        return self.process.poll() == 0
+
     def process_of(self, rank):
         """The process id of a rank on this machine."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
@@ -253,6 +257,10 @@ class WarmRanks:
         # A signal came from outside: it is the cause of the other ranks' exit statuses.
         code = min(codes) if min(codes) < 0 else next(filter(None, codes))
         return how_it_ended(codes.index(code), code)
+
+    def has_ended_well(self, rank):
+        """Whether the process of this rank has ended with exit status 0."""
+        return self.ranks[rank].exitcode == 0
 
     def process_of(self, rank):
         return self.ranks[rank].pid

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from course.building import ANY_RANK, MARK
-from course.failed_run import failed_rank, readable_errors
+from course.failed_run import failed_rank, how_it_ended, readable_errors
 from course.followed_run import read_stream
 from course.launch import started_ranks
 
@@ -146,7 +146,7 @@ def _follow(started, observed, show):
         try:
             name, line = lines.get(timeout=0.1)
         except queue.Empty:
-            observed.crash = _crash(started, errors)
+            observed.crash = _crash(started, errors) or _left(started, observed)
             # Under torchrun, the end of a rank is noticed later than its loss by other ranks.
             explained = observed.crash or not any(rank.done for rank in observed.ranks)
             for rank in observed.ranks:
@@ -182,3 +182,11 @@ def _crash(started, errors):
         return None
     last = readable_errors(errors).strip().splitlines()[-1:]
     return (failed_rank(errors) or failure) + "".join(f" ({line.strip()})" for line in last)
+
+
+def _left(started, observed):
+    """How the first rank has ended that has not reached the end of its program, or None."""
+    for rank in observed.ranks:
+        if not rank.done and started.has_ended_well(rank.number):
+            said = how_it_ended(rank.number, 0)
+            return f"{said} and without a report, as os._exit() does; sys.exit() leaves one"

@@ -5,6 +5,7 @@ The text of the program is not changed. At the end, each rank reports the number
 its schedules and how often it called `step` and `eval`.
 """
 
+import torch._dynamo  # noqa: F401 - else the first optimizer imports it in the reader's own time
 from torch.distributed.pipelining.schedules import _PipelineSchedule as Schedule
 
 import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other

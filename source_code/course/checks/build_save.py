@@ -12,7 +12,6 @@ from course.checks.build_words import Words
 from course.checks.reader_on_ranks import one_thread
 
 PROGRAM = "course.checks.build_save_on_ranks.main"
-COMPUTING = 10  # seconds; the first optimizer imports a large part of torch
 STEPS = 12
 KILLED = "was ended by SIGKILL"
 WORDS = {
@@ -50,7 +49,7 @@ def survives(save, restore, kills):
 
     The training then runs to its end and is started once more.
     """
-    request = request_of(save, restore, program=PROGRAM, seconds=COMPUTING)
+    request = request_of(save, restore, program=PROGRAM)
     wanted, saved, killed = undisturbed(), 0, None
     with tempfile.TemporaryDirectory() as folder:
         for following in [*kills, None, None]:

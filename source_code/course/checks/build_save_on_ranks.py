@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401 - else the first optimizer imports it in the reader's own time
 import torch.distributed as dist
 
 from course.building.messages import tell

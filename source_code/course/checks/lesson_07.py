@@ -67,9 +67,7 @@ def files_to_open(files):
             if answer == wanted:
                 continue
             case = f"{layers} layers saved by {saved_by} ranks, rank {rank} of {num_ranks}"
-            if answer == [rank]:
-                hint = "the file of the same number has other layers once the cut is another"
-            elif answer == list(range(saved_by)):
+            if answer == list(range(saved_by)):
                 hint = "that is every file: it needs those only in which its own layers lie"
             elif set(wanted) - set(answer):
                 missing = min(set(wanted) - set(answer))

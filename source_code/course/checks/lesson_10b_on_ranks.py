@@ -77,10 +77,12 @@ def gradients_of(x, up, down, slope, enter=None, leave=None, calls=()):
 
 
 def applied(end, x, way):
-    """The tensor that a function at an end of the layer returns; NotATensor if it is none."""
+    """The tensor that a function at an end of the layer returns; NotATensor if nothing leads back."""
     made = end(x)
     if not isinstance(made, torch.Tensor):
         raise NotATensor(f"what {way} the layer is not a tensor, but {type(made).__name__}")
+    if not made.requires_grad:  # as after all_reduce alone
+        raise NotATensor(f"no gradient leads back from what {way} the layer")
     return made
 
 

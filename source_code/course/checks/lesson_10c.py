@@ -30,7 +30,9 @@ CASES_IN_WORDS = (
 )
 
 
-@checked("the loss and the gradient of the whole vocabulary, and no score has left its rank.")
+@checked(
+    "the loss and the gradient of the whole vocabulary, with at most three calls of all_reduce."
+)
 def split_loss(function):
     """Check `function(scores, targets, first, all_reduce)`: (mean loss, gradient of the scores)."""
     reports = perform(request_of(function, program=PROGRAM), RANKS)

@@ -44,6 +44,8 @@ def examine(rank, function, sizes, scale, targets):
     result = function(whole[:, first:last].clone(), targets.clone(), first, all_reduce)
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         return None
+    if any(part is None for part in result):
+        return None
     # A loss that is a Python number has 64 bits, too.
     loss, gradient = (torch.as_tensor(part, dtype=torch.float64).detach() for part in result)
     right = gradient_of(whole, targets)[:, first:last]

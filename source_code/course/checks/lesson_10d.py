@@ -38,7 +38,7 @@ def complaint_of_results(rank, report):
             return "each result is right but for the router's weight: multiply by it"
         if report["weighted before"]:
             return "the weight multiplies what goes into the expert: multiply the expert's result"
-        return "the results are wrong: which row belongs to which token, and to which rank?"
+        return "the results are wrong: which row belongs to which token, to which weight and to which rank?"
     return None
 
 
@@ -62,8 +62,12 @@ def complaint_of_gradients(rank, report):
                 "ranks is too large: the batch has `sequences`"
             )
         return "the share of the auxiliary loss is wrong: add up `losses`, over all `sequences`"
-    if not report["leads back"]:
+    if report["no losses"]:
         return "the auxiliary loss has no gradient: use `losses` itself, not its numbers"
+    if not report["losses"]:
+        return (
+            "the gradient of the auxiliary loss is wrong: each of `losses` counts 1 / `sequences`"
+        )
 
 
 @checked("only pairs hide an all-to-all, and the shorter it is, the more of it they hide.")

@@ -37,7 +37,7 @@ HANGS = [
 ]
 
 
-@checked("the rank that waits for nobody holds all the others up; without one it is a deadlock.")
+@checked("all waits lead to one rank, or some go round in a ring: a deadlock.")
 def to_blame(blame):
     """Check `blame(waits)`: the rank to look at, or "deadlock".
 

@@ -258,6 +258,8 @@ def gpus_needed(needed):
             return f"{case}, a node too few: that takes longer than {days} days"
         if answer == right + GPUS_PER_NODE:
             return f"{case}, a node too many: {right} GPUs are enough"
+        if answer == right // GPUS_PER_NODE:
+            return f"{case}, which is the number of nodes"
         if abs(answer - exact) < 1:
             return f"{case} GPUs, which are not whole nodes of {GPUS_PER_NODE}; round up"
         without = GPUS_PER_NODE * math.ceil(exact * 6 / 8 / GPUS_PER_NODE)
