@@ -61,7 +61,10 @@ MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
 MOST_MEMORY = 1_000_000  # GB of one of them
 PROGRAM = "pretrain_llama.py"
-LAYOUT = "layout: replicas x stages x tensor group; size: of a micro-batch, in sequences"
+LAYOUT = (
+    "layout: replicas x pipeline ranks x tensor group; x 2 behind a schedule: stages per rank; "
+    "size: of a micro-batch, in sequences"
+)
 
 
 @in_one_sentence()
@@ -265,7 +268,8 @@ def in_words(arguments, model, machine, ours, others):
     lines += ["", *error_lines(machine, best)]
     close = not_told_apart(machine, best)
     if len(close) > 1:
-        numbers = ", ".join(map(str, close))
+        in_a_row = len(close) > 2 and close == list(range(close[0], close[-1] + 1))
+        numbers = f"{close[0]} to {close[-1]}" if in_a_row else ", ".join(map(str, close))
         lines += lines_of(f"Plans {numbers} cannot be told apart by a forecast.")
     if not (ours.proven and others.proven):
         lines.append("Not proven: a plan that was not played could be faster.")

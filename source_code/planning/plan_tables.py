@@ -85,7 +85,7 @@ def cells_of(model, machine, one):
 
 
 def layout_of(plan):
-    """Replicas x stages x tensor group."""
+    """Replicas x ranks of a pipeline x tensor group."""
     return f"{plan.replicas} x {plan.ranks} x {plan.tensor}"
 
 
