@@ -346,6 +346,11 @@ RIGHT = {
                            "                    weight -= rate * gradients[name]\n"))
         ],
     ),
+    "a version that a variable names until the next backward": (
+        "pipedream_run",
+        [edited(STASH, ("gradients = backward_with(stash.pop(k - warm_up),",
+                        "old = stash.pop(k - warm_up)\n            gradients = backward_with(old,"))],
+    ),
     "a stash that returns a list and a tuple": (
         "pipedream_run",
         [edited(STASH, ("return weights, losses", "return [weights, tuple(losses)]"))],

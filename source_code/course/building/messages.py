@@ -37,9 +37,15 @@ def tell(event, **more):
 
 def place(frame):
     """[function, line] of the innermost line of the reader's own code, or None."""
+    for own in own_frames(frame):
+        return own.f_code.co_filename[len(YOURS) : -1], own.f_lineno
+
+
+def own_frames(frame):
+    """The frames of the reader's own code, from `frame` outwards."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(YOURS):
-            return frame.f_code.co_filename[len(YOURS) : -1], frame.f_lineno
+            yield frame
         frame = frame.f_back
 
 
