@@ -106,7 +106,8 @@ class TransportWords:
             if "process group has not been initialized" in said:
                 return (
                     f"rank {rank.number} belongs to no group at {self.at(where)}: "
-                    'dist.init_process_group("gloo") comes before everything else'
+                    'dist.init_process_group("gloo") comes before everything else, and '
+                    "dist.destroy_process_group() after it"
                 )
             if kind == "KeyError" and said.isdigit() and self.counts:
                 said = (
