@@ -111,13 +111,14 @@ class Versions:
         tensor = next(iter(weights.values()))
         if not any(reference() is tensor for reference in self.seen):
             self.seen.append(weakref.ref(tensor))
-        found = {"version": version, "factor": factor, "copies": copies, **self.memory(weights)}
+        found = {"version": version, "factor": factor, "copies": copies}
+        found |= self.memory(weights, stage)
         tell("forward", kind="F", **found, stage=dist.get_rank(), k=k)
         return self.forward(weights, stage, k, *more)
 
     def backward_with(self, weights, stage, k, *more):
         """Replaces stash.backward_with."""
-        found = self.memory(weights)
+        found = self.memory(weights, stage)
         used, copy = self.used.pop(k, (weights, weights))
         same = all(weights[name] is used[name] for name in used)
         kept = all(torch.equal(weight, copy[name]) for name, weight in used.items())
@@ -126,15 +127,16 @@ class Versions:
         tell("backward", kind="B", **found, stage=dist.get_rank(), k=k, of=k)
         return self.backward(weights, stage, k, *more)
 
-    def memory(self, weights):
+    def memory(self, weights, stage):
         """How many versions are alive, and whether `weights` have a history that keeps others alive.
 
         A version that only a variable of the reader's names, as in `old = stash.pop(k)`, does not
-        count: after the next backward the variable names another one.
+        count: after the next backward the variable names another one. Nor do the stage's own weights.
         """
         name = next(iter(self.known[0]))
         variables = [v for f in own_frames(sys._getframe(2)) for v in f.f_locals.values()]
         named = {id(v[name]) for v in variables if isinstance(v, dict) and name in v}
+        named.update(map(id, stage.parameters()))
         in_use = {id(used[name]) for used, _ in self.used.values()}
         alive = [id(tensor) for reference in self.seen if (tensor := reference()) is not None]
         counted = [each for each in alive if each in in_use or each not in named]

@@ -198,7 +198,7 @@ class TransportWords:
         if what == "send":
             until = f"until rank {peer} receives"
         if peer == ANY_RANK:
-            until = "for a message from any rank"
+            until = "for a message from any rank, since it names None"
         if peer == EVERY_RANK:
             until = f"until every rank calls {what}"
         return f"at {self.at(rank.waits['at'])} {until}"
