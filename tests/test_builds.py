@@ -143,6 +143,10 @@ WRONG = {
         ([("dist.irecv(received, 1).wait()", "dist.irecv(received, 1)")], "before wait() returns"),
         ([("2 * received", "received")], "rank 0 returns [1.0, 2.0, 3.0]"),
         (
+            [("2 * received", "received"), ("received, 1).wait()", "received, 1).wait()\n        received *= 2")],
+            "rank 0 receives [1.0, 2.0, 3.0], and the other should send [2.0, 4.0, 6.0]",
+        ),
+        (
             [("        dist.irecv(received, 0).wait()", "        got = dist.irecv(received, 0).wait()"),
              ("2 * received", "2 * got")],
             "irecv() and wait() return no tensor",

@@ -26,6 +26,7 @@ COLLECTIVES += ["all_to_all_single"]
 
 
 sent = []  # where each send of this rank was begun
+received = []  # what each of its receives brings
 
 
 def tell(event, **more):
@@ -246,6 +247,7 @@ class Messages:
             arrive = partial(tell_change, tensor, travels.clone(), at)
         else:  # what arrives is in the reader's tensor after wait(), never before
             travels = torch.empty_like(tensor.detach())
+            received.append(travels)
             if tensor.is_floating_point():
                 tensor.data.fill_(float("nan"))
             arrive = partial(tensor.data.copy_, travels)

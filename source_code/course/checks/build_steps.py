@@ -88,6 +88,8 @@ def there_and_back(function):
             early = ": has each receive been waited for before its numbers are used?"
             more = early if "nan" in str(result["value"]) else ""
             return f"rank {rank} returns {result['value']}, and it should be {wanted}{more}"
+        if result["came"] and wanted not in result["came"]:
+            return f"rank {rank} receives {result['came'][-1]}, and the other should send {wanted}"
     others = [set(rank.joined) <= {"join", "barrier"} for rank in observed.ranks]  # no broadcast
     if len(observed.begun) < 4 and any(others):
         return "the numbers are right, but they did not travel: each rank sends and receives once"
