@@ -346,6 +346,12 @@ RIGHT = {
                            "                    weight -= rate * gradients[name]\n"))
         ],
     ),
+    "versions that the stage has, or that a variable names until the next backward": (
+        "pipedream_run",
+        [edited(STASH, ("first_weights(stage)", "dict(stage.named_parameters())"),
+                ("gradients = backward_with(stash.pop(k - warm_up),",
+                        "old = stash.pop(k - warm_up)\n            gradients = backward_with(old,"))],
+    ),
     "a stash that returns a list and a tuple": (
         "pipedream_run",
         [edited(STASH, ("return weights, losses", "return [weights, tuple(losses)]"))],

@@ -143,6 +143,10 @@ WRONG = {
         ([("dist.irecv(received, 1).wait()", "dist.irecv(received, 1)")], "before wait() returns"),
         ([("2 * received", "received")], "rank 0 returns [1.0, 2.0, 3.0]"),
         (
+            [("2 * received", "received"), ("received, 1).wait()", "received, 1).wait()\n        received *= 2")],
+            "rank 0 receives [1.0, 2.0, 3.0], and the other should send [2.0, 4.0, 6.0]",
+        ),
+        (
             [("        dist.irecv(received, 0).wait()", "        got = dist.irecv(received, 0).wait()"),
              ("2 * received", "2 * got")],
             "irecv() and wait() return no tensor",
@@ -291,6 +295,7 @@ WRONG = {
             [(" if stages[-1].following is None else None", "")],
             "rank 0 returns 0 as a loss, which only rank 3 has: return None elsewhere",
         ),
+        ([("len(stages), len(inputs)", "2, len(inputs)")], "on 2 ranks with 3 chunks each: "),
     ],
     "zb_h1_step": [
         ([("if len(later) > rank:", "if later:")], "rank 1 takes 1W0 as its action 4"),
@@ -344,10 +349,10 @@ WRONG = {
             "Not yet: rank 0 takes 0F4 as its action 4",
         ),
         (
-            [("        gradients = backward_with(stash.pop(k), stage, k, held, sends)\n",
-              "        gradients = backward_with(stash[k], stage, k, held, sends)\n"
-              "        stash.pop(k - 1, None)\n")],
-            "with 3 versions in memory, and 2 are in use there",
+            [("newest, stage, k, inputs, targets, held))\n",
+              "newest, stage, k, inputs, targets, held))\n        stash.pop(k - warm_up - 1, None)\n"),
+             ("stash.pop(k)", "stash[k]")],
+            "rank 3 runs the forward of mini-batch 1 with 2 versions in memory, and 1 is in use",
         ),
     ],
 }  # fmt: skip
@@ -559,6 +564,19 @@ def test_a_step_that_another_function_makes_has_the_name_of_the_notebook(tmp_pat
     assert {"same", "step"} < {name for name, _ in request["sources"]}
     own = own_file.assemble([request])
     assert "gpipe_step = gpipe_step_same(gpipe_step_step)" in own
+
+
+def test_a_step_below_a_decorator_of_a_library_takes_its_helpers_along(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace("def gpipe_step", "@torch.enable_grad()\ndef gpipe_step")
+    sources = dict(request_of(written(tmp_path, text, "gpipe_step"))["sources"])
+    assert sources.keys() == {"backward", "forward", "gpipe_step"}
+
+
+def test_a_step_can_be_a_lambda_with_a_name(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace("def gpipe_step", "def step")
+    text += "\n\n\ngpipe_step = lambda *all: step(*all)\n"
+    own = own_file.assemble([request_of(written(tmp_path, text, "gpipe_step"))])
+    assert "gpipe_step = lambda *all: gpipe_step_step(*all)" in own
 
 
 def test_what_fills_a_container_goes_with_it(tmp_path):

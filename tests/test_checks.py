@@ -400,6 +400,14 @@ def test_the_rows_of_a_schedule_may_have_blanks_and_ends_of_lines(capsys):
     assert answer_to(lesson_02.own_gpipe, capsys, own).startswith("Right: ")
 
 
+def test_the_rows_of_a_schedule_may_be_lists_of_actions_from_a_generator(capsys):
+    def own(p, m):
+        for r in range(p):
+            yield [f"{r}{kind}{k}" for kind in "FB" for k in range(m)]
+
+    assert answer_to(lesson_02.own_gpipe, capsys, own).startswith("Right: ")
+
+
 def counted_up(p, x, m=1):
     return m if (p - 1) / (m + p - 1) <= x else counted_up(p, x, m + 1)
 

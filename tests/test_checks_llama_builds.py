@@ -9,7 +9,7 @@ from course.checks.answer import NOT_ATTEMPTED
 
 RIGHT = {
     "A": "--schedule zb-h1 --microbatches 32",
-    "B": "--schedule 1f1b --microbatches 32",
+    "B": "--schedule 1f1b \\\n  --microbatches 32 \\\n",
     "C": "--schedule zb-h1 --microbatches 32",
     "D": "--schedule 1f1b --microbatches 32 --recompute layer",
 }

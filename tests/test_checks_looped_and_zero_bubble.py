@@ -80,7 +80,7 @@ def rows_of(schedule):
             [row.replace("0F0,0F1,0F2,0I0", "0F0,0F1,0I0,0F2") for row in rows_of(zb_h1(3, 4))],
             "rank 0: leave the order of F and I as it was",
         ),
-        ("0F0", "one string for each rank"),
+        (17, "one string per rank"),
     ],
 )
 def test_fill_the_bubble_explains(rows, sentence, capsys):
@@ -92,7 +92,7 @@ def test_fill_the_bubble_explains(rows, sentence, capsys):
     ("check", "answer"),
     [
         (lesson_05.best_chunks, with_simulator),
-        (lesson_09.fill_the_bubble, rows_of(zb_h1(3, 4))),
+        (lesson_09.fill_the_bubble, [row.split(",") for row in rows_of(zb_h1(3, 4))]),
         (lesson_09.fill_the_bubble, tuple(f" {row},\n" for row in rows_of(zb_h1(3, 4)))),
     ],
 )

@@ -93,6 +93,14 @@ def test_the_rows_of_a_function_may_be_in_an_array_or_come_from_a_generator(rows
 
 
 @pytest.mark.parametrize(
+    "rows",
+    ["\n".join(SOLUTIONS[2]), [row.split(",") for row in SOLUTIONS[2]], gpipe(3, 4).orders],
+)
+def test_the_rows_may_be_one_text_or_lists_of_actions(rows, capsys):
+    assert answer_to(2, capsys, rows).startswith("Right: ")
+
+
+@pytest.mark.parametrize(
     ("number", "answer", "sentence"),
     [
         # 1, One at a time
@@ -160,7 +168,7 @@ def test_a_wrong_answer_gets_its_sentence(number, answer, sentence, capsys):
     assert said.startswith("Not yet: ") and sentence in said
 
 
-@pytest.mark.parametrize("answer", [17, ["0F0", 3], "0F0,zero", lambda p, m: 5])
+@pytest.mark.parametrize("answer", [17, ["0F0", 3], "0F0,zero", lambda p, m: 5, iter(["0F0"])])
 def test_what_is_no_schedule_gets_a_sentence_and_no_traceback(answer, capsys):
     assert answer_to(1, capsys, answer).startswith("Not yet: ")
 

@@ -559,6 +559,15 @@ def test_a_rank_may_be_a_number_of_numpy(capsys):
     assert said.startswith("Right: ")
 
 
+def test_a_repair_may_be_a_lambda_that_also_has_a_name_of_the_notebook(tmp_path):
+    path = tmp_path / "cell_of_a_lambda.py"
+    path.write_text("repaired_8 = None\ntied_gradient = repaired_8 = lambda a, b: a + b\n")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert "tied_gradient = " in check._write_piece("tied_gradient", module.repaired_8).read_text()
+
+
 def test_a_stub_is_not_attempted_and_another_name_is_refused(capsys, tmp_path):
     def next_to_send(outputs):
         """Words."""

@@ -33,10 +33,14 @@ def text_of(name, value, module):
 
 def name_of(function):
     """The name that the notebook gives to a function, which another function may have made."""
-    known = getattr(function, "__globals__", {})
-    names = [name for name, value in known.items() if value is function]
-    own = function.__name__
+    own, *names = names_of(function)
     return own if own in names else min(names, default=own, key=lambda name: name.startswith("_"))
+
+
+def names_of(function):
+    """The name of a function itself, and all that its module gives to it."""
+    known = getattr(function, "__globals__", {})
+    return [function.__name__, *(name for name, value in known.items() if value is function)]
 
 
 def _has_own_text(name, value):

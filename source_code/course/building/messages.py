@@ -26,6 +26,7 @@ COLLECTIVES += ["all_to_all_single"]
 
 
 sent = []  # where each send of this rank was begun
+received = []  # what each of its receives brings
 
 
 def tell(event, **more):
@@ -37,9 +38,15 @@ def tell(event, **more):
 
 def place(frame):
     """[function, line] of the innermost line of the reader's own code, or None."""
+    for own in own_frames(frame):
+        return own.f_code.co_filename[len(YOURS) : -1], own.f_lineno
+
+
+def own_frames(frame):
+    """The frames of the reader's own code, from `frame` outwards."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(YOURS):
-            return frame.f_code.co_filename[len(YOURS) : -1], frame.f_lineno
+            yield frame
         frame = frame.f_back
 
 
@@ -240,6 +247,7 @@ class Messages:
             arrive = partial(tell_change, tensor, travels.clone(), at)
         else:  # what arrives is in the reader's tensor after wait(), never before
             travels = torch.empty_like(tensor.detach())
+            received.append(travels)
             if tensor.is_floating_point():
                 tensor.data.fill_(float("nan"))
             arrive = partial(tensor.data.copy_, travels)

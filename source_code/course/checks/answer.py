@@ -8,10 +8,11 @@ None if all is right. The decorator `checked` turns it into the function that a 
 import functools
 import math
 import numbers
+from collections.abc import Iterator
 from decimal import Decimal
 
 from course import progress
-from pipeline.schedule import ScheduleError, from_csv
+from pipeline.schedule import Schedule, ScheduleError, from_csv
 from pipeline.schedules.legal import check_legal
 
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
@@ -82,13 +83,14 @@ class WrongAnswer(Exception):
 
 
 def call(function, *arguments):
-    """The result of the learner's function. Raises NotAttempted, or WrongAnswer with the reason."""
+    """The result of the learner's function, of a generator as a list. Raises NotAttempted, or WrongAnswer with the reason."""
     shown = ", ".join(map(repr, arguments)) if all(_is_short(a) for a in arguments) else "..."
     name = f"{_name_of(function)}({shown})"
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {_in_short(repr(function))}")
     try:
         result = function(*arguments)
+        result = list(result) if isinstance(result, Iterator) else result
     except Exception as error:  # an error in the learner's code is an answer, too
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
     if result is ...:
@@ -128,14 +130,12 @@ def number_in(value):
 
 def call_for_schedule(rows, num_ranks, num_microbatches):
     """The legal Schedule that the learner's function returns: one text per rank, "0F0,0F1,0B0"."""
-    answer = call(rows, num_ranks, num_microbatches)
+    schedule = read_rows(call(rows, num_ranks, num_microbatches))
     case = f"{many(num_ranks, 'rank')}, {many(num_microbatches, 'micro-batch')}"
-    if not isinstance(answer, (list, tuple)) or not all(isinstance(row, str) for row in answer):
-        raise WrongAnswer('return a list with one string for each rank, such as "0F0,0F1,0B0,0B1"')
-    if len(answer) != num_ranks:
-        raise WrongAnswer(f"{case}: {many(len(answer), 'row')}, one is needed for each rank")
+    if schedule.num_ranks != num_ranks:
+        raise WrongAnswer(f"{case}: {many(schedule.num_ranks, 'row')}, one is needed for each rank")
     try:
-        schedule = check_legal(from_csv("\n".join(map(str.strip, answer)), "yours"))
+        check_legal(schedule)
     except ScheduleError as error:
         raise WrongAnswer(f"{case}: {error}") from None
     if schedule.num_microbatches != num_microbatches:
@@ -146,6 +146,24 @@ def call_for_schedule(rows, num_ranks, num_microbatches):
         stages = many(schedule.num_stages, "stage")
         raise WrongAnswer(f"{case}: your rows hold {stages}, not one a rank")
     return schedule
+
+
+def read_rows(rows):
+    """The Schedule of rows that are one text, or for each rank a text or a list of its actions."""
+    if isinstance(rows, Schedule):
+        return rows
+    rows = rows.tolist() if hasattr(rows, "tolist") else rows  # of numpy
+    rows = rows.strip().splitlines() if isinstance(rows, str) else rows
+    try:
+        if not isinstance(rows, (list, tuple)):
+            raise TypeError
+        lines = [row if isinstance(row, str) else ",".join(map(str, row)) for row in rows]
+        return from_csv("\n".join(map(str.strip, lines)), "yours")
+    except TypeError:
+        example = "write one string per rank, such as '0F0,0F1,0B0,0B1', in a list"
+        raise WrongAnswer(example) from None
+    except ScheduleError as error:
+        raise WrongAnswer(str(error)) from None
 
 
 def many(count, thing):

@@ -63,7 +63,7 @@ def _complaint_on_plan(machine, flags, devices, room):
 def _choice_of(machine, flags):
     """{name: value} of the flags in CHOICES. Raises WrongAnswer for any other flag."""
     try:
-        words = shlex.split(flags.replace("=", " ")) if isinstance(flags, str) else ["?"]
+        words = shlex.split(_one_line(flags.replace("=", " "))) if isinstance(flags, str) else ["?"]
     except ValueError:
         words = ["?"]
     pairs = dict(zip(words[::2], words[1::2]))
@@ -87,6 +87,11 @@ def _choice_of(machine, flags):
     return choice
 
 
+def _one_line(flags):
+    """Flags on several lines, each of which may end in a backslash, as in a raw string."""
+    return flags.replace("\\\n", " ")
+
+
 def _step_of(devices, schedule, chunks, microbatches, recompute):
     """The length of a step. The unit is the forward of one row through one device's layers.
 
@@ -100,7 +105,7 @@ def _step_of(devices, schedule, chunks, microbatches, recompute):
 
 def _planned(machine, flags, devices):
     """The GiB that each rank needs, as plan.py prints them for the program's flags."""
-    command = f"plan.py pretrain_llama.py --gpus {devices} {MODEL} {flags}"
+    command = f"plan.py pretrain_llama.py --gpus {devices} {MODEL} {_one_line(flags)}"
     try:
         output = launch.run(command, None, warm=True, show=False, limit=60).output
     except RunFailed as failed:

@@ -45,9 +45,9 @@ def complaint_of_versions(ranks, words):
     mini-batch, on the last rank that has one. Later errors of other ranks can follow from it."""
     events = [(event, rank) for rank in reversed(ranks) for event in sum(rank.steps[:1], [])]
     events.sort(key=lambda pair: pair[0]["k"])
-    for wrong, kind in ((_backward, "B"), (_forward, "F"), (_copies, "F"), (_memory, "B")):
+    for wrong, kinds in ((_backward, "B"), (_forward, "F"), (_copies, "F"), (_memory, "FB")):
         for event, rank in events:
-            said = wrong(rank, event, words, len(ranks)) if event["kind"] == kind else None
+            said = wrong(rank, event, words, len(ranks)) if event["kind"] in kinds else None
             if said:
                 return said
     for rank in ranks if all(rank.reports for rank in ranks) else []:
@@ -108,18 +108,17 @@ def _copies(rank, event, words, num_ranks):
 
 
 def _memory(rank, event, words, num_ranks):
-    case = f"rank {rank.number} runs the backward of mini-batch {event['k']}"
-    in_use = "1 is" if rank.number == num_ranks - 1 else f"{num_ranks - rank.number} are"
-    # On the last rank, a variable may still name the version before the newest.
-    if event["alive"] > max(2, num_ranks - rank.number):
-        return (
-            f"{case} with {event['alive']} versions in memory, and {in_use} in use there: forget a "
-            "version when its mini-batch has come back"
-        )
+    case = f"rank {rank.number} runs the {event['event']} of mini-batch {event['k']}"
     if event["history"]:
         return (
             f"{case} with weights that remember how they were made, and so does every version "
             "before them: detach() a new version"
+        )
+    in_use = "1 is" if rank.number == num_ranks - 1 else f"{num_ranks - rank.number} are"
+    if event["alive"] > num_ranks - rank.number:
+        return (
+            f"{case} with {event['alive']} versions in memory, and {in_use} in use there: forget a "
+            "version when its mini-batch has come back"
         )
 
 

@@ -5,13 +5,14 @@ Version t of a stage's weights is its first weights after t updates. In PipeDrea
 the gradient of mini-batch k is taken at version max(0, k - (p - 1 - s)) of stage s of p.
 """
 
+import sys
 import weakref
 
 import torch
 import torch.distributed as dist
 from torch.func import functional_call
 
-from course.building.messages import tell
+from course.building.messages import own_frames, tell
 from course.checks.answer import number_in
 from small import pipeline as my_pipeline
 from small import weight_stash as stash
@@ -110,22 +111,37 @@ class Versions:
         tensor = next(iter(weights.values()))
         if not any(reference() is tensor for reference in self.seen):
             self.seen.append(weakref.ref(tensor))
-        place = {"stage": dist.get_rank(), "k": k}
-        tell("forward", kind="F", version=version, factor=factor, copies=copies, **place)
+        found = {"version": version, "factor": factor, "copies": copies}
+        found |= self.memory(weights, stage)
+        tell("forward", kind="F", **found, stage=dist.get_rank(), k=k)
         return self.forward(weights, stage, k, *more)
 
     def backward_with(self, weights, stage, k, *more):
         """Replaces stash.backward_with."""
+        found = self.memory(weights, stage)
         used, copy = self.used.pop(k, (weights, weights))
         same = all(weights[name] is used[name] for name in used)
         kept = all(torch.equal(weight, copy[name]) for name, weight in used.items())
         del used, copy
-        history = any(weight.grad_fn is not None for weight in weights.values())
-        alive = sum(reference() is not None for reference in self.seen)
-        place = {"stage": dist.get_rank(), "k": k, "of": k}
-        found = {"same": same, "kept": kept, "alive": alive, "history": history}
-        tell("backward", kind="B", **found, **place)
+        found |= {"same": same, "kept": kept}
+        tell("backward", kind="B", **found, stage=dist.get_rank(), k=k, of=k)
         return self.backward(weights, stage, k, *more)
+
+    def memory(self, weights, stage):
+        """How many versions are alive, and whether `weights` have a history that keeps others alive.
+
+        A version that only a variable of the reader's names, as in `old = stash.pop(k)`, does not
+        count: after the next backward the variable names another one. Nor do the stage's own weights.
+        """
+        name = next(iter(self.known[0]))
+        variables = [v for f in own_frames(sys._getframe(2)) for v in f.f_locals.values()]
+        named = {id(v[name]) for v in variables if isinstance(v, dict) and name in v}
+        named.update(map(id, stage.parameters()))
+        in_use = {id(used[name]) for used, _ in self.used.values()}
+        alive = [id(tensor) for reference in self.seen if (tensor := reference()) is not None]
+        counted = [each for each in alive if each in in_use or each not in named]
+        history = any(weight.grad_fn is not None for weight in weights.values())
+        return {"alive": len(counted), "history": history}
 
     def watch(self):
         self.forward, self.backward = stash.forward_with, stash.backward_with

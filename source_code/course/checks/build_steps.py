@@ -15,17 +15,18 @@ RUN_STEPS = "course.checks.build_steps_on_ranks.run_steps"
 STRICT = {"strict": True, "replaces": "one_f_one_b_step", "frees": True}
 
 
-def perform(function, places, make, cases, chunks=1, more_ranks=(), **more):
-    """The error in the reader's step on four ranks, over all numbers of micro-batches, or None.
+def perform(function, places, make, cases, chunks=(1, 1), **more):
+    """The error in the reader's step, over all numbers of micro-batches, or None.
 
-    `more_ranks` has other numbers of ranks on which the step must be right, too; `more` goes into
-    the request, see build_steps_on_ranks.py.
+    `chunks` has the number of stages of each rank, on four ranks and on two; `more` goes into the
+    request, see build_steps_on_ranks.py.
     """
-    case = {"program": RUN_STEPS, "microbatches": cases, "chunks": chunks, **more}
-    request = request_of(function, places=places, **case)
-    for ranks in (4, *more_ranks):
-        if complaint := complaint_of(request, make, ranks):
-            return complaint if ranks == 4 else f"on {ranks} ranks: {complaint}"
+    request = request_of(function, places=places, program=RUN_STEPS, microbatches=cases, **more)
+    for ranks, count in zip((4, 2), chunks):
+        sized = partial(make, num_chunks=count) if count > 1 else make
+        if complaint := complaint_of(request | {"chunks": count}, sized, ranks):
+            each = f" with {count} chunks each" if count > 1 else ""
+            return complaint if ranks == 4 else f"on {ranks} ranks{each}: {complaint}"
     accept(request)
 
 
@@ -87,6 +88,8 @@ def there_and_back(function):
             early = ": has each receive been waited for before its numbers are used?"
             more = early if "nan" in str(result["value"]) else ""
             return f"rank {rank} returns {result['value']}, and it should be {wanted}{more}"
+        if result["came"] and wanted not in result["came"]:
+            return f"rank {rank} receives {result['came'][-1]}, and the other should send {wanted}"
     others = [set(rank.joined) <= {"join", "barrier"} for rank in observed.ranks]  # no broadcast
     if len(observed.begun) < 4 and any(others):
         return "the numbers are right, but they did not travel: each rank sends and receives once"
@@ -97,36 +100,37 @@ def there_and_back(function):
 @checked("four ranks, and loss and gradients are those of one process, to 1e-11.")
 def naive_step(function):
     """Check `naive_step(stage, tokens, targets)` on four ranks and on two."""
-    return perform(function, 3, naive, [1], more_ranks=[2], whole_batch=True)
+    return perform(function, 3, naive, [1], whole_batch=True)
 
 
 @checked("GPipe's order on four ranks, with the loss and the gradients of one process.")
 def gpipe_step(function):
     """Check `gpipe_step(stage, inputs, targets)` on four ranks: five and two micro-batches."""
-    return perform(function, 1, gpipe, [5, 2], more_ranks=[2])
+    return perform(function, 1, gpipe, [5, 2])
 
 
 @checked("1F1B's three phases on four ranks, with the loss and the gradients of one process.")
 def one_f_one_b_step(function):
     """Check `one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer than four
     micro-batches."""
-    return perform(function, 1, one_f_one_b, [6, 2], more_ranks=[2], frees=True)
+    return perform(function, 1, one_f_one_b, [6, 2], frees=True)
 
 
 @checked("1F1B by NCCL's rules: one operation at a time is enough, on four ranks and on two.")
 def one_f_one_b_for_nccl(function):
     """Check a step of 1F1B as above; a rank has one message or one batch of them under way."""
-    return perform(function, 1, one_f_one_b, [6, 2], more_ranks=[2], **STRICT)
+    return perform(function, 1, one_f_one_b, [6, 2], **STRICT)
 
 
 @checked("eight stages on four ranks, in Megatron's order, with the gradients of one process.")
 def interleaved_step(function):
-    """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks per rank."""
-    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=2, more_ranks=[2], frees=True)
+    """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks per rank, and on
+    two with three."""
+    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=(2, 3), frees=True)
 
 
 @checked("ZB-H1 on four ranks: the weights' halves wait, and no gradient is lost or late.")
 def zb_h1_step(function):
     """Check `zb_h1_step(stage, inputs, targets)` on four ranks and on two, also with fewer
     micro-batches than ranks."""
-    return perform(function, 1, zb_h1, [6, 2], more_ranks=[2], halves=True, frees=True)
+    return perform(function, 1, zb_h1, [6, 2], halves=True, frees=True)

@@ -23,7 +23,7 @@ def request_of(*functions, places=1, **more):
     """
     sources, imports = {}, []
     for function in functions:
-        if not inspect.isfunction(function) or function.__name__ == "<lambda>":
+        if not inspect.isfunction(function) or name_of(function) == "<lambda>":
             raise WrongAnswer("this exercise asks for a function, written with def in a cell")
         texts, lines = collect(function)
         sources |= dict(texts)
@@ -40,7 +40,7 @@ def request_of(*functions, places=1, **more):
 def collect(function):
     """([(name, text)], [import lines]): the definitions of its module that `function` uses, each
     after those that it uses itself; the last one is `function`."""
-    name = name_of(function)
+    name, known = name_of(function), inspect.unwrap(function).__globals__
     sources, imports, seen = [], [], {name}
 
     def add(name, value):
@@ -49,16 +49,16 @@ def collect(function):
             return  # Jupyter puts an `open` of its own into the notebook; a rank has Python's
         if text is None and (inspect.isroutine(value) or inspect.isclass(value)):
             raise WrongAnswer(f"the text of {name} cannot be found; run its cell")
-        if text is None or text in [known for _, known in sources]:
+        if text is None or text in [earlier for _, earlier in sources]:
             return
         if text.startswith(("import ", "from ")):
             imports.append(text)
             return
         for other in sorted(names_in(text) - seen):
             seen.add(other)
-            if other not in function.__globals__:
+            if other not in known:
                 continue  # it is built in, or not yet defined
-            used = function.__globals__[other]
+            used = known[other]
             line = line_of(other, used, function.__module__)
             if line is None:
                 add(other, used)

@@ -106,7 +106,8 @@ class TransportWords:
             if "process group has not been initialized" in said:
                 return (
                     f"rank {rank.number} belongs to no group at {self.at(where)}: "
-                    'dist.init_process_group("gloo") comes before everything else'
+                    'dist.init_process_group("gloo") comes before everything else, and '
+                    "dist.destroy_process_group() after it"
                 )
             if kind == "KeyError" and said.isdigit() and self.counts:
                 said = (
@@ -197,7 +198,7 @@ class TransportWords:
         if what == "send":
             until = f"until rank {peer} receives"
         if peer == ANY_RANK:
-            until = "for a message from any rank"
+            until = "for a message from any rank, since it names None"
         if peer == EVERY_RANK:
             until = f"until every rank calls {what}"
         return f"at {self.at(rank.waits['at'])} {until}"

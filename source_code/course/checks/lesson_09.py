@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 09: a backward in two halves, and a schedule whose weights' halves move."""
 
-from course.checks.answer import WrongAnswer, call, checked
+from course.checks.answer import WrongAnswer, call, checked, read_rows
 from lab.simulator import Costs, simulate
 from lab.story import waits_of
-from pipeline.schedule import ScheduleError, from_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import one_f_one_b, zb_h1
 from pipeline.schedules.legal import check_legal
 
@@ -156,10 +156,9 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
 @checked("the weights' halves fill the end, where 1F1B's ranks had nothing to do.")
 def fill_the_bubble(rows):
     """Check `rows`, one text for each of three ranks: four micro-batches, only the W have moved."""
-    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, str) for row in rows):
-        raise WrongAnswer("rows is a list with one string for each rank")
+    schedule = read_rows(rows)
     try:
-        schedule = check_legal(from_csv("\n".join(map(str.strip, rows)), "yours"))
+        check_legal(schedule)
     except ScheduleError as error:
         raise WrongAnswer(str(error)) from None
     start = one_f_one_b(3, 4)

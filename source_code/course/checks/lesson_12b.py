@@ -9,7 +9,7 @@ from numbers import Integral
 
 from course import launch
 from course.building import WAITING
-from course.building.cells import name_of
+from course.building.cells import names_of
 from course.checks.answer import WrongAnswer, call, checked, close, many
 from course.checks.build_text import request_of
 from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
@@ -199,7 +199,7 @@ def _write_piece(name, function):
     """Write the learner's function, and what it uses, into a file for the ranks; return its path."""
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {function!r}")
-    if not inspect.isfunction(function) or name_of(function) != name:
+    if not inspect.isfunction(function) or name not in names_of(function):
         raise WrongAnswer(f"write it with def and call it {name}, as the broken one is called")
     request = request_of(function)
     file = launch.ROOT / "build" / "lesson_12b" / f"{name}.py"
@@ -289,7 +289,10 @@ def _explain_unknown(file):
     if first:
         return f"the first difference from one process: {first.sentence}"
     if run.losses != whole.losses:
-        return "every action is right, and the losses are not printed: append them to `losses`"
+        return (
+            "every action is right, and the losses are not printed: hand `losses` to step, or "
+            "append them to `losses`"
+        )
     return None
 
 

@@ -4,22 +4,20 @@
 This file needs only the standard library, so the puzzles also run in a browser.
 """
 
-from collections.abc import Iterator
-
-from course.checks.answer import NotAttempted, WrongAnswer, call, checked, many
+from course.checks.answer import NotAttempted, WrongAnswer, call, checked, many, read_rows
 from course.checks.puzzles import PUZZLES
 from lab.drawing import WIDTH
 from lab.figures import draw_timelines
 from lab.simulator import simulate
 from lab.story import name_of_message, short, smallest_time, waits_of
-from pipeline.schedule import Schedule, ScheduleError, from_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules.legal import check_legal
 
 
 def puzzle(number, answer):
     """Print whether `answer` solves the puzzle of that number; return its timeline as a Picture.
 
-    `answer` has one row per rank, as one string or a list of strings, or is a function
+    `answer` has one row per rank, as `read_rows` takes them, or is a function
     `answer(num_ranks, num_microbatches)` that returns them. Returns None for an illegal schedule.
     """
     _judge(number, answer)
@@ -73,8 +71,7 @@ def schedule_of(number, answer):
     rows = answer
     if callable(answer):
         rows = call(answer, given.num_ranks, given.num_microbatches)
-        rows = list(rows) if isinstance(rows, Iterator) else rows
-    schedule = rows if isinstance(rows, Schedule) else _read(rows, f"puzzle {number}")
+    schedule = read_rows(rows)
     if schedule.num_ranks != given.num_ranks:
         raise WrongAnswer(
             f"{many(schedule.num_ranks, 'row')}, and the puzzle has {given.num_ranks} ranks, "
@@ -86,19 +83,6 @@ def schedule_of(number, answer):
         raise WrongAnswer(str(error)) from None
     _fits(given, schedule)
     return schedule
-
-
-def _read(rows, name):
-    rows = rows.tolist() if hasattr(rows, "tolist") else rows  # of numpy
-    text = rows if isinstance(rows, str) else None
-    if text is None and isinstance(rows, (list, tuple)) and all(isinstance(r, str) for r in rows):
-        text = "\n".join(map(str.strip, rows))
-    if text is None:
-        raise WrongAnswer("write one string per rank, such as '0F0,0F1,0B0,0B1', in a list")
-    try:
-        return from_csv(text, name)
-    except ScheduleError as error:
-        raise WrongAnswer(str(error)) from None
 
 
 def _fits(given, schedule):
