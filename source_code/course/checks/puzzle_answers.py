@@ -71,7 +71,7 @@ def schedule_of(number, answer):
     rows = answer
     if callable(answer):
         rows = call(answer, given.num_ranks, given.num_microbatches)
-    schedule = read_rows(rows)
+    schedule = read_rows(rows, f"puzzle {number}")
     if schedule.num_ranks != given.num_ranks:
         raise WrongAnswer(
             f"{many(schedule.num_ranks, 'row')}, and the puzzle has {given.num_ranks} ranks, "
