@@ -392,6 +392,15 @@ def test_a_batch_may_be_waited_for_in_any_order(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Right: ")
 
 
+def test_a_gradient_that_nothing_asked_for_gets_its_sentence_in_a_batch_too(tmp_path, capsys):
+    cells = cells_of_solution("03_1f1b")
+    text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
+    assert text.count(".requires_grad_()") == 1
+    text = text.replace(".requires_grad_()", "")
+    build.one_f_one_b_for_nccl(written(tmp_path, text, "one_f_one_b_for_nccl"))
+    assert "call requires_grad_() on what arrived" in capsys.readouterr().out
+
+
 def test_by_the_rules_of_nccl_rank_0_may_not_collect_its_sends_either(tmp_path, capsys):
     cells = cells_of_solution("03_1f1b")
     text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import answers
 import make_handout
@@ -154,6 +155,23 @@ def test_what_is_packed_runs_and_lessons_find_its_text(handout):
     command = [sys.executable, "-c", code]
     whole = subprocess.run(command, cwd=handout / "source_code", capture_output=True, text=True)
     assert whole.stdout[:-1] == (ROOT / "source_code/small/pipeline.py").read_text()
+    code = (
+        "from course.building import single_messages; from course.checks import build_steps;"
+        "build_steps.one_f_one_b_for_nccl(single_messages.one_f_one_b_step)"
+    )
+    command = [sys.executable, "-c", code]
+    lesson_03 = subprocess.run(command, cwd=handout / "source_code", capture_output=True, text=True)
+    assert lesson_03.stdout.startswith("Not yet: deadlock: rank 2 waits")
+
+
+def test_what_only_the_course_has_takes_no_end_of_another_line_along():
+    def kept(text):
+        return make_handout.without_links(text, Path("README.md"))
+
+    only = "<!-- course only --> more\nand more<!-- end -->"
+    assert kept(f"One.{only}\n\nTwo.") == "One.\n\nTwo."
+    assert kept("- one<!-- course only -->\n- two<!-- end -->\n- three") == "- one\n- three"
+    assert kept(f"One.\n{only}\nTwo.") == "One.\nTwo."
 
 
 @pytest.mark.processes

@@ -49,6 +49,49 @@ def test_an_answer_may_use_what_its_notebook_imports_and_defines_and_no_cell_in_
     assert answer["answer"] == "rows_1 = rows_of(naive(2, 2))"
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("lesson", "exercise"),
+    [
+        ("08_torch_pipelining", "training_program"),
+        ("08b_silent_traps", "clipping_program"),
+        ("11_from_laptop_to_cluster", "job_script"),
+    ],
+)
+def test_an_answer_that_is_a_file_or_has_text_between_it_and_its_check_counts(
+    tmp_path, lesson, exercise
+):
+    def cells_of(folder):
+        cells = make_submission.notebook_of(ROOT / folder / f"{lesson}.ipynb").cells
+        (check,) = (n for n, one in make_submission.exercises_of(cells, "") if one.name == exercise)
+        answer = max(n for n in range(check) if cells[n].cell_type == "code")
+        return cells[answer : check + 1]
+
+    answer, *between_and_check = cells_of("notebooks")
+    answer.source = cells_of("notebooks/solutions")[0].source
+    path = tmp_path / "12_small.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[answer, *between_and_check]), path)
+    (found,) = make_submission.answers_of(path)
+    assert found["said"].startswith("Right: ") and found["answer"] == answer.source
+
+
+def test_a_loop_without_end_costs_one_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_submission, "COMPUTING", 1)
+    path = notebook(
+        tmp_path,
+        "from course.checks import lesson_02 as check",
+        "def needed(ranks, bubble):\n    while True:\n        pass",
+        "check.enough_microbatches(needed)",
+        "while True:\n    pass",
+        "check.own_gpipe(rows)",
+        "needed = ...",
+        "check.enough_microbatches(needed)",
+    )
+    said = [answer["said"] for answer in make_submission.answers_of(path)]
+    assert "does this loop end?" in said[0] and "name 'rows' is not defined" in said[1]
+    assert said[2].startswith("Not attempted yet")
+
+
 def test_a_cell_that_checks_two_answers_has_two_exercises_each_with_what_its_own_check_said(
     tmp_path,
 ):

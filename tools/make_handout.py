@@ -59,7 +59,8 @@ PACKED = """
 exec(compile(zlib.decompress(base64.b64decode(PACKED)), __file__, "exec"))
 '''
 LINK = r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]*)(?:#[^)]*)?\)"
-COURSE_ONLY = r"<!-- course only -->.*?<!-- end -->\n?"
+# With the end of the line only if it began the line, too: else two lines would become one.
+COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<!-- end -->"
 
 
 def main():
@@ -195,7 +196,7 @@ def without_links(text, file):
         target = target.relative_to(ROOT)
         return match[1] if is_left_out(target) or is_packed(target) else match[0]
 
-    text = re.sub(COURSE_ONLY, "", text, flags=re.DOTALL)
+    text = re.sub(COURSE_ONLY, "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"Solutions are in \[[^\]]*\]\([^)]*\)\.\s?", "", text)
     return re.sub(LINK, words, text)
 

@@ -15,6 +15,7 @@ import io
 import json
 import linecache
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ sys.path.insert(0, str(ROOT / "source_code"))
 
 from exercises import NOTEBOOKS, exercises_of, lesson_of, notebook_of, read_notebooks  # noqa: E402
 
+from course.building.endless_loops import endless_loops_ended  # noqa: E402
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import InputError  # noqa: E402
@@ -34,7 +36,9 @@ from pipeline.command_line import Parser  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"
 LIMIT = 600  # seconds for a notebook
+COMPUTING = 60  # seconds of processor time for a cell, so that a loop without end costs one answer
 MOST_LETTERS = 20_000  # of an answer, and of the output of a check
+PROGRAM = re.compile(r"%%writefile \{(\w+)\}\n(.*)", re.DOTALL)  # an answer that is a whole file
 DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 
 
@@ -131,13 +135,14 @@ def answers_of(path):
     cells = notebook_of(path).cells
     checks = exercises_of(cells, lesson_of(path))
     with_checks = {index for index, _ in checks}
-    namespace = {"__name__": "__main__"}
+    code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
+    answer_at = {check: index for index, check in zip(code, code[1:]) if check in with_checks}
+    namespace = {"__name__": "__main__", "cluster": False}  # lesson 11 submits no job here
     answers = []
-    for index, cell in enumerate(cells):
-        if cell.cell_type != "code":
-            continue
+    for index in code:
+        cell = cells[index]
         if index in with_checks:
-            answer = cells[index - 1].source if cells[index - 1].cell_type == "code" else ""
+            answer = cells[answer_at[index]].source if index in answer_at else ""
             here = [exercise for at, exercise in checks if at == index]
             for lesson, name, call in here:
                 said = run_check(cell.source if len(here) == 1 else call, namespace)
@@ -150,7 +155,7 @@ def answers_of(path):
                     }
                 )
         else:
-            prepare(cell.source, f"<cell {index}>", namespace, whole=index + 1 in with_checks)
+            prepare(cell.source, f"<cell {index}>", namespace, whole=index in answer_at.values())
     return answers
 
 
@@ -158,6 +163,12 @@ def prepare(source, name, namespace, whole):
     """Run a cell that is not a check: all statements of an answer, the definitions of others."""
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)  # checks read the text of functions
+    if whole and (program := PROGRAM.match(source)):
+        file = ROOT / "build" / f"submitted_{program[1]}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(program[2], encoding="utf-8")
+        namespace[program[1]] = file
+        return
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError):
@@ -166,14 +177,15 @@ def prepare(source, name, namespace, whole):
         if whole or isinstance(statement, DEFINITIONS):
             module = ast.Module([statement], [])
             with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
-                exec(compile(module, name, "exec"), namespace)
+                with endless_loops_ended(COMPUTING):
+                    exec(compile(module, name, "exec"), namespace)
 
 
 def run_check(source, namespace):
     """The output of the check, or the exception that stopped it."""
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), endless_loops_ended(COMPUTING):
             exec(compile(source, "<check>", "exec"), namespace)
     except Exception as error:
         return f"Not yet: {type(error).__name__}: {error}"

@@ -41,7 +41,7 @@ memory, and [lesson 03](notebooks/03_1f1b.ipynb) shows why.
   wait](notebooks/01_naive_model_parallelism.ipynb), [and what GPipe does about
   it](notebooks/02_gpipe.ipynb).
 - **A day, or the whole course**: [all lessons with their minutes, and three routes](docs/lessons.md).
-- **On your machine**: [three commands](README.md#three-ways-in) open the lessons in JupyterLab, where
+- **On your machine**: [three commands](README.md#ways-in) open the lessons in JupyterLab, where
   real processes perform what you write.
 
 ## The map of the schedules

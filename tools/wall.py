@@ -196,7 +196,7 @@ def table_of_counts(counts, lessons):
 def card_of(place, called, lessons):
     minutes = f"{place.since / 60:.0f} min"
     said = {REACHED: f"reached {minutes} ago", RIGHT: f"right {minutes} ago"}.get(place.outcome)
-    said = said or f"{place.attempts} attempts in {minutes}"
+    said = said or f"{place.attempts} attempt{'s' * (place.attempts > 1)} in {minutes}"
     mark = "<b>stuck</b>: " if place.stuck else ""
     kind = " class='stuck'" if place.stuck else ""
     return (

@@ -8,6 +8,8 @@ import textwrap
 from collections import deque
 from pathlib import Path
 
+from course.source import read_source
+
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
 CONTAINERS = (dict, list, set, deque)
 FILLING = ("append", "appendleft", "extend", "add", "update", "insert", "setdefault")
@@ -47,6 +49,8 @@ def _has_own_text(name, value):
     """Whether `value` was made by a def or class statement with its own name."""
     if not (inspect.isfunction(value) or inspect.isclass(value)):
         return False
+    if "PACKED" in getattr(value, "__globals__", ()):
+        return False  # a handout has packed its file, in which its lines are not to be found
     return value.__name__ == name and "<locals>" not in value.__qualname__
 
 
@@ -54,7 +58,7 @@ def _cells_of(module):
     """The text of a file, or the texts of a notebook's cells in the order in which they ran."""
     module = sys.modules.get(module)
     file = getattr(module, "__file__", None)
-    return [Path(file).read_text(encoding="utf-8")] if file else getattr(module, "_ih", [])
+    return [read_source(Path(file))] if file else getattr(module, "_ih", [])
 
 
 def _definitions(text, name):

@@ -97,7 +97,8 @@ class TransportWords:
                 continue
             kind, said, where = (rank.raised[part] for part in ("kind", "said", "where"))
             deaf = self._first(lambda event: event.get("asks") is False, [rank])
-            if deaf and ("grad" in said or "None" in said) and "is not defined" not in said:
+            empty = "grad" in said or "None" in said or "type torch.Tensor" in said  # as of P2POp
+            if deaf and empty and "is not defined" not in said:
                 return (
                     f"rank {rank.number} has no gradient to send back: what it received went into "
                     f"its stage at {self.at(deaf['at'])} without asking for one; call "
