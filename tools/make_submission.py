@@ -18,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -139,6 +140,7 @@ def answers_of(path):
     answer_at = {check: index for index, check in zip(code, code[1:]) if check in with_checks}
     namespace = {"__name__": "__main__", "cluster": False}  # lesson 11 submits no job here
     answers = []
+    files = tempfile.TemporaryDirectory()  # for answers that are whole files
     for index in code:
         cell = cells[index]
         if index in with_checks:
@@ -155,17 +157,21 @@ def answers_of(path):
                     }
                 )
         else:
-            prepare(cell.source, f"<cell {index}>", namespace, whole=index in answer_at.values())
+            whole = index in answer_at.values()
+            prepare(cell.source, f"<cell {index}>", namespace, whole, files.name)
+    files.cleanup()
     return answers
 
 
-def prepare(source, name, namespace, whole):
-    """Run a cell that is not a check: all statements of an answer, the definitions of others."""
+def prepare(source, name, namespace, whole, folder):
+    """Run a cell that is not a check: all statements of an answer, the definitions of others.
+
+    An answer that is a whole file is written into `folder`.
+    """
     lines = source.splitlines(keepends=True)
     linecache.cache[name] = (len(source), None, lines, name)  # checks read the text of functions
     if whole and (program := PROGRAM.match(source)):
-        file = ROOT / "build" / f"submitted_{program[1]}.py"
-        file.parent.mkdir(exist_ok=True)
+        file = Path(folder, f"{program[1]}.py")
         file.write_text(program[2], encoding="utf-8")
         namespace[program[1]] = file
         return
