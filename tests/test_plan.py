@@ -244,6 +244,14 @@ def test_a_long_update_of_gpipe_takes_what_playing_all_of_it_takes():
             assert found.update == pytest.approx(forecast(long, machine, plan).update, rel=1e-9)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_memory_of_many_microbatches_of_gpipe_is_what_counting_all_of_them_gives(recompute):
+    model, plan = find_model("1m", 128, 77), Plan("gpipe", 4, recompute=recompute)
+    found = memory_per_rank(model, MACHINE, plan)
+    with mock.patch("planning.plan_memory.ROUNDS", 100):
+        assert found == memory_per_rank(model, MACHINE, plan)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h2", "v-half"])
 def test_the_parts_of_an_update_of_131071_microbatches_need_only_a_few_of_them(schedule):
     long, plan = replace(SMALL, batch=131_071), Plan(schedule, 4, 2 if schedule[0] == "v" else 1)

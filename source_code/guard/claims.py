@@ -86,7 +86,7 @@ def lock_folder(flag, folder):
     file = open(handle, "rb")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
-        raise ClaimError(f"{lock} is not a regular file; remove it")
+        raise ClaimError(f"{flag} {folder}: {lock} is not a regular file; remove it")
     try:
         import fcntl
 
