@@ -60,6 +60,7 @@ USABLE = 0.9  # of this machine's memory; the rest is for its other programs
 MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
 MOST_MEMORY = 1_000_000  # GB of one of them
+MOST_SHOWN = 50  # plans; each is simulated, which takes seconds if it has more than 100 ranks
 PROGRAM = "pretrain_llama.py"
 LAYOUT = (
     "layout: replicas x pipeline ranks x tensor group; x 2 behind a schedule: stages per rank; "
@@ -169,7 +170,7 @@ def parse_arguments():
             raise SystemExit(
                 f"--{flag} prints a table, and --json only JSON; leave one of them out"
             )
-    for flag, most in (("gpus", MOST_GPUS), ("memory", MOST_MEMORY)):
+    for flag, most in (("gpus", MOST_GPUS), ("memory", MOST_MEMORY), ("count", MOST_SHOWN)):
         if (getattr(arguments, flag) or 0) > most:
             raise SystemExit(f"--{flag} {getattr(arguments, flag):g}: {most:,} are the most")
     return arguments

@@ -169,6 +169,13 @@ def test_the_figures_replace_what_stood_between_the_marks_and_one_row_names_the_
     assert len(rows) == 1 and "0 of 1 parts passed" in rows[0]
 
 
+def test_a_page_without_its_marks_is_named_and_not_the_file(pages, monkeypatch, capsys):
+    (pages / PAGE).write_text("no marks")
+    with pytest.raises(SystemExit):
+        write(pages, monkeypatch)
+    assert capsys.readouterr().err.startswith(f"{PAGE} lacks {write_measurements.BEGIN}")
+
+
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"small": True}])
 def test_what_stood_in_for_gpus_is_no_measurement(pages, monkeypatch, changes, capsys):
     with pytest.raises(SystemExit):

@@ -32,6 +32,7 @@ import write_measurements
 
 from course import progress
 from course.launch import ROOT
+from guard.claims import lock_folder
 from guard.inputs import InputError
 
 NOTEBOOK = '{"nbformat": 4, "nbformat_minor": 4, "metadata": {}}'
@@ -173,7 +174,12 @@ def test_a_new_notebook_and_one_of_words_or_raw_cells_have_slides_minutes_and_no
 
 
 def test_a_drawing_of_another_program_that_cannot_be_scaled_is_no_figure():
-    for drawing in ("<svg/>", '<svg viewBox="0 0 x 1"/>', "<svg><"):
+    box = '<svg xmlns="http://www.w3.org/2000/svg" viewBox='
+    foreign = ["<svg/>", '<svg viewBox="0 0 x 1"/>', "<svg><", "<SVG/>", f'{box}"0 0 0 0"/>']
+    foreign += [f'{box}"0 0 9 9"><text font-size="12px">a</text></svg>']
+    foreign += [f'{box}"0 0 9 9"><rect x="10%" y="0" width="9"/></svg>']
+    for drawing in foreign:
+        assert slide_figures.picture(drawing) is None
         output = {"data": {"image/svg+xml": drawing}}
         assert slide_figures.figure_of({**CELL, "outputs": [output]}) is None
 
@@ -410,6 +416,13 @@ def test_a_file_that_cannot_be_handed_out_is_named_and_the_older_handout_stays(
     said = sentence_of(make_handout.main, monkeypatch)
     assert name in said and "make the handout again" in said
     assert (copy / 'a "ü" b.md').read_text() == "text", "also a name that git puts in quotes"
+
+
+@pytest.mark.processes
+def test_a_second_handout_at_the_same_time_is_told_to_wait(clone, tmp_path, monkeypatch):
+    with lock_folder("the handout", tmp_path / "handout")[0]:
+        assert "another job is saving there" in sentence_of(make_handout.main, monkeypatch)
+    assert not (tmp_path / "handout" / "course").exists()
 
 
 @pytest.mark.processes

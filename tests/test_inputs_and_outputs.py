@@ -26,7 +26,7 @@ from guard.inputs import InputError, is_count, is_number, read_bytes, read_json,
 from guard.paths import can_be_written
 from guard.printing import Output
 from pipeline.command_line import Parser
-from pipeline.schedule import to_csv
+from pipeline.schedule import ScheduleError, to_csv
 from pipeline.schedules import MOST_ACTIONS, build_schedule, gpipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -402,20 +402,23 @@ def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(
     assert sentence.count("\n") == 1
 
 
-@pytest.mark.timeout(30)  # a V of 3,000 ranks takes minutes, also for one micro-batch
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(["interleaved-1f1b", flag, 2**31 - 1] for flag in ("--ranks", "--microbatches", "--chunks")),
-        *([name, "--ranks", 3000, "--microbatches", 1] for name in ("zb-v", "v-half", "v-min")),
-    ],
-)  # fmt: skip
-def test_a_schedule_has_so_many_actions_at_most(monkeypatch, capsys, words):
-    monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, words)])
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("flag", ["--ranks", "--microbatches", "--chunks"])
+def test_a_schedule_has_so_many_actions_at_most(monkeypatch, capsys, flag):
+    words = ["predict.py", "interleaved-1f1b", flag, str(2**31 - 1)]
+    monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
         importlib.import_module("predict").main()
     assert f"{MOST_ACTIONS:,} are the most" in capsys.readouterr().err
     assert build_schedule("gpipe", 4, 8).num_ranks == 4
+
+
+@pytest.mark.timeout(30)  # a V of 3,000 ranks takes minutes, also for one micro-batch
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min", "dualpipe-v"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(3000, 1), (400, 400), (4, 50_000)])
+def test_a_v_has_half_as_many_actions_at_most(name, ranks, microbatches):
+    with pytest.raises(ScheduleError, match=f"{MOST_ACTIONS // 2:,} are the most"):
+        build_schedule(name, ranks, microbatches)
 
 
 def test_costs_are_such_that_sums_of_them_are_numbers(monkeypatch, capsys):

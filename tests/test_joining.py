@@ -160,6 +160,12 @@ def test_all_flags_count_but_the_device_and_where_the_text_lies(monkeypatch, tmp
     assert settings["the text"] == checksum_of(arguments.text) != checksum_of(other)
 
 
+def test_another_checkpoint_is_a_difference_that_names_the_flag_of_its_folder():
+    here, there = ({"from_checkpoint": step, "checkpoints": "x"} for step in ("a", "b"))
+    told = Meeting(read_by(**here), read_by(**there)).told[0]
+    assert "the newest checkpoint in --checkpoints is b there and a here" in told
+
+
 READ = {"FILE.csv": "file", "--model": "model_folder", "--tokenizer": "tokenizer"}
 
 

@@ -79,6 +79,12 @@ def test_the_lock_of_a_job_that_was_killed_is_in_nobody_s_way(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_in_which_no_lock_can_be_opened_is_rejected_with_the_flag(tmp_path):
+    (tmp_path / LOCK).symlink_to(tmp_path / LOCK)  # as root, whom umask 777 does not stop
+    with pytest.raises(ClaimError, match="^--save .*: lock cannot be opened there"):
+        lock_folder("--save", tmp_path)
+
+
 def test_without_locks_the_folder_is_whose_lock_file_is_new(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     first = NewFolder("--save", tmp_path)

@@ -128,7 +128,7 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
         ("nothing", "nothing is not a model's name"),
         ("layers=4", "does not say hidden, vocabulary"),
         ("layers=4,hidden=x,vocabulary=9", "'hidden=x' is not a size"),
-        ("layers=1001,hidden=64,vocabulary=9", "1,001 layers, and plans are compared for 1,000"),
+        ("layers=257,hidden=64,vocabulary=9", "257 layers, and plans are compared for 256"),
         ("layers=4,hidden=64,vocabulary=9,heads=5", "5 heads do not divide a width of 64"),
         ("layers=4,hidden=64,vocabulary=9,heads=4,kv_heads=3", "3 heads for keys do not divide"),
         ("layers=99999999,hidden=64,vocabulary=9", "layers of .* is 99999999"),
@@ -235,6 +235,31 @@ def test_the_parts_of_a_forecast_add_up_and_the_largest_is_its_limit():
 SMALL_16 = replace(SMALL, layers=16, batch=64)
 
 
+def test_a_long_update_of_gpipe_takes_what_playing_all_of_it_takes():
+    long, cut = replace(SMALL, batch=1511), (3, 2, 2, 1)
+    for machine in (MACHINE, Machine(8, between=Link(1e8, 14e-6, 1), gpus_per_node=2)):
+        plan = Plan("gpipe", 4, cut=cut, recompute="full")
+        found = forecast(long, machine, plan)
+        with mock.patch("planning.forecast.STEADY", ()):
+            assert found.update == pytest.approx(forecast(long, machine, plan).update, rel=1e-9)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_memory_of_many_microbatches_of_gpipe_is_what_counting_all_of_them_gives(recompute):
+    model, plan = find_model("1m", 128, 77), Plan("gpipe", 4, recompute=recompute)
+    found = memory_per_rank(model, MACHINE, plan)
+    with mock.patch("planning.plan_memory.ROUNDS", 100):
+        assert found == memory_per_rank(model, MACHINE, plan)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h2", "v-half"])
+def test_the_parts_of_an_update_of_131071_microbatches_need_only_a_few_of_them(schedule):
+    long, plan = replace(SMALL, batch=131_071), Plan(schedule, 4, 2 if schedule[0] == "v" else 1)
+    with mock.patch("pipeline.schedules.MOST_ACTIONS", 50_000):
+        found = forecast(long, MACHINE, plan)
+        assert sum(parts_of(long, MACHINE, found).values()) == pytest.approx(found.update)
+
+
 def test_what_is_one_step_away_differs_in_that_step():
     machine = Machine(8)
     plan = Plan(ranks=4, replicas=2)
@@ -318,6 +343,7 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
         ("1b --gpus 12", "--gpus 12 are not whole nodes of 8"),
         ("1b --why 17", "--why 17: 16 plans are shown"),
         ("1b --gpus 2000000000", "--gpus 2e+09: 1,000,000 are the most"),
+        ("1b --count 200", "--count 200: 50 are the most"),
         ("1b --memory 1e308", "--memory 1e+308: 1,000,000 are the most"),
         ("1b --this-machine --machine a", "name two machines; use one of them"),
         ("1b --confirm 1", "add --this-machine"),
@@ -459,6 +485,6 @@ def test_a_gpu_s_name_is_a_machine():
 
 
 def test_no_plan_has_a_pipeline_that_is_deeper_than_can_be_compared():
-    model, machine = find_model("layers=1000,hidden=64,vocabulary=100", 64, 1024), Machine(1024)
+    model, machine = find_model("layers=256,hidden=64,vocabulary=100", 64, 1024), Machine(1024)
     depths = {plan.ranks for plan in all_plans(model, machine)}
     assert max(depths) == DEEPEST == 128

@@ -64,6 +64,15 @@ def test_every_byte_of_every_document_is_in_one_part_and_every_tenth_document_is
     assert len(corpus.training.shards) == -(-len(corpus.training) // 7001)
 
 
+def test_a_file_that_is_cut_off_while_it_is_mapped_is_named_before_it_is_read(make):
+    _, _, folder = make("--data", DEFAULT_TEXT)
+    training = load_tokens(folder, 256, 16).training
+    file = folder / "training-00000.bin"
+    os.truncate(file, 100)  # a read beyond it would end the process with SIGBUS
+    with pytest.raises(SystemExit, match=f"{file.name} has become shorter"):
+        training[5000:5016]
+
+
 def test_a_slice_over_several_files_is_that_of_one_tensor():
     whole = torch.arange(100)
     shards = [part.to(torch.int32) for part in whole.split([13, 1, 0, 50, 36])]

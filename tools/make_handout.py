@@ -25,6 +25,7 @@ import nbformat
 from answers import answers_of
 from exercises import notebook_of
 
+from guard.claims import ClaimError, lock_folder
 from guard.files import not_written
 from guard.inputs import InputError, read_text
 from guard.printing import keep_running_unheard
@@ -67,15 +68,24 @@ def main():
     keep_running_unheard()
     flags = Parser(__doc__).parse_known_args()[1]  # those of make_site.py
     try:
-        copied, hidden = write_course(HANDOUT / "course")
-        commit(HANDOUT / "course")
+        HANDOUT.mkdir(parents=True, exist_ok=True)
+        with lock_folder("the handout", HANDOUT)[0]:  # one program at a time writes there
+            return make(flags)
     except OSError as error:
         sys.exit(f"make_handout.py: {error.filename or HANDOUT}: {error.strerror}")
+    except ClaimError as error:
+        sys.exit(f"make_handout.py: {error}")
     except InputError as error:
         sys.exit(f"make_handout.py: {error}; mend it, and make the handout again")
     except subprocess.SubprocessError as error:
         said = (error.stderr or "").strip().splitlines() or ["git ended without a word"]
         sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}")
+
+
+def make(flags):
+    """Write the copy and, with these `flags`, its website. Returns the exit status."""
+    copied, hidden = write_course(HANDOUT / "course")
+    commit(HANDOUT / "course")
     command = [sys.executable, ROOT / "tools" / "make_site.py", *flags]
     command += ["--of", HANDOUT / "course", "--into", HANDOUT / "site"]
     status = subprocess.run(command).returncode

@@ -49,6 +49,19 @@ def preformatted(kind, lines):
     return f'<pre class="{kind}" style="font-size:{max(24.0, size):.1f}px">{text}</pre>'
 
 
+def if_of_the_course(draw):
+    """`draw`, but it returns None for another program's drawing, whose sizes may be no numbers."""
+
+    def drawn(svg):
+        try:
+            return draw(svg)
+        except (ValueError, TypeError, ZeroDivisionError):
+            return None
+
+    return drawn
+
+
+@if_of_the_course
 def drawing(svg):
     """An SVG text scaled to a slide, with its legend below; None if it cannot be scaled."""
     root = parsed(svg)
@@ -62,6 +75,7 @@ def drawing(svg):
     return figure_from(root, legend)
 
 
+@if_of_the_course
 def picture(svg):
     """A picture of the prose scaled to a slide; None if its letters would be too small there."""
     root = parsed(svg)

@@ -30,6 +30,8 @@ def main():
     file = parser.parse_args().file
     with naming_files(ROOT / PAGE):
         page = read_text(ROOT / PAGE)
+        if page.count(BEGIN) != 1 or END not in page.partition(BEGIN)[2]:
+            raise SystemExit(f"{PAGE} lacks {BEGIN} or {END} below it; take the page from git")
         try:
             page = with_measurements(page, file)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -99,7 +99,9 @@ def settings_of(arguments, read=None):
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
     for name in ("device", "data", "num_ranks"):
         own.pop(name, None)
+    newest = own.pop("from_checkpoint", None)
     settings = {"--" + name.replace("_", "-"): value for name, value in own.items()}
+    settings["the newest checkpoint in --checkpoints"] = newest
     if getattr(arguments, "text", None) is not None:
         settings["the text"] = checksum_of(arguments.text)
     for flag, name in (read or {}).items():

@@ -70,17 +70,23 @@ def lock_folder(flag, folder):
     Returns the open file, and whether the claim is certain; without locks, as on Windows, it is
     only if the file is new. Raises ClaimError when another running job has locked the folder.
     """
-    Path(folder).mkdir(exist_ok=True)
     lock, is_new = Path(folder) / LOCK, True
     how = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
-        handle = os.open(lock, how | os.O_EXCL, 0o666)
-    except FileExistsError:
-        handle, is_new = os.open(lock, how, 0o666), False
+        lock.parent.mkdir(exist_ok=True)
+        try:
+            handle = os.open(lock, how | os.O_EXCL, 0o666)
+        except FileExistsError:
+            handle, is_new = os.open(lock, how, 0o666), False
+    except OSError as error:  # such as with umask 777
+        raise ClaimError(
+            f"{flag} {folder}: {lock.name} cannot be opened there ({error.strerror}); name a folder "
+            "that this job can write to"
+        ) from None
     file = open(handle, "rb")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         file.close()
-        raise ClaimError(f"{lock} is not a regular file; remove it")
+        raise ClaimError(f"{flag} {folder}: {lock} is not a regular file; remove it")
     try:
         import fcntl
 

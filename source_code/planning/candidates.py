@@ -28,7 +28,7 @@ PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-hal
 
 DEEPEST = 128  # ranks of a pipeline: the work to write v-half and v-min grows with the square
 MOST_PLANS = 150_000  # of one model on one machine, compared in a minute or two
-MOST_MICROBATCHES = 131_072  # of an update of one replica, planned in 40 s for Llama 3 8B on 8 GPUs
+MOST_MICROBATCHES = 131_072  # of an update of one replica; more are a slip
 
 
 class Search(NamedTuple):
@@ -99,7 +99,7 @@ def plans_to_compare(model, machine, precision):
 
 
 def check_effort(model, plans):
-    """Raise InputError if a plan has more micro-batches than can be simulated in a minute or two."""
+    """Raise InputError if a plan has more than MOST_MICROBATCHES micro-batches per update."""
     most = max((plan.microbatches(model) for plan in plans), default=0)
     if most > MOST_MICROBATCHES:
         raise InputError(

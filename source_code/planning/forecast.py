@@ -19,7 +19,7 @@ from planning.stage_times import stages_of
 from planning.traffic import gather_time, message_costs
 from planning.training_plan import Plan
 
-STEADY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+STEADY = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 ROUNDS = 4  # rounds of p micro-batches until the steady phase, if stages are even
 PLAYED = 2000  # actions
 
@@ -57,7 +57,7 @@ class Forecast:
 
 def forecast(model, machine, plan):
     """The Forecast of a plan. Raises ScheduleError where its schedule does not exist."""
-    timeline, more, ideal = play(model, machine, plan)
+    timeline, more, ideal = play(model, plan, stage_costs(model, machine, plan))
     end = timeline.makespan
     for rank, events in enumerate(timeline.by_rank):
         last = next(event for event in reversed(events) if event.action.kind in "BW")
@@ -74,7 +74,7 @@ def forecast(model, machine, plan):
     )
 
 
-def play(model, machine, plan):
+def play(model, plan, costs):
     """(Timeline, seconds that it leaves out, the largest busy time of a rank in the whole update).
 
     In a steady phase each round of p micro-batches takes as long as the round before. If a schedule
@@ -82,7 +82,6 @@ def play(model, machine, plan):
     counts as long as the last simulated one. With uneven stages the steady phase may begin late.
     """
     m, p = plan.microbatches(model), plan.ranks
-    costs = stage_costs(model, machine, plan)
     few = p * max(ROUNDS, PLAYED // (2 * plan.stages * p)) + m % p
     if m <= few + p or plan.schedule not in STEADY:
         timeline = simulate(known_schedule(plan.schedule, p, m, plan.chunks), costs)

@@ -83,8 +83,7 @@ def state_bytes(machine, plan, weights, value):
 def memory_by_counting(model, machine, plan):
     """(weights, gradients, optimizer, activations) in bytes per rank, for the course's model."""
     m, p = plan.microbatches(model), plan.ranks
-    if plan.schedule not in FLUSHED:
-        m = min(m, ROUNDS * p)
+    few = min(m, ROUNDS * p)
     heads, kv_heads = model.head_count, model.kv_heads or model.head_count
     config = ModelConfig(
         model.layers, model.hidden, heads, kv_heads, model.length, model.vocabulary
@@ -93,9 +92,15 @@ def memory_by_counting(model, machine, plan):
         widths = {"head_dim": config.head_dim, "hidden_dim": config.hidden_dim}
         config = SavedSettings(**vars(config), **widths)
     mode = "layer" if plan.recompute == "full" else plan.recompute
-    shape = plan.schedule, p, m, plan.chunks, tuple(plan.layers_of(model))
-    shards = plan.replicas if plan.sharding == "optimizer" else 1
-    return _counted(config, *shape, plan.microbatch, machine.bytes_per_value, mode, shards)
+    rest = plan.chunks, tuple(plan.layers_of(model)), plan.microbatch, machine.bytes_per_value, mode
+    rest += (plan.replicas if plan.sharding == "optimizer" else 1,)
+    counted = _counted(config, plan.schedule, p, few, *rest)
+    if m == few or plan.schedule not in FLUSHED:
+        return counted
+    fewer = _counted(config, plan.schedule, p, few - 1, *rest)  # each further one adds as much
+    return [
+        (*one[:3], one[3] + (m - few) * (one[3] - less[3])) for one, less in zip(counted, fewer)
+    ]
 
 
 @lru_cache(maxsize=20_000)

@@ -20,7 +20,7 @@ from planning.partition import PartitionError, Profile, plan_stages, profile_fro
 from planning.transformer import Model
 
 MOST = 10_000_000
-MOST_LAYERS = 1000  # eight times those of the largest model in known_models.py
+MOST_LAYERS = 256  # twice those of the largest model in known_models.py
 FREE = 1e18  # bytes per second of links that a cut ignores
 
 

@@ -3,11 +3,10 @@
 
 from dataclasses import replace
 
-from lab.simulator import simulate
 from pipeline.schedule import ScheduleError
 from planning.bound import memory_bound
 from planning.candidates import sharded
-from planning.forecast import forecast, known_schedule, stage_costs
+from planning.forecast import forecast, play, stage_costs
 from planning.machine import Link
 from planning.training_plan import balanced_cut
 
@@ -21,12 +20,12 @@ def parts_of(model, machine, found):
     work computes beyond that. "idle" is the time of filling and draining if messages take no time.
     """
     plan = found.plan
-    schedule = known_schedule(plan.schedule, plan.ranks, plan.microbatches(model), plan.chunks)
     costs = stage_costs(model, machine, plan)
     alone = replace(machine, inside=NO_LINK, between=NO_LINK)
     work, quiet = (rank_work(model, plan, one) for one in (costs, stage_costs(model, alone, plan)))
     average, unsent = sum(work) / plan.ranks, sum(quiet) / plan.ranks
-    free = simulate(schedule, replace(costs, transfer=0.0, occupancy=0.0)).makespan
+    timeline, more, _ = play(model, plan, replace(costs, transfer=0.0, occupancy=0.0))
+    free = timeline.makespan + more
     end = found.update - found.reduction - found.optimizer
     return {
         "work": unsent,

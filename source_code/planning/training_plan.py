@@ -91,7 +91,7 @@ class Plan:
         """How many layers each stage has, by index."""
         if self.cut:
             return list(self.cut)
-        return [last - first for first, last in cut_evenly(model.layers, self.stages)]
+        return list(even_cut(model.layers, self.stages))
 
     def replicas_in_node(self, machine):
         """How many replicas of one stage share a node."""
@@ -111,6 +111,12 @@ class Plan:
         if self.neighbours == "stages":
             return self.tensor
         return min(machine.gpus_per_node, self.tensor * self.replicas)
+
+
+@lru_cache(maxsize=10_000)
+def even_cut(layers, stages):
+    """The number of layers of each stage, as even as they go: a tuple."""
+    return tuple(last - first for first, last in cut_evenly(layers, stages))
 
 
 @lru_cache(maxsize=10_000)

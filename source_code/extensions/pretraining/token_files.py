@@ -15,7 +15,7 @@ with the text, and the first batch does not wait until the whole text is read.
 import hashlib
 import os
 import sys
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 
 import torch
@@ -48,11 +48,13 @@ CHECKED_AT_OPENING = 2**30  # tokens per part: 0.25 s per rank where the file is
 class MappedTokens:
     """The tokens of several files, one after the other; a slice is a tensor of int64.
 
-    `shards` are one-dimensional tensors, each mapped from a file.
+    `shards` are one-dimensional tensors, each mapped from a file, and `paths` are these files. A
+    program that reads beyond the end of a file that has become shorter is killed by the system, so
+    the sizes of the files are looked at again before each run is read.
     """
 
-    def __init__(self, shards):
-        self.shards = shards
+    def __init__(self, shards, paths=()):
+        self.shards, self.paths = shards, paths
         self.ends = list(accumulate(map(len, shards)))
 
     def __len__(self):
@@ -63,10 +65,15 @@ class MappedTokens:
         if step != 1:
             raise IndexError("tokens are read in one run")
         parts = []
-        for shard, end in zip(self.shards, self.ends):
+        for shard, end, path in zip_longest(self.shards, self.ends, self.paths):
             first = end - len(shard)
             part = shard[max(start - first, 0) : max(stop - first, 0)]
             if len(part):
+                if path is not None and path.is_file() and path.stat().st_size < shard.nbytes:
+                    raise SystemExit(
+                        f"{path} has become shorter since it was opened; make the tokens again with "
+                        "prepare_data.py"
+                    )
                 parts.append(part.to(torch.int64))
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
@@ -192,7 +199,7 @@ def map_part(folder, description, part):
         mapped.append(map_file(folder, shard, dtype))
         check_ids(folder / shard["file"], mapped[-1][:left], description["num_tokens"])
         left = max(0, left - len(mapped[-1]))
-    return MappedTokens(mapped)
+    return MappedTokens(mapped, [folder / shard["file"] for shard in shards])
 
 
 def check_ids(path, tokens, num_tokens):
