@@ -95,19 +95,24 @@ def most_held(order, stage_layers, kept, recompute="none", pieces=1):
     a time; with "layer" each layer is a piece.
     """
     held = {}  # (stage, micro-batch) -> bytes
-    most = 0
+    total = most = 0
+
+    def hold(key, more):
+        nonlocal total
+        held[key] = held.get(key, 0) + more
+        total += more
 
     def reaches(extra=0):
         nonlocal most
-        most = max(most, sum(held.values()) + extra)
+        most = max(most, total + extra)
 
     for stage, kind, microbatch in order:
         key, (first, last) = (stage, microbatch), stage_layers[stage]
         if kind == "F" and recompute in ("none", "selective"):
-            held[key] = kept.inside(first, last)
+            hold(key, kept.inside(first, last))
         elif kind == "F":
             cuts = cut_pieces(first, last, recompute, pieces)
-            held[key] = sum(kept.input() for start, _ in cuts if start > 0)
+            hold(key, sum(kept.input() for start, _ in cuts if start > 0))
         elif kind in "BI":
             if recompute == "selective":
                 reaches(kept.attention())
@@ -115,14 +120,12 @@ def most_held(order, stage_layers, kept, recompute="none", pieces=1):
                 # The input of the piece is in `held`: if it is also in its inside, count it once.
                 own = kept.input() if start > 0 else 0
                 reaches(kept.inside(start, end) - own * kept.has_input)
-                held[key] += (kept.deferred(start, end) if kind == "I" else 0) - own
+                hold(key, (kept.deferred(start, end) if kind == "I" else 0) - own)
                 reaches()
-            if kind == "B":
-                del held[key]
-            elif recompute in ("none", "selective"):
-                held[key] = kept.deferred(first, last)
-        elif kind == "W":
-            del held[key]
+            if kind == "I" and recompute in ("none", "selective"):
+                hold(key, kept.deferred(first, last) - held[key])
+        if kind in "BW":
+            total -= held.pop(key)
         reaches()
     return most
 
