@@ -176,6 +176,13 @@ def test_a_page_without_its_marks_is_named_and_not_the_file(pages, monkeypatch, 
     assert capsys.readouterr().err.startswith(f"{PAGE} lacks {write_measurements.BEGIN}")
 
 
+def test_a_file_that_does_not_exist_is_named_as_missing(pages, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["write_measurements.py", str(pages / "found.json")])
+    with pytest.raises(SystemExit):
+        write_measurements.main()
+    assert "found.json cannot be read (No such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("changes", [{"device": "cpu"}, {"small": True}])
 def test_what_stood_in_for_gpus_is_no_measurement(pages, monkeypatch, changes, capsys):
     with pytest.raises(SystemExit):

@@ -29,11 +29,11 @@ def main():
     parser.add_argument("file", metavar="FILE", help="what accept.py has written")
     file = parser.parse_args().file
     with naming_files(ROOT / PAGE):
-        page = read_text(ROOT / PAGE)
+        page, found = read_text(ROOT / PAGE), read_json(file)
         if page.count(BEGIN) != 1 or END not in page.partition(BEGIN)[2]:
             raise SystemExit(f"{PAGE} lacks {BEGIN} or {END} below it; take the page from git")
         try:
-            page = with_measurements(page, file)
+            page = with_measurements(page, found, file)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SystemExit(
                 f"{file} is not what tools/accept.py writes ({error}); run the acceptance anew"
@@ -42,9 +42,8 @@ def main():
     print(f"written: {PAGE}")
 
 
-def with_measurements(page, file):
-    """The page with what is in `file`."""
-    found = read_json(file)
+def with_measurements(page, found, file):
+    """The page with what was `found` in `file`."""
     machine, parts = found["machine"], found["parts"]
     if machine["device"] != "cuda" or machine["small"]:
         raise SystemExit(
