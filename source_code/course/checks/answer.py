@@ -83,7 +83,10 @@ class WrongAnswer(Exception):
 
 
 def call(function, *arguments):
-    """The result of the learner's function, of a generator as a list. Raises NotAttempted, or WrongAnswer with the reason."""
+    """The result of the learner's function; a generator's as a list.
+
+    Raises NotAttempted, or WrongAnswer with the reason.
+    """
     shown = ", ".join(map(repr, arguments)) if all(_is_short(a) for a in arguments) else "..."
     name = f"{_name_of(function)}({shown})"
     if not callable(function):

@@ -124,7 +124,7 @@ def one_f_one_b_for_nccl(function):
 
 @checked("eight stages on four ranks, in Megatron's order, with the gradients of one process.")
 def interleaved_step(function):
-    """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks per rank, and on
+    """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks each, and on
     two with three."""
     return perform(function, 1, interleaved_1f1b, [8, 4], chunks=(2, 3), frees=True)
 
