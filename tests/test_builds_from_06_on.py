@@ -268,6 +268,9 @@ WRONG = {
         ([("adding[-1]", "adding[8]")], "your function raised IndexError"),
         ([("adding[-1]", "max(adding, key=lambda each: each.microbatch)")],
          "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
+        ([("    if action == adding[-1]", "    m = 1 + max(each.microbatch for each in order)\n"
+           "    if adding.index(action) + 1 == m if action in adding else False")],
+         "rank 2: the sum of stage 0 is never started"),
         ([("action == adding[-1]", "action[1:] == [each for each in order if each.kind in 'BW'][-1][1:]")],
          "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
     ],

@@ -5,6 +5,7 @@ from course.building.endless_loops import endless_loops_ended
 from course.checks.answer import WrongAnswer, checked
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
+from extensions.data_parallel.replicas import replicate
 from lab.simulator import Costs, simulate
 from pipeline.schedule import from_csv
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
@@ -14,7 +15,8 @@ REVERSED = from_csv(  # on stages 2 and 3 alone
     "0F0,0F1,2F0,2F1,2B1,2B0,0B0,0B1\n1F0,1F1,3F0,3F1,3B1,3B0,1B0,1B1",
     "backwards in reverse order",
 )
-PLAYED = [one_f_one_b(4, 8), interleaved_1f1b(2, 4, 2), zb_h1(4, 8), REVERSED]
+TWO_PIPELINES = replicate(interleaved_1f1b(2, 4, 2), 2)  # as on ranks; the second's are 4 to 7
+PLAYED = [one_f_one_b(4, 8), TWO_PIPELINES, zb_h1(4, 8), REVERSED]
 
 
 @checked("each sum leaves with the last gradient that it adds, and is that of one process.")
