@@ -1,17 +1,21 @@
 """A machine is measured, fitted, kept as a file, and forecasts what was not measured."""
 
+import itertools
 import json
 import math
 import random
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from ranks import run_on_ranks
 
 from guard.inputs import InputError
+from pipeline.model import ModelConfig, build_part
 from planning import machine_timing, performed_runs
 from planning.forecast import forecast, stage_costs
 from planning.known_models import of_the_course
@@ -71,6 +75,23 @@ def test_a_message_takes_its_time_from_both_of_its_ranks_and_a_turn_of_a_v_has_n
             assert gained == pytest.approx(later, rel=1e-9)
         if plan.schedule == "zb-v":
             assert costs.backward_weight == free.backward_weight
+
+
+def test_a_size_has_run_forward_and_backward_before_its_times_count(monkeypatch):
+    numbers = itertools.count()
+
+    def number_of(job, function, *arguments):
+        function(*arguments)
+        return next(numbers)
+
+    monkeypatch.setattr(machine_timing, "time_of", number_of)
+    job = SimpleNamespace(device=torch.device("cpu"), num_ranks=1)
+    config, held = ModelConfig(8, 32, 2, 1, 8, 256), machine_timing.HELD
+    part = build_part(config, 3, 4, 0, torch.float32)
+    times = machine_timing.time_stage(job, config, part, 1, 2, torch.float32)
+    unmeasured = 2 * held
+    assert times["F"] == list(range(unmeasured, unmeasured + held))
+    assert {kind: len(seconds) for kind, seconds in times.items()} == dict.fromkeys(KINDS, held)
 
 
 def test_three_trainings_tell_what_a_step_and_what_a_message_take(monkeypatch):
