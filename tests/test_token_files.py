@@ -17,6 +17,7 @@ from extensions.pretraining.token_files import (
     TOKENS_FILE,
     MappedTokens,
     checksum_of_tokens_file,
+    is_token_folder,
     load_tokens,
 )
 from extensions.pretraining.token_writer import check_folder
@@ -393,3 +394,8 @@ def test_flags_that_do_not_fit_are_rejected_and_nothing_is_overwritten(make, tmp
         load_tokens(folder, 100, 16)
     with pytest.raises(DataError, match="--seq-len 5000"):
         load_tokens(folder, 256, 5000)
+
+
+def test_a_folder_without_tokens_is_not_read_as_a_text(tmp_path):
+    with pytest.raises(DataError, match="has no tokens.json; make tokens with prepare_data.py"):
+        is_token_folder(tmp_path)

@@ -43,11 +43,6 @@ def load_text(path=None, seq_len=32):
     source = DEFAULT_TEXT if path is None else Path(path)
     try:
         content = source.read_bytes()
-    except IsADirectoryError:
-        raise DataError(
-            f"--data: {source} is a folder; name a text file, or, for pretrain_llama.py, finetune.py or "
-            "inference.py, a folder that prepare_data.py has made"
-        ) from None
     except OSError as error:
         raise DataError(
             f"--data: {source} cannot be read ({error.strerror}); name a text file"

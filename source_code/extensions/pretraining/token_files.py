@@ -79,7 +79,12 @@ class MappedTokens:
 
 
 def is_token_folder(path):
-    return path is not None and os.path.isfile(os.path.join(path, TOKENS_FILE))
+    """Whether `path` is a folder of tokens. Raises DataError for any other folder."""
+    if path is None or not os.path.isdir(path):
+        return False
+    if not os.path.isfile(os.path.join(path, TOKENS_FILE)):
+        raise DataError(f"--data: {path} has no {TOKENS_FILE}; make tokens with prepare_data.py")
+    return True
 
 
 def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=None):
