@@ -21,6 +21,7 @@ LESSONS = sorted(NOTEBOOKS.glob("*.ipynb"))
 SOLUTIONS = sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
 ALL = LESSONS + SOLUTIONS
 TAG = "nbval-check-output"  # of the cells whose stored output is what a run has to print
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
 CALL = r"^(?:check|build)\..*$"  # of an exercise's check
 
 
@@ -58,6 +59,20 @@ def test_jupyterlab_folds_the_outputs_that_answer_a_question_and_no_others():
         assert hidden == {cell.id for cell in answers_of(notebook)}, "run tools/answers.py"
         folded += len(hidden)
     assert folded > 30
+
+
+def test_the_line_of_a_folded_output_that_jupyterlab_shows_has_no_result():
+    """It shows the first line as a preview; results are numbers that the lesson has not had before."""
+    for path in LESSONS:
+        cells, said = nbformat.read(path, as_version=4).cells, ""
+        for cell in cells:
+            said += "\n" + cell.source
+            if cell.cell_type == "code":
+                if cell.metadata.get("jupyter", {}).get("outputs_hidden"):
+                    first = next(filter(None, text_of(cell.outputs).split("\n")), "")
+                    new = set(NUMBER.findall(first)) - set(NUMBER.findall(said))
+                    assert not new or first.startswith("$ "), f"{path.stem}, {cell.id}: {first}"
+                said += text_of(cell.outputs)
 
 
 @every_notebook
