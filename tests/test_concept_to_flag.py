@@ -42,6 +42,7 @@ def test_our_own_flags_and_files_exist(row):
             assert (ROOT / "source_code" / words[0]).exists()
             continue
         assert words[0] in flags_of_all_scripts() | LAUNCHER, name
+        assert all(f'"{value}"' in code_of_all_scripts() for value in words[1:]), name
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
@@ -52,9 +53,12 @@ def test_the_names_of_torch_exist_in_this_version(row):
         assert hasattr(library._PipelineScheduleRuntime, "register_custom_function")
 
 
+def code_of_all_scripts():
+    return "".join(path.read_text() for path in (ROOT / "source_code").rglob("*.py"))
+
+
 def flags_of_all_scripts():
-    text = "".join(path.read_text() for path in (ROOT / "source_code").rglob("*.py"))
-    return set(re.findall(r"\"(--[a-z-]+)\"", text))
+    return set(re.findall(r"\"(--[a-z-]+)\"", code_of_all_scripts()))
 
 
 def test_the_versions_of_the_other_libraries_are_named():

@@ -101,7 +101,7 @@ class Experts(nn.Module):
 
 
 def imbalance(probabilities, takes, real, top):
-    """The auxiliary loss of each sequence: 1 for equal probabilities, E / top for one choice.
+    """The auxiliary loss of each sequence: 1 for equal probabilities, at most E / top.
 
     It is the sum over the experts of f x P: f is the expert's share of the tokens over that of a
     balanced router, and P its mean probability (DeepSeek-AI 2024, 2412.19437, equations 17 to 20).

@@ -22,7 +22,8 @@ def v_half(num_ranks, num_microbatches, num_chunks=2):
     """Every rank holds floor((p + 2) / 2) micro-batches at most, about half of 1F1B's p.
 
     Forward and gradient take two slots per rank towards the last rank and one on the way back. So
-    the 6p - 1 slots from F to I, summed over both stages, are the same number on every rank.
+    the slots from F to I, summed over both stages, are equally many on every rank: 6p - 1, or
+    6p + 5 if p is even.
     """
     require_two_chunks("v-half", num_ranks, num_microbatches, num_chunks)
     p, shift = num_ranks, 0 if num_ranks % 2 else 3  # else I down and F up would share a slot
@@ -38,8 +39,9 @@ def v_min(num_ranks, num_microbatches, num_chunks=2):
     """Every rank holds floor((p + 4) / 3) micro-batches at most, about a third of 1F1B's p.
 
     Forward and gradient take one slot per rank, so that no block is shorter: 4p slots from F to I,
-    summed over both stages, on every rank. The schedule suits equal times of F, I and W: if F or I
-    takes more than a third of the three, the ranks wait in every micro-batch.
+    or 4p + 4 if 3 divides p, summed over both stages, on every rank. The schedule suits equal times
+    of F, I and W: if F or I takes more than a third of the three, the ranks wait in every
+    micro-batch.
     """
     require_two_chunks("v-min", num_ranks, num_microbatches, num_chunks)
     p, shift = num_ranks, 0 if num_ranks % 3 else 2  # else I up would meet F down in a slot

@@ -2,7 +2,8 @@
 """DualPipeV: forwards and backwards in pairs, from both ends of a V.
 
 As in ZB-V, rank i has stage i and, counted from the end, stage i again: a micro-batch turns round
-on the last rank without a message, and the first rank has the loss. `down` is a rank's stage on the way to the turn, `up` the one after it.
+on the last rank without a message, and the first rank has the loss. `down` is a rank's stage on the
+way to the turn, `up` the one after it.
 """
 
 from pipeline.schedule import Schedule, ScheduleError

@@ -14,7 +14,7 @@ from pipeline.schedules.order import Order, require_positive
 
 
 def zb_h1(num_ranks, num_microbatches):
-    """The memory of 1F1B and a third of its bubble (section 2.1, ZB-H1).
+    """The memory of 1F1B's first rank and, for equal times, a third of its bubble (section 2.1, ZB-H1).
 
     The warm-up is that of 1F1B. Rank i defers i weight gradients to its cool-down.
     """
@@ -25,8 +25,8 @@ def zb_h2(num_ranks, num_microbatches):
     """No bubble on any rank between its first action and its last, for more memory (section 2.2, ZB-H2).
 
     The warm-up is twice as long, so that the first gradient arrives when it ends, and rank i defers
-    2i weight gradients. The bubble is zero with at least 2 * num_ranks - 1 micro-batches; with
-    fewer, the warm-up has as many forwards as there are micro-batches.
+    2i weight gradients. For equal times the bubble is zero with at least 2 * num_ranks - 1
+    micro-batches; with fewer, the warm-up has as many forwards as there are micro-batches.
     """
     return _with_delayed_weights("zb-h2", num_ranks, num_microbatches, forwards_per_rank_behind=2)
 
