@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,17 +13,16 @@ from plan import usable
 from course.launch import ROOT
 from planning import plan_tables
 from planning.bound import memory_bound
-from planning.candidates import PLANNED, shapes, shardings
+from planning.candidates import shapes, shardings
 from planning.expected_error import (
     ExpectedError,
     expected_error,
-    fraction_inside,
     interval,
     kind_of,
     left_out_errors,
     mean_error,
-    median_half_width,
     size_within,
+    stated_interval,
 )
 from planning.forecast import forecast
 from planning.known_models import NAMED
@@ -56,7 +56,7 @@ def test_the_layout_that_llama_3_405b_was_trained_with_is_not_rejected_for_memor
     machine = read_machine("dgx-h100", 8192)
     model = replace(NAMED["llama-3.1-405b"], length=8192, batch=2048)
     plan = Plan(ranks=16, tensor=8, replicas=64, kernels="fused")
-    plans = [one for shape in shapes(model, plan, PLANNED) for one in shardings(machine, shape)]
+    plans = [one for shape in shapes(model, plan) for one in shardings(machine, shape)]
     needed = [memory_bound(model, machine, one) for one in plans]
     assert sum(one <= usable(machine) for one in needed) > 20
 
@@ -102,6 +102,24 @@ def test_an_interval_weighs_each_publication_equally():
     assert interval(many) == (0.05, 0.94)
     few = [{"group": "b", "error": 2.0}]
     assert interval(many + few) == (0.1, 2.0)  # half of the weight
+
+
+def fraction_inside(of_others):
+    """The fraction of runs whose error is inside the interval of their kind.
+
+    With `of_others` this interval is made without the run's own publication.
+    """
+    inside = 0
+    for one in left_out_errors():
+        error = stated_interval(one["gpu"], one["kind"], one["group"] if of_others else "")
+        inside += error.least <= one["error"] <= error.most
+    return inside / len(left_out_errors())
+
+
+def median_half_width():
+    """Half of the width of the median run's interval, relative to its forecast."""
+    ends = [stated_interval(one["gpu"], one["kind"]).seconds(1.0) for one in left_out_errors()]
+    return statistics.median((most - least) / 2 for least, most in ends)
 
 
 def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_targets_are():
