@@ -249,7 +249,8 @@ def usable(machine, gigabytes=None):
 def in_words(arguments, model, machine, ours, others):
     """Return the text that is printed without --json."""
     best = [*ours.best, *others.best]
-    devices = "ranks" if machine.measured else f"GPUs of {arguments.machine or MACHINE}"
+    name, inside = arguments.machine or MACHINE, machine.gpus_per_node
+    devices = "ranks" if machine.measured else f"GPUs of {name} with {inside} per node"
     lines = lines_of(
         f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
         f"{model.batch} sequences of {model.length} tokens per update, "
