@@ -40,9 +40,8 @@ TOO_LARGE = ("529.6 billion on 640",)  # apart: published.json says why
 
 def test_at_least_240_runs_by_20_publications_are_compared():
     assert len(COUNTED) >= 240 and len({run.group for run in COUNTED}) >= 20
-    assert {(one["table"], one["name"]) for one in left_out_errors()} == {
-        (run.table, run.name) for run in COUNTED
-    }
+    stored = {(one["table"], one["name"]) for one in left_out_errors()}
+    assert stored == {(run.table, run.name) for run in COUNTED}, "run tools/fit_rates.py"
 
 
 def test_every_published_plan_fits_into_the_memory_of_its_machine():
@@ -79,6 +78,7 @@ def test_a_stored_error_is_that_of_the_rates_without_the_publication():
     quick = [run for run in COUNTED if run.plan.ranks == 1][::3]
     assert len(quick) > 15
     for run in quick:
+        assert (run.table, run.name) in stored, "run tools/fit_rates.py"
         one = stored[run.table, run.name]
         rates = text["rates"][one["gpu"]].get(run.group, {})
         assert run.forecast(**rates) / run.seconds - 1 == pytest.approx(one["error"], abs=1e-4)
@@ -127,7 +127,8 @@ def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_
     rows = [re.split(r"  +", line) for line in error_table()[1:]]
     for row in rows:
         shown = [re.sub(r"([\d.]+)%$", r"\1 %", cell) for cell in row[:-1]]
-        assert f"| {' | '.join([*shown, row[-1]])} |" in page, row
+        line = f"| {' | '.join([*shown, row[-1]])} |"
+        assert line in page, f"bring this row of docs/measurements.md up to date: {line}"
     assert len(rows) == 8
     runs = left_out_errors()
     sharded = [one for one in runs if one["kind"] == "sharded"]
@@ -153,7 +154,8 @@ def test_the_page_of_measurements_shows_the_errors_of_each_kind_and_how_far_the_
         f"| of {len(COUNTED)} trained plans, rejected for memory by `plan.py` | 0 | {rejected} |",
     ]
     for line in reached:
-        assert re.sub(r"([\d.]+)% \|$", r"\1 % |", line) in page, line
+        line = re.sub(r"([\d.]+)% \|$", r"\1 % |", line)
+        assert line in page, f"bring this row of docs/measurements.md up to date: {line}"
     filled = [one / run.machine.memory for one, run in zip(needed, COUNTED)]
     assert f"The tightest needs {100 * max(filled):.1f} %" in page
     assert f"as {sum(one > TIGHT for one in filled)} of these {len(COUNTED)} do" in page
