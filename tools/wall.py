@@ -10,7 +10,6 @@ only with --names.
 
 import json
 import os
-import re
 import sys
 import time
 from html import escape
@@ -20,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from exercises import exercises_of, lesson_of, notebook_of, read_notebooks  # noqa: E402
+from exercises import all_exercises  # noqa: E402
 
 from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
 from guard.files import write_whole  # noqa: E402
@@ -99,15 +98,10 @@ def parse_arguments():
 
 def titles_of_exercises():
     """{name of a check: lesson and title of its exercise}, in the order of the course."""
-    titles = {}
-    for path in read_notebooks()[0]:
-        cells = notebook_of(path).cells
-        for index, (lesson, name, _) in exercises_of(cells, lesson_of(path)):
-            prose = "".join(cell.source for cell in cells[:index] if cell.cell_type == "markdown")
-            headings = re.findall(r"\*\*\d+\. (.+?)\*\*", prose)
-            says_enough = name[-1].isdigit() or not headings  # as "puzzle 5"
-            titles[name] = f"{lesson} {name if says_enough else headings[-1]}"
-    return titles
+    return {
+        one.name: f"{one.lesson} {one.name if one.name[-1].isdigit() else one.title}"
+        for one in all_exercises()  # "puzzle 5" says enough
+    }
 
 
 def follow(folder, wall, titles, names):
