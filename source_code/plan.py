@@ -86,7 +86,7 @@ def main():
     if arguments.gpus > machine.gpus_per_node and arguments.gpus % machine.gpus_per_node:
         raise SystemExit(
             f"--gpus {arguments.gpus} are not whole nodes of {machine.gpus_per_node}; "
-            f"use a multiple of it"
+            "use a multiple of it, or a --machine with other nodes"
         )
     machine = replace(machine, memory=usable(machine, arguments.memory))
     try:
