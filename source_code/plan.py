@@ -250,7 +250,9 @@ def in_words(arguments, model, machine, ours, others):
     """Return the text that is printed without --json."""
     best = [*ours.best, *others.best]
     name, inside = arguments.machine or MACHINE, machine.gpus_per_node
-    devices = "ranks" if machine.measured else f"GPUs of {name} with {inside} per node"
+    devices = f"rank{'s' * (machine.gpus > 1)}"
+    if not machine.measured:
+        devices = f"GPU{'s' * (machine.gpus > 1)} of {name} with {inside} per node"
     lines = lines_of(
         f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
         f"{model.batch} sequences of {model.length} tokens per update, "
