@@ -413,7 +413,7 @@ def restore(folder, model, optimizer, rank):
 
 
 @pytest.mark.further
-def test_a_latest_that_is_written_in_place_can_be_empty_after_a_sigkill(tmp_path, capsys):
+def test_a_latest_in_place_or_too_late_or_moved_by_both_is_caught(tmp_path, capsys):
     in_place = LATEST.replace('        os.replace(folder / "latest.new", folder / "latest")\n', "")
     in_place = in_place.replace("latest.new", "latest")
     of_both = LATEST.replace("    if rank == 0:\n        (f", "    if True:\n        (f")
@@ -424,12 +424,14 @@ def test_a_latest_that_is_written_in_place_can_be_empty_after_a_sigkill(tmp_path
     if rank == 0:
         (f""",
     )
-    assert len({LATEST, in_place, of_both, too_early}) == 4
+    by_rank_1 = too_early.replace("    if rank == 0:\n        (f", "    if rank == 1:\n        (f")
+    assert len({LATEST, in_place, of_both, too_early, by_rank_1}) == 5
     for text, sentence in (
         (LATEST, "Right: "),
         (in_place, "Not yet: rank 0 got SIGKILL when it had just opened a file that was there"),
         (of_both, "Not yet: line 8 of save (`os.replace(folder"),
         (too_early, "Not yet: rank 0 got SIGKILL before its last rename; started again, line"),
+        (by_rank_1, "Not yet: rank 1 got SIGKILL before its last rename; started again, line"),
     ):
         build_save.save_and_restore(*written(tmp_path, text, "save_and_restore"))
         assert capsys.readouterr().out.startswith(sentence)

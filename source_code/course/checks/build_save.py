@@ -29,7 +29,7 @@ def moments(seed):
     return [
         (1, 1, "half"),
         (0, 1, "rename"),
-        (1, 1, round(draw.random(), 3)),
+        (1, 1, "rename"),  # if it renames nothing, right after the save
         (0, 1, round(draw.random(), 3)),
         (0, 1, "opened"),  # if no save opens such a file, right after the save
     ]
