@@ -87,7 +87,7 @@ def _forward(rank, event, words, num_ranks):
         )
     return (
         f"{case} with weights that no sequence of updates makes: does each update start from the "
-        "newest version?"
+        "newest version, and is it `weight - rate * gradient` for every weight?"
     )
 
 
