@@ -8,7 +8,8 @@ None if all is right. The decorator `checked` turns it into the function that a 
 import functools
 import math
 import numbers
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, MappingView
 from decimal import Decimal
 
 from course import progress
@@ -155,11 +156,10 @@ def read_rows(rows, name="yours"):
     """The Schedule of rows that are one text, or for each rank a text or a list of its actions."""
     if isinstance(rows, Schedule):
         return rows
-    rows = rows.tolist() if hasattr(rows, "tolist") else rows  # of numpy
-    rows = rows.strip().splitlines() if isinstance(rows, str) else rows
     try:
-        if not isinstance(rows, (list, tuple)):
+        if isinstance(rows, Iterator):  # the lesson's next cell would find it empty
             raise TypeError
+        rows = rows.strip().splitlines() if isinstance(rows, str) else in_a_list(rows)
         lines = [row if isinstance(row, str) else ",".join(map(str, row)) for row in rows]
         return from_csv("\n".join(map(str.strip, lines)), name)
     except TypeError:
@@ -167,6 +167,20 @@ def read_rows(rows, name="yours"):
         raise WrongAnswer(example) from None
     except ScheduleError as error:
         raise WrongAnswer(str(error)) from None
+
+
+def in_a_list(value):
+    """The list of what a container in some order, or a generator, has. Raises TypeError for others.
+
+    A dictionary has an order, too: its values, unless they are None, as of dict.fromkeys(calls).
+    """
+    if hasattr(value, "tolist"):  # of numpy
+        value = value.tolist()
+    if isinstance(value, dict):
+        value = value.keys() if set(value.values()) == {None} else value.values()
+    if not isinstance(value, (list, tuple, range, deque, Iterator, MappingView)):
+        raise TypeError(f"{type(value).__name__} is no list")
+    return list(value)
 
 
 def many(count, thing):
