@@ -55,6 +55,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
 IMPORTED = {"matplotlib", "ipywidgets"}  # by lessons; hosted notebooks are not in JupyterLab
 TORCHRUN_PORT = 29500  # torchrun's default without --standalone
+MOST_SECONDS = 1_000_000  # of --timeout, as in training scripts
 RANK_MEMORY = 2**28  # bytes of a small rank on a CPU, torch included
 INSTALL = "install the course's versions: pip install -r requirements.txt"
 
@@ -99,7 +100,10 @@ def parse_arguments():
     add("--timeout", type=positive_number, default=30.0, metavar="S", help="longest wait")
     add("--messages-only", action="store_true", help="only measure messages between ranks")
     add("--json", action="store_true", help="print each line of the table as a JSON object")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.timeout > MOST_SECONDS:
+        raise SystemExit(f"--timeout {arguments.timeout:g}: {MOST_SECONDS:,} seconds are the most")
+    return arguments
 
 
 @contextmanager

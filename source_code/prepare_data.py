@@ -260,10 +260,7 @@ def documents_of_text(path):
 def lines_of(path):
     """Yield the lines of a file, of a longer one than LARGEST_DOCUMENT a part at a time."""
     with open_input(path) as file:
-        try:
-            yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
-        except OSError as error:  # of this file, and not of what is written
-            raise InputError(f"{path} cannot be read ({error.strerror})") from None
+        yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
 
 
 def as_text(content, path):
@@ -325,7 +322,7 @@ def read_flags():
     if arguments.hold_out < 2:
         raise SystemExit("--hold-out 1 would hold out every document; use at least 2")
     if arguments.out and os.path.basename(arguments.out) == "":
-        arguments.out = arguments.out.rstrip("/")
+        arguments.out = arguments.out.rstrip("/") or "/"
     return arguments
 
 

@@ -391,6 +391,7 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
         ("train", "--schedule 1f1b --microbatches 50000000 --batch-size 50000000", "actions"),
         ("experts", "--experts 2147483647", "1,024 are the most"),
         ("experts", "--capacity 1e300", "more than all tokens"),
+        ("inference", "--groups 1000 --requests 1 --tokens 1024 --seq-len 1100", "passes"),
     ],
 )
 def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(

@@ -164,6 +164,10 @@ def started(*words, limit=None, **variables):
     )  # fmt: skip
 
 
+OF_TORCHRUN = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "9", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
 CASES = [
     ({"limit": limited("RLIMIT_NOFILE", 32)}, 2, "fewer than 64 open files here; raise the limit"),
     ({"GLOO_SOCKET_IFNAME": "nosuch0"}, 2, "GLOO_SOCKET_IFNAME is nosuch0, and this machine has"),
@@ -171,6 +175,8 @@ CASES = [
     ({"limit": limited("RLIMIT_AS", 700 * 2**20)}, 2, "fewer than 1,073,741,824 bytes of memory"),
     ({"TORCH_FR_BUFFER_SIZE": "many"}, 2, "TORCH_FR_BUFFER_SIZE is many, and has to be a whole"),
     ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "x"}, 2, "TRACE_BUFFER_SIZE is x, and has to be a whole"),
+    ({"PYTHONINSPECT": "1"}, 2, "PYTHONINSPECT is set"),
+    ({**OF_TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, 2, "TORCHELASTIC_RESTART_COUNT is 'x'"),
 ]
 
 

@@ -28,6 +28,8 @@ from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import check_file  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
+MOST_PATIENCE = 1000  # some weeks
+
 
 @in_one_sentence()
 def main():
@@ -70,7 +72,10 @@ def parse_arguments():
     names = [function.__name__ for _, function, _ in PARTS]
     add("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
     add("--patience", type=positive_number, default=1.0, metavar="X", help="times the minutes")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.patience > MOST_PATIENCE:
+        raise SystemExit(f"--patience {arguments.patience:g}: {MOST_PATIENCE:,} is the most")
+    return arguments
 
 
 def performed(title, function, seconds, machine):

@@ -172,7 +172,7 @@ def prepare(source, name, namespace, whole, folder):
     linecache.cache[name] = (len(source), None, lines, name)  # checks read the text of functions
     if whole and (program := PROGRAM.match(source)):
         file = Path(folder, f"{program[1]}.py")
-        file.write_text(program[2], encoding="utf-8")
+        file.write_text(program[2], encoding="utf-8", errors="backslashreplace")
         namespace[program[1]] = file
         return
     try:
