@@ -501,6 +501,15 @@ def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path,
         assert "standard output was not written" in ended.stderr and "\n" not in ended.stderr[:-1]
 
 
+@pytest.mark.parametrize("place", ["log", "/dev/stdout"])
+def test_no_output_takes_the_place_of_the_file_that_is_printed_into(tmp_path, place):
+    with open(tmp_path / "log", "w") as log:
+        path = str(tmp_path / place)  # which is `place` itself, if that begins with a slash
+        ended = start("source_code/predict.py", "gpipe", "--csv", path, stdout=log)
+    assert ended.returncode == 2
+    assert ended.stderr == f"--csv {path} is where this program prints; name another file\n"
+
+
 @pytest.mark.further
 def test_a_standard_error_that_is_closed_costs_its_text_and_not_the_run():
     closed = {"preexec_fn": lambda: os.close(2)}
