@@ -391,6 +391,8 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
         ("train", "--schedule 1f1b --microbatches 50000000 --batch-size 50000000", "actions"),
         ("experts", "--experts 2147483647", "1,024 are the most"),
         ("experts", "--capacity 1e300", "more than all tokens"),
+        ("gpipe", "--seq-len 1000000", "hours"),
+        ("pretrain_llama", "--sample 1000000", "10,000 tokens are the most"),
         ("inference", "--groups 1000 --requests 1 --tokens 1024 --seq-len 1100", "passes"),
     ],
 )
@@ -401,6 +403,21 @@ def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(
     status, sentence = refusal(script, *flags.split())
     assert status == 2 and any(word in sentence for word in named.split("|"))
     assert sentence.count("\n") == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("plan.py pretrain_llama.py --layers 2147483647", "1,000,000 are the most"),
+        ("plan_partition.py --workers 2 --bandwidth 1e9 --layers 2 --seq-len 1000000", "hours"),
+    ],
+)
+def test_a_plan_of_sizes_that_would_take_hours_is_not_begun(monkeypatch, capsys, words, named):
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit):
+        importlib.import_module(words.partition(".")[0]).main()
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.timeout(30)

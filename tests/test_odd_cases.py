@@ -197,6 +197,13 @@ def test_a_program_about_two_ranks_is_not_started_with_one(name):
     assert "--nproc-per-node 2" in ended.stderr and ended.stderr.count("\n") == 1
 
 
+def test_what_one_process_does_is_not_started_on_two_ranks(monkeypatch, capsys, tmp_path):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    words = "--checkpoints", tmp_path, "--to-file", tmp_path / "file"
+    assert "convert.py is one process" in rejected(monkeypatch, capsys, "convert", *words)
+
+
 @pytest.mark.processes
 def test_a_help_that_could_not_be_written_is_no_success():
     with open("/dev/full", "w") as full:
