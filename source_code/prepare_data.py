@@ -25,7 +25,7 @@ from guard.files import not_written
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
-from guard.printing import end_quietly_when_interrupted, keep_running_unheard
+from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
 
@@ -38,7 +38,6 @@ SEPARATOR = "\n\n"
 @in_one_sentence()
 def main():
     keep_running_unheard()
-    end_quietly_when_interrupted()
     arguments = read_flags()
     try:
         if arguments.check:

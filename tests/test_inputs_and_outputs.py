@@ -288,6 +288,7 @@ def test_two_names_of_one_file_are_one_path(refusal, tmp_path):
 
 def full_disk():
     """From now on this process can write no file beyond a kilobyte, as if the disk were full."""
+    sys.dont_write_bytecode = True  # Python would keep compiled modules that are cut off
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 

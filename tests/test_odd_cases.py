@@ -157,9 +157,12 @@ def limited(name, most):
 
 
 def started(*words, limit=None, **variables):
-    """How a process ends that has this limit and only these variables."""
+    """How a process ends that has this limit and only these variables.
+
+    It keeps no compiled modules: Python would cut them off at a limit of the size of files.
+    """
     return subprocess.run(
-        [sys.executable, *words], env=variables, preexec_fn=limit, stdin=subprocess.DEVNULL,
+        [sys.executable, "-B", *words], env=variables, preexec_fn=limit, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
@@ -234,9 +237,11 @@ def test_where_no_temporary_file_can_be_made_one_sentence_asks_for_a_folder():
 @pytest.mark.processes
 def test_a_limit_of_the_size_of_files_costs_the_files_and_not_the_training(tmp_path):
     outputs = ["--timeline", tmp_path / "timeline.json", "--record", tmp_path / "run"]
+    outputs += ["--profile", tmp_path / "profile.json"]
     ended = started(SCRIPT, *SMALL.split(), *outputs, limit=limited("RLIMIT_FSIZE", 1024))
     assert ended.returncode == 1 and "step 0  loss" in ended.stdout
     assert "was not written (File too large); nothing else is lost" in ended.stderr
+    assert "--profile of rank 0 was not written (its temporary file had no room" in ended.stderr
     assert "Traceback" not in ended.stderr and not (tmp_path / "timeline.json").exists()
 
 
