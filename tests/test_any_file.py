@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import accept
 import answers
 import benchmark
 import certificates
@@ -34,6 +35,9 @@ from course import progress
 from course.launch import ROOT
 from guard.claims import lock_folder
 from guard.inputs import InputError
+from lab.simulator import Costs, simulate
+from lab.timeline import to_chrome_trace
+from pipeline.schedules import build_schedule
 
 NOTEBOOK = '{"nbformat": 4, "nbformat_minor": 4, "metadata": {}}'
 GOOD = '{"exercise": "puzzle 1", "outcome": "right", "time": 1.0}\n'
@@ -550,6 +554,25 @@ def test_a_wall_goes_on_and_a_copy_is_whole_when_nobody_reads_what_they_print(tm
         assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert (tmp_path / "submissions" / "grades.csv").exists()
     assert (tmp_path / "mine" / "requirements.txt").exists()  # the last file
+
+
+@pytest.mark.processes
+def test_a_sweep_is_collected_when_nobody_reads_what_is_printed(tmp_path):
+    timeline = simulate(build_schedule("gpipe", 2, 4), Costs())
+    (tmp_path / "4.json").write_text(to_chrome_trace(timeline))
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, ROOT / "slurm/collect_sweep.py", tmp_path],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
+        )  # fmt: skip
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert "standard output was not written" in ended.stderr
+    assert "| 4 |" in (tmp_path / "sweep.md").read_text()
+
+
+@pytest.mark.parametrize("tool", [accept, answers, quiet_run])
+def test_what_takes_minutes_or_writes_lessons_does_not_end_when_nobody_reads_it(tool):
+    assert "keep_running_unheard()" in inspect.getsource(tool.main)
 
 
 def wait_for(path):
