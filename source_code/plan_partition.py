@@ -92,7 +92,7 @@ def parse_arguments():
     if arguments.save:
         check_file("--save", arguments.save)
     if arguments.profile is None:
-        parser.checks += [check_plan_size, check_duration, check_memory_of_a_layer]
+        parser.checks += [check_plan_size, check_memory_of_a_layer, check_time_of_all]
         complete_arguments(parser, arguments, read_data=lambda _: None)
     return arguments
 
@@ -109,6 +109,12 @@ def check_memory_of_a_layer(arguments):
     """Reject sizes for which the timing of a single layer would not fit into the memory."""
     arguments.num_ranks = arguments.layers
     check_memory(arguments)
+
+
+def check_time_of_all(arguments):
+    """Reject sizes for which the timing of all layers would take hours."""
+    arguments.num_ranks = 1
+    check_duration(arguments)
 
 
 def measure(arguments):
