@@ -102,8 +102,8 @@ hosted: ## let lessons run in a hosted notebook (ADDRESS=owner/name)
 # make wall FOLDER=/shared/progress FLAGS=--names
 FOLDER ?= build/progress
 wall: $(INSTALLED) ## show where a room is in build/wall, from everybody's progress
-	@mkdir -p $(FOLDER)
-	$(BIN)/python tools/wall.py $(FOLDER) $(FLAGS)
+	@mkdir -p "$(FOLDER)"
+	$(BIN)/python tools/wall.py "$(FOLDER)" $(FLAGS)
 
 submission: $(INSTALLED) ## run all checks of your notebooks; write one file to hand in
 	$(BIN)/python tools/make_submission.py
@@ -113,7 +113,7 @@ benchmark: $(INSTALLED) ## measure on this machine, beside theory and torch's pi
 
 # make measurements FROM=build/accept.json
 measurements: $(INSTALLED) ## put what tools/accept.py found into the docs (FROM=FILE)
-	$(BIN)/python tools/write_measurements.py $(or $(FROM),build/accept.json)
+	$(BIN)/python tools/write_measurements.py "$(or $(FROM),build/accept.json)"
 
 # make wheels WHEELS="--only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64"
 wheels: ## fetch all packages into wheels/, for use without a network

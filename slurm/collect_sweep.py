@@ -11,12 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from guard.files import write_whole  # noqa: E402
+from guard.files import not_written, write_whole  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 from lab.figures import new_plot, picture_of  # noqa: E402
 from lab.timeline import TimelineError, read_timeline  # noqa: E402
 
 
 def main():
+    keep_running_unheard()
     if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
         sys.exit("name the folder that sweep.sbatch has filled")
     folder = Path(sys.argv[1])
@@ -37,7 +39,7 @@ def main():
     except OSError as error:
         sys.exit(f"{folder} cannot be written to ({error.strerror})")
     print(table, end="")
-    return 0
+    return int(bool(not_written))
 
 
 def table_of(timelines):

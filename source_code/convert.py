@@ -45,7 +45,7 @@ from guard.around_main import guarded
 from guard.files import not_written, replace_file
 from guard.inputs import InputError
 from guard.paths import check_file, check_new_folder, check_paths_apart
-from pipeline.command_line import Parser
+from pipeline.command_line import Parser, ranks_from_environment
 from pipeline.job import join_job
 from pipeline.model import ModelConfig
 from pipeline.training import DTYPES
@@ -73,6 +73,8 @@ def read_flags():
         "--dtype", choices=list(DTYPES), help="of the weights in --to-hf, else as in the checkpoint"
     )
     arguments = parser.parse_args()
+    if ranks_from_environment()[1] > 1:
+        raise SystemExit("convert.py is one process; start it with python, and not with torchrun")
     outputs = {"--from-hf": "checkpoints", "--to-hf": "to_hf", "--to-file": "to_file"}
     asked = [flag for flag in outputs if getattr(arguments, flag[2:].replace("-", "_")) is not None]
     if len(asked) != 1:

@@ -243,11 +243,12 @@ def check_length(arguments):
     """Reject runs whose plan would take hours."""
     a = arguments
     requests = len(a.prompt) if a.prompt else a.requests
-    passes = requests * (a.tokens + a.arrive_every)
+    # A group whose turn it is may have nothing to do.
+    passes = max(requests, a.groups) * a.tokens + requests * a.arrive_every
     if passes > MOST_PASSES:
         raise SystemExit(
-            f"--requests, --tokens and --arrive-every allow for {passes:,} passes, and {MOST_PASSES:,} "
-            "are the most; use a smaller one"
+            f"--requests, --groups, --tokens and --arrive-every allow for {passes:,} passes, and "
+            f"{MOST_PASSES:,} are the most; use a smaller one"
         )
 
 

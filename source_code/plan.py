@@ -29,7 +29,7 @@ from guard.files import not_written, to_json, write_output
 from guard.inputs import InputError
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_apart, check_file
-from guard.printing import end_quietly_when_interrupted, keep_running_unheard
+from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer, positive_number
 from planning.bound import lower_bound, memory_bound
 from planning.candidates import check_precision, plans_to_compare, search_plans
@@ -59,6 +59,7 @@ UNSURE = 0.3  # relative error of a fit above which the measurement was disturbe
 USABLE = 0.9  # of this machine's memory; the rest is for its other programs
 MACHINE = "dgx-a100-80gb"  # unless another is named
 MOST_GPUS = 1_000_000  # ten times those of the largest training so far
+MOST_LAYERS = 1_000_000  # of pretrain_llama.py, which are cut in seconds
 MOST_MEMORY = 1_000_000  # GB of one of them
 MOST_SHOWN = 50  # plans; each is simulated, which takes seconds if it has more than 100 ranks
 PROGRAM = "pretrain_llama.py"
@@ -71,7 +72,6 @@ LAYOUT = (
 @in_one_sentence()
 def main():
     keep_running_unheard()
-    end_quietly_when_interrupted()
     if Path(*sys.argv[1:2]).name == PROGRAM:
         return plan_program(sys.argv[2:])
     arguments = parse_arguments()
@@ -189,8 +189,9 @@ def plan_program(words):
     add("--gpus", type=positive_integer, default=8, metavar="N", help="ranks of the run")
     add("--machine", help=f"{', '.join([*SHORT, *machine_names()])}, or a file; else a DGX A100")
     arguments = parser.parse_args(words)
-    if arguments.gpus > MOST_GPUS:
-        raise SystemExit(f"--gpus {arguments.gpus:g}: {MOST_GPUS:,} are the most")
+    for flag, most in (("gpus", MOST_GPUS), ("layers", MOST_LAYERS)):
+        if (getattr(arguments, flag) or 0) > most:
+            raise SystemExit(f"--{flag} {getattr(arguments, flag)}: {most:,} are the most")
     arguments.num_ranks = arguments.gpus
     arguments.shuffle = False  # there is no text, whose rows could be counted
     schedule = pretrain_llama.complete_flags(parser, arguments, read_data=lambda _: None)

@@ -15,7 +15,7 @@ from guard.files import not_written, to_json, write_output
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file
 from guard.printing import keep_running_unheard
-from guard.sizes import check_memory
+from guard.sizes import check_duration, check_memory
 from pipeline.command_line import Parser, positive_integer, positive_number
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
@@ -92,7 +92,7 @@ def parse_arguments():
     if arguments.save:
         check_file("--save", arguments.save)
     if arguments.profile is None:
-        parser.checks += [check_plan_size, check_memory_of_a_layer]
+        parser.checks += [check_plan_size, check_memory_of_a_layer, check_time_of_all]
         complete_arguments(parser, arguments, read_data=lambda _: None)
     return arguments
 
@@ -109,6 +109,12 @@ def check_memory_of_a_layer(arguments):
     """Reject sizes for which the timing of a single layer would not fit into the memory."""
     arguments.num_ranks = arguments.layers
     check_memory(arguments)
+
+
+def check_time_of_all(arguments):
+    """Reject sizes for which the timing of all layers would take hours."""
+    arguments.num_ranks = 1
+    check_duration(arguments)
 
 
 def measure(arguments):

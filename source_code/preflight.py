@@ -46,7 +46,7 @@ from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
 from guard.meeting import check_limits
 from guard.one_sentence import in_one_sentence
-from guard.printing import end_quietly_when_interrupted, keep_running_unheard
+from guard.printing import keep_running_unheard
 from lab.message_checks import Check, check_two_ranks, checks_of_job
 from pipeline.command_line import Parser, positive_number
 from pipeline.data import DEFAULT_SHA256, DEFAULT_TEXT, DataError, load_text
@@ -55,6 +55,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK_PACKAGES = ["jupyterlab", "matplotlib", "ipywidgets", "nbval"]
 IMPORTED = {"matplotlib", "ipywidgets"}  # by lessons; hosted notebooks are not in JupyterLab
 TORCHRUN_PORT = 29500  # torchrun's default without --standalone
+MOST_SECONDS = 1_000_000  # of --timeout, as in training scripts
 RANK_MEMORY = 2**28  # bytes of a small rank on a CPU, torch included
 INSTALL = "install the course's versions: pip install -r requirements.txt"
 
@@ -63,7 +64,6 @@ INSTALL = "install the course's versions: pip install -r requirements.txt"
 @ranks_set()
 def main():
     keep_running_unheard()
-    end_quietly_when_interrupted()
     arguments = parse_arguments()
     check_limits()
     prints = read_ranks()[0] == 0
@@ -99,7 +99,10 @@ def parse_arguments():
     add("--timeout", type=positive_number, default=30.0, metavar="S", help="longest wait")
     add("--messages-only", action="store_true", help="only measure messages between ranks")
     add("--json", action="store_true", help="print each line of the table as a JSON object")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.timeout > MOST_SECONDS:
+        raise SystemExit(f"--timeout {arguments.timeout:g}: {MOST_SECONDS:,} seconds are the most")
+    return arguments
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from guard.files import not_written
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
-from guard.printing import end_quietly_when_interrupted, keep_running_unheard
+from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
 
@@ -38,7 +38,6 @@ SEPARATOR = "\n\n"
 @in_one_sentence()
 def main():
     keep_running_unheard()
-    end_quietly_when_interrupted()
     arguments = read_flags()
     try:
         if arguments.check:
@@ -260,10 +259,7 @@ def documents_of_text(path):
 def lines_of(path):
     """Yield the lines of a file, of a longer one than LARGEST_DOCUMENT a part at a time."""
     with open_input(path) as file:
-        try:
-            yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
-        except OSError as error:  # of this file, and not of what is written
-            raise InputError(f"{path} cannot be read ({error.strerror})") from None
+        yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
 
 
 def as_text(content, path):
@@ -325,7 +321,7 @@ def read_flags():
     if arguments.hold_out < 2:
         raise SystemExit("--hold-out 1 would hold out every document; use at least 2")
     if arguments.out and os.path.basename(arguments.out) == "":
-        arguments.out = arguments.out.rstrip("/")
+        arguments.out = arguments.out.rstrip("/") or "/"
     return arguments
 
 

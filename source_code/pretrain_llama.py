@@ -72,6 +72,7 @@ MODELS = {  # layers, dim, heads, kv_heads, vocabulary
     "350m": (24, 1024, 16, 8, 32000),
     "1b": (20, 2048, 32, 4, 32000),
 }
+MOST_SAMPLED = 10_000  # tokens; each is a forward of the whole pipeline
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}  # Llama 2 (2307.09288), section 2.2
 
 
@@ -221,6 +222,8 @@ def complete_sizes(arguments):
         raise SystemExit(
             f"--vocabulary {arguments.vocabulary} has no room for all bytes; use at least 256"
         )
+    if (arguments.sample or 0) > MOST_SAMPLED:
+        raise SystemExit(f"--sample {arguments.sample}: {MOST_SAMPLED:,} tokens are the most")
 
 
 def pieces_of_batch(arguments):

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import accept
 import answers
 import benchmark
 import certificates
@@ -34,6 +35,9 @@ from course import progress
 from course.launch import ROOT
 from guard.claims import lock_folder
 from guard.inputs import InputError
+from lab.simulator import Costs, simulate
+from lab.timeline import to_chrome_trace
+from pipeline.schedules import build_schedule
 
 NOTEBOOK = '{"nbformat": 4, "nbformat_minor": 4, "metadata": {}}'
 GOOD = '{"exercise": "puzzle 1", "outcome": "right", "time": 1.0}\n'
@@ -418,6 +422,38 @@ def test_a_file_that_cannot_be_handed_out_is_named_and_the_older_handout_stays(
     assert (copy / 'a "ü" b.md').read_text() == "text", "also a name that git puts in quotes"
 
 
+HALF = "print('\\ud800')"  # half a letter: JSON may have it, and no file in UTF-8
+
+
+@pytest.mark.processes
+def test_half_a_letter_in_a_notebook_stays_in_the_handout(clone, tmp_path, monkeypatch):
+    lesson = Path("notebooks", "02_a.ipynb")
+    text = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(HALF)]))
+    (clone / lesson).write_text(text.replace(r"\\ud800", r"\ud800"))
+    make_handout.write_course(tmp_path / "handout" / "course")
+    (cell,) = exercises.notebook_of(tmp_path / "handout" / "course" / lesson).cells
+    assert cell.source == "print('\ud800')"
+
+
+def test_half_a_letter_in_a_notebook_costs_no_site_and_no_other_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_site, "index_page", lambda exporter, course: "")
+    for name, text in {"docs/lessons.md": "", "CITATION.cff": "", "site/live/x": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    text = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(HALF)]))
+    (tmp_path / "02_a.ipynb").write_text(text.replace(r"\\ud800", r"\ud800"))
+    files = [Path("02_a.ipynb"), Path("docs/lessons.md")]
+    folders = {Path("."), Path("docs")}
+    course = make_site.Course(tmp_path, files, folders, {f: f.name for f in files}, False)
+    course.titles.update({make_site.INDEX: "course", make_site.LOST: "lost"})
+    make_site.write_pages(tmp_path / "site", course)
+    assert r"\ud800" in (tmp_path / "site" / "02_a.html").read_text()
+    namespace = {}
+    source = "%%writefile {program}\nprint('\ud800')"
+    make_submission.prepare(source, "<cell 1>", namespace, True, tmp_path)
+    assert namespace["program"].exists()
+
+
 @pytest.mark.processes
 def test_a_second_handout_at_the_same_time_is_told_to_wait(clone, tmp_path, monkeypatch):
     with lock_folder("the handout", tmp_path / "handout")[0]:
@@ -518,6 +554,25 @@ def test_a_wall_goes_on_and_a_copy_is_whole_when_nobody_reads_what_they_print(tm
         assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert (tmp_path / "submissions" / "grades.csv").exists()
     assert (tmp_path / "mine" / "requirements.txt").exists()  # the last file
+
+
+@pytest.mark.processes
+def test_a_sweep_is_collected_when_nobody_reads_what_is_printed(tmp_path):
+    timeline = simulate(build_schedule("gpipe", 2, 4), Costs())
+    (tmp_path / "4.json").write_text(to_chrome_trace(timeline))
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, ROOT / "slurm/collect_sweep.py", tmp_path],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
+        )  # fmt: skip
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert "standard output was not written" in ended.stderr
+    assert "| 4 |" in (tmp_path / "sweep.md").read_text()
+
+
+@pytest.mark.parametrize("tool", [accept, answers, quiet_run])
+def test_what_takes_minutes_or_writes_lessons_does_not_end_when_nobody_reads_it(tool):
+    assert "keep_running_unheard()" in inspect.getsource(tool.main)
 
 
 def wait_for(path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from saved_models import write_model
 
+from extensions.checkpointing.checkpoint_folder import checksum_of_file
 from extensions.inference import requests
 from extensions.inference.requests import choose_token
 from extensions.pretraining import token_files, token_writer
@@ -21,7 +22,9 @@ from extensions.pretraining.token_writer import TokenWriter, write_tokens_file
 from extensions.pretraining.tokens import DataError, complaints_of_library, encode
 from extensions.real_models.saved_folder import find_tensors, read_model
 from extensions.real_models.saved_settings import read_settings
-from guard.inputs import InputError, is_file_name, open_input
+from extensions.real_models.tensor_files import stored_tensors
+from guard import around_main
+from guard.inputs import InputError, is_file_name, open_input, read_bytes
 from guard.one_sentence import in_one_sentence
 from pipeline.command_line import Parser, positive_integer
 
@@ -265,8 +268,11 @@ def test_a_word_that_is_too_long_is_cut_in_a_sentence(capsys):
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
 def test_a_name_that_no_file_can_have_is_an_input_error(tmp_path, name):
-    with pytest.raises(InputError, match="cannot be the name of a file"):
-        open_input(tmp_path / name)
+    with (
+        pytest.raises(InputError, match="cannot be the name of a file"),
+        open_input(tmp_path / name),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "..", "a/b", "x" * 300, 3])
@@ -276,6 +282,37 @@ def test_an_index_names_files_that_can_be(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match="has no weight_map with names of files"):
         find_tensors(tmp_path)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="a file of Linux whose first byte is unreadable"
+)
+@pytest.mark.parametrize("read", [read_bytes, stored_tensors, checksum_of_file])
+def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path, read):
+    (tmp_path / "damaged").symlink_to("/proc/self/mem")
+    with pytest.raises(InputError, match=r"damaged cannot be read \(Input/output error\)"):
+        read(tmp_path / "damaged")
+
+
+def test_a_file_that_changes_after_the_check_ends_its_rank_with_one_sentence(tmp_path, monkeypatch):
+    write_model(tmp_path / "model", layers=1, dim=32, head_dim=8, longest=32)
+    saved, file = read_model(tmp_path / "model", 8), tmp_path / "model" / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 8)
+    told = []
+    monkeypatch.setattr(around_main, "end_process", told.append)
+    with around_main.naming_what_fails():
+        saved.build_part(0, 1, torch.float64, "cpu")
+    assert told == [f"rank 0: {file} has changed while it was read"]
+
+
+@pytest.mark.parametrize("sizes", [300, 20_000])  # more digits than Python prints, and seconds
+def test_a_tensor_of_many_sizes_is_named_before_they_are_multiplied(tmp_path, sizes):
+    entry = {"dtype": "F32", "shape": [2**53] * sizes, "data_offsets": [0, 4]}
+    header = json.dumps({"w": entry}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(InputError, match="does not say where w lies"):
+        stored_tensors(file)
 
 
 @pytest.mark.timeout(30)  # to lay out 10^9 layers takes days

@@ -300,6 +300,7 @@ def train_without_other_name(rank, folder):
 def train_with_little_room(rank, folder, flags, limit):
     import resource
 
+    sys.dont_write_bytecode = True  # Python would keep compiled modules that are cut off
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     return train(rank, folder, flags)
 

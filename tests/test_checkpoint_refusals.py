@@ -219,6 +219,13 @@ def test_an_older_step_that_is_not_there_is_refused_with_those_that_are(refusal,
     assert "use one of 5, 10" in refusal.check(SCRIPT, *flags, names="--from-step 7")
 
 
+@pytest.mark.parametrize("name", ["step-000000020", "step-٠٠٠٠٠٠٢٠", "../run-00002/step-00000020"])
+def test_a_folder_whose_number_is_written_in_another_way_is_no_checkpoint(saved, name):
+    (saved / "run-0001" / name).mkdir(parents=True)
+    (saved / "latest").unlink()
+    assert checkpoint_folder.find_checkpoint(saved).name == "run-0001/step-00000010"
+
+
 @pytest.mark.parametrize("content", [b"run-0009/step-00000001\n", b"", b"..", b"\xff\xfe", None])
 def test_latest_that_names_nothing_is_refused(refusal, saved, content):
     (saved / "latest").unlink()

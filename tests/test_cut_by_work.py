@@ -36,6 +36,13 @@ def test_an_even_cut_stays_where_the_head_is_worth_less_than_a_layer():
     assert cut_by_work(config_of(3, 256), 4) is None
 
 
+@pytest.mark.timeout(60)  # to list all cuts takes an hour
+def test_a_cut_of_very_many_layers_is_found_without_a_look_at_each():
+    cut = cut_by_work(config_of(100_000, 128_256), 8)
+    assert sum(cut) == 100_000 and len(cut) == 8
+    assert cut[-1] + head_in_layers(config_of(8, 128_256)) <= max(cut) < 100_000 / 8 + 50
+
+
 def test_the_head_of_a_1b_model_at_2048_tokens_is_worth_1_4_layers():
     config = ModelConfig(20, 2048, 32, 4, 2048, 32_000)
     assert head_in_layers(config) == pytest.approx(1.39, abs=0.005)

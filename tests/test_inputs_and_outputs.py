@@ -288,6 +288,7 @@ def test_two_names_of_one_file_are_one_path(refusal, tmp_path):
 
 def full_disk():
     """From now on this process can write no file beyond a kilobyte, as if the disk were full."""
+    sys.dont_write_bytecode = True  # Python would keep compiled modules that are cut off
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
 
@@ -391,6 +392,9 @@ def test_checkpoint_json_says_when_it_was_changed(tmp_path):
         ("train", "--schedule 1f1b --microbatches 50000000 --batch-size 50000000", "actions"),
         ("experts", "--experts 2147483647", "1,024 are the most"),
         ("experts", "--capacity 1e300", "more than all tokens"),
+        ("gpipe", "--seq-len 1000000", "hours"),
+        ("pretrain_llama", "--sample 1000000", "10,000 tokens are the most"),
+        ("inference", "--groups 1000 --requests 1 --tokens 1024 --seq-len 1100", "passes"),
     ],
 )
 def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(
@@ -400,6 +404,21 @@ def test_sizes_that_would_take_hours_or_all_memory_are_rejected_with_the_number(
     status, sentence = refusal(script, *flags.split())
     assert status == 2 and any(word in sentence for word in named.split("|"))
     assert sentence.count("\n") == 1
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("plan.py pretrain_llama.py --layers 2147483647", "1,000,000 are the most"),
+        ("plan_partition.py --workers 2 --bandwidth 1e9 --layers 2 --seq-len 1000000", "hours"),
+    ],
+)
+def test_a_plan_of_sizes_that_would_take_hours_is_not_begun(monkeypatch, capsys, words, named):
+    monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit):
+        importlib.import_module(words.partition(".")[0]).main()
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.timeout(30)
@@ -498,6 +517,15 @@ def test_an_output_that_nobody_can_read_costs_its_text_and_not_the_run(tmp_path,
     else:
         assert ended.returncode == 1
         assert "standard output was not written" in ended.stderr and "\n" not in ended.stderr[:-1]
+
+
+@pytest.mark.parametrize("place", ["log", "/dev/stdout"])
+def test_no_output_takes_the_place_of_the_file_that_is_printed_into(tmp_path, place):
+    with open(tmp_path / "log", "w") as log:
+        path = str(tmp_path / place)  # which is `place` itself, if that begins with a slash
+        ended = start("source_code/predict.py", "gpipe", "--csv", path, stdout=log)
+    assert ended.returncode == 2
+    assert ended.stderr == f"--csv {path} is where this program prints; name another file\n"
 
 
 @pytest.mark.further

@@ -17,7 +17,7 @@ import pytest
 from guard import one_sentence
 from guard.launcher import LauncherError, meeting_point, read_ranks
 from guard.one_sentence import in_one_sentence
-from guard.printing import end_quietly_when_interrupted
+from guard.printing import keep_running_unheard
 from guard.siblings import launcher_lives
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "200"))
@@ -196,7 +196,7 @@ def test_a_script_says_it_before_the_first_message_and_without_a_traceback(
 
 def test_an_interrupt_prints_one_word_and_any_other_exception_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    end_quietly_when_interrupted()
+    keep_running_unheard()
     for error in (KeyboardInterrupt(), ValueError("a fault")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == "interrupted\nValueError: a fault\n"

@@ -201,6 +201,9 @@ def changed_metadata(**changes):
         ({"size": torch.Size([2**40])}, "does not fit into"),
         ({"chunks": []}, "is not whole"),
         ({"size": torch.Size([3])}, "has a part outside of"),
+        ({"size": torch.Size([6, 1])}, "has a part outside of"),
+        ({"size": torch.Size([2**32, 2**32])}, "has no sizes"),  # of 2**64 numbers, torch says 0
+        ({"size": torch.Size([2] * 1000)}, "has no sizes"),
         ({"relative_path": "../../../secret"}, "it describes no tensors"),
         ({"relative_path": "/etc/passwd"}, "it describes no tensors"),
         ({"offset": 2**40}, "lies outside of"),

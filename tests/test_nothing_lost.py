@@ -123,6 +123,12 @@ def test_prepare_data_that_fails_leaves_what_is_not_its_own(tmp_path, monkeypatc
     assert [path.name for path in out.iterdir()] == ["notes"]
 
 
+@pytest.mark.parametrize(("given", "out"), [("/", "/"), ("//", "/"), ("a/", "a"), ("a b//", "a b")])
+def test_a_slash_at_the_end_names_the_same_folder(monkeypatch, given, out):
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--data", "text", "--out", given])
+    assert prepare_data.read_flags().out == out
+
+
 @pytest.mark.further
 @pytest.mark.processes
 @pytest.mark.parametrize("where", [">&-", ">/dev/full"])

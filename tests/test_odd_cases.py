@@ -157,13 +157,20 @@ def limited(name, most):
 
 
 def started(*words, limit=None, **variables):
-    """How a process ends that has this limit and only these variables."""
+    """How a process ends that has this limit and only these variables.
+
+    It keeps no compiled modules: Python would cut them off at a limit of the size of files.
+    """
     return subprocess.run(
-        [sys.executable, *words], env=variables, preexec_fn=limit, stdin=subprocess.DEVNULL,
+        [sys.executable, "-B", *words], env=variables, preexec_fn=limit, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
 
+OF_TORCHRUN = {
+    "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "9", "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
 CASES = [
     ({"limit": limited("RLIMIT_NOFILE", 32)}, 2, "fewer than 64 open files here; raise the limit"),
     ({"GLOO_SOCKET_IFNAME": "nosuch0"}, 2, "GLOO_SOCKET_IFNAME is nosuch0, and this machine has"),
@@ -171,6 +178,8 @@ CASES = [
     ({"limit": limited("RLIMIT_AS", 700 * 2**20)}, 2, "fewer than 1,073,741,824 bytes of memory"),
     ({"TORCH_FR_BUFFER_SIZE": "many"}, 2, "TORCH_FR_BUFFER_SIZE is many, and has to be a whole"),
     ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "x"}, 2, "TRACE_BUFFER_SIZE is x, and has to be a whole"),
+    ({"PYTHONINSPECT": "1"}, 2, "PYTHONINSPECT is set"),
+    ({**OF_TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, 2, "TORCHELASTIC_RESTART_COUNT is 'x'"),
 ]
 
 
@@ -189,6 +198,13 @@ def test_a_program_about_two_ranks_is_not_started_with_one(name):
     ended = started(SCRIPT.with_name(f"{name}.py"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "--nproc-per-node 2" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_what_one_process_does_is_not_started_on_two_ranks(monkeypatch, capsys, tmp_path):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    words = "--checkpoints", tmp_path, "--to-file", tmp_path / "file"
+    assert "convert.py is one process" in rejected(monkeypatch, capsys, "convert", *words)
 
 
 @pytest.mark.processes
@@ -221,9 +237,11 @@ def test_where_no_temporary_file_can_be_made_one_sentence_asks_for_a_folder():
 @pytest.mark.processes
 def test_a_limit_of_the_size_of_files_costs_the_files_and_not_the_training(tmp_path):
     outputs = ["--timeline", tmp_path / "timeline.json", "--record", tmp_path / "run"]
+    outputs += ["--profile", tmp_path / "profile.json"]
     ended = started(SCRIPT, *SMALL.split(), *outputs, limit=limited("RLIMIT_FSIZE", 1024))
     assert ended.returncode == 1 and "step 0  loss" in ended.stdout
     assert "was not written (File too large); nothing else is lost" in ended.stderr
+    assert "--profile of rank 0 was not written (its temporary file had no room" in ended.stderr
     assert "Traceback" not in ended.stderr and not (tmp_path / "timeline.json").exists()
 
 

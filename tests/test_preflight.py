@@ -122,9 +122,10 @@ def test_ranks_that_are_not_told_where_they_meet_are_sent_to_torchrun(monkeypatc
     assert rows_of(output)[0][0] == "messages" and "with torchrun" in output
 
 
-def test_a_bad_flag_is_refused_in_one_sentence(monkeypatch, capsys):
+@pytest.mark.parametrize("seconds", ["-1", "1e10"])  # no timer of Python takes the second
+def test_a_bad_flag_is_refused_in_one_sentence(monkeypatch, capsys, seconds):
     with pytest.raises(SystemExit) as refused:
-        call_preflight(monkeypatch, "--timeout", "-1")
+        call_preflight(monkeypatch, "--timeout", seconds)
     said = capsys.readouterr()
     assert refused.value.code == 2 and said.out == ""
     assert said.err.count("\n") == 1 and said.err.startswith("--timeout")

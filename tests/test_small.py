@@ -102,3 +102,12 @@ def test_the_training_with_the_library_stops_goes_on_with_other_ranks_and_is_tha
     saved = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert lines_of(tmp_path, 2, 4, 1) == printed_by_one_process(4)[-1:]  # nothing left to train
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == saved
+
+
+@pytest.mark.parametrize("script", first_of(["pipeline.py", "weight_stash.py"], 1))
+def test_a_rank_that_cannot_be_does_not_wait_for_the_others(monkeypatch, script):
+    for name, value in {"RANK": "-1", "WORLD_SIZE": "2", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [script])
+    with pytest.raises(SystemExit, match="RANK is -1, and WORLD_SIZE is 2; start the ranks with"):
+        runpy.run_path(str(SMALL / script), run_name="__main__")

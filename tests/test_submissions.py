@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -168,6 +169,22 @@ def submission(name, right=3, answer="x = 1", **changes):
         "made": "2026-01-01 10:00",
         "answers": answers,
     } | changes
+
+
+@pytest.mark.processes
+def test_the_pack_s_line_hands_in_the_newest_file_also_of_who_has_two_names(tmp_path):
+    (tmp_path / "build").mkdir()
+    (tmp_path / "handed-in").mkdir()
+    for age, name in enumerate(("a b", "ada")):
+        file = tmp_path / "build" / f"submission_{name}.json"
+        file.write_text(name)
+        os.utime(file, (1000 - age, 1000 - age))
+    pack = (ROOT / "docs" / "instructors.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"`(install -m 644 [^`]*)`", pack)
+    line = line.replace("/shared/", f"{tmp_path}/")
+    subprocess.run(["bash", "-ec", line], cwd=tmp_path, check=True, timeout=20)
+    (handed_in,) = (tmp_path / "handed-in").iterdir()
+    assert handed_in.read_text() == "a b"
 
 
 def graded(folder):

@@ -26,11 +26,15 @@ from course import launch  # noqa: E402
 from guard.files import not_written, to_json, write_output  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import check_file  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
+
+MOST_PATIENCE = 1000  # some weeks
 
 
 @in_one_sentence()
 def main():
+    keep_running_unheard()
     arguments = parse_arguments()
     with naming_files():
         Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +74,10 @@ def parse_arguments():
     names = [function.__name__ for _, function, _ in PARTS]
     add("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
     add("--patience", type=positive_number, default=1.0, metavar="X", help="times the minutes")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.patience > MOST_PATIENCE:
+        raise SystemExit(f"--patience {arguments.patience:g}: {MOST_PATIENCE:,} is the most")
+    return arguments
 
 
 def performed(title, function, seconds, machine):

@@ -17,8 +17,9 @@ from exercises import notebook_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
-from guard.files import write_whole  # noqa: E402
+from guard.files import not_written, write_whole  # noqa: E402
 from guard.one_sentence import naming_files  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
@@ -30,6 +31,7 @@ PANEL = r"^(?:explore|time_machine)\("  # to play with
 
 
 def main():
+    keep_running_unheard()
     Parser(__doc__).parse_args()
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         with naming_files():
@@ -40,7 +42,7 @@ def main():
         with naming_files(path):
             write_whole(path, nbformat.writes(notebook) + "\n")
         print(f"{path.name:36} {len(answers):2} outputs folded")
-    return 0
+    return int(bool(not_written))
 
 
 def answers_of(notebook):

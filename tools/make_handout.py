@@ -125,7 +125,8 @@ def write_course(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, target)
         if file in changed:
-            target.write_text(changed[file], encoding="utf-8")
+            # A notebook may have half a letter, as "\\ud800", and keeps it so.
+            target.write_text(changed[file], encoding="utf-8", errors="backslashreplace")
     return len(files), hidden
 
 

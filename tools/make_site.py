@@ -159,7 +159,9 @@ def write_pages(site, course):
     def write(path, body):
         address = address_of(path, course.folders)
         (site / address).parent.mkdir(parents=True, exist_ok=True)
-        (site / address).write_text(page_of(path, body, course), encoding="utf-8")
+        page = page_of(path, body, course)
+        # The output of a cell may have half a letter, which no file in UTF-8 can have.
+        (site / address).write_text(page, encoding="utf-8", errors="backslashreplace")
         title = course.titles.get(path, str(path))
         sections.extend(search_index.sections_of(address.as_posix(), title, body))
 
@@ -189,7 +191,8 @@ def write_pages(site, course):
         lost = lost.replace("<title>", f'<base href="{course.address}"><title>', 1)
     (site / "404.html").write_text(lost, encoding="utf-8")
     index = search_index.as_script(sections)
-    (site / SCRIPTS / "search_index.js").write_text(index, encoding="utf-8")
+    script = site / SCRIPTS / "search_index.js"
+    script.write_text(index, encoding="utf-8", errors="backslashreplace")
 
 
 def slides_of(course):

@@ -32,7 +32,7 @@ from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import InputError  # noqa: E402
 from guard.one_sentence import in_one_sentence  # noqa: E402
-from guard.printing import end_quietly_when_interrupted, keep_running_unheard  # noqa: E402
+from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 FORM = "submission of the course on pipeline parallelism, 1"
@@ -46,7 +46,6 @@ DEFINITIONS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
 @in_one_sentence()
 def main():
     keep_running_unheard()
-    end_quietly_when_interrupted()
     arguments = parse_arguments()
     if arguments.one:
         os.environ[FOLDER_VARIABLE] = OFF  # these runs do not count as attempts
@@ -172,7 +171,7 @@ def prepare(source, name, namespace, whole, folder):
     linecache.cache[name] = (len(source), None, lines, name)  # checks read the text of functions
     if whole and (program := PROGRAM.match(source)):
         file = Path(folder, f"{program[1]}.py")
-        file.write_text(program[2], encoding="utf-8")
+        file.write_text(program[2], encoding="utf-8", errors="backslashreplace")
         namespace[program[1]] = file
         return
     try:

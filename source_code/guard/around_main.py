@@ -14,11 +14,12 @@ import torch
 from guard.agreement import settings_of
 from guard.ending import end_process, told
 from guard.files import not_written, write_whole
+from guard.inputs import InputError
 from guard.launcher import ranks_set, read_ranks
 from guard.one_sentence import in_one_sentence, tell_launcher
 from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
-from guard.printing import end_quietly_when_interrupted, keep_running_unheard
+from guard.printing import keep_running_unheard
 from guard.sizes import check_duration, check_memory
 from guard.unpickling import restrict_ranks
 from pipeline.job import joining
@@ -36,23 +37,25 @@ def guarded(main):
     @functools.wraps(main)
     def surrounded():
         keep_running_unheard()
-        end_quietly_when_interrupted()
         not_written.clear()
         restrict_ranks()  # objects from other ranks run no code
-        with in_one_sentence(), ranks_set(), attached(), naming_lack_of_memory():
+        with in_one_sentence(), ranks_set(), attached(), naming_what_fails():
             return main() or int(bool(not_written))
 
     return surrounded
 
 
 @contextmanager
-def naming_lack_of_memory():
+def naming_what_fails():
     """A context in which a lack of memory ends this rank with one sentence.
 
-    So does a lack of a folder for temporary files, which torch's optimizers need.
+    So does a lack of a folder for temporary files, which torch's optimizers need, and a file that
+    has changed, or cannot be read any more, since the flags were checked.
     """
     try:
         yield
+    except InputError as error:
+        end_process(f"rank {read_ranks()[0]}: {error}")
     except FileNotFoundError as error:
         if "No usable temporary directory" not in str(error):
             raise

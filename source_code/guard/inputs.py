@@ -9,28 +9,37 @@ import json
 import math
 import os
 import stat
+from contextlib import contextmanager
 
 MEBIBYTE = 2**20
 LARGEST = 1024 * MEBIBYTE  # bytes read as a whole, unless a caller sets a lower limit
 LARGEST_NUMBER = 1e300
+MOST_DIMENSIONS = 8  # of a tensor; a product of thousands of sizes would take minutes
 
 
 class InputError(ValueError):
     """A file cannot be read; the text names it and says why, and can follow a flag's name."""
 
 
+@contextmanager
 def open_input(path):
-    """Open a regular file to read bytes. Raises InputError for anything else."""
+    """A context with a regular file to read bytes from.
+
+    Raises InputError for anything else, and where a read fails, as on a damaged disk.
+    """
     try:
         file = open(path, "rb", opener=open_at_once)
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError:  # a character that no name of a file can have
         raise InputError(f"{str(path)!r} cannot be the name of a file") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise InputError(f"{path} is not a regular file")
-    return file
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InputError(f"{path} is not a regular file")
+        try:
+            yield file
+        except OSError as error:
+            raise InputError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def open_at_once(path, flags):
@@ -50,13 +59,10 @@ def read_bytes(path, most=LARGEST):
     """Return the content of a regular file of at most `most` bytes, else raise InputError."""
     content = bytearray()
     with open_input(path) as file:
-        try:
-            while block := file.read(MEBIBYTE):
-                content += block
-                if len(content) > most:
-                    raise InputError(f"{path} has more than {most:,} bytes")
-        except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror})") from None
+        while block := file.read(MEBIBYTE):
+            content += block
+            if len(content) > most:
+                raise InputError(f"{path} has more than {most:,} bytes")
     return bytes(content)
 
 
@@ -93,6 +99,13 @@ def is_number(value, least=-math.inf, most=math.inf):
 def is_count(value, most=2**53):
     """Return whether a value from JSON is a whole number from 0 to `most`."""
     return type(value) is int and 0 <= value <= most
+
+
+def is_shape(value):
+    """Return whether a value from a file is a list of the sizes of a tensor, whose product is a count."""
+    if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
+        return False
+    return all(map(is_count, value)) and is_count(math.prod(value))
 
 
 def is_file_name(value):

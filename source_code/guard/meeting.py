@@ -18,7 +18,7 @@ except ImportError:  # Windows
     resource = None
 
 from guard.ending import end_process
-from guard.launcher import LauncherError, meeting_point
+from guard.launcher import LauncherError, meeting_point, whole_number
 from guard.siblings import end_siblings, stopped_among
 from pipeline.job import GRACE, SLOW_START, of_this_attempt, store_of_one
 
@@ -39,6 +39,7 @@ def find_store(job):
     if job.num_ranks == 1:
         return store_of_one()
     try:
+        whole_number("TORCHELASTIC_RESTART_COUNT", 0)  # which names the part of the store
         address, port = meeting_point()
         check_known(address)
     except LauncherError as error:

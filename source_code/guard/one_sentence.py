@@ -21,6 +21,7 @@ WAIT = 5.0  # a launcher ends all ranks when the first one ends, so the first on
 def in_one_sentence():
     """A context, and the decorator of a main(), in which SystemExit(sentence) ends a program so."""
     try:
+        check_that_it_ends()
         check_current_folder()
         yield
     except SystemExit as end:
@@ -47,6 +48,16 @@ def naming_files(path=None):
     except OSError as error:
         program, file = Path(sys.argv[0]).name, path or error.filename or "a file"
         raise SystemExit(f"{program}: {file} cannot be used ({error.strerror or error})") from None
+
+
+def check_that_it_ends():
+    """End at once with PYTHONINSPECT, with which Python would ask for commands at the end.
+
+    No rank would end then, and the status would be lost. With `python -i` that is what was asked for.
+    """
+    if sys.flags.inspect and os.environ.get("PYTHONINSPECT"):
+        say("PYTHONINSPECT is set, so that Python asks for commands at the end; unset it")
+        os._exit(2)
 
 
 def check_current_folder():

@@ -2,6 +2,7 @@
 """Checks the paths of a run: inputs are files or folders, and outputs overwrite no other path."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from guard.claims import content_of
@@ -100,6 +101,16 @@ def check_file(flag, path):
         raise SystemExit(f"{flag} {path}: the folder {folder} does not exist; make it first")
     if not can_be_written(path):
         raise SystemExit(f"{flag} {path} cannot be written; name a file in a folder of yours")
+    if is_printed_into(path):
+        raise SystemExit(f"{flag} {path} is where this program prints; name another file")
+
+
+def is_printed_into(path):
+    """Return whether standard output or error goes into a file, which an output would replace."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return any(os.path.samestat(found, os.fstat(number)) for number in (1, 2))
+    return False
 
 
 def can_be_written(path):

@@ -54,10 +54,12 @@ class Output(io.TextIOWrapper):
 def keep_running_unheard():
     """Make standard output and error Outputs, unless a notebook or a test has replaced them.
 
+    An interrupt ends the program with one word.
     What the process that started this one has closed becomes what nobody reads. Else sentences would
     be printed to standard output, between the lines that another program may read there.
     """
     take_standard_numbers()
+    end_quietly_when_interrupted()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -37,11 +37,13 @@ def check_duration(arguments):
     """Reject sizes for which one step would take more than an hour on any machine.
 
     Every layer takes at least LEAST_PER_LAYER for each micro-batch, and 6 operations per weight and
-    token, for this rank's share of the layers.
+    token and, for half of all pairs of tokens, 12 per number of the width: in this rank's share of
+    the layers.
     """
     config, batch = arguments.config, arguments.batch_size
     layers = -(-config.layers // arguments.num_ranks)
-    operations = 6 * layers * 12 * config.dim**2 * batch * config.seq_len
+    per_token = 12 * config.dim**2 + config.seq_len * config.dim
+    operations = 6 * layers * per_token * batch * config.seq_len
     fastest = (
         FASTEST_CPU if arguments.device == "cpu" or not torch.cuda.is_available() else FASTEST_GPU
     )
@@ -49,6 +51,7 @@ def check_duration(arguments):
     seconds = layers * microbatches * LEAST_PER_LAYER + operations / fastest
     if seconds > 3600:
         raise SystemExit(
-            f"--layers {config.layers} with {microbatches:,} micro-batches of {batch:,} sequences: a "
-            f"step takes more than {seconds / 3600:,.0f} hours; use smaller ones, or more ranks"
+            f"--layers {config.layers} with {microbatches:,} micro-batches of {batch:,} sequences of "
+            f"--seq-len {config.seq_len:,}: a step takes more than {seconds / 3600:,.0f} hours; use "
+            "smaller ones, or more ranks"
         )

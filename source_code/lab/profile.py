@@ -5,13 +5,14 @@ Each rank's profiler uses the clock of its machine, and the lab's clock is share
 same actions, so the traces are shifted until the ends of the actions agree.
 """
 
+import errno
 import json
 import os
 import statistics
 import tempfile
 from contextlib import contextmanager
 
-from guard.files import to_json
+from guard.files import say_not_written, to_json
 from pipeline.collectives import gather
 
 MICROSECONDS = 1000  # in a millisecond, which is what the lab's clock counts in
@@ -66,15 +67,20 @@ class Profile:
                 torch.distributed.barrier()
 
     def stop(self):
-        """Stop, and keep this rank's rows of the trace."""
-        self.profile.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "trace.json")
-            self.profile.export_chrome_trace(file)
-            with open(file, encoding="utf-8") as text:
-                rows = json.load(text)["traceEvents"]
+        """Stop, and keep this rank's rows of the trace, if there is room for its temporary file."""
+        profile, self.profile = self.profile, None
+        profile.stop()
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                file = os.path.join(folder, "trace.json")
+                profile.export_chrome_trace(file)
+                with open(file, encoding="utf-8") as text:
+                    rows = json.load(text)["traceEvents"]
+        except (OSError, ValueError):  # torch does not say that its file is not there, or cut off
+            reason = OSError(errno.ENOSPC, "its temporary file had no room; set TMPDIR")
+            say_not_written("--profile", f"of rank {self.job.rank}", reason)
+            return
         self.rows = rows_on_shared_clock(rows, self.clock.passes[-1], self.job.rank)
-        self.profile = None
 
     def trace(self, nodes):
         """All ranks' rows as one Chrome trace, on rank 0; None elsewhere.
@@ -93,7 +99,7 @@ class Profile:
                 ("process_sort_index", {"sort_index": rank}),
             )
         ]
-        rows = names + [row for rank in ranks for row in rank]
+        rows = names + [row for rank in ranks for row in rank or ()]
         return to_json({"displayTimeUnit": "ms", "traceEvents": rows}) + "\n"
 
 

@@ -290,7 +290,9 @@ def main(arguments=None):
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--verify", action="store_true", help="compare with one process")
     a = parser.parse_args(arguments)
-    p = int(os.environ.get("WORLD_SIZE", 1))
+    rank, p = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < p:  # torch would wait for a minute
+        sys.exit(f"RANK is {rank}, and WORLD_SIZE is {p}; start the ranks with torchrun")
     if a.name == "interleaved" and (p == 1 or MICROBATCHES % p or CHUNKS * p > LAYERS):
         sys.exit(f"interleaved needs 2 ranks or more that divide {MICROBATCHES}, not {p}")
     if p > LAYERS:

@@ -140,6 +140,9 @@ def run_of_one_process(num_stages, inputs, targets, rate):
 def main():
     """Train on this rank, and compare with one process if --verify asks for it."""
     torch.set_num_threads(1)
+    rank, p = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < p:  # torch would wait for a minute
+        sys.exit(f"RANK is {rank}, and WORLD_SIZE is {p}; start the ranks with torchrun")
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     else:

@@ -39,6 +39,8 @@ DESCRIPTION = "checkpoint.json"
 WRITING, DELETING = ".writing-", ".deleting-"
 LARGEST_DESCRIPTION = 16 * MEBIBYTE
 LONGEST_NAME = 4096  # bytes in the file `latest`
+# As they are written: another folder, such as a step with a zero more, would be read by a wrong name.
+STEP, RUN = "step-([0-9]{8}|[1-9][0-9]{8,15})", "run-([0-9]{4}|[1-9][0-9]{4,15})"
 COUNTS = "--layers", "--dim", "--heads", "--kv-heads", "--vocabulary", "--seq-len"
 
 
@@ -76,12 +78,12 @@ def name_of_step(step):
 def steps_of(folder, run):
     """Return the steps that have a checkpoint in this run, ascending."""
     names = entries_of(Path(folder) / run)
-    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name))
+    return sorted(int(name[5:]) for name in names if re.fullmatch(STEP, name))
 
 
 def runs_of(folder):
     """Return the names of the runs, ascending."""
-    names = [name for name in entries_of(folder) if re.fullmatch(r"run-\d{4,}", name)]
+    names = [name for name in entries_of(folder) if re.fullmatch(RUN, name)]
     return sorted(names, key=lambda name: int(name[4:]))
 
 

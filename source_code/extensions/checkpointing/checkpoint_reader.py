@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _get_layout
 
 from extensions.checkpointing.checkpoint_folder import CheckpointError
-from guard.inputs import MEBIBYTE, InputError, is_count, read_bytes
+from guard.inputs import MEBIBYTE, InputError, is_count, is_shape, read_bytes
 from guard.unpickling import UNPICKLING_ERRORS, allow, unpickle
 
 METADATA = ".metadata"
@@ -95,14 +95,17 @@ def check_description(description, sizes):
 
 def check_tensor(name, entry, most):
     """Raise InputError unless the parts of a tensor cover it and take at most `most` bytes."""
-    numbers = [*entry.size, *(n for part in entry.chunks for n in (*part.offsets, *part.sizes))]
-    if not isinstance(entry.properties.dtype, torch.dtype) or not all(map(is_count, numbers)):
+    # Before anything is multiplied: in a torch.Size, a product beyond 64 bits may become 0.
+    shapes = [entry.size, *(part.sizes for part in entry.chunks)]
+    known = all(map(is_shape, shapes)) and all(is_count(n) for c in entry.chunks for n in c.offsets)
+    if not isinstance(entry.properties.dtype, torch.dtype) or not known:
         raise InputError(f"{name} has no sizes")
     if entry.size.numel() * entry.properties.dtype.itemsize > most:
         raise InputError(f"{name} of {tuple(entry.size)} does not fit into {most:,} bytes")
     for part in entry.chunks:
-        dimensions = zip(part.offsets, part.sizes, entry.size, strict=True)
-        if any(offset + size > whole for offset, size, whole in dimensions):
+        alike = len(part.offsets) == len(part.sizes) == len(entry.size)
+        dimensions = zip(part.offsets, part.sizes, entry.size)
+        if not alike or any(offset + size > whole for offset, size, whole in dimensions):
             raise InputError(f"{name} has a part outside of {tuple(entry.size)}")
     if sum(torch.Size(part.sizes).numel() for part in entry.chunks) != entry.size.numel():
         raise InputError(f"{name} is not whole")

@@ -6,6 +6,8 @@ of attention. The embedding is a look-up without multiplications. A backward is 
 layers and head alike, so the forwards decide the cut.
 """
 
+import math
+
 from extensions.pretraining.weight_count import sizes_of
 from pipeline.model import cut_evenly
 
@@ -33,14 +35,21 @@ def best_cut(layers, num_stages, embedding=0.0, head=0.0):
     """
     if layers < num_stages:
         return None
-    cuts = [[last - first for first, last in cut_evenly(layers, num_stages)]]
+    best = [last - first for first, last in cut_evenly(layers, num_stages)]
+    work = slowest(best, embedding, head)
     for last in range(1, layers - num_stages + 2) if num_stages > 1 else ():
-        most = (layers - last) // (num_stages - 1)
+        if last + head >= work:
+            break
+        most = min((layers - last) // (num_stages - 1), math.ceil(work - embedding) - 1)
         for first in range(most, 0, -1) if num_stages > 2 else [layers - last]:
             inner = cut_evenly(layers - first - last, num_stages - 2) if num_stages > 2 else []
+            if inner and inner[0][1] >= work:
+                break
             # Larger stages come last, because the first stages hold the most micro-batches.
-            cuts.append([first, *(end - begin for begin, end in reversed(inner)), last])
-    return min(cuts, key=lambda cut: slowest(cut, embedding, head))
+            cut = [first, *(end - begin for begin, end in reversed(inner)), last]
+            if slowest(cut, embedding, head) < work:
+                best, work = cut, slowest(cut, embedding, head)
+    return best
 
 
 def slowest(cut, embedding, head):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from guard.files import replace_file
-from guard.inputs import MEBIBYTE, InputError, is_count, open_input, parse_json
+from guard.inputs import MEBIBYTE, InputError, is_count, is_shape, open_input, parse_json
 
 LARGEST_HEADER = 100 * MEBIBYTE  # the limit of the format
 ALIGNMENT = 8  # bytes: where the data begin
@@ -85,7 +85,8 @@ def stored(path, data, name, entry):
     if dtype is None:
         known = ", ".join(DTYPE_OF_CODE)
         raise InputError(f"{path}: the type of {name} is none of {known}")
-    if not all(isinstance(each, list) and all(map(is_count, each)) for each in (shape, offsets)):
+    places = isinstance(offsets, list) and all(map(is_count, offsets))
+    if not places or not is_shape(shape):
         raise InputError(f"{path}: the header does not say where {name} lies")
     length = math.prod(shape) * dtype.itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != length:

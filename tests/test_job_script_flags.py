@@ -1,0 +1,71 @@
+"""What a job script makes of its words, with stand-ins for SLURM's commands, and what make does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from course.launch import ROOT
+
+pytestmark = pytest.mark.processes
+# They write down the words that they are called with, one per line.
+STAND_IN = '#!/bin/sh\nprintf "%s\\n" "$0" "$@" >>"$WORDS"\n'
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A function that runs a job script in a folder of its own: (status, words, standard error)."""
+    for name in ("slurm", "source_code"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "squeue", "scontrol", "sleep"):
+        (tmp_path / "bin" / name).write_text(STAND_IN)
+        (tmp_path / "bin" / name).chmod(0o755)
+    site = (ROOT / "slurm" / "site.env").read_text()
+    site = site.replace("COURSE_PYTHON=\n", f"COURSE_PYTHON={sys.executable}\n")
+    (tmp_path / "site.env").write_text(site)
+    variables = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "WORDS": str(tmp_path / "words"),
+        "COURSE_SITE": str(tmp_path / "site.env"), "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "a", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": "17",
+    }  # fmt: skip
+
+    def run(script, *words):
+        ended = subprocess.run(
+            ["bash", ROOT / "slurm" / script, *words],
+            env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        said = tmp_path / "words"
+        called = said.read_text().splitlines() if said.exists() else []
+        return ended.returncode, called, ended.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("flags", [["--checkpoints", "a b"], ["--checkpoints=a b"]])
+def test_the_folder_of_checkpoints_is_the_one_that_was_named_in_either_way(job, tmp_path, flags):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "stopped").write_text("SIGUSR1 after 3 steps\n")
+    status, called, _ = job("checkpointed.sbatch", *flags)
+    assert [word for word in called if word.startswith("--checkpoints")] == flags[:1]
+    assert "requeue" in called and status == 75, "it looks there for the file `stopped`"
+
+
+def test_without_a_folder_the_checkpoints_are_in_one_of_the_job(job):
+    _, called, _ = job("checkpointed.sbatch", "--steps", "3")
+    assert called[-2:] == ["--checkpoints", "build/checkpoints-17"]
+
+
+@pytest.mark.parametrize("number", ["0", "x", "-1", "1" * 10])
+def test_a_sweep_over_what_is_no_number_is_one_sentence(job, number):
+    status, called, said = job("sweep.sbatch", number, "--", "gpipe.py", "--pace", "80", "160")
+    assert status == 2 and f"'{number}' is no number of micro-batches" in said
+    assert said.count("\n") == 1 and not any(word.endswith("srun") for word in called)
+
+
+def test_make_takes_a_folder_with_a_space_as_one():
+    words = ["make", "-n", "wall", "FOLDER=a b"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 'tools/wall.py "a b"' in done.stdout and 'mkdir -p "a b"' in done.stdout
