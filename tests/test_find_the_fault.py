@@ -212,6 +212,7 @@ def test_a_diagnosis_is_not_attempted_right_or_explained(capsys, case):
         (2, ["scale forgotten"], 3, "choose the fault from those that faults() prints"),
         (9, "swapped messages", 0, "the first difference is 1F0, which used the right input"),
         (9, "argument left out", 0, "what differs there came from rank 1"),
+        (9, "argument left out", 2, "this program has only ranks 0 and 1"),
         (10, "scale forgotten", 3, "there is no case 10; they are 1 to 9"),
     ],
 )

@@ -8,13 +8,15 @@ None if all is right. The decorator `checked` turns it into the function that a 
 import functools
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 
 from course import progress
+from course.building.endless_loops import endless_loops_ended
 from pipeline.schedule import Schedule, ScheduleError, from_csv
 from pipeline.schedules.legal import check_legal
 
+LONGEST = 30  # seconds of processor time for one call of the learner's function
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
 
@@ -92,8 +94,9 @@ def call(function, *arguments):
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {_in_short(repr(function))}")
     try:
-        result = function(*arguments)
-        result = list(result) if isinstance(result, Iterator) else result
+        with endless_loops_ended(LONGEST):
+            result = function(*arguments)
+            result = list(result) if isinstance(result, Iterator) else result
     except Exception as error:  # an error in the learner's code is an answer, too
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
     if result is ...:
@@ -158,7 +161,7 @@ def read_rows(rows, name="yours"):
     rows = rows.tolist() if hasattr(rows, "tolist") else rows  # of numpy
     rows = rows.strip().splitlines() if isinstance(rows, str) else rows
     try:
-        if not isinstance(rows, (list, tuple)):
+        if not isinstance(rows, Sequence):
             raise TypeError
         lines = [row if isinstance(row, str) else ",".join(map(str, row)) for row in rows]
         return from_csv("\n".join(map(str.strip, lines)), name)

@@ -26,7 +26,7 @@ SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "d
 # It takes a call without the program, such as `srun hostname`, for one that succeeds.
 STAND_IN = f"""#!/bin/sh
 case "$*" in
-    *{TRIED[0]}*) status={FAILED} ;;
+    *{TRIED[0]}*) status={FAILED}; echo >> "$SRUN_WORDS.calls" ;;
     *) status=0; [ -e "$SRUN_WORDS" ] && exit ;;
 esac
 printf '%s\\n' ${{SLURM_DISTRIBUTION:+"--distribution=$SLURM_DISTRIBUTION"}} \\
@@ -138,6 +138,8 @@ def _complaint_on_call(text):
         }
         ended = _run(["bash", str(folder / "job.sbatch"), *TRIED], environment)
         called = words.read_text(encoding="utf-8").splitlines() if words.exists() else None
+        calls = Path(f"{words}.calls")
+        started = len(calls.read_text(encoding="utf-8")) if calls.exists() else 0
     if called is None:
         last = (ended.stderr.strip().splitlines() or [""])[-1].rpartition(f"{folder}/")[2]
         if ended.returncode and re.search(r"^[^#\n]*\bsrun\b", text, re.MULTILINE):
@@ -157,6 +159,11 @@ def _complaint_on_call(text):
         return 'srun is to start "$PYTHON" with these words: a .py file is not a program by itself'
     if complaint := _complaint_on_sizes(called, own):
         return complaint
+    if started > 1:
+        return (
+            f"your script calls srun {started} times for the program: each call starts {RANKS} ranks, "
+            f"so that is {started} trainings; one call starts the ranks of all nodes"
+        )
     if not own.get("distribution", "block").startswith(("block", f"plane={RANKS // NODES}")):
         return (
             f"--distribution={own['distribution']} can number the ranks so that every message of the "

@@ -134,7 +134,9 @@ def _complaint_on(number, fault, ranks):
         return sentence
     wrong, missing = sorted(set(named) - set(case.ranks)), sorted(set(case.ranks) - set(named))
     if wrong:
-        return f"the fault is right, and rank {wrong[0]} does not commit it: {case.elsewhere}"
+        beyond = number == UNKNOWN and wrong[0] > 1
+        reason = "this program has only ranks 0 and 1" if beyond else case.elsewhere
+        return f"the fault is right, and rank {wrong[0]} does not commit it: {reason}"
     if missing:
         return (
             f"the fault is right, and rank {named[0]} is one that commits it, but not alone: "
