@@ -418,6 +418,13 @@ def wrong(name):
 
         return loss_to_go_back_from
 
+    def in_place():
+        def loss_to_go_back_from(mean_loss, num_microbatches):
+            mean_loss /= num_microbatches
+            return mean_loss
+
+        return loss_to_go_back_from
+
     def nothing_collected():
         def run_schedule(schedule, rank, tokens, targets, mask, losses):
             further = {} if rank == 0 else {"target": targets}
@@ -459,6 +466,7 @@ def wrong(name):
                 "by_eight",
                 "4 micro-batches with a mean loss of 6: you go back from 0.75, and the shar",
             ),
+            (2, "in_place", "your piece changes `mean_loss` itself"),
             (
                 3,
                 "too_many",

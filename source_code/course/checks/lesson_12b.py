@@ -255,7 +255,12 @@ def _unscaled(function):
     import torch
 
     for count in (8, 4, 5):
-        answer = call(function, torch.tensor(6.0, dtype=torch.float64), count)
+        mean_loss = torch.tensor(6.0, dtype=torch.float64)
+        answer = call(function, mean_loss, count)
+        if mean_loss != 6.0:
+            return (
+                "your piece changes `mean_loss` itself, which the run prints; return a new number"
+            )
         try:
             right = close(float(answer), 6.0 / count)
         except (TypeError, ValueError):
