@@ -504,6 +504,16 @@ def test_repair_explains(capsys, tmp_path, case, name, sentence):
     assert answer.startswith("Not yet: ") and sentence in answer, answer
 
 
+@pytest.mark.parametrize(("case", "name"), [(6, "largest"), (9, "nothing_collected")])
+def test_a_repair_without_an_end_is_told_so(capsys, monkeypatch, tmp_path, case, name):
+    def too_long(*_, **__):
+        raise RunFailed("(the run took longer than 60 s)")
+
+    monkeypatch.setattr(check.launch, "run", too_long)
+    answer = answer_to(capsys, check.repair, case, in_a_cell(wrong(name), tmp_path))
+    assert answer == f"Not yet: {check.NO_END}"
+
+
 def test_the_broken_pieces_are_no_repairs(capsys):
     for case in (2, 3):
         piece = getattr(Broken, check.CASES[case].piece)

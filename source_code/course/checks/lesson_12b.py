@@ -24,6 +24,7 @@ FAULTY_CODE = "broken/pipelines/faults.py"
 RANKS = 4
 UNKNOWN = 9  # the case of UNKNOWN_SCRIPT: two ranks, compared with one process
 UNKNOWN_SCRIPT = "broken_unknown_program.py"
+NO_END = "with your piece the run does not end: does a loop of yours end?"
 HEAD = (
     "import math",
     "import torch",
@@ -287,6 +288,8 @@ def _explain_unknown(file):
             limit=60,
         )
     except RunFailed as failed:
+        if "the run took longer" in str(failed):
+            return NO_END
         raised = re.findall(r"^(\w*(?:Error|Exception): \S.*)$", str(failed), re.MULTILINE)
         # The other rank only finds its connection closed.
         raised = [line for line in raised if "Connection " not in line] or raised
@@ -312,6 +315,8 @@ def _explain(number, folder, failed):
         return refused[0]
     if raised and "MORE THAN PROMISED" not in failed.output:
         return f"with your piece a rank ended with {raised[-1]}"
+    if "the run took longer" in text:
+        return NO_END
     if "deadlock" in text or "waited" in text:
         return f"with your piece the ranks still wait: {text.splitlines()[0]}"
     apart = re.search(r"largest difference from one process: (\S+),", failed.output)
