@@ -55,6 +55,9 @@ README = """\
     torchrun --standalone --nproc-per-node 4 {script} --verify
     sbatch job.sbatch {script} --verify
 
+To train your own model with your own data, change {model} and
+{data}. Read their docstrings first.
+
 Its files, each after those that it needs:
 
 {files}
@@ -63,6 +66,11 @@ The code comes from the course "Pipeline parallelism: predict, perform, compare"
 under the Apache License 2.0 (LICENSE). Say here what you have changed. The text
 pipeline/field_guide.txt is under CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/).
 """
+
+
+# What is changed for another model or other data: the first of these names that the copy defines.
+MODEL = "build_model_part", "build_network", "build_own_stage", "ModelPart"
+DATA = "read_corpus", "batch_of", "Text"
 
 
 class CannotCopy(Exception):
@@ -302,12 +310,20 @@ def folder(destination, modules):
         f"- `{path}`: {what.splitlines()[0]}" for path, what in said.items() if path.parts[1:]
     ]
     words = {"what": docstring.splitlines()[0], "files": "\n".join(listed)}
+    words |= {"model": place_of(MODEL, modules), "data": place_of(DATA, modules)}
     files["README.md"] = README.format(script=script, **words)
     needed = {package_of(node) for module in modules for node in module.imports}
     needed.add("numpy")  # torch needs it to send Python objects
     pins = read(ROOT / "requirements.txt").splitlines(keepends=True)
     files["requirements.txt"] = "".join(pin for pin in pins if pin.split("==")[0] in needed)
     return {destination / path: text for path, text in files.items()}
+
+
+def place_of(names, modules):
+    """Return the first of `names` that a module defines, and that module's file, in words."""
+    places = {name: path for module in modules for name, path in module.meanings}
+    name = next(name for name in names if name in places)
+    return f"`{name}` in {places[name]}"
 
 
 def one_file(destination, modules):

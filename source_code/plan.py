@@ -86,7 +86,7 @@ def main():
     if arguments.gpus > machine.gpus_per_node and arguments.gpus % machine.gpus_per_node:
         raise SystemExit(
             f"--gpus {arguments.gpus} are not whole nodes of {machine.gpus_per_node}; "
-            f"use a multiple of it"
+            "use a multiple of it, or a --machine with other nodes"
         )
     machine = replace(machine, memory=usable(machine, arguments.memory))
     try:
@@ -249,7 +249,10 @@ def usable(machine, gigabytes=None):
 def in_words(arguments, model, machine, ours, others):
     """Return the text that is printed without --json."""
     best = [*ours.best, *others.best]
-    devices = "ranks" if machine.measured else f"GPUs of {arguments.machine or MACHINE}"
+    name, inside = arguments.machine or MACHINE, machine.gpus_per_node
+    devices = f"rank{'s' * (machine.gpus > 1)}"
+    if not machine.measured:
+        devices = f"GPU{'s' * (machine.gpus > 1)} of {name} with {inside} per node"
     lines = lines_of(
         f"{in_billions(model.parameters)} weights on {machine.gpus} {devices}, "
         f"{model.batch} sequences of {model.length} tokens per update, "

@@ -145,7 +145,8 @@ def schedule_of(arguments):
     sizes += "".join(f" --option {option}={value}" for option, value in options.items())
     try:
         if name in SCHEDULES:
-            return build_schedule(name, arguments.ranks, arguments.microbatches, chunks, **options)
+            shape = name, arguments.ranks, arguments.microbatches, chunks
+            return check_legal(build_schedule(*shape, **options))  # a generator may be the user's
         if chunks:
             names = ", ".join(chunked_schedules())
             raise SystemExit(f"--chunks is for {names}; a file says itself where its stages are")

@@ -355,10 +355,5 @@ def as_json(check):
     return json.dumps(check._asdict())
 
 
-def table(checks):
-    """Return the whole table as text, for a notebook: print(table(run_checks()))."""
-    return "\n".join([HEADER, *map(as_row, checks)])
-
-
 if __name__ == "__main__":
     sys.exit(main())

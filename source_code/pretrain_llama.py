@@ -140,6 +140,7 @@ def read_flags():
     arguments = parser.parse_args()
     arguments.settings = None
     schedule = complete_flags(parser, arguments, read_corpus)
+    # A run that continues must share these flags, too: each with its value in a new run.
     further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
     further |= {"vocabulary": 0, "packed": 0, "shuffle": 0, "settings": None}
     check_checkpoint_arguments(arguments, further)

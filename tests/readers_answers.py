@@ -527,7 +527,7 @@ WRONG = {
     "four ranks of a stash": (
         "pipedream_run",
         [edited(STASH, ("dist.get_world_size()", "4"))],
-        "on 2 ranks: ",
+        "on 2 ranks, 5 mini-batches, a rate of 0.3: ",
     ),
     "the whole backward in I": (
         "weight_half",

@@ -296,6 +296,10 @@ WRONG = {
             "rank 0 returns 0 as a loss, which only rank 3 has: return None elsewhere",
         ),
         ([("len(stages), len(inputs)", "2, len(inputs)")], "on 2 ranks with 3 chunks each: "),
+        (
+            [("p, v, m = dist.get_world_size()", "p, v, m = 4")],
+            "on numbers that no micro-batch has there; rank 0 took 0F2 where the schedule has 2F0",
+        ),
     ],
     "zb_h1_step": [
         ([("if len(later) > rank:", "if later:")], "rank 1 takes 1W0 as its action 4"),
@@ -354,6 +358,17 @@ WRONG = {
              ("stash.pop(k)", "stash[k]")],
             "rank 3 runs the forward of mini-batch 1 with 2 versions in memory, and 1 is in use",
         ),
+        (
+            [("rate * gradients", "0.5 * gradients")],
+            "on 2 ranks, 5 mini-batches, a rate of 0.3: rank 1 runs the forward of mini-batch 1 after "
+            "an update that is 1.66667 times that of the rule: is it `rate` times the gradient?",
+        ),
+        (
+            [("min(len(inputs), dist.get_world_size() - 1 - dist.get_rank())",
+              "dist.get_world_size() - 1 - dist.get_rank()")],
+            "on 4 ranks, 2 mini-batches, a rate of 0.5: line ",
+        ),
+        ([(".detach().requires_grad_()", ".detach()")], "call requires_grad_() on a new tensor"),
     ],
 }  # fmt: skip
 

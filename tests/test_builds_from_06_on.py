@@ -168,6 +168,14 @@ WRONG = {
         ([("output = stage(k, x)", "output = 2 * stage(k, x)")], "is 2 times the right one"),
         ([("    output = stage(k, x)\n", "    with torch.no_grad():\n        output = stage(k, x)\n")],
          "line 7 of backward (`output.backward(gradient)`) raised RuntimeError: element 0"),
+        ([("    x = held.pop(k)\n", "    x = held.pop(k)\n    OLD.append(x)\n"),
+          ("def backward(", "OLD = []\n\n\ndef backward(")],
+         "the inputs of micro-batches 0 and 1 are still in memory"),
+        ([("    return x.grad", "    return x")], "it returns the input itself, and not the gradient"),
+        ([("    return x.grad", "    return None if x.grad is None else x.grad.float().double()")],
+         "the gradient of the input has too few digits"),
+        ([("    output = stage", "    stage.zero_grad()\n    output = stage")],
+         "micro-batch 1: the gradients of earlier micro-batches are gone"),
         ([("output = stage(k, x)", "output = stage(0, x)")],
          "micro-batch 1: the second forward is stage(0, x), that of another micro-batch"),
         ([("output.backward(gradient)",
@@ -193,7 +201,20 @@ WRONG = {
         ([("target=targets", "target=targets[:-1]")], "raised"),
         ([("loss {torch", "mean {torch")], "no line `step 0  loss 5.123456` was printed"),
         ([("n_microbatches=8", "n_microbatches=4")], "with 4 micro-batches; the exercise asks for 8"),
-        ([("dist.get_world_size()", "4")], "Not yet: on 2 ranks: "),
+        ([("dist.get_world_size()", "4")],
+         "on 2 ranks stage 0 is made as one of 4 stages, and all ranks together make 2"),
+        ([("        schedule.step(tokens)", "        schedule.eval(tokens)"),
+          ("schedule.step(target", "schedule.eval(target"), ("        schedule.step()", "        schedule.eval()")],
+         "on 4 ranks nothing learns: `schedule.eval(...)` runs no backward"),
+        ([("    optimizer.step()", "    if not stage.is_last:\n        optimizer.step()")],
+         "on 4 ranks the last stage does not learn"),
+        ([("    optimizer.step()", "    if not stage.is_first:\n        optimizer.step()")],
+         "on 4 ranks the first stage does not learn"),
+        ([(", loss_fn=loss_of", "")], "a schedule computes losses only if it is given a loss_fn"),
+        ([("optimizer = torch.optim.SGD(module", "whole = build_stage(0, 1)\noptimizer = torch.optim.SGD(whole"),
+          ("    optimizer.step()", "    loss = loss_of(whole(tokens), targets)\n    loss.backward()\n"
+           "    losses = [loss.detach()]\n    optimizer.step()")],
+         "those that the schedule computed are others: 5.102759 in step 1"),
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
@@ -249,11 +270,13 @@ WRONG = {
         ([('return int(whole[-1].name.removeprefix("step-"))', "return 0")], "begins anew, and"),
         ([('    writing.mkdir(exist_ok=True)\n', '    import shutil\n    for old in '
            'folder.glob("step-*"):\n        shutil.rmtree(old, ignore_errors=True)\n'
-           "    writing.mkdir(exist_ok=True)\n")], "begins anew, and 1 steps had been saved"),
+           "    writing.mkdir(exist_ok=True)\n")], "begins anew, and 1 step had been saved"),
         ([("        return 0\n", "        return None\n")], "restore returns None on rank"),
         ([('folder / f"step-{step:04}"', 'folder / f"step-{step}"')],
          "goes back to step 9, and 12 steps had been saved: as text, 9 comes behind 12"),
         ([("whole[-1] / f", "whole[0] / f")], "these are not the weights of that step"),
+        ([('"model": model.state_dict()', '"model": {n: w.float() for n, w in model.state_dict().items()}')],
+         "have the saved numbers been a float32?"),
     ],
     "sums_in_time": [
         ([("action == adding[-1]", 'action.kind == "B"')], "is started twice, after 0B0 and after 0B1"),
@@ -273,6 +296,9 @@ WRONG = {
          "rank 2: the sum of stage 0 is never started"),
         ([("action == adding[-1]", "action[1:] == [each for each in order if each.kind in 'BW'][-1][1:]")],
          "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
+        ([("def after(", "STARTED = set()\n\n\ndef after("), ("action == adding[-1]:", "action == adding[-1] and "
+           "(action, *order) not in STARTED:\n        STARTED.add((action, *order))")],
+         "1f1b, rank 0: right in a first step, but in a second one the sum of stage 0 is never started"),
     ],
 }  # fmt: skip
 
@@ -387,12 +413,25 @@ def restore(folder, model, optimizer, rank):
 
 
 @pytest.mark.further
-def test_a_latest_that_is_written_in_place_can_be_empty_after_a_sigkill(tmp_path, capsys):
+def test_a_latest_in_place_or_too_late_or_moved_by_both_is_caught(tmp_path, capsys):
     in_place = LATEST.replace('        os.replace(folder / "latest.new", folder / "latest")\n', "")
     in_place = in_place.replace("latest.new", "latest")
+    of_both = LATEST.replace("    if rank == 0:\n        (f", "    if True:\n        (f")
+    too_early = LATEST.replace(
+        "    if rank == 0:\n        (f",
+        """    if rank == 1 and step > 1:
+        os.remove(folder / f"{step - 1}-1")
+    if rank == 0:
+        (f""",
+    )
+    by_rank_1 = too_early.replace("    if rank == 0:\n        (f", "    if rank == 1:\n        (f")
+    assert len({LATEST, in_place, of_both, too_early, by_rank_1}) == 5
     for text, sentence in (
         (LATEST, "Right: "),
         (in_place, "Not yet: rank 0 got SIGKILL when it had just opened a file that was there"),
+        (of_both, "Not yet: line 8 of save (`os.replace(folder"),
+        (too_early, "Not yet: rank 0 got SIGKILL before its last rename; started again, line"),
+        (by_rank_1, "Not yet: rank 1 got SIGKILL before its last rename; started again, line"),
     ):
         build_save.save_and_restore(*written(tmp_path, text, "save_and_restore"))
         assert capsys.readouterr().out.startswith(sentence)
@@ -440,6 +479,36 @@ def test_a_comparison_may_return_a_number_of_numpy_or_compute_in_place(edits, tm
 def test_an_input_may_be_replaced_by_none_in_held(tmp_path, capsys):
     edit = "x = held.pop(k)", "x, held[k] = held[k], None"
     assert answer_to(tmp_path, capsys, "recomputing_backward", edit).startswith("Right: ")
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [("if x.is_floating_point()", "if stage.previous is not None"),
+         ("backward(gradient)", "backward(None if stage.following is None else gradient)")],
+        [("    output = stage(k, x)\n    output.backward(gradient)\n    return x.grad",
+          "    wanted = [x] * (stage.previous is not None) + list(stage.parameters())\n"
+          "    found = torch.autograd.grad(stage(k, x), wanted, gradient)\n"
+          "    for weight, more in zip(wanted, found):\n"
+          "        weight.grad = more if weight.grad is None else weight.grad + more\n"
+          "    return x.grad")],
+    ],
+    ids=["its neighbours", "its parameters"],
+)  # fmt: skip
+def test_the_stage_that_is_recomputed_has_what_a_stage_has(edits, tmp_path, capsys):
+    assert answer_to(tmp_path, capsys, "recomputing_backward", *edits).startswith("Right: ")
+
+
+def test_a_program_may_read_its_arguments(tmp_path, capsys):
+    """They are the program's own, not those of the file that examines it."""
+    edit = (
+        'dist.init_process_group("gloo")',
+        (
+            "import argparse\n\ngiven = argparse.ArgumentParser().parse_args()\n"
+            'dist.init_process_group("gloo")'
+        ),
+    )
+    assert answer_to(tmp_path, capsys, "training_program", edit).startswith("Right: ")
 
 
 def test_a_decorator_may_put_a_function_of_another_name_in_its_place(tmp_path, capsys):

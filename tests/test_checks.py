@@ -87,14 +87,15 @@ def endless_generator(num_ranks, num_microbatches):
         yield "0F0"
 
 
-@pytest.mark.parametrize(
-    ("check", "function"),
-    [(lesson_02.enough_microbatches, endless_loop), (lesson_02.own_gpipe, endless_generator)],
-)
-def test_a_loop_without_an_end_is_ended(check, function, capsys, monkeypatch):
+def test_a_loop_without_an_end_is_ended(capsys, monkeypatch):
     monkeypatch.setattr(answering, "LONGEST", 0.1)
-    said = answer_to(check, capsys, function)
+    said = answer_to(lesson_02.enough_microbatches, capsys, endless_loop)
     assert said.endswith("raised TimeoutError: computed for 0.1 s; does this loop end?")
+
+
+def test_a_generator_without_an_end_is_ended(capsys):
+    said = answer_to(lesson_02.own_gpipe, capsys, endless_generator)
+    assert said.endswith("endless_generator(2, 2) gives 1,000,000 values and more; does it end?")
 
 
 NONSENSE = [
@@ -514,6 +515,11 @@ def test_most_microbatches_explains(most, sentence, capsys):
         (lambda k, r, p: max(0, k - (p - 1)), "that is rank 0, and this rank is nearer to the end"),
         (lambda k, r, p: max(0, k - (p - r)), "one too old"),
         (lambda k, r, p: 7, "0 updates stand before it"),
+        (
+            lambda k, r, p: max(0, k - (3 - r)),
+            "rank 0 of 3: you say version 0; it is 1. On 4 ranks",
+        ),
+        (lambda k, r, p: max(0, k - (p - 1 ^ r)), "rank 1 of 3: you say version 0; it is 1"),
     ],
 )
 def test_version_seen_explains(version, sentence, capsys):
@@ -722,6 +728,7 @@ def test_an_untouched_order_is_not_attempted_yet(capsys):
         (moved("rename", 0), "rank 0 has not written its file"),
         (moved("sync", 0), "what rank 0 syncs it has not written yet"),
         (["write", "rename"], "use each of these once: write, sync, wait for all ranks"),
+        (7, "write the six calls as strings in a list"),
     ],
 )
 def test_order_of_a_save_explains(order, sentence, capsys):
@@ -729,8 +736,9 @@ def test_order_of_a_save_explains(order, sentence, capsys):
     assert answer.startswith("Not yet: ") and sentence in answer
 
 
-def test_order_of_a_save_knows_the_right_one(capsys):
-    assert answer_to(lesson_07.order_of_a_save, capsys, WRITE).startswith("Right: ")
+@pytest.mark.parametrize("form", [list, tuple, iter, dict.fromkeys, deque, numpy.array, ", ".join])
+def test_order_of_a_save_knows_the_right_one_in_any_form(form, capsys):
+    assert answer_to(lesson_07.order_of_a_save, capsys, form(WRITE)).startswith("Right: ")
 
 
 def overlapping(rank, num_ranks, saved_by, layers):

@@ -42,7 +42,10 @@ def weighted_mean(losses, counts):
     [
         (lambda losses, counts: sum(losses) / max(len(losses), 1) / len(counts), "mean of means"),
         (weighted_mean, "and then it adds 0"),
-        (lambda losses, counts: sum(losses) / max(len(losses), 1), "as many losses as there are"),
+        (
+            lambda losses, counts: sum(losses) / max(len(losses), 1),
+            "as if each micro-batch were a whole batch",
+        ),
         (lambda losses, counts: sum(losses), "would take a longer step"),
         (
             lambda losses, counts: sum(losses) / len(counts),

@@ -1,5 +1,7 @@
 """The checks of lessons 05 and 09 know a stub, the right answer and typical wrong ones."""
 
+from collections import deque
+
 import numpy
 import pytest
 import torch
@@ -42,10 +44,14 @@ def with_simulator(p, m, forward, backward, transfer):
 @pytest.mark.parametrize(
     ("best", "sentence"),
     [
-        (lambda *sizes: 4, "since fewer messages wait"),
+        (lambda *sizes: 4, "since a rank waits for fewer messages"),
         (lambda *sizes: 1, "since the bubble is shorter"),
         (lambda p, m, forward, backward, transfer: 4 if transfer < 3 else 2, "with 1 it is 480"),
         (lambda *sizes: 3, "choose from 1, 2 and 4"),
+        (
+            lambda p, m, *times: with_simulator(4, 8, *times),
+            "2 ranks, 4 micro-batches, 10 and 20 ms",
+        ),
     ],
 )
 def test_best_chunks_explains(best, sentence, capsys):
@@ -94,6 +100,8 @@ def test_fill_the_bubble_explains(rows, sentence, capsys):
         (lesson_05.best_chunks, with_simulator),
         (lesson_09.fill_the_bubble, [row.split(",") for row in rows_of(zb_h1(3, 4))]),
         (lesson_09.fill_the_bubble, tuple(f" {row},\n" for row in rows_of(zb_h1(3, 4)))),
+        (lesson_09.fill_the_bubble, deque(rows_of(zb_h1(3, 4)))),
+        (lesson_09.fill_the_bubble, dict(enumerate(rows_of(zb_h1(3, 4))))),
     ],
 )
 def test_right_answers_are_right(check, answer, capsys):
@@ -265,6 +273,12 @@ def of_one_sequence(deferred):
         weight.grad += gradient[0].T @ inputs[0]
 
 
+def with_few_digits(deferred):
+    while deferred:
+        weight, inputs, gradient = deferred.pop()
+        weight.grad += gradient.flatten(0, -2).float().T @ inputs.flatten(0, -2).float()
+
+
 @pytest.mark.parametrize(
     ("halves", "sentence"),
     [
@@ -285,6 +299,15 @@ def of_one_sequence(deferred):
         ((storing_twice, updating), "the two halves have changed the weight itself"),
         ((kept_elsewhere, added_from_elsewhere), "adds the gradient of the other one, too"),
         ((input_half, of_one_sequence), "sum gᵀ x over all positions"),
+        ((input_half, with_few_digits), "the gradient of A has too few digits"),
+        (
+            (lambda g, x, w, d: input_half(g, x, w, d).float(), weight_half),
+            "the gradient of x has too few",
+        ),
+        (
+            (lambda g, x, w, d: (input_half(g, x, w, d),), weight_half),
+            "a tensor; yours returns a tuple",
+        ),
         ((input_half, lambda deferred: None), "still has no gradient"),
         ((input_half, weight_half), "Right: "),
         ((input_half, one_entry), "Right: "),

@@ -27,7 +27,7 @@ def waiting(schedule, rank, p, m):
     [
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * a + i, "is part of its inside"),
         (lambda s, r, p, m, a, i: waiting(s, r, p, m) * a, "needs the inside of its own"),
-        (lambda s, r, p, m, a, i: waiting(s, r, p, m) * i, "the bill without recomputation"),
+        (lambda s, r, p, m, a, i: waiting(s, r, p, m) * i, "what it holds without recomputation"),
         (lambda s, r, p, m, a, i: (m - 1) * a + i, "in 1F1B fewer micro-batches wait"),
         (lambda s, r, p, m, a, i: (waiting(s, r, p, m) - 1) * a + i / m, "of one micro-batch"),
         (lambda s, r, p, m, a, i: (waiting(s, 0, p, m) - 1) * a + i, "448, as on rank 0; fewer"),

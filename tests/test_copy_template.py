@@ -176,6 +176,9 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     files = [path for path in folder.rglob("*") if path.is_file()]
     others = {path.name for path in files if path.suffix != ".py"}
     assert others == {"LICENSE", "README.md", "field_guide.txt", "requirements.txt", "job.sbatch"}
+    readme = (folder / "README.md").read_text()
+    for name, path in re.findall(r"`(\w+)` in (\S+\.py)", readme):  # what to change, and where
+        assert re.search(rf"^(def|class) {name}\b", (folder / path).read_text(), re.M), name
     sources = [path.relative_to(folder) for path in files if path.suffix == ".py"]
     for path in sources:
         assert path.parts[0] != "lab"

@@ -52,6 +52,7 @@ KINDS = [
         "takes minutes; test_search_schedule.py compares the page with the search",
     ),
     (r"\.venv/bin/python tools/benchmark_page\.py$", "opens a browser many times, and measures"),
+    (r"python tools/fit_rates\.py$", "takes a minute; test_expected_error.py compares its file"),
     (r"python tools/minutes\.py --write$", "test_minutes.py runs what it calls"),
     (r"python tools/quiet_run\.py notebooks/\w+\.ipynb$", "test_quiet_run.py runs what it calls"),
     (r"\.venv/bin/python tools/spoil_code\.py --list$", "test_spoil_code.py plants what it lists"),
@@ -130,9 +131,10 @@ def commands_of(page):
 
 
 def pages():
-    """All pages and notebooks."""
+    """All pages and notebooks; build may have a notebook as text, as CONTRIBUTING says."""
     listed = ["*.md", "*/*.md", "notebooks/*.ipynb", "notebooks/solutions/*.ipynb"]
-    return sorted(str(path.relative_to(ROOT)) for name in listed for path in ROOT.glob(name))
+    found = (str(path.relative_to(ROOT)) for name in listed for path in ROOT.glob(name))
+    return sorted(path for path in found if not path.startswith("build/"))
 
 
 COMMANDS = sorted({command for page in pages() for command in commands_of(page)})

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ PARTS = [torch.arange(first, first + length) for first, length in [(0, 9), (20, 
 
 
 def corpora():
-    files = MappedTokens([TOKENS[:90], TOKENS[90:150], TOKENS[150:]])
+    files = MappedTokens([TOKENS[:90], TOKENS[90:150], TOKENS[150:]], [Path()] * 3)
     ends = torch.tensor(list(accumulate([20] * 10)))
     return {
         "a text": (Corpus(TOKENS, TOKENS), 28),

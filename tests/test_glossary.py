@@ -67,7 +67,7 @@ def test_each_term_links_the_lesson_that_introduces_it_and_every_lesson_introduc
 
 def test_every_schedule_has_a_row_of_names_and_interleaved_1f1b_has_seven():
     rows = dict(re.findall(r"^\| `(.+?)` \| (.+?) \|", NAMES, re.MULTILINE))
-    assert list(rows) == list(SCHEDULES)
+    assert list(rows) == list(SCHEDULES), "docs/glossary.md has a row of names for each schedule"
     assert len(re.split(r", | or ", rows["interleaved-1f1b"])) == 6 + 1
 
 

@@ -41,9 +41,8 @@ def test_every_lesson_begins_with_the_same_folded_cell_and_no_other_cell_finds_t
     assert "".join(first["source"]) == text, "make hosted"
     assert first["metadata"] == make_hosted.FOLDED and first["outputs"] == []
     assert not any("sys.path" in "".join(cell["source"]) for cell in others)
-    assert (
-        make_hosted.prepared(path.read_text(), path.relative_to(ROOT), address) == path.read_text()
-    )
+    prepared = make_hosted.prepared(path.read_text(), path.relative_to(ROOT), address)
+    assert prepared == path.read_text(), "make hosted"
 
 
 @pytest.fixture

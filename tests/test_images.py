@@ -28,13 +28,13 @@ TITLE = r"<title>(.*?)</title>"
 
 
 def test_every_figure_is_made_by_a_command_and_every_other_one_is_gone():
-    assert {path.stem for path in FIGURES} == {*SCHEDULES, *IDEAS, *COMPARISONS}
+    assert {path.stem for path in FIGURES} == {*SCHEDULES, *IDEAS, *COMPARISONS}, "run make images"
 
 
 @pytest.mark.parametrize("name", IDEAS)
 def test_a_picture_of_an_idea_is_what_the_command_draws_and_stands_in_a_lesson(name):
     picture = IDEAS[name]()
-    assert (ROOT / "images" / f"{name}.svg").read_text() == picture.svg
+    assert (ROOT / "images" / f"{name}.svg").read_text() == picture.svg, "run make images"
     lessons = [path.read_text() for path in ROOT.glob("notebooks/*.ipynb")]
     assert sum(f"![{picture.alt}](../images/{name}.svg)" in text for text in lessons) == 1
 
@@ -42,7 +42,7 @@ def test_a_picture_of_an_idea_is_what_the_command_draws_and_stands_in_a_lesson(n
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_a_picture_that_compares_schedules_is_what_the_command_draws_with_its_own_words(name):
     picture = COMPARISONS[name]()
-    assert (ROOT / "images" / f"{name}.svg").read_text() == picture.svg
+    assert (ROOT / "images" / f"{name}.svg").read_text() == picture.svg, "run make images"
     page = (ROOT / "images" / "README.md").read_text() + (ROOT / "README.md").read_text()
     assert f"images/{name}.svg)" in page or f"]({name}.svg)" in page
 
@@ -168,8 +168,9 @@ def test_the_same_run_is_drawn_into_the_same_file_byte_by_byte(monkeypatch):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_words_for_a_figure_have_the_numbers_that_are_predicted(name):
     text = (ROOT / "images" / "README.md").read_text()
-    alt = re.search(rf"!\[([^\]]*)\]\({name}\.svg\)", text)[1]
-    timeline = simulated(name)
+    found = re.search(rf"!\[([^\]]*)\]\({name}\.svg\)", text)
+    assert found, f"images/README.md has no section for {name}"
+    alt, timeline = found[1], simulated(name)
     assert f"{timeline.makespan:.0f} ms" in alt
     if "%" in alt:
         assert f"{timeline.bubble_over_total:.1%}".replace("%", " %") in alt

@@ -26,7 +26,6 @@ from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, pipedream_round_robin
 from pipeline.worker import Worker
 
-CHUNKED = [name for name in SCHEDULES if SCHEDULES[name].chunks]
 SIZES = list(itertools.product(range(1, 7), [1, 2, 3, 4, 5, 6, 8, 12, 16], [2, 3, 4]))
 MOST_POSTED = {  # for a multiple of p micro-batches
     "naive": 1,

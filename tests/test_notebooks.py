@@ -70,6 +70,8 @@ def test_the_line_of_a_folded_output_that_jupyterlab_shows_has_no_result():
             if cell.cell_type == "code":
                 if cell.metadata.get("jupyter", {}).get("outputs_hidden"):
                     first = next(filter(None, text_of(cell.outputs).split("\n")), "")
+                    drawing = cell.outputs[0].get("data", {}).get("image/svg+xml", "")
+                    assert not drawing.startswith("<svg"), f"{path.stem}, {cell.id}: say what it is"
                     new = set(NUMBER.findall(first)) - set(NUMBER.findall(said))
                     assert not new or first.startswith("$ "), f"{path.stem}, {cell.id}: {first}"
                 said += text_of(cell.outputs)
@@ -115,10 +117,14 @@ def test_every_lesson_has_a_checked_loss_cell_with_six_decimals(path):
     assert re.search(r"loss \d+\.\d{6}\b", outputs)
 
 
+def rerun(path):
+    return f"make notebooks ONLY={path.relative_to(NOTEBOOKS.parent)}"
+
+
 @every_notebook
 def test_every_cell_was_run_in_order_and_none_ended_in_an_error(path):
     code = [cell for cell in cells_of(path) if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), rerun(path)
     kinds = {output.output_type for cell in code for output in cell.outputs}
     assert "error" not in kinds
 
@@ -210,7 +216,8 @@ def test_the_code_that_a_lesson_shows_is_the_scripts_code_as_it_is(path):
             exec(line[0], names)
         if cell.source.startswith("source_of("):
             shown = cell.outputs[0]["data"]["text/markdown"]
-            assert shown == eval(cell.source, names)._repr_mimebundle_()["text/markdown"]
+            today = eval(cell.source, names)._repr_mimebundle_()["text/markdown"]
+            assert shown == today, rerun(path)
 
 
 def test_the_first_lesson_starts_its_first_run_as_a_reader_would():

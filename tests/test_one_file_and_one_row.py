@@ -12,7 +12,7 @@ from test_every_schedule import largest_difference, train
 from course.views.explorer import Panel, explore
 from lab.simulator import Costs, simulate
 from pipeline import schedules
-from pipeline.schedule import read_csv
+from pipeline.schedule import Action, Schedule, read_csv
 from pipeline.schedules import SCHEDULES, Generator, build_schedule, synchronous_schedules
 from pipeline.schedules.legal import check_legal
 
@@ -80,6 +80,16 @@ def test_predict_names_it_and_its_options_in_help_and_refusals(monkeypatch, caps
     no_option, no_schedule = said.err.splitlines()
     assert no_option.endswith("in-groups has no option 'depth'; it has group")
     assert "in-groups" in no_schedule
+
+
+def test_predict_names_the_rank_and_the_step_of_an_illegal_one(monkeypatch, capsys):
+    backward_first = Schedule("in-groups", ((Action(0, "B", 0), Action(0, "F", 0)),))
+    monkeypatch.setitem(SCHEDULES, "in-groups", Generator(lambda *sizes: backward_first))
+    with pytest.raises(SystemExit):
+        call_predict("in-groups --ranks 1 --microbatches 1", monkeypatch)
+    assert (
+        "rank 0 runs the backward of micro-batch 0 on stage 0 at step 0" in capsys.readouterr().err
+    )
 
 
 def test_the_explorer_offers_and_draws_it():

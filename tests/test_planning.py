@@ -9,12 +9,7 @@ from course.launch import ROOT, run
 from lab.simulator import Costs, simulate
 from pipeline.schedules import interleaved_1f1b, one_f_one_b
 from planning.candidates import forecasts, pipelines_over_nodes
-from planning.closed_forms import (
-    batch_time,
-    bubble_of_replicas,
-    bubble_over_ideal,
-    training_days,
-)
+from planning.closed_forms import bubble_of_replicas, training_days
 from planning.machine import Machine
 from planning.training_plan import Plan
 from planning.transformer import Model
@@ -46,19 +41,13 @@ def test_flops_per_update_are_close_to_8_times_parameters_and_tokens_megatron_eq
 def test_the_bubble_is_p_minus_1_over_v_m_megatron_sections_2_2_1_and_2_2_2(p, m, v):
     schedule = one_f_one_b(p, m) if v == 1 else interleaved_1f1b(p, m, v)
     timeline = simulate(schedule, Costs(1.0, 2.0))
-    assert timeline.bubble_over_ideal == pytest.approx(bubble_over_ideal(p, m, v), abs=1e-12)
+    assert timeline.bubble_over_ideal == pytest.approx((p - 1) / (v * m), abs=1e-12)
 
 
 def test_replicas_shrink_the_bubble_to_n_minus_d_over_batch_megatron_section_3_3_1():
     for gpus, replicas, batch in [(32, 1, 128), (32, 4, 128), (128, 16, 512)]:
         p, m = gpus // replicas, batch // replicas
-        assert bubble_of_replicas(gpus, replicas, batch) == pytest.approx(bubble_over_ideal(p, m))
-
-
-def test_batch_time_of_megatron_equation_1_is_the_simulator_s():
-    timeline = simulate(one_f_one_b(8, 32), Costs(3.0, 5.0))
-    assert timeline.makespan == batch_time(batch=128, replicas=2, microbatch=2, ranks=8,
-                                           forward=3.0, backward=5.0)  # fmt: skip
+        assert bubble_of_replicas(gpus, replicas, batch) == pytest.approx((p - 1) / m)
 
 
 def test_every_candidate_uses_all_gpus_and_the_forecasts_come_sorted():

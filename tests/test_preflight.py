@@ -130,12 +130,6 @@ def test_a_bad_flag_is_refused_in_one_sentence(monkeypatch, capsys):
     assert said.err.count("\n") == 1 and said.err.startswith("--timeout")
 
 
-def test_the_table_for_a_notebook_has_the_sentence_below_its_line():
-    checks = [preflight.Check("one", "1"), preflight.Check("two", "2", "FAIL", "do this")]
-    lines = preflight.table(checks).splitlines()
-    assert [line.split("|")[0].strip() for line in lines] == ["check", "one", "two", "> do this"]
-
-
 def test_a_line_of_the_table_has_at_most_80_columns_and_keeps_every_word_of_its_advice():
     advice = preflight.unseen_advice(4)
     row = preflight.as_row(preflight.Check("GPUs", "2 of 4", "warn", advice))

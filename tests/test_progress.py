@@ -148,14 +148,23 @@ def test_the_wall_counts_people_and_names_where_the_room_stumbles_and_nobody_by_
         "<eve>": records(("laundry", "not attempted", 50)),
         "left": records(("laundry", "right", 9000)),
     }
-    lessons = {"laundry": "00", "puzzle 5": "12"}
+    lessons = {"laundry": "00 Laundry in one line", "puzzle 5": "12 puzzle 5"}
     page = wall.wall_of(people, ["x.txt is not a file of progress"], lessons, False, NOW)
     assert "<h1>3 at work, 0 stuck</h1>" in page
+    assert "<th scope='row'>00 Laundry in one line</th>" in page
     assert "stumbles at <b>12 puzzle 5</b>: 2 have tried" in page and "1.5 attempts" in page
     assert "<td>●●○</td><td>2</td><td>0</td><td>1</td>" in page
     assert "x.txt is not a file of progress" in page
     assert not any(name in page for name in ("ada", "bob", "eve", "left"))
     assert "&lt;eve&gt;" in wall.wall_of(people, [], lessons, True, NOW)
+
+
+def test_the_wall_calls_an_exercise_by_its_title_in_the_lesson():
+    titles = wall.titles_of_exercises()
+    assert list(titles) == [exercise.name for exercise in all_exercises()]
+    assert len(set(titles.values())) == len(titles)
+    assert titles["there_and_back"] == "01 There and back"
+    assert titles["diagnosis 9"] == "12b diagnosis 9"
 
 
 @pytest.mark.processes
@@ -178,7 +187,7 @@ def test_the_open_wall_shows_what_is_written_into_the_folder_afterwards(tmp_path
             (shared / "Ada.jsonl").write_text(json.dumps(record) + "\n")
             page.get_by_text("1 at work").wait_for(timeout=20_000)
             assert page.get_by_text("Ada").count() == 1
-            assert "02 own gpipe" in page.locator("main").inner_text()
+            assert "02 Write GPipe's schedule yourself" in page.locator("main").inner_text()
             browser.close()
         assert complaints == []
     finally:

@@ -99,7 +99,7 @@ def test_what_the_forecast_misses_is_known():
 @pytest.mark.parametrize("page", ["docs/lessons.md", "notebooks/11c_plan_a_training.ipynb"])
 def test_a_page_that_says_how_many_runs_were_published_counts_all(page):
     found = re.findall(r"(\d+) published training runs", (ROOT / page).read_text())
-    assert found == [str(len(published_runs()))]
+    assert found == [str(len(published_runs()))], f"{page} counts the published training runs"
 
 
 def test_the_page_of_measurements_shows_every_row_with_its_error():
@@ -107,15 +107,13 @@ def test_the_page_of_measurements_shows_every_row_with_its_error():
     left_out = {(one["table"], one["name"]): one["error"] for one in left_out_errors()}
     quick = ("BLOOM", "MPT", "torchtitan", "IBM")
     for run in published_runs():
-        row = re.search(
-            rf"^\| {re.escape(f'{run.table}, {run.name}')} \| (.*) \| (.*) % \| (.*) \|$",
-            page,
-            re.M,
-        )
-        assert row, run.name
-        assert float(row[1]) == pytest.approx(run.seconds, abs=0.006)
+        name = f"{run.table}, {run.name}"
+        row = re.search(rf"^\| {re.escape(name)} \| (.*) \| (.*) % \| (.*) \|$", page, re.M)
+        renew = f"take the row of {name} in docs/measurements.md from plan.py --published"
+        assert row, renew
+        assert float(row[1]) == pytest.approx(run.seconds, abs=0.006), renew
         if run.table.startswith(quick):
-            assert float(row[2]) == pytest.approx(100 * error_of(run), abs=0.06)
+            assert float(row[2]) == pytest.approx(100 * error_of(run), abs=0.06), renew
         without = left_out.get((run.table, run.name))
         shown = "not counted" if without is None else f"{100 * without:+.1f} %"
-        assert row[3] == re.sub(r"[+-](0\.0 %)", r"\1", shown), run.name
+        assert row[3] == re.sub(r"[+-](0\.0 %)", r"\1", shown), renew

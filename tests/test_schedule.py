@@ -80,16 +80,6 @@ def test_a_generated_schedule_has_the_sizes_asked_for(name, num_ranks, num_micro
     assert check_legal(schedule) is schedule
 
 
-@pytest.mark.parametrize("name", ["naive", "gpipe"])
-@pytest.mark.parametrize("sizes", [(0, 8), (4, 0), (-1, 8), (4, -3)])
-def test_a_generator_refuses_less_than_one_rank_or_microbatch(name, sizes):
-    with pytest.raises(ScheduleError) as refused:
-        build_schedule(name, *sizes)
-    assert str(refused.value) == (
-        f"a schedule needs at least one rank and one micro-batch, not {sizes[0]} and {sizes[1]}"
-    )
-
-
 # Stages on several ranks: PipeDream's 1F1B-RR
 
 REPLICAS = [

@@ -10,7 +10,7 @@ import pytest
 from PIL import ImageFont
 
 from lab.drawing import FONT, MOST_NUMBERS, ROW, arrange, draw_cursor
-from lab.figures import draw_timelines, table
+from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
 from pipeline.schedule import from_csv
@@ -357,29 +357,3 @@ def test_a_message_goes_from_the_end_of_one_block_to_the_start_of_the_other():
     down = [first[1] + first[3], first[2] + ROW, lower_first[1], lower_first[2]]
     up = [lower_last[1] + lower_last[3], lower_last[2], last[1], last[2] + ROW]
     assert sum(ends, []) == pytest.approx(down + up, abs=0.11)
-
-
-@pytest.mark.parametrize(
-    "timeline",
-    [LATE_AND_UNEVEN, simulate(gpipe(4, 8), Costs(1, 2, transfer=0.25))],
-    ids=["late", "gpipe"],
-)
-def test_the_table_has_the_content_of_the_picture(timeline):
-    lines = table(timeline).splitlines()
-    assert [line.split(": ")[0] for line in lines] == [
-        f"rank {rank}" for rank in range(timeline.num_ranks)
-    ]
-    in_table = set()
-    for rank, line in enumerate(lines):
-        for action, start, end in re.findall(r"(\w+) ([\d.]+)-([\d.]+)", line):
-            in_table.add((rank, action, float(start), float(end)))
-    assert in_table == {
-        (event.rank, str(event.action), event.start - timeline.start, event.end - timeline.start)
-        for event in timeline.events
-    }
-
-
-def test_the_table_lists_a_rank_in_the_order_of_time():
-    assert table(Timeline("mine", LATE_AND_UNEVEN.events[::-1])) == (
-        "rank 0: 0F0 0-1, 0B0 7-9\nrank 1: 1F0 2-4, 1B0 4-7"
-    )

@@ -77,7 +77,7 @@ def test_a_file_that_is_cut_off_while_it_is_mapped_is_named_before_it_is_read(ma
 def test_a_slice_over_several_files_is_that_of_one_tensor():
     whole = torch.arange(100)
     shards = [part.to(torch.int32) for part in whole.split([13, 1, 0, 50, 36])]
-    tokens = MappedTokens(shards)
+    tokens = MappedTokens(shards, [Path()] * len(shards))
     assert len(tokens) == 100
     for start, stop in [(0, 100), (12, 15), (13, 14), (60, 70), (99, 200), (5, 5)]:
         assert tokens[start:stop].tolist() == whole[start:stop].tolist()

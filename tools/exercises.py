@@ -17,6 +17,7 @@ from guard.inputs import MEBIBYTE, InputError, read_text  # noqa: E402
 NOTEBOOKS = ROOT / "notebooks"
 MOST_BYTES = 64 * MEBIBYTE  # of a notebook; the course's largest has one
 CALL = r"^(?:check|build)\.(\w+)\((?:(\d+), )?[\w, ]*\)$"  # a.b is not the reader's: it is shown
+TITLE = r"\*\*\d+\. (.+?)\*\*"  # of an exercise
 # What nbformat raises for other content than a notebook's.
 OTHER_CONTENT = (
     AssertionError, AttributeError, KeyError, NameError, RecursionError, TypeError, ValueError
@@ -30,17 +31,19 @@ class Exercise(NamedTuple):
     lesson: str  # as in "02"
     name: str
     call: str  # the line that asks the check
+    title: str  # that of the exercise, in the text above
 
 
 def exercises_of(cells, lesson):
     """[(index of the cell with the check, Exercise)] of a notebook's cells."""
-    found = []
+    found, title = [], ""
     for index, cell in enumerate(cells):
+        title = (re.findall(TITLE, cell.source) or [title])[-1]
         calls = re.finditer(CALL, cell.source, re.MULTILINE) if cell.cell_type == "code" else ()
         for call in calls:
             if call[1] not in NOT_EXERCISES:
                 name = f"{call[1]} {call[2] or ''}".strip()
-                found.append((index, Exercise(lesson, name, call[0])))
+                found.append((index, Exercise(lesson, name, call[0], title)))
     return found
 
 

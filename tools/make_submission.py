@@ -146,7 +146,7 @@ def answers_of(path):
         if index in with_checks:
             answer = cells[answer_at[index]].source if index in answer_at else ""
             here = [exercise for at, exercise in checks if at == index]
-            for lesson, name, call in here:
+            for lesson, name, call, _ in here:
                 said = run_check(cell.source if len(here) == 1 else call, namespace)
                 answers.append(
                     {

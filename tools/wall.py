@@ -71,14 +71,14 @@ def main():
         )
     wall = Path(arguments.into)
     check_apart("--into", wall, "FOLDER", arguments.folder)
-    lessons = {exercise.name: exercise.lesson for exercise in all_exercises()}
+    titles = titles_of_exercises()
     try:
         wall.mkdir(parents=True, exist_ok=True)
         write_whole(wall / "wall.html", PAGE)
         write_whole(wall / "wall.js", SCRIPT)
         print(f"Open {os.path.relpath(wall)}/wall.html; Ctrl+C ends this.", flush=True)
         while True:
-            follow(arguments.folder, wall, lessons, arguments.names)
+            follow(arguments.folder, wall, titles, arguments.names)
             time.sleep(EVERY)
     except KeyboardInterrupt:
         return 0
@@ -96,18 +96,26 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def follow(folder, wall, lessons, names):
+def titles_of_exercises():
+    """{name of a check: lesson and title of its exercise}, in the order of the course."""
+    return {
+        one.name: f"{one.lesson} {one.name if one.name[-1].isdigit() else one.title}"
+        for one in all_exercises()  # "puzzle 5" says enough
+    }
+
+
+def follow(folder, wall, titles, names):
     """Read the folder once, and write the data of the page into the folder `wall`."""
     people, skipped = read_progress(folder)
-    shown = wall_of(with_known(people, lessons), skipped, lessons, names, time.time())
+    shown = wall_of(with_known(people, titles), skipped, titles, names, time.time())
     # Whole at once: the page never reads half a file.
     write_whole(wall / "wall_data.js", f"show({json.dumps(shown)});\n")
 
 
-def with_known(people, lessons):
+def with_known(people, titles):
     """The same people with their records of the course's exercises; anybody may write others."""
     known = {
-        person: [record for record in records if record["exercise"] in lessons]
+        person: [record for record in records if record["exercise"] in titles]
         for person, records in people.items()
     }
     return {person: records for person, records in known.items() if records}
@@ -127,7 +135,7 @@ def place_of(person, records, now):
     )
 
 
-def counts_of(people, places, lessons):
+def counts_of(people, places, titles):
     """A Count for every exercise that somebody has reached, in the order of the course."""
     best, attempts = {}, {}
     for person, records in people.items():
@@ -136,7 +144,7 @@ def counts_of(people, places, lessons):
             order = [REACHED, TRIED, RIGHT]
             best[key] = max(best.get(key, REACHED), record["outcome"], key=order.index)
             attempts[key] = attempts.get(key, 0) + (record["outcome"] != REACHED)
-    order = {name: number for number, name in enumerate(lessons)}
+    order = {name: number for number, name in enumerate(titles)}
     names = sorted({name for name, _ in best}, key=lambda name: (order.get(name, len(order)), name))
     counts = []
     for name in names:
@@ -154,11 +162,11 @@ def stumbling_block(counts):
     return hardest if hardest and max(hardest.stuck, hardest.tried) >= 2 else None
 
 
-def wall_of(people, skipped, lessons, names, now):
+def wall_of(people, skipped, titles, names, now):
     """The content of the page, as HTML."""
     everybody = [place_of(person, records, now) for person, records in people.items()]
     places = [place for place in everybody if place.last < GONE]
-    counts = counts_of(people, places, lessons)
+    counts = counts_of(people, places, titles)
     first = sorted(people, key=lambda person: people[person][0]["time"])
     called = {person: person if names else f"person {i + 1}" for i, person in enumerate(first)}
     stuck = sum(place.stuck for place in places)
@@ -166,13 +174,13 @@ def wall_of(people, skipped, lessons, names, now):
     parts = [f"<h1>{len(places)} at work, {stuck} stuck</h1>"]
     if hardest:
         parts.append(
-            f"<p class='hardest'>The room stumbles at <b>{title_of(hardest.exercise, lessons)}</b>: "
+            f"<p class='hardest'>The room stumbles at <b>{title_of(hardest.exercise, titles)}</b>: "
             f"{hardest.tried} have tried and are not through, {hardest.right} are; "
             f"{hardest.attempts:.1f} attempts on average.</p>"
         )
-    parts.append(table_of_counts(counts, lessons))
+    parts.append(table_of_counts(counts, titles))
     places.sort(key=lambda place: (not place.stuck, called[place.person]))
-    parts.append("<ul>" + "".join(card_of(place, called, lessons) for place in places) + "</ul>")
+    parts.append("<ul>" + "".join(card_of(place, called, titles) for place in places) + "</ul>")
     if skipped:
         listed = "; ".join(escape(sentence) for sentence in skipped[:10])
         more = f"; and {len(skipped) - 10} more" if len(skipped) > 10 else ""
@@ -180,9 +188,9 @@ def wall_of(people, skipped, lessons, names, now):
     return "".join(parts)
 
 
-def table_of_counts(counts, lessons):
+def table_of_counts(counts, titles):
     rows = "".join(
-        f"<tr><th scope='row'>{title_of(count.exercise, lessons)}</th>"
+        f"<tr><th scope='row'>{title_of(count.exercise, titles)}</th>"
         f"<td>{'●' * count.right}{'◐' * count.tried}{'○' * count.reached}</td>"
         f"<td>{count.right}</td><td>{count.tried}</td><td>{count.reached}</td>"
         f"<td>{count.stuck or ''}</td><td>{count.attempts:.1f}</td></tr>"
@@ -193,7 +201,7 @@ def table_of_counts(counts, lessons):
     return f"<table><thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def card_of(place, called, lessons):
+def card_of(place, called, titles):
     minutes = f"{place.since / 60:.0f} min"
     said = {REACHED: f"reached {minutes} ago", RIGHT: f"right {minutes} ago"}.get(place.outcome)
     said = said or f"{place.attempts} attempt{'s' * (place.attempts > 1)} in {minutes}"
@@ -201,12 +209,12 @@ def card_of(place, called, lessons):
     kind = " class='stuck'" if place.stuck else ""
     return (
         f"<li{kind}><b>{escape(called[place.person])}</b> "
-        f"{title_of(place.exercise, lessons)}<br>{mark}{said}</li>"
+        f"{title_of(place.exercise, titles)}<br>{mark}{said}</li>"
     )
 
 
-def title_of(exercise, lessons):
-    return escape(f"{lessons.get(exercise, '')} {exercise.replace('_', ' ')}".strip())
+def title_of(exercise, titles):
+    return escape(titles[exercise])
 
 
 PAGE = """<!doctype html>

@@ -79,19 +79,6 @@ def describe(timeline, unit="ms"):
     )
 
 
-def table(timeline):
-    """The text equivalent of a figure: one line per rank, with its actions and their times."""
-    lines = []
-    for rank, events in enumerate(timeline.by_rank):
-        cells = (
-            f"{event.action} {short(event.start - timeline.start)}-"
-            f"{short(event.end - timeline.start)}"
-            for event in events
-        )
-        lines.append(f"rank {rank}: " + ", ".join(cells))
-    return "\n".join(lines)
-
-
 def new_plot(x_label, y_label, titles=("",), width=8.0, height=3.4):
     """A matplotlib figure and its axes, with a transparent background and grey text.
 

@@ -35,7 +35,7 @@ def _spans(timeline, microbatch):
     return found
 
 
-def draw_lives(timelines, microbatch, unit="ms"):
+def draw_lives(timelines, microbatch):
     """A Picture with one micro-batch alone in each timeline, and a band while a rank holds it.
 
     `timelines` is {label: Timeline}. Where two stages of a rank hold the micro-batch at the same
@@ -49,9 +49,9 @@ def draw_lives(timelines, microbatch, unit="ms"):
         for rank, spans in enumerate(_spans(place.timeline, 0)):
             parts += [_band(place, rank, *span) for span in spans]
             parts.append(_words(WIDTH - 8, place.y(rank), sums[rank], "end"))
-        parts.append(_words(WIDTH - 8, place.title - 17.5, f"held, {unit}", "end"))
-        parts += draw_place(place, unit, place.label)
-        words.append(f"{place.label}: held for {', '.join(sums)} {unit}".strip())
+        parts.append(_words(WIDTH - 8, place.title - 17.5, "held, ms", "end"))
+        parts += draw_place(place, "ms", place.label)
+        words.append(f"{place.label}: held for {', '.join(sums)} ms")
     legend = places[-1].bottom + 30
     # The rank is not idle in the gaps: it works on other micro-batches.
     parts += [

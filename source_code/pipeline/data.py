@@ -81,12 +81,12 @@ def is_object(line):
         return False
 
 
-def split_text(content, seq_len, source, flag="--data"):
-    """Return a Text from bytes. Raises DataError, with the names given, if it is too short."""
+def split_text(content, seq_len, source):
+    """Return a Text from bytes. Raises DataError, with the name `source`, if it is too short."""
     shortest = 10 * (seq_len + 1)  # so that the held-out tenth still has one sequence
     if len(content) < shortest:
         raise DataError(
-            f"{flag}: {source} has {len(content)} bytes, and --seq-len {seq_len} needs at least "
+            f"--data: {source} has {len(content)} bytes, and --seq-len {seq_len} needs at least "
             f"{shortest}; use a longer text or a smaller --seq-len"
         )
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()

@@ -27,8 +27,8 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 PLANNED = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 DEEPEST = 128  # ranks of a pipeline: the work to write v-half and v-min grows with the square
+MOST_SIMULATED = 200  # plans of a search
 MOST_PLANS = 150_000  # of one model on one machine, compared in a minute or two
-MOST_MICROBATCHES = 131_072  # of an update of one replica; more are a slip
 
 
 class Search(NamedTuple):
@@ -39,32 +39,31 @@ class Search(NamedTuple):
     proven: bool  # whether no plan without a simulation can be among the best
 
 
-def search_plans(model, machine, plans, count=8, most=200):
+def search_plans(model, machine, plans, count=8):
     """A Search for the `count` fastest of `plans` that fit into memory.
 
-    At most `most` plans are simulated. The plans are bounded in the order of `work_bound`, the
-    lowest first, and the `most` plans with the lowest `lower_bound` are kept. If the work bound of
-    the next plan reaches the largest bound of the plans that are kept, no later plan can be among
-    them.
+    At most MOST_SIMULATED plans are simulated: those with the lowest `lower_bound`. The plans are
+    bounded in the order of `work_bound`, the lowest first. If the work bound of the next plan
+    reaches the largest bound of the plans that are kept, no later plan can be among them.
     """
     by_work = [
         (work_bound(model, machine, plan), number, plan) for number, plan in enumerate(plans)
     ]
     kept = []  # a heap of (- bound, number, plan), so that the greatest bound is first
     for work, number, plan in sorted(by_work):
-        if len(kept) == most and work >= -kept[0][0]:
+        if len(kept) == MOST_SIMULATED and work >= -kept[0][0]:
             break
         if memory_bound(model, machine, plan) <= machine.memory:
             entry = -lower_bound(model, machine, plan), number, plan
-            (heapq.heappush if len(kept) < most else heapq.heappushpop)(kept, entry)
+            (heapq.heappush if len(kept) < MOST_SIMULATED else heapq.heappushpop)(kept, entry)
     if not kept:
         return Search([], len(by_work), True)
     best = forecasts(model, machine, [plan for _, _, plan in kept], count)
-    proven = len(kept) < most or (len(best) == count and best[-1].update <= -min(kept)[0])
+    proven = len(kept) < MOST_SIMULATED or (len(best) == count and best[-1].update <= -min(kept)[0])
     return Search(best, len(by_work), proven)
 
 
-def all_plans(model, machine, schedules=PLANNED, precision="bf16"):
+def all_plans(model, machine, precision="bf16"):
     """Every Plan that uses all GPUs and suits the model's layers, heads and batch.
 
     The plans vary in replicas, stages, tensor group, schedule, chunks, micro-batch, cut,
@@ -82,7 +81,7 @@ def all_plans(model, machine, schedules=PLANNED, precision="bf16"):
             if ranks > min(model.layers, DEEPEST) or model.batch % replicas:
                 continue
             base = Plan(ranks=ranks, replicas=replicas, tensor=tensor, **shared)
-            for shape in shapes(model, base, schedules):
+            for shape in shapes(model, base):
                 yield from shardings(machine, shape)
 
 
@@ -94,18 +93,7 @@ def plans_to_compare(model, machine, precision):
             f"--gpus {machine.gpus} and --batch-size {model.batch} have so many divisors that there "
             f"are more than {MOST_PLANS:,} plans; use a number with fewer, such as a power of 2"
         )
-    check_effort(model, plans)
     return plans
-
-
-def check_effort(model, plans):
-    """Raise InputError if a plan has more than MOST_MICROBATCHES micro-batches per update."""
-    most = max((plan.microbatches(model) for plan in plans), default=0)
-    if most > MOST_MICROBATCHES:
-        raise InputError(
-            f"--batch-size {model.batch} gives a replica {most:,} micro-batches per update, and "
-            f"{MOST_MICROBATCHES:,} are the most; use a smaller one, or more GPUs"
-        )
 
 
 def check_precision(precision, model, machine):
@@ -126,11 +114,11 @@ def divisors(number):
     return tuple(sorted({*small, *(number // one for one in small)}))
 
 
-def shapes(model, plan, schedules):
+def shapes(model, plan):
     """Variants of the plan: every schedule, chunks, micro-batch, recomputation and cut."""
     orders = [("1f1b", 1)]
     if plan.ranks > 1:
-        orders = [pair for name in schedules for pair in chunked(model, plan, name)]
+        orders = [pair for name in PLANNED for pair in chunked(model, plan, name)]
     sizes = [
         size for size in model.known_sizes or SIZES if model.batch // plan.replicas % size == 0
     ]

@@ -17,16 +17,9 @@ def training_days(parameters, tokens, gpus, flops):
     return 8 * tokens * parameters / (gpus * flops) / SECONDS_PER_DAY
 
 
-def bubble_over_ideal(ranks, microbatches, chunks=1):
-    """Idle time over ideal time: (p - 1)/(v m) (Megatron sections 2.2.1 and 2.2.2)."""
-    return (ranks - 1) / (chunks * microbatches)
+def bubble_of_replicas(gpus, replicas, batch):
+    """Idle time over ideal time of n GPUs with d replicas: (n - d)/B (Megatron section 3.3.1).
 
-
-def bubble_of_replicas(gpus, replicas, batch, microbatch=1):
-    """The same for n GPUs with d replicas: (n - d)/(B/b) (Megatron section 3.3.1, tensor 1)."""
-    return (gpus - replicas) / (batch / microbatch)
-
-
-def batch_time(batch, replicas, microbatch, ranks, forward, backward):
-    """Seconds of a batch: (B/(d b) + p - 1)(t_f + t_b) (Megatron equation 1)."""
-    return (batch / (replicas * microbatch) + ranks - 1) * (forward + backward)
+    `batch` is B, in micro-batches. GPUs of a tensor group count as one.
+    """
+    return (gpus - replicas) / batch

@@ -25,6 +25,7 @@ from planning.training_plan import Plan
 
 SOURCE = Path(__file__).resolve().parents[1]
 STEP = 3000.0  # milliseconds that a performed step should take
+LIMIT = 120.0  # seconds of a run
 LEAST = 4.0  # milliseconds of the shortest action; below it, Python's overhead shows
 
 
@@ -42,8 +43,8 @@ class Confirmed:
         return self.forecast / self.performed - 1
 
 
-def confirm(model, machine, plan, limit=120.0):
-    """Run one plan for at most `limit` seconds; return its Confirmed.
+def confirm(model, machine, plan):
+    """Run one plan for at most LIMIT seconds; return its Confirmed.
 
     Raises subprocess.SubprocessError if the run fails or takes too long.
     """
@@ -61,23 +62,23 @@ def confirm(model, machine, plan, limit=120.0):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
         file.write_text(json.dumps(times_of(schedule, costs, 1000 * factor)))
-        output = perform(file, plan, machine, costs, 1000 * factor, limit)
+        output = perform(file, plan, machine, costs, 1000 * factor)
     performed = float(re.search(r"^step ([\d.]+) ms", output, re.MULTILINE)[1])
     return Confirmed(plan, factor, forecast, performed / 1000 / factor)
 
 
-def perform_schedule(schedule, costs, limit=120.0):
+def perform_schedule(schedule, costs):
     """Milliseconds of a step of `schedule` on real ranks, with actions paced as in `costs`.
 
     `costs` is a Costs in milliseconds, with a list per kind and without messages. Raises
-    subprocess.SubprocessError if the run fails or takes more than `limit` seconds.
+    subprocess.SubprocessError if the run fails or takes more than LIMIT seconds.
     """
     halves = [time / 2 for time in costs.backward]
     costs = replace(costs, backward_weight=costs.backward_weight or halves)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
         file.write_text(json.dumps(times_of(schedule, costs, 1.0)))
-        output = launch(file, schedule.num_ranks, dict(os.environ), limit)
+        output = launch(file, schedule.num_ranks, dict(os.environ))
     return float(re.search(r"^step ([\d.]+) ms", output, re.MULTILINE)[1])
 
 
@@ -108,7 +109,7 @@ def times_of(schedule, costs, factor):
     return {"schedule": to_csv(schedule), **times}
 
 
-def perform(file, plan, machine, costs, factor, limit):
+def perform(file, plan, machine, costs, factor):
     """Run the actions of `file` with the plan's links between nodes; return the output."""
     step = plan.tensor * (1 if plan.neighbours == "stages" else plan.replicas)
     environment = dict(os.environ)
@@ -118,18 +119,18 @@ def perform(file, plan, machine, costs, factor, limit):
             DELAY_VARIABLE: str(factor * max(costs.transfer.values())),
             OCCUPANCY_VARIABLE: str(factor * max(costs.occupancy.values())),
         }
-    return launch(file, plan.ranks, environment, limit)
+    return launch(file, plan.ranks, environment)
 
 
-def launch(file, ranks, environment, limit):
+def launch(file, ranks, environment):
     """Run the actions of `file` on `ranks` ranks; return the output.
 
-    Raises subprocess.SubprocessError if the run fails or takes more than `limit` seconds.
+    Raises subprocess.SubprocessError if the run fails or takes more than LIMIT seconds.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "lab.paced_schedule", str(file)]
     done = subprocess.run(
-        command, cwd=SOURCE, env=environment, timeout=limit, capture_output=True, text=True
+        command, cwd=SOURCE, env=environment, timeout=LIMIT, capture_output=True, text=True
     )
     if done.returncode:
         raise subprocess.SubprocessError(first_sentence(done.stderr))

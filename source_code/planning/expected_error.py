@@ -8,7 +8,6 @@ the same weight, however many runs it has. The interval is asymmetric, because t
 publications can agree by chance, so no interval is narrower than NARROWEST.
 """
 
-import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -111,24 +110,6 @@ def size_within(runs, fraction):
     """The size of the error that this fraction of `runs`, by weight, does not exceed."""
     sizes = [{**one, "error": abs(one["error"])} for one in runs]
     return _beyond(_ordered(sizes), fraction * len({one["group"] for one in runs}))
-
-
-def fraction_inside(of_others):
-    """The fraction of runs whose error is inside the interval of their kind.
-
-    With `of_others` this interval is made without the run's own publication.
-    """
-    inside = 0
-    for one in left_out_errors():
-        error = stated_interval(one["gpu"], one["kind"], one["group"] if of_others else "")
-        inside += error.least <= one["error"] <= error.most
-    return inside / len(left_out_errors())
-
-
-def median_half_width():
-    """Half of the width of the median run's interval, relative to its forecast."""
-    ends = [stated_interval(one["gpu"], one["kind"]).seconds(1.0) for one in left_out_errors()]
-    return statistics.median((most - least) / 2 for least, most in ends)
 
 
 def interval(runs):

@@ -39,20 +39,12 @@ class Forecast:
         """Days to train on `tokens` tokens."""
         return tokens / (model.batch * model.length) * self.update / SECONDS_PER_DAY
 
-    def rate(self, model, recomputed=False):
-        """Operations per second and GPU from end to end: the rate that papers publish.
-
-        With `recomputed` the second forward counts as work, as in the tables of Megatron-LM 2021.
-        """
-        flops = model.flops_per_update if recomputed else model.model_flops
-        return flops / self.plan.gpus / self.update
-
     def tokens_per_second(self, model):
         return model.batch * model.length / self.update
 
     def utilisation(self, model, machine):
         """MFU: model operations per second over the peak of the data sheet."""
-        return self.rate(model) / machine.peak
+        return model.model_flops / self.plan.gpus / self.update / machine.peak
 
 
 def forecast(model, machine, plan):

@@ -66,11 +66,12 @@ def print_seconds(arguments, schedule, machine, name):
     seconds = arguments.accumulate * work + found.reduction + found.optimizer
     whole = replace(model, batch=arguments.batch_size)
     rate = whole.model_flops / plan.gpus / seconds
+    inside = "" if machine.measured else f" with {machine.gpus_per_node} per node"
     said = (
         f"{arguments.batch_size} sequences of {model.length} tokens per update, "
         f"{arguments.microbatches} micro-batches of {plan.microbatch}, {arguments.dtype}, "
         f"cut {','.join(map(str, plan.cut))}",
-        f"on {plan.gpus} GPUs of {name}: {seconds:.3g} s per update "
+        f"on {plan.gpus} GPUs of {name}{inside}: {seconds:.3g} s per update "
         f"({expected_error(machine, plan).text}),",
         f"{whole.batch * whole.length / seconds:,.0f} tokens per second, "
         f"MFU {rate / machine.peak:.1%}, idle {idle(found):.1%}, "

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published training runs, their forecasts, and the one constant that is fitted to some of them.
 
-published.json has the runs with their sources. A published rate is what a run reached from end to
-end: it includes bubble, messages and optimizer. It is therefore converted to seconds per update,
-which are compared with a forecast, and never to the rate of a machine. That rate is of the matrix
-products alone. `fit` finds the rate at which the errors of a few runs cancel.
+published.json has the runs with their sources. After a new run, tools/fit_rates.py writes
+left_out.json anew, and the tests name the rows and counts of pages that have to follow. A published
+rate is what a run reached from end to end: it includes bubble, messages and optimizer. It is
+therefore converted to seconds per update, which are compared with a forecast, and never to the rate
+of a machine. That rate is of the matrix products alone. `fit` finds the rate at which the errors of
+a few runs cancel.
 """
 
 import math

@@ -7,7 +7,6 @@ from functools import lru_cache
 from pipeline.model import cut_evenly
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
-SHARDINGS = ("none", "optimizer", "gradients", "hybrid", "full")
 
 
 @dataclass(frozen=True)

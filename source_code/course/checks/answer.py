@@ -8,15 +8,18 @@ None if all is right. The decorator `checked` turns it into the function that a 
 import functools
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, MappingView
 from decimal import Decimal
+from itertools import islice
 
 from course import progress
 from course.building.endless_loops import endless_loops_ended
 from pipeline.schedule import Schedule, ScheduleError, from_csv
 from pipeline.schedules.legal import check_legal
 
-LONGEST = 30  # seconds of processor time for one call of the learner's function
+LONGEST = 120  # seconds of processor time for one call of the learner's function
+MOST_VALUES = 1_000_000  # of a generator
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
 
@@ -96,9 +99,11 @@ def call(function, *arguments):
     try:
         with endless_loops_ended(LONGEST):
             result = function(*arguments)
-            result = list(result) if isinstance(result, Iterator) else result
+            result = list(islice(result, MOST_VALUES)) if isinstance(result, Iterator) else result
     except Exception as error:  # an error in the learner's code is an answer, too
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
+    if isinstance(result, list) and len(result) == MOST_VALUES:
+        raise WrongAnswer(f"{name} gives {MOST_VALUES:,} values and more; does it end?")
     if result is ...:
         raise NotAttempted
     if result is None:
@@ -158,11 +163,10 @@ def read_rows(rows, name="yours"):
     """The Schedule of rows that are one text, or for each rank a text or a list of its actions."""
     if isinstance(rows, Schedule):
         return rows
-    rows = rows.tolist() if hasattr(rows, "tolist") else rows  # of numpy
-    rows = rows.strip().splitlines() if isinstance(rows, str) else rows
     try:
-        if not isinstance(rows, Sequence):
+        if isinstance(rows, Iterator):  # the lesson's next cell would find it empty
             raise TypeError
+        rows = rows.strip().splitlines() if isinstance(rows, str) else in_a_list(rows)
         lines = [row if isinstance(row, str) else ",".join(map(str, row)) for row in rows]
         return from_csv("\n".join(map(str.strip, lines)), name)
     except TypeError:
@@ -170,6 +174,20 @@ def read_rows(rows, name="yours"):
         raise WrongAnswer(example) from None
     except ScheduleError as error:
         raise WrongAnswer(str(error)) from None
+
+
+def in_a_list(value):
+    """The list of what a container in some order, or a generator, has. Raises TypeError for others.
+
+    A dictionary has an order, too: its values, unless they are None, as of dict.fromkeys(calls).
+    """
+    if hasattr(value, "tolist"):  # of numpy
+        value = value.tolist()
+    if isinstance(value, dict):
+        value = value.keys() if set(value.values()) == {None} else value.values()
+    if not isinstance(value, (list, tuple, range, deque, Iterator, MappingView)):
+        raise TypeError(f"{type(value).__name__} is no list")
+    return list(value)
 
 
 def many(count, thing):

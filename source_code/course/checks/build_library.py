@@ -20,7 +20,9 @@ def training_program(path):
     name, text = text_of(path)
     for num_ranks in (4, 2):
         found, _, used = printed_by(name, text, num_ranks)
-        if complaint := mistake_in(found, num_ranks, clipped=False) or other_use(used):
+        if complaint := mistake_in(found, num_ranks, clipped=False):
+            return f"on {num_ranks} ranks {without_a_step(used) or complaint}"
+        if complaint := other_use(used) or other_losses(used, found):
             return f"on {num_ranks} ranks {complaint}"
 
 
@@ -32,7 +34,7 @@ def clipping_program(path):
     for num_ranks in (4, 2):
         found, held_out, used = printed_by(name, text, num_ranks)
         if complaint := mistake_in(found, num_ranks, clipped=True):
-            return f"on {num_ranks} ranks {complaint}"
+            return f"on {num_ranks} ranks {without_a_step(used) or complaint}"
         if len(held_out) != 1:
             return (
                 f"on {num_ranks} ranks the losses are right, but {len(held_out)} lines begin with "
@@ -43,7 +45,7 @@ def clipping_program(path):
             return (
                 f"on {num_ranks} ranks the losses are right, but {of_held_out(held_out[0], wanted)}"
             )
-        if complaint := other_use(used):
+        if complaint := other_use(used) or other_losses(used, found):
             return f"on {num_ranks} ranks {complaint}"
         if not all(rank["evaluations"] and rank["steps"] == STEPS for rank in used):
             return (
@@ -69,6 +71,38 @@ def other_use(used):
             return (
                 f"the losses are right, but rank {rank} ran `schedule.step(...)` {done['steps']} "
                 f"times; each rank runs it in each of the {STEPS} steps"
+            )
+
+
+def wrong_number_of_stages(ranks):
+    """The end of a sentence about stages that no rank makes, or None."""
+    made = [[each["stage"] for each in rank.reports if "stage" in each] for rank in ranks]
+    numbers = {index for stages in made for index, _ in stages}
+    for index, announced in sum(made, []) if all(made) else []:
+        if announced != len(numbers):
+            return (
+                f" stage {index} is made as one of {announced} stages, and all ranks together make "
+                f"{len(numbers)}: with one stage per rank there are as many stages as ranks"
+            )
+
+
+def without_a_step(used):
+    """The sentence for a program that only evaluates, or None."""
+    if any(rank["evaluations"] and not rank["steps"] for rank in used):
+        return "nothing learns: `schedule.eval(...)` runs no backward, `schedule.step(...)` does"
+
+
+def other_losses(used, found):
+    """The sentence for right losses that are not those of the program's schedule, or None.
+
+    A schedule may compute them with another factor, as if its loss function is a sum.
+    """
+    own = next((rank["losses"] for rank in used if rank["losses"]), [])
+    for (step, loss), computed in zip(found, own):
+        if abs(loss * own[0] - computed * found[0][1]) > 1e-4 * abs(loss * own[0]):
+            return (
+                f"the losses are right, but those that the schedule computed are others: "
+                f"{computed:.6f} in step {step}. Train the stages with `schedule.step(...)` alone"
             )
 
 
@@ -104,8 +138,9 @@ def printed_by(name, text, num_ranks):
     request = {"program": PROGRAM, "functions": [], "sources": [(name, text)], "seconds": COMPUTING}
     observed = examine(request, num_ranks, show=False)
     if complaint := Words(observed, request).transport():
-        raise WrongAnswer(f"on {num_ranks} ranks: {complaint}")
-    output, used = observed.printed, [rank.reports[0] for rank in observed.ranks]
+        complaint = wrong_number_of_stages(observed.ranks) or f": {complaint}"
+        raise WrongAnswer(f"on {num_ranks} ranks{complaint}")
+    output, used = observed.printed, [rank.reports[-1] for rank in observed.ranks]
     steps = re.findall(r"^step +(\d+) +loss +(\S+) *$", output, re.MULTILINE)
     held_out = re.findall(r"^held out +loss +(\S+) *$", output, re.MULTILINE)
     try:

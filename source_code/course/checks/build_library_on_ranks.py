@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's whole program on this rank; build_library.py reads what it prints.
 
-The text of the program is not changed. At the end, each rank reports the numbers of micro-batches of
-its schedules and how often it called `step` and `eval`.
+The text of the program is not changed. Each rank reports each stage that it makes, as [index, number
+of stages]. At the end, it reports the numbers of micro-batches of its schedules, how often it called
+`step` and `eval`, and the mean loss of each step that a schedule computed.
 """
+
+import sys
 
 import torch._dynamo  # noqa: F401 - else the first optimizer imports it in the reader's own time
 from torch.distributed.pipelining.schedules import _PipelineSchedule as Schedule
+from torch.distributed.pipelining.stage import _PipelineStageBase as Stage
 
 import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other
 from course.building import YOURS
@@ -17,6 +21,8 @@ def main(request):
     """Run the program as `python FILE` would."""
     ((name, text),) = request["sources"]
     names = {"__name__": "__main__", "__file__": name}
+    sys.argv[:] = [name]  # a program may read its arguments, and gets none
+    note_stages()
     used = note_schedules()
     try:
         exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
@@ -24,11 +30,23 @@ def main(request):
         tell("report", value=used)
 
 
+def note_stages():
+    """Report each stage when it is made: the ranks may never reach the end of the program."""
+    create = Stage.__init__
+
+    def __init__(self, submodule, stage_index, num_stages, *arguments, **options):
+        tell("report", value={"stage": [stage_index, num_stages]})
+        create(self, submodule, stage_index, num_stages, *arguments, **options)
+
+    Stage.__init__ = __init__
+
+
 def note_schedules():
     """A dict that is filled as the program uses the library: "microbatches", a list with one number
-    per schedule, and "steps" and "evaluations", how often `step` and `eval` were called."""
-    used = {"microbatches": [], "steps": 0, "evaluations": 0}
-    create, evaluate = Schedule.__init__, Schedule.eval
+    per schedule, "steps" and "evaluations", how often `step` and `eval` were called, and "losses", the
+    mean loss of each step on the rank of the last stage."""
+    used = {"microbatches": [], "steps": 0, "evaluations": 0, "losses": []}
+    create, evaluate, update = Schedule.__init__, Schedule.eval, Schedule._update_losses
 
     def __init__(self, n_microbatches, *arguments, **options):
         used["microbatches"].append(n_microbatches)
@@ -45,5 +63,11 @@ def note_schedules():
         used["evaluations"] += 1
         return evaluate(self, *arguments, **options)
 
-    Schedule.__init__, Schedule.eval = __init__, eval
+    def _update_losses(self, stages, losses):
+        found = [loss.item() for loss in self._internal_losses]
+        if found and self._has_backward:
+            used["losses"].append(sum(found) / len(found))
+        update(self, stages, losses)
+
+    Schedule.__init__, Schedule.eval, Schedule._update_losses = __init__, eval, _update_losses
     return used

@@ -23,6 +23,8 @@ def recomputing_backward(backward):
 
 def wrong_gradient(seen):
     """The error in the gradients of one backward, as a sentence, or None."""
+    if seen["emptied"]:
+        return "the gradients of earlier micro-batches are gone: a backward adds to .grad"
     for what, name in (("weights", "the weights"), ("input", "the input")):
         if seen[what] is None:
             continue
@@ -38,6 +40,10 @@ def wrong_gradient(seen):
             return "the weights have no gradient; was there a backward through the second forward?"
         if of == "right" and factor != 1:
             return f"the gradient of {name} is {factor:g} times the right one"
+        if of == "the input":
+            return "it returns the input itself, and not the gradient of the input"
+        if of == "rounded":
+            return f"the gradient of {name} has too few digits: have its numbers been a float32?"
         if of == "else" and seen["asked"] and seen["asked"][0] not in (None, seen["k"]):
             return (
                 f"the second forward is stage({seen['asked'][0]}, x), that of another micro-batch"
@@ -59,6 +65,12 @@ def wrong_bytes(seen):
         )
     if k in seen["held"]:
         return "the gradients are right, but its input is still in held afterwards; pop it"
+    if len(seen["inputs"]) > 1:
+        first, *_, last = seen["inputs"]
+        return (
+            f"the gradients are right, but the inputs of micro-batches {first} and {last} are still "
+            "in memory, although their backwards are over; what still refers to them?"
+        )
     if peak > inside and seen["calls"] == [seen["k"]]:
         return (
             f"the gradients are right, but autograd keeps {peak:,} bytes, and the forward alone "

@@ -5,7 +5,8 @@ Each rank has a third of the model of small/pipeline.py. Its forwards keep only 
 micro-batch, and its backwards are the reader's. The same rank also computes the gradients of a stage that keeps everything.
 """
 
-from weakref import finalize
+import gc
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,11 @@ def run_step(stage, step, order, backward):
     """All forwards, then the reader's backwards in `order`; returns a dictionary for each."""
     rank, whole = dist.get_rank(), StageOfMicrobatch(stage, step)
     inside = Inside(stage)
-    inputs, held, given = whole.inputs, {}, {}
+    inputs, held, given, kept = whole.inputs, {}, {}, {}
     for k in range(MICROBATCHES):
         inputs.append(whole.tokens[k] if whole.is_first else receive(rank - 1))
         held[k] = inputs[k].clone()
+        kept[k] = ref(held[k])
         with inside, torch.no_grad():
             output = whole(k, held[k])
         if not whole.is_last:
@@ -49,6 +51,7 @@ def run_step(stage, step, order, backward):
         whole.calls, whole.asked = [], []
         with inside:
             found = backward(whole, k, given[k], held)
+        gc.collect()
         added = [w.grad - b if w.grad is not None else None for w, b in zip(right[1], before)]
         seen.append(
             {
@@ -56,10 +59,12 @@ def run_step(stage, step, order, backward):
                 "calls": list(whole.calls),
                 "asked": list(whole.asked),
                 "held": sorted(str(j) for j, kept in held.items() if kept is not None),
+                "inputs": [j for j in kept if kept[j]() is not None and j not in held],
                 "bytes": [inside.peak, right[2]],
                 "left": inside.now(),
-                "input": None if whole.is_first else factor_of([found], [right[0]]),
+                "input": None if whole.is_first else factor_of([found], [right[0]], inputs[k]),
                 "weights": factor_of(added, list(right[1].values())),
+                "emptied": k != order[0] and all(map(same, right[1], right[1].values())),
             }
         )
         if not whole.is_first:  # the right gradient, so that the previous rank is judged alone
@@ -80,6 +85,10 @@ class StageOfMicrobatch:
         self.tokens, self.targets = (
             x.chunk(MICROBATCHES) for x in batch(step, MICROBATCHES * SIZE)
         )
+
+    def __getattr__(self, name):
+        """What the stage itself has, such as `parameters` and `previous`."""
+        return getattr(self.stage, name)
 
     def __call__(self, k, x):
         same = [j for j, other in enumerate(self.inputs) if torch.equal(x, other)]
@@ -133,6 +142,11 @@ class Kept:
         self.tensor = tensor
 
 
+def same(weight, gradient):
+    """Whether the weight's .grad is this gradient alone, with nothing of earlier micro-batches."""
+    return weight.grad is not None and torch.allclose(weight.grad, gradient)
+
+
 def receive(source):
     tensor = torch.empty(SIZE, LENGTH, DIM, dtype=torch.float64)
     dist.recv(tensor, source)
@@ -149,14 +163,21 @@ def gradients_of(whole, k, x, gradient):
     return found[-1], dict(zip(weights, found)), inside.peak
 
 
-def factor_of(found, right):
-    """[factor, "right"] if `found` is a multiple of `right`, else [None, a word for `found`]."""
+def factor_of(found, right, x=None):
+    """[factor, "right"] if `found` is a multiple of `right`, else [None, a word for `found`].
+
+    `x` is the input of the stage, which is not its gradient.
+    """
     if not all(isinstance(one, torch.Tensor) for one in found):
         return [None, "missing"]
     if any(one.shape != other.shape for one, other in zip(found, right)):
         return [None, f"of shape {tuple(found[0].shape)}"]
+    if x is not None and torch.equal(found[0], x):
+        return [None, "the input"]
     found, right = (torch.cat([one.flatten() for one in some]) for some in (found, right))
     factor = ((found @ right) / (right @ right)).item()
     if (found - factor * right).abs().max() <= 1e-12 * max(1.0, right.abs().max().item()):
         return [round(factor, 9), "right"]
+    if torch.allclose(found, right):
+        return [None, "rounded"]
     return [None, "else"]

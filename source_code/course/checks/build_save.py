@@ -6,7 +6,7 @@ import tempfile
 from functools import cache
 
 from course.building.examining import examine
-from course.checks.answer import checked
+from course.checks.answer import checked, many
 from course.checks.build_text import request_of
 from course.checks.build_words import Words
 from course.checks.reader_on_ranks import one_thread
@@ -17,7 +17,7 @@ KILLED = "was ended by SIGKILL"
 WORDS = {
     "write": "before it wrote its file",
     "half": "with its file half written",
-    "rename": "between write and rename",
+    "rename": "before its last rename",
     "opened": "when it had just opened a file that was there, which empties it",
     "end": "right after its save, while the other may still be at it",
 }
@@ -29,7 +29,7 @@ def moments(seed):
     return [
         (1, 1, "half"),
         (0, 1, "rename"),
-        (1, 1, round(draw.random(), 3)),
+        (1, 1, "rename"),  # if it renames nothing, right after the save
         (0, 1, round(draw.random(), 3)),
         (0, 1, "opened"),  # if no save opens such a file, right after the save
     ]
@@ -94,15 +94,15 @@ def wrong_start(told, saved, case):
                 "that are saved, 0 when there are none"
             )
         if start == 0 < saved:
-            return f"{case}rank {rank} begins anew, and {saved} steps had been saved"
+            return f"{case}rank {rank} begins anew, and {many(saved, 'step')} had been saved"
         if start < saved and str(start) > str(saved):
             return (
-                f"{case}rank {rank} goes back to step {start}, and {saved} steps had been saved: "
+                f"{case}rank {rank} goes back to step {start}, and {many(saved, 'step')} had been saved: "
                 f"as text, {start} comes behind {saved}; compare the steps as numbers"
             )
         if start < saved:
             return (
-                f"{case}rank {rank} goes back to step {start}, and {saved} steps had been saved; "
+                f"{case}rank {rank} goes back to step {start}, and {many(saved, 'step')} had been saved; "
                 "what was whole has to stay until the next is whole"
             )
         if start > saved + 1:
@@ -117,6 +117,11 @@ def wrong_losses(told, wanted, case):
     for number, (step, loss) in enumerate(sorted(losses.items())):
         if abs(loss - wanted[step]) <= 1e-9:
             continue
+        if abs(loss - wanted[step]) <= 1e-5:
+            return (
+                f"{case}the loss of step {step} is off by {abs(loss - wanted[step]):.0e}: have the "
+                "saved numbers been a float32?"
+            )
         found = (
             f"{case}step {step} has the loss {loss:.6f}, and undisturbed it is {wanted[step]:.6f}"
         )

@@ -20,6 +20,7 @@ from course.building.messages import tell
 from small.pipeline import batch, build_stage, naive_step
 
 LATER = 0.2  # seconds before the SIGKILL, in which the other rank continues as far as it can
+SLOW = 0.05  # seconds
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"}
 
 
@@ -55,8 +56,8 @@ class Moment:
     """Sends this rank SIGKILL in a save: `before` is one of "write", "half", "rename", "opened" and
     "end", or a number.
 
-    A number from 0 to 1 is a share of the operations of the previous save. `did` lists the
-    operations of the present save so far.
+    A number from 0 to 1 is a share of the operations of the previous save, and "rename" stands for
+    the last rename of a save. `did` lists the operations of the present save so far.
     """
 
     def __init__(self, rank, folder, killed, save, before):
@@ -120,6 +121,17 @@ class Moment:
         if self.is_due(what):
             self.kill(what)
         self.did.append(what)
+        time.sleep(SLOW * self.slowness(what))
+
+    def slowness(self, what):
+        """How slow this rank is before an operation, so that races of the ranks have one end.
+
+        In the first save, no rank renames before the other has written what it writes without a
+        wait, and rank 0 is first. In the third save, rank 1 is slow in all that it does.
+        """
+        if self.saves == 0 and what == "rename":
+            return 1 + self.rank
+        return self.rank if self.saves == 2 else 0
 
     def is_due(self, what):
         if not self.wanted or self.saves != self.save:
@@ -127,6 +139,8 @@ class Moment:
         before = self.before
         if isinstance(before, float):
             return len(self.did) == int(before * len(self.last))
+        if before == "rename" and self.did.count(before) < self.last.count(before) - 1:
+            return False
         missing = before not in self.last  # the reader's save has no such operation
         return what == before or (missing and what == "end")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of the stash of lesson 04: PipeDream's loop, run on four ranks, version by version."""
+"""The check of the stash of lesson 04: PipeDream's loop, run on real ranks, version by version."""
 
 from course.building.examining import examine
 from course.checks.answer import checked
@@ -8,22 +8,25 @@ from course.checks.build_words import EXACT, Words
 from pipeline.schedules import pipedream
 
 PROGRAM = "course.checks.build_stash_on_ranks.main"
-MINIBATCHES = 8
+RUNS = [(4, 8, 0.5), (4, 2, 0.5), (2, 5, 0.3)]  # ranks, mini-batches, learning rate
 
 
 @checked("each backward has the weights of its forward, and rank r keeps p - r versions, no more.")
 def pipedream_run(function):
-    """Check `pipedream_run(stage, inputs, targets, rate)` on four ranks and on two, with eight
-    mini-batches."""
-    request = request_of(function, program=PROGRAM, microbatches=[MINIBATCHES])
-    return complaint_of(request, 4) or (
-        (complaint := complaint_of(request, 2)) and f"on 2 ranks: {complaint}"
-    )
+    """Check `pipedream_run(stage, inputs, targets, rate)` in each of RUNS."""
+    request = request_of(function, program=PROGRAM)
+    for ranks, count, rate in RUNS:
+        complaint = complaint_of(request | {"microbatches": [count], "rate": rate}, ranks)
+        if complaint and (ranks, count, rate) == RUNS[0]:
+            return complaint
+        if complaint:
+            return f"on {ranks} ranks, {count} mini-batches, a rate of {rate}: {complaint}"
 
 
 def complaint_of(request, num_ranks):
     """The error in the loop of a request on that many ranks, or None."""
-    orders = pipedream(num_ranks, MINIBATCHES).orders
+    (count,) = request["microbatches"]
+    orders = pipedream(num_ranks, count).orders
     rows = [[str(action) for action in order if action.kind != "U"] for order in orders]
     observed = examine(request, num_ranks)
     words = Words(observed, request, [rows])
@@ -59,10 +62,11 @@ def complaint_of_versions(ranks, words):
                 f"rank {rank.number} ends with weights that no sequence of updates makes: is there "
                 "one update for each mini-batch, and none besides?"
             )
-        if result["version"] != MINIBATCHES:
+        count = len(result["wanted"])
+        if result["version"] != count:
             return (
                 f"rank {rank.number} ends with version {result['version']} of its weights, and "
-                f"{MINIBATCHES} updates make version {MINIBATCHES}"
+                f"{count} updates make version {count}"
             )
     if ranks[-1].reports:
         return _losses(ranks[-1].reports[0], len(ranks) - 1)
@@ -77,10 +81,13 @@ def _forward(rank, event, words, num_ranks):
     if version is not None:
         return f"{case} with version {version}, and the newest by then is version {wanted}"
     if event["factor"] is not None:
-        return f"{case} after an update that is {event['factor']:g} times that of the rule"
+        return (
+            f"{case} after an update that is {event['factor']:g} times that of the rule: is it "
+            "`rate` times the gradient?"
+        )
     return (
         f"{case} with weights that no sequence of updates makes: does each update start from the "
-        "newest version?"
+        "newest version, and is it `weight - rate * gradient` for every weight?"
     )
 
 
@@ -123,10 +130,9 @@ def _memory(rank, event, words, num_ranks):
 
 
 def _losses(result, rank):
-    if result["losses"] is None or len(result["losses"]) != MINIBATCHES:
-        return (
-            f"rank {rank} returns no list with the loss of each of the {MINIBATCHES} mini-batches"
-        )
+    count = len(result["wanted"])
+    if result["losses"] is None or len(result["losses"]) != count:
+        return f"rank {rank} returns no list with the loss of each of the {count} mini-batches"
     for k, (loss, wanted) in enumerate(zip(result["losses"], result["wanted"])):
         if loss is None or not abs(loss - wanted) <= 10 * EXACT:
             return f"the loss of mini-batch {k} is {wanted:.6f} by the rule, and rank {rank} has {loss}"

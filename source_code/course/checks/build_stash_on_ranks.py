@@ -17,7 +17,6 @@ from course.checks.answer import number_in
 from small import pipeline as my_pipeline
 from small import weight_stash as stash
 
-RATE = 0.5
 EXACT = 1e-12
 
 
@@ -27,10 +26,10 @@ def main(request, function):
     rank, p, (m,) = dist.get_rank(), dist.get_world_size(), request["microbatches"]
     tokens, targets = my_pipeline.batch(0, 2 * m)
     parts = tokens.chunk(m), targets.chunk(m)
-    rule = Rule(p, *parts)
+    rule = Rule(p, *parts, request["rate"])
     versions.known = rule.versions[rank]
     tell("begins step", m=m)
-    returned = function(my_pipeline.build_stage(rank, p), *parts, RATE)
+    returned = function(my_pipeline.build_stage(rank, p), *parts, request["rate"])
     newest, losses = (
         returned if isinstance(returned, (tuple, list)) and len(returned) == 2 else (None, None)
     )
@@ -50,7 +49,7 @@ def main(request, function):
 class Rule:
     """PipeDream's rule in one process: `versions[s][t]` has the weights by name; `losses`."""
 
-    def __init__(self, num_stages, inputs, targets):
+    def __init__(self, num_stages, inputs, targets, rate):
         stages = [my_pipeline.build_stage(index, num_stages) for index in range(num_stages)]
         self.versions = [[stash.first_weights(stage)] for stage in stages]
         self.losses = []
@@ -67,7 +66,7 @@ class Rule:
                 found = torch.autograd.grad(loss, list(weights.values()), retain_graph=True)
                 versions.append(
                     {
-                        name: (newest - RATE * gradient).detach().requires_grad_()
+                        name: (newest - rate * gradient).detach().requires_grad_()
                         for (name, newest), gradient in zip(versions[-1].items(), found)
                     }
                 )

@@ -21,6 +21,12 @@ HINTS = {
     "a send needs a tensor": (
         "irecv() and wait() return no tensor, the numbers are in the one that irecv() was given"
     ),
+    "does not require grad": (
+        "call requires_grad_() on a new tensor whose gradient is needed; and what a forward under "
+        "no_grad makes has no backward"
+    ),
+    "failed finding central directory": "this file is not whole",
+    "losses but got 0": "a schedule computes losses only if it is given a loss_fn",
     "a second wait() for the same message never returns": (
         "take each handle out of the list when you wait for it"
     ),
@@ -115,7 +121,7 @@ class TransportWords:
                     f"{said}; has the forward of micro-batch {said} been run on this rank, and has "
                     "no other stage taken its entry?"
                 )
-            told = f"raised {kind}: {self._with_hint(rank, said)}"
+            told = f"raised {kind}: {self._with_hint(rank, said)}".removesuffix(": ")
             if where:
                 return f"{self.at(where)} {told} (on rank {rank.number})"
             return f"rank {rank.number} {told}"

@@ -26,7 +26,7 @@ class Words(TransportWords):
         results = [rank.reports[number] for rank in self.ranks]
         return (
             self._updated(results)
-            or self._pairing(events)
+            or self._pairing(events, rows)
             or self._gradients(events, results, rows)
             or self.order(events, rows)
             or self._late(events)
@@ -64,8 +64,9 @@ class Words(TransportWords):
                         "and another rank waits for it: send each result before the next action"
                     )
 
-    def _pairing(self, events):
+    def _pairing(self, events, rows):
         """The sentence about an action that used a tensor of another micro-batch, or None."""
+        left = left_schedule(events, rows)
         for rank, done in enumerate(events):
             for event in done:
                 kind = event["event"]
@@ -77,8 +78,8 @@ class Words(TransportWords):
                 if kind == "forward" and event["k"] is None:
                     return (
                         f"rank {rank} runs its stage at {self.at(event['at'])} on numbers that no "
-                        "micro-batch has there: has the receive been waited for, and is it the "
-                        "right tensor?"
+                        "micro-batch has there"
+                        + (left or ": has the receive been waited for, and is it the right tensor?")
                     )
         for rank, done in reversed([*enumerate(events)]):
             for event in done:
@@ -93,7 +94,7 @@ class Words(TransportWords):
                 if event["event"] == "backward" and event["of"] not in (None, event["k"]):
                     return (
                         f"rank {rank} runs the backward of micro-batch {event['k']} at "
-                        f"{self.at(event['at'])} with the gradient of micro-batch {event['of']}"
+                        f"{self.at(event['at'])} with the gradient of micro-batch {event['of']}{left}"
                     )
 
     def _overwritten(self, events):
@@ -208,6 +209,17 @@ class Words(TransportWords):
             return f"{case} is {loss:.6f}, {short(loss / wanted)} times that of the batch, {wanted:.6f}"
         if result["kind"] == "graph":
             return f"{case} still has its whole graph behind it: detach() it, or take its item()"
+
+
+def left_schedule(events, rows):
+    """Where the first rank left the schedule before it used a wrong tensor, as the end of a sentence."""
+    for rank, (done, row) in enumerate(zip(events, rows)):
+        for event, wanted in zip(done, row):
+            if event["k"] is None:
+                break
+            if name_of(event) != wanted:
+                return f"; rank {rank} took {name_of(event)} where the schedule has {wanted}"
+    return ""
 
 
 def short(number):

@@ -12,7 +12,7 @@ def version_seen(version):
     Everything counts from 0. The right answer is the number of updates before that forward in the
     rank's list of the schedule.
     """
-    for num_ranks in (4, 2, 1):
+    for num_ranks in (4, 3, 1):
         for rank, order in enumerate(pipedream(num_ranks, 9).orders):
             updates = 0
             for action in order:
@@ -27,6 +27,11 @@ def version_seen(version):
                     f"mini-batch {action.microbatch} on rank {rank} of {num_ranks}: "
                     f"you say version {answer:g}"
                 )
+                if num_ranks != 4:
+                    return (
+                        f"{case}; it is {updates}. On 4 ranks your answers are right: where does the "
+                        "number of ranks count?"
+                    )
                 if answer < 0:
                     return f"{case}, but nothing is older than the starting weights, version 0"
                 if answer == action.microbatch:
@@ -36,5 +41,8 @@ def version_seen(version):
                 if answer == max(0, action.microbatch - (num_ranks - 1)):
                     return f"{case}; that is rank 0, and this rank is nearer to the end"
                 if answer == max(0, action.microbatch - (num_ranks - rank)):
-                    return f"{case}, one too old: the mini-batch itself is not among the updates"
+                    return (
+                        f"{case}, one too old: the updates that are missing on this rank are "
+                        f"{num_ranks - 1 - rank}, and that of the mini-batch itself is not among them"
+                    )
                 return f"{case}; {updates} updates stand before it in the rank's list"

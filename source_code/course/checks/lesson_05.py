@@ -21,6 +21,7 @@ def best_chunks(best):
         (8, 8, 12, 4, 9),
         (2, 8, 9, 27, 9),
         (2, 8, 40, 10, 9),
+        (2, 4, 10, 20, 9),  # on four ranks, or with eight micro-batches, two chunks are best
     ]:
         times = {}
         for chunks in (1, 2, 4):
@@ -41,5 +42,7 @@ def best_chunks(best):
         if answer not in times:
             return f"{case}; choose from 1, 2 and 4"
         return f"{case}, {times[answer]:g} ms a step; with {right} it is {times[right]:g}, " + (
-            "since fewer messages wait" if answer > right else "since the bubble is shorter"
+            "since a rank waits for fewer messages"
+            if answer > right
+            else "since the bubble is shorter"
         )

@@ -33,7 +33,7 @@ def held_with_recompute(held):
                 if close(answer, waiting * inp):
                     return f"{case}, the inputs alone; a backward needs the inside of its own"
                 if close(answer, waiting * inside):
-                    return f"{case}, which is the bill without recomputation"
+                    return f"{case}, which is what it holds without recomputation"
                 if close(answer, (waiting - 1) * inp + inside / m):
                     return (
                         f"{case}; the inside is already that of one micro-batch, not of the batch"

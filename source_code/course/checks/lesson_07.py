@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 07: the order of the calls in a save, and the files that each rank reads."""
 
-from course.checks.answer import WrongAnswer, call, checked
+from course.checks.answer import WrongAnswer, call, checked, in_a_list, number_in
 from pipeline.model import cut_evenly
 
 CALLS = ["write", "sync", "wait for all ranks", "rename", "move latest", "remove the oldest"]
@@ -14,11 +14,15 @@ def order_of_a_save(order):
     There are two ranks: rank 0 makes the calls in this order. Rank 1 is slower: it has written and
     synced its file only after rank 0 has waited for it.
     """
-    order = order.tolist() if hasattr(order, "tolist") else order  # of numpy
-    if not isinstance(order, (list, tuple)) or sorted(map(str, order)) != sorted(CALLS):
+    try:
+        order = [call.strip() for call in order.split(",")] if isinstance(order, str) else order
+        order = [str(call) for call in in_a_list(order)]
+    except TypeError:
+        raise WrongAnswer(f"write the six calls as strings in a list, as in {CALLS[:2]}") from None
+    if sorted(order) != sorted(CALLS):
         raise WrongAnswer(f"use each of these once: {', '.join(CALLS)}")
     for done in range(len(order) + 1):
-        complaint = _after_crash(list(order[:done]))
+        complaint = _after_crash(order[:done])
         if complaint:
             moment = f"after '{order[done - 1]}'"
             raise WrongAnswer(f"the power fails {moment}: {complaint}")
@@ -60,7 +64,7 @@ def files_to_open(files):
         for rank, (first, last) in enumerate(cut_evenly(layers, num_ranks)):
             answer = call(files, rank, num_ranks, saved_by, layers)
             try:
-                answer = sorted(answer)
+                answer = sorted(map(number_in, answer))
             except TypeError:
                 raise WrongAnswer(f"return a list of ranks, not {answer!r}") from None
             wanted = [s for s, (low, high) in enumerate(saved) if low < last and first < high]
@@ -74,7 +78,7 @@ def files_to_open(files):
                 hint = f"in the file of rank {missing} lie layers {saved[missing][0]} to {saved[missing][1] - 1}"
             else:
                 extra = min(set(answer) - set(wanted), default=None)
-                hint = "no rank twice, please"
+                hint = "name each rank once"
                 if extra is not None:
                     hint = f"the file of rank {extra} has none of its layers"
             return f"{case} has layers {first} to {last - 1}, and you open {answer}: {hint}"

@@ -9,7 +9,8 @@ from pipeline.schedules import one_f_one_b, zb_h1
 from pipeline.schedules.legal import check_legal
 
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
-
+ROUNDED = 1e-4  # most difference of a gradient that was a float32
+TOO_FEW_DIGITS = "has too few digits: have its numbers been a float32?"
 
 TOO_EARLY = (
     "the first half computes the product gᵀ x, too, and only its addition is deferred: the whole "
@@ -39,10 +40,14 @@ def split_backward(input_half, weight_half):
         made, computed = watched_half(input_half, g, x, weight, deferred[k])
         if not (torch.equal(g, given[0]) and torch.equal(x, given[1])):
             return "the first half changes the numbers of g or x, which are still needed: copy them"
-        if not isinstance(made, torch.Tensor) or made.shape != x.shape:
-            shape = tuple(getattr(made, "shape", ()))
+        if not isinstance(made, torch.Tensor):
+            return f"the first half returns the gradient of x, a tensor; yours returns a {type(made).__name__}"
+        if made.shape != x.shape:
+            shape = tuple(made.shape)
             return f"the gradient of x has the shape of x, {tuple(x.shape)}; you return {shape}"
         if not (made - g @ weight).abs().max() <= 1e-12:
+            if (made - g @ weight).abs().max() <= ROUNDED:
+                return f"the gradient of x {TOO_FEW_DIGITS}"
             return "that is not the gradient of x: y = x Aᵀ, so each g is multiplied with A"
         if weight.grad.any():
             return "the first half has computed the gradient of the weight, too: defer it"
@@ -145,6 +150,8 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
             f"the second half of micro-batch {k} adds the gradient of the other one, too: keep in "
             "`deferred` itself all that was deferred, and nowhere else"
         )
+    if 1e-12 < (more - wanted[k]).abs().max() <= ROUNDED:
+        return f"the gradient of A {TOO_FEW_DIGITS}"
     if not (more - factor * wanted[k]).abs().max() <= 1e-9:
         return "that is not the gradient of A: sum gᵀ x over all positions of all sequences"
     if abs(factor - 1) > 1e-9:

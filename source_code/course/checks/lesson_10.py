@@ -33,7 +33,7 @@ def share_of_loss(share):
         if close(answer, sum(means) / len(means)):
             return f"{case}, a mean of means: the tokens of a short micro-batch weigh more there"
         if close(answer, sum(means)):
-            return f"{case}, as many losses as there are micro-batches; one divisor for all of them"
+            return f"{case}, as if each micro-batch were a whole batch; divide all of them by one number"
         if close(answer, sum(map(sum, pieces))):
             return f"{case}, a sum: a batch with more tokens would take a longer step"
         return f"{case}, and one process with the whole batch has {right:.6g}"

@@ -15,7 +15,10 @@ LIMIT = 3e-5  # torch's clip_grad_norm_ divides by norm + 1e-6, which changes th
 MISTAKES = [
     ({"zeroed": False}, "the gradients of the step before are still in .grad: step() adds to them, "
      "and nothing sets them to zero"),
-    ({"rate": 0}, "nothing learns: does every rank call its optimizer's step()?"),
+    ({"rate": 0}, "nothing learns: does every rank call its optimizer's step(), and are the gradients "
+     "of this step still there then?"),
+    ({"still": 0}, "the first stage does not learn: does its rank call its optimizer's step()?"),
+    ({"still": -1}, "the last stage does not learn: does its rank call its optimizer's step()?"),
     ({"rate": RATE * MICROBATCHES}, f"gradients are {MICROBATCHES} times too large: each "
      "micro-batch's loss is a mean, so step() has to divide their sum (scale_grads)"),
     ({"rate": RATE / MICROBATCHES}, f"gradients are divided by {MICROBATCHES} twice: step() has "
@@ -61,7 +64,10 @@ def mistake_in(found, num_ranks, clipped):
     case = f"step {step} has the loss {losses[step]:.6f}, and one process has {wanted[step]:.6f}"
     if step == 0:
         return f"{case}: before the first update, so the forward or the printed number is another"
-    return f"{case}: step 0 is right, so it is the update or the next batch that is another"
+    return (
+        f"{case}: step 0 is right, so it is the update or the next batch that is another; the update "
+        f"is plain SGD with a learning rate of {RATE}"
+    )
 
 
 def agree(found, wanted):
@@ -71,9 +77,20 @@ def agree(found, wanted):
 @cache
 @one_thread()
 def losses_of(
-    num_ranks=4, zeroed=True, rate=RATE, first=0, always=None, shown="mean", clip=None, steps=STEPS
+    num_ranks=4,
+    zeroed=True,
+    rate=RATE,
+    first=0,
+    always=None,
+    shown="mean",
+    clip=None,
+    steps=STEPS,
+    still=None,
 ):
-    """The losses of `steps` steps in one process, and the loss of the batch that follows."""
+    """The losses of `steps` steps in one process, and the loss of the batch that follows.
+
+    The weights of the stage with the number `still` never change.
+    """
     from small.pipeline import batch, build_stage, loss_of  # torch comes with it
 
     model, printed = build_stage(0, 1), []
@@ -91,7 +108,7 @@ def losses_of(
         chosen = {"mean": mean, "sum": sum(losses), "first": losses[0], "last": losses[-1]}
         printed.append(chosen[shown].item())
         for stage, factor in zip(stages, factors(stages, clip)):
-            for weight in stage:
+            for weight in stage if still is None or stage is not stages[still] else []:
                 weight.data -= rate * factor * weight.grad
                 weight.grad *= factor
     return printed

@@ -15,7 +15,7 @@ with the text, and the first batch does not wait until the whole text is read.
 import hashlib
 import os
 import sys
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ class MappedTokens:
     the sizes of the files are looked at again before each run is read.
     """
 
-    def __init__(self, shards, paths=()):
+    def __init__(self, shards, paths):
         self.shards, self.paths = shards, paths
         self.ends = list(accumulate(map(len, shards)))
 
@@ -65,11 +65,11 @@ class MappedTokens:
         if step != 1:
             raise IndexError("tokens are read in one run")
         parts = []
-        for shard, end, path in zip_longest(self.shards, self.ends, self.paths):
+        for shard, end, path in zip(self.shards, self.ends, self.paths):
             first = end - len(shard)
             part = shard[max(start - first, 0) : max(stop - first, 0)]
             if len(part):
-                if path is not None and path.is_file() and path.stat().st_size < shard.nbytes:
+                if path.is_file() and path.stat().st_size < shard.nbytes:
                     raise SystemExit(
                         f"{path} has become shorter since it was opened; make the tokens again with "
                         "prepare_data.py"

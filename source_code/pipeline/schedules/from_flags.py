@@ -14,10 +14,9 @@ from pipeline.schedules import (
 from pipeline.schedules.legal import check_legal
 
 
-def add_schedule_flags(parser, default="gpipe", names=None):
-    """Add --schedule, --chunks and --option; `names` are the choices, by default all synchronous."""
-    add = parser.add_argument
-    names = names or synchronous_schedules()
+def add_schedule_flags(parser, default="gpipe"):
+    """Add --schedule, with all synchronous schedules as choices, --chunks and --option."""
+    add, names = parser.add_argument, synchronous_schedules()
     add("--schedule", choices=names, default=default, help="order of the actions")
     chunked = ", ".join(chunked_schedules()) or "no schedule of this copy"
     add("--chunks", type=positive_integer, metavar="V", help=f"stages per rank, for {chunked}")
