@@ -407,6 +407,17 @@ def test_a_batch_may_be_waited_for_in_any_order(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Right: ")
 
 
+def test_by_the_rules_of_nccl_each_handle_is_waited_for_too(tmp_path, capsys):
+    """Over gloo, a message whose handle is gone may never arrive."""
+    cells = cells_of_solution("03_1f1b")
+    text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
+    old = "        outbox.append((output.detach(), stage.following))\n"
+    assert text.count(old) == 1
+    new = "        dist.isend(output.detach(), stage.following)\n"
+    build.one_f_one_b_for_nccl(written(tmp_path, text.replace(old, new), "one_f_one_b_for_nccl"))
+    assert "never waits for what it sends at line" in capsys.readouterr().out
+
+
 def test_a_gradient_that_nothing_asked_for_gets_its_sentence_in_a_batch_too(tmp_path, capsys):
     cells = cells_of_solution("03_1f1b")
     text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)

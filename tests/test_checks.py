@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from course.checks import answer as answering
 from course.checks import (
     lesson_00,
     lesson_01,
@@ -72,6 +73,29 @@ def test_a_function_without_a_return_is_told_so(capsys):
 
     answer = answer_to(lesson_00.laundry, capsys, minutes)
     assert answer.startswith("Not yet: minutes(5, 30, 40) returned nothing; is there a return")
+
+
+def endless_loop(num_ranks, largest):
+    m = 1
+    while (num_ranks - 1) / (m + num_ranks - 1) > largest:
+        pass
+    return m
+
+
+def endless_generator(num_ranks, num_microbatches):
+    while True:
+        yield "0F0"
+
+
+def test_a_loop_without_an_end_is_ended(capsys, monkeypatch):
+    monkeypatch.setattr(answering, "LONGEST", 0.1)
+    said = answer_to(lesson_02.enough_microbatches, capsys, endless_loop)
+    assert said.endswith("raised TimeoutError: computed for 0.1 s; does this loop end?")
+
+
+def test_a_generator_without_an_end_is_ended(capsys):
+    said = answer_to(lesson_02.own_gpipe, capsys, endless_generator)
+    assert said.endswith("endless_generator(2, 2) gives 1,000,000 values and more; does it end?")
 
 
 NONSENSE = [
@@ -312,6 +336,14 @@ def test_backward_in_two_pieces_is_right_in_any_style(answer, capsys):
     assert said.startswith("Right: ")
 
 
+def in_float32(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().float().double().requires_grad_()
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
 def without_backward(first, second, tokens, targets):
     received = first(tokens).detach().requires_grad_()
     second(received)
@@ -328,6 +360,7 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
+        (in_float32, "has a tensor been a float32 on its way?"),
         (with_two_backwards, "a backward of the loss gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
         (asking_too_late, "before the second stage gets it"),
@@ -405,6 +438,13 @@ def test_the_rows_of_a_schedule_may_be_lists_of_actions_from_a_generator(capsys)
     def own(p, m):
         for r in range(p):
             yield [f"{r}{kind}{k}" for kind in "FB" for k in range(m)]
+
+    assert answer_to(lesson_02.own_gpipe, capsys, own).startswith("Right: ")
+
+
+def test_the_rows_of_a_schedule_may_be_in_a_deque(capsys):
+    def own(p, m):
+        return deque(",".join(f"{r}{kind}{k}" for kind in "FB" for k in range(m)) for r in range(p))
 
     assert answer_to(lesson_02.own_gpipe, capsys, own).startswith("Right: ")
 

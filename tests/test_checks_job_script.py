@@ -94,6 +94,8 @@ def test_job_scripts_that_do_it(capsys, before, after):
                 "the others wait for it until the limit",
             ),
             ('"$@"\n', '"$@"\necho done\n', "srun ended with status 3, and your script with 0"),
+            ('"$@"\n', '"$@" &\nwait -n\nsrun -m block -K1 "$PYTHON" "$@"\n', "srun 2 times"),
+            ('"$PYTHON"', '"$PYTHON" -m torch.distributed.run', "leave out torchrun"),
             ("--time=10", "--time=1-0", "may hold its nodes for 1440 minutes"),
             ("--time=10", "--time=0", "names no time limit, or none that SLURM reads"),
             ("srun ", "set -e\nls nowhere\nsrun ", "your script ends before it calls srun, with"),

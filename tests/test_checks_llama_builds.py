@@ -69,6 +69,13 @@ def test_flags_that_are_none(capsys, flags, sentence):
 def test_a_machine_that_is_missing_and_a_stub(capsys):
     assert "give a text for each machine" in answer_to(capsys, build.plans, {"A": "x"})
     assert answer_to(capsys, build.plans, ...) == NOT_ATTEMPTED
+    assert answer_to(capsys, build.plans, dict.fromkeys(RIGHT, ...)) == NOT_ATTEMPTED
+
+
+@pytest.mark.processes
+def test_a_plan_that_is_still_open_is_named_after_those_before_it(capsys):
+    flags = RIGHT | {"B": ..., "C": ...}
+    assert answer_to(capsys, build.plans, flags) == "Not yet: machine B still has its ..."
 
 
 # Layers: the functions below are those of a learner.

@@ -212,6 +212,7 @@ def test_a_diagnosis_is_not_attempted_right_or_explained(capsys, case):
         (2, ["scale forgotten"], 3, "choose the fault from those that faults() prints"),
         (9, "swapped messages", 0, "the first difference is 1F0, which used the right input"),
         (9, "argument left out", 0, "what differs there came from rank 1"),
+        (9, "argument left out", 2, "this program has only ranks 0 and 1"),
         (10, "scale forgotten", 3, "there is no case 10; they are 1 to 9"),
     ],
 )
@@ -417,6 +418,13 @@ def wrong(name):
 
         return loss_to_go_back_from
 
+    def in_place():
+        def loss_to_go_back_from(mean_loss, num_microbatches):
+            mean_loss /= num_microbatches
+            return mean_loss
+
+        return loss_to_go_back_from
+
     def nothing_collected():
         def run_schedule(schedule, rank, tokens, targets, mask, losses):
             further = {} if rank == 0 else {"target": targets}
@@ -458,6 +466,7 @@ def wrong(name):
                 "by_eight",
                 "4 micro-batches with a mean loss of 6: you go back from 0.75, and the shar",
             ),
+            (2, "in_place", "your piece changes `mean_loss` itself"),
             (
                 3,
                 "too_many",
@@ -493,6 +502,16 @@ def wrong(name):
 def test_repair_explains(capsys, tmp_path, case, name, sentence):
     answer = answer_to(capsys, check.repair, case, in_a_cell(wrong(name), tmp_path))
     assert answer.startswith("Not yet: ") and sentence in answer, answer
+
+
+@pytest.mark.parametrize(("case", "name"), [(6, "largest"), (9, "nothing_collected")])
+def test_a_repair_without_an_end_is_told_so(capsys, monkeypatch, tmp_path, case, name):
+    def too_long(*_, **__):
+        raise RunFailed("(the run took longer than 60 s)")
+
+    monkeypatch.setattr(check.launch, "run", too_long)
+    answer = answer_to(capsys, check.repair, case, in_a_cell(wrong(name), tmp_path))
+    assert answer == f"Not yet: {check.NO_END}"
 
 
 def test_the_broken_pieces_are_no_repairs(capsys):

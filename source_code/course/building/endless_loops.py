@@ -13,12 +13,16 @@ COMPUTING = 2  # seconds of processor time after which a loop counts as endless
 def endless_loops_ended(seconds=None):
     """A context for the reader's code, which may compute for so many seconds of processor time.
 
-    A busy machine or a wait for other ranks takes no processor time, so neither counts.
+    A busy machine or a wait for other ranks takes no processor time, so neither counts. Inside
+    another such context, the limit of that one counts.
     """
     seconds = seconds or COMPUTING
     in_main = threading.current_thread() is threading.main_thread()
     # Windows has no such timer, and in a web page it would not interrupt Python.
     if not in_main or not hasattr(signal, "setitimer") or sys.platform == "emscripten":
+        yield
+        return
+    if any(signal.getitimer(signal.ITIMER_VIRTUAL)):
         yield
         return
 

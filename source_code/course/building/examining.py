@@ -97,6 +97,9 @@ class Observed:
             rank.joined.append(event["name"])
         elif kind == "waits":
             rank.waits = event
+            if event.get("own", True):  # not for an earlier message in the queue
+                rank.unwaited.pop(name, None)
+        elif kind == "waited":
             rank.unwaited.pop(name, None)
         elif kind == "goes on":
             rank.waits = None

@@ -145,11 +145,12 @@ class QueuedMessage:
     def wait(self, *_, **more):
         """Wait for all that was issued up to this message; reports the one that is under way."""
         issued = self.queue.issued
-        if self not in issued:
-            return True  # the rank has waited for this message, or for a later one
+        if self not in issued:  # it has ended: the rank has waited for it or for a later one
+            tell("waited", message=self.name)
+            return True
         for message in issued[: issued.index(self) + 1]:
             message.begun.wait()  # it is the next one, so it begins; only then can it be stuck
-            tell("waits", message=message.name)
+            tell("waits", message=message.name, own=message is self)
             message.ended.wait()
             message.arrive()
             tell("goes on", message=message.name)

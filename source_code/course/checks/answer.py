@@ -11,11 +11,15 @@ import numbers
 from collections import deque
 from collections.abc import Iterator, MappingView
 from decimal import Decimal
+from itertools import islice
 
 from course import progress
+from course.building.endless_loops import endless_loops_ended
 from pipeline.schedule import Schedule, ScheduleError, from_csv
 from pipeline.schedules.legal import check_legal
 
+LONGEST = 120  # seconds of processor time for one call of the learner's function
+MOST_VALUES = 1_000_000  # of a generator
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
 
@@ -93,10 +97,13 @@ def call(function, *arguments):
     if not callable(function):
         raise WrongAnswer(f"this exercise asks for a function, not for {_in_short(repr(function))}")
     try:
-        result = function(*arguments)
-        result = list(result) if isinstance(result, Iterator) else result
+        with endless_loops_ended(LONGEST):
+            result = function(*arguments)
+            result = list(islice(result, MOST_VALUES)) if isinstance(result, Iterator) else result
     except Exception as error:  # an error in the learner's code is an answer, too
         raise WrongAnswer(f"{name} raised {type(error).__name__}: {error}") from None
+    if isinstance(result, list) and len(result) == MOST_VALUES:
+        raise WrongAnswer(f"{name} gives {MOST_VALUES:,} values and more; does it end?")
     if result is ...:
         raise NotAttempted
     if result is None:

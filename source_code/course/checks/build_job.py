@@ -26,7 +26,7 @@ SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "d
 # It takes a call without the program, such as `srun hostname`, for one that succeeds.
 STAND_IN = f"""#!/bin/sh
 case "$*" in
-    *{TRIED[0]}*) status={FAILED} ;;
+    *{TRIED[0]}*) status={FAILED}; echo >> "$SRUN_WORDS.calls" ;;
     *) status=0; [ -e "$SRUN_WORDS" ] && exit ;;
 esac
 printf '%s\\n' ${{SLURM_DISTRIBUTION:+"--distribution=$SLURM_DISTRIBUTION"}} \\
@@ -119,8 +119,12 @@ def _minutes(limit):
     return 60 * (24 * int(days or 0) + hours) + minutes + seconds / 60
 
 
-def _complaint_on_call(text):
-    """Run the script with a stand-in for srun that fails; check its arguments and the status."""
+def _run_with_stand_in(text):
+    """Run the script with a stand-in for srun that fails.
+
+    Returns its exit status, the last line of its errors, the arguments of its last srun or None,
+    and how many times it called srun for the program.
+    """
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "srun").write_text(STAND_IN, encoding="utf-8")
@@ -128,7 +132,7 @@ def _complaint_on_call(text):
         (folder / "scontrol").write_text(HOST_NAMES, encoding="utf-8")
         (folder / "scontrol").chmod(0o755)
         (folder / "job.sbatch").write_text(text, encoding="utf-8")
-        words = folder / "words"
+        words, calls = folder / "words", folder / "words.calls"
         environment = {
             **{name: value for name, value in os.environ.items() if name not in FROM_OUTSIDE},
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
@@ -138,25 +142,41 @@ def _complaint_on_call(text):
         }
         ended = _run(["bash", str(folder / "job.sbatch"), *TRIED], environment)
         called = words.read_text(encoding="utf-8").splitlines() if words.exists() else None
+        started = len(calls.read_text(encoding="utf-8")) if calls.exists() else 0
+    last = (ended.stderr.strip().splitlines() or [""])[-1].rpartition(f"{folder}/")[2]
+    return ended.returncode, last, called, started
+
+
+def _complaint_on_call(text):
+    """The error in what the script tells srun, or in the script's status if srun fails, or None."""
+    status, last, called, started = _run_with_stand_in(text)
     if called is None:
-        last = (ended.stderr.strip().splitlines() or [""])[-1].rpartition(f"{folder}/")[2]
-        if ended.returncode and re.search(r"^[^#\n]*\bsrun\b", text, re.MULTILINE):
-            return f"your script ends before it calls srun, with status {ended.returncode}" + (
+        if status and re.search(r"^[^#\n]*\bsrun\b", text, re.MULTILINE):
+            return f"your script ends before it calls srun, with status {status}" + (
                 f" ({last})" if last else ""
             )
         return "your script calls no srun, so its program runs once, on the first node only" + (
             f" ({last})" if last else ""
         )
-    own = options_of(text) | _options_in([word for word in called if word not in TRIED])
     if called[-len(TRIED) :] != TRIED or called.count(TRIED[0]) > 1:
         return (
             f"the ranks were to run '{' '.join(TRIED)}', the words after the script's name, and "
             f"srun was told '... {shlex.join(called[-4:])}'; pass them on with \"$@\""
         )
-    if not any("python" in Path(word).name or "$PYTHON" in word for word in called[: -len(TRIED)]):
+    starts = ["python" in Path(word).name or "$PYTHON" in word for word in called[: -len(TRIED)]]
+    if not any(starts):
         return 'srun is to start "$PYTHON" with these words: a .py file is not a program by itself'
+    at = starts.index(True)  # the words before it are for srun
+    own = options_of(text) | _options_in(called[:at])
+    if re.search(r"torchrun|torch\.distributed\.(run|launch)", " ".join(called[at:])):
+        return "srun starts every rank here: leave out torchrun, which starts ranks of its own"
     if complaint := _complaint_on_sizes(called, own):
         return complaint
+    if started > 1:
+        return (
+            f"your script calls srun {started} times for the program: each call starts {RANKS} ranks, "
+            f"so that is {started} trainings; one call starts the ranks of all nodes"
+        )
     if not own.get("distribution", "block").startswith(("block", f"plane={RANKS // NODES}")):
         return (
             f"--distribution={own['distribution']} can number the ranks so that every message of the "
@@ -169,7 +189,7 @@ def _complaint_on_call(text):
         )
     if not {"-K", "-K1", "--kill-on-bad-exit", "--kill-on-bad-exit=1"} & set(called):
         return "one rank fails, and the others wait for it until the limit: srun has an option for that"
-    if ended.returncode == 0:
+    if status == 0:
         return (
             f"srun ended with status {FAILED}, and your script with 0: SLURM would call the job "
             "COMPLETED. The status of a script is that of its last command"

@@ -7,7 +7,7 @@ from functools import cache
 
 from course import launch
 from course.building.examining import examine
-from course.checks.answer import WrongAnswer, checked
+from course.checks.answer import NotAttempted, WrongAnswer, checked
 from course.checks.build_text import request_of
 from course.checks.build_words import Words
 from course.failed_run import RunFailed
@@ -36,7 +36,11 @@ def plans(flags):
     """Check `flags`, a dictionary: for each of MACHINES one text with pretrain_llama.py's flags."""
     if not isinstance(flags, dict) or set(flags) != set(MACHINES):
         raise WrongAnswer('give a text for each machine, as in {"A": "--schedule gpipe ...", ...}')
+    if all(text is ... for text in flags.values()):
+        raise NotAttempted
     for name, (devices, room) in MACHINES.items():
+        if flags[name] is ...:
+            return f"machine {name} still has its ..."
         complaint = _complaint_on_plan(f"machine {name}", flags[name], devices, room)
         if complaint:
             return complaint

@@ -24,6 +24,7 @@ FAULTY_CODE = "broken/pipelines/faults.py"
 RANKS = 4
 UNKNOWN = 9  # the case of UNKNOWN_SCRIPT: two ranks, compared with one process
 UNKNOWN_SCRIPT = "broken_unknown_program.py"
+NO_END = "with your piece the run does not end: does a loop of yours end?"
 HEAD = (
     "import math",
     "import torch",
@@ -134,7 +135,9 @@ def _complaint_on(number, fault, ranks):
         return sentence
     wrong, missing = sorted(set(named) - set(case.ranks)), sorted(set(case.ranks) - set(named))
     if wrong:
-        return f"the fault is right, and rank {wrong[0]} does not commit it: {case.elsewhere}"
+        beyond = number == UNKNOWN and wrong[0] > 1
+        reason = "this program has only ranks 0 and 1" if beyond else case.elsewhere
+        return f"the fault is right, and rank {wrong[0]} does not commit it: {reason}"
     if missing:
         return (
             f"the fault is right, and rank {named[0]} is one that commits it, but not alone: "
@@ -253,7 +256,12 @@ def _unscaled(function):
     import torch
 
     for count in (8, 4, 5):
-        answer = call(function, torch.tensor(6.0, dtype=torch.float64), count)
+        mean_loss = torch.tensor(6.0, dtype=torch.float64)
+        answer = call(function, mean_loss, count)
+        if mean_loss != 6.0:
+            return (
+                "your piece changes `mean_loss` itself, which the run prints; return a new number"
+            )
         try:
             right = close(float(answer), 6.0 / count)
         except (TypeError, ValueError):
@@ -280,6 +288,8 @@ def _explain_unknown(file):
             limit=60,
         )
     except RunFailed as failed:
+        if "the run took longer" in str(failed):
+            return NO_END
         raised = re.findall(r"^(\w*(?:Error|Exception): \S.*)$", str(failed), re.MULTILINE)
         # The other rank only finds its connection closed.
         raised = [line for line in raised if "Connection " not in line] or raised
@@ -305,6 +315,8 @@ def _explain(number, folder, failed):
         return refused[0]
     if raised and "MORE THAN PROMISED" not in failed.output:
         return f"with your piece a rank ended with {raised[-1]}"
+    if "the run took longer" in text:
+        return NO_END
     if "deadlock" in text or "waited" in text:
         return f"with your piece the ranks still wait: {text.splitlines()[0]}"
     apart = re.search(r"largest difference from one process: (\S+),", failed.output)
