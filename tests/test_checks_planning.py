@@ -131,7 +131,7 @@ def test_real_ranks_perform_the_even_cut_and_a_shorter_one(capsys, monkeypatch):
 
 def test_a_run_that_fails_ends_in_one_sentence():
     with pytest.raises(confirming.subprocess.SubprocessError, match="cannot be read"):
-        confirming.launch(__file__.replace(".py", ".json"), 1, None, 60)
+        confirming.launch(__file__.replace(".py", ".json"), 1, None)
 
 
 # Which way, and how many GPUs.
