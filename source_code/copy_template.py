@@ -13,7 +13,6 @@ the two lines that name bad input and lost ranks in one sentence. A copy in one 
 leaves out the imports of the course's modules, because their code is then in the same file.
 """
 
-import argparse
 import ast
 import os
 import re
@@ -28,6 +27,7 @@ from guard.files import not_written, write_whole
 from guard.inputs import InputError, read_text
 from guard.one_sentence import in_one_sentence, shortened
 from guard.printing import keep_running_unheard
+from pipeline.command_line import Parser
 from pipeline.schedules import SCHEDULES
 
 SOURCE_CODE = Path(__file__).resolve().parent
@@ -80,8 +80,7 @@ class CannotCopy(Exception):
 @in_one_sentence()
 def main():
     keep_running_unheard()
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = Parser(__doc__)
     parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
     parser.add_argument("destination", metavar="DIR|FILE.py", help="a new folder or file")
     parser.add_argument("--with-lab", action="store_true", help="keep the lab, in a folder")

@@ -15,8 +15,12 @@ from guard.files import say_not_written
 
 class Output(io.TextIOWrapper):
     """Text output to a file descriptor, written in whole lines, because several ranks may write to
-    one pipe. If it cannot be written, it is dropped, and one line on standard error says so. Standard
-    error is dropped in silence, but for a pipe without a reader, which ends the run. Characters that the encoding lacks are written as escapes."""
+    one pipe.
+
+    If it cannot be written, it is dropped, and one line on standard error says so. Standard error is
+    dropped in silence, but for a pipe without a reader, which ends the run. Characters that the
+    encoding lacks are written as escapes.
+    """
 
     def __init__(self, stream):
         descriptor = os.dup(stream.fileno())
@@ -54,9 +58,9 @@ class Output(io.TextIOWrapper):
 def keep_running_unheard():
     """Make standard output and error Outputs, unless a notebook or a test has replaced them.
 
-    An interrupt ends the program with one word.
     What the process that started this one has closed becomes what nobody reads. Else sentences would
-    be printed to standard output, between the lines that another program may read there.
+    be printed to standard output, between the lines that another program may read there. An
+    interrupt ends the program with one word.
     """
     take_standard_numbers()
     end_quietly_when_interrupted()

@@ -34,7 +34,8 @@ class Parser(argparse.ArgumentParser):
         arguments = super().parse_args(*words)
         for action in self._actions:
             value = getattr(arguments, action.dest, None)
-            if value == "" or (isinstance(value, list) and "" in value):
+            nothing = value == [] and action.required  # argparse makes a list of a second `--`
+            if value == "" or nothing or (isinstance(value, list) and "" in value):
                 name = (*action.option_strings, action.metavar or action.dest)[0]
                 raise SystemExit(f"{name} is empty text; give it a value, or leave it out")
         return arguments
