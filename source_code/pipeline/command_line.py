@@ -30,11 +30,14 @@ class Parser(argparse.ArgumentParser):
         self.checks, self.reads, self.writes = [], [], []
 
     def parse_args(self, *words):
-        """Parse flags; reject an empty value, such as that of a shell variable that is not set."""
+        """Parse flags; reject an empty value, such as that of a shell variable that is not set.
+
+        argparse makes an empty list of a second `--` in place of an argument.
+        """
         arguments = super().parse_args(*words)
         for action in self._actions:
             value = getattr(arguments, action.dest, None)
-            nothing = value == [] and action.required  # argparse makes a list of a second `--`
+            nothing = value == [] and action.nargs is None and not action.option_strings
             if value == "" or nothing or (isinstance(value, list) and "" in value):
                 name = (*action.option_strings, action.metavar or action.dest)[0]
                 raise SystemExit(f"{name} is empty text; give it a value, or leave it out")
