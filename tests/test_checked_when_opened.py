@@ -343,7 +343,7 @@ def test_a_rope_type_of_any_kind_is_one_sentence(tmp_path, key, kind):
         read_settings(folder, 8)
 
 
-@pytest.mark.parametrize("script", ["", ".", "/", "..", "a\nb", "x" * 5000, "gpipe.txt"])
+@pytest.mark.parametrize("script", [".", "/", "..", "a\nb", "x" * 5000, "gpipe.txt"])
 def test_a_script_to_copy_of_any_name_is_one_sentence(tmp_path, monkeypatch, capsys, script):
     said = ends_with(copy_template.main, monkeypatch, capsys, script, tmp_path / "mine")
     assert "does not train; use one of" in said

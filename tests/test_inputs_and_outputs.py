@@ -184,7 +184,7 @@ def test_an_empty_text_is_never_taken_for_a_flag_that_was_not_given(refusal, mon
     "words",
     ["predict.py|", "predict.py|gpipe|--csv|", "predict.py|gpipe|--svg|", "predict.py|gpipe|--svg|x|--performed|",
      "plan_partition.py|--workers|2|--bandwidth|1e9|--profile|", "train.py|",
-     "copy_template.py|gpipe.py|--|--", "compare_logs.py|a|--|--"],
+     "copy_template.py|gpipe.py|--|--", "copy_template.py||mine", "compare_logs.py|a|--|--"],
 )  # fmt: skip
 def test_nor_is_it_by_the_other_programs(monkeypatch, capsys, words):
     words = words.split("|")
