@@ -189,7 +189,7 @@ WRONG = {
         (
             [("dtype=torch.float64, device", "device"), ("output.detach()", "output.detach().float()"),
              ("inputs.requires_grad_()", "inputs = inputs.double().requires_grad_()")],
-            "on numbers with too few digits: have they been a float32 on their way?",
+            "on numbers with too few digits: were they rounded to float32 on their way?",
         ),
         (
             [("dist.isend(inputs.grad, rank - 1)", "dist.isend(inputs.detach(), rank - 1)")],
@@ -200,7 +200,7 @@ WRONG = {
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
         ([(" / len(inputs)", " / len(inputs) ** 2")], "it is divided by 5 twice"),
-        ([("sum(shares) if", "torch.tensor(sum(shares)).item() if")], "been a float32 on its way?"),
+        ([("sum(shares) if", "torch.tensor(sum(shares)).item() if")], "was it rounded to float32 on its way?"),
         (
             [("    if stage.previous is not None:\n        activation =",
               "    if stage.previous:\n        activation =")],
@@ -407,36 +407,28 @@ def test_a_batch_may_be_waited_for_in_any_order(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Right: ")
 
 
-def test_by_the_rules_of_nccl_each_handle_is_waited_for_too(tmp_path, capsys):
-    """Over gloo, a message whose handle is gone may never arrive."""
+COLLECT = "    [activation] = exchange(outbox, inputs[k], [stage.previous])\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [  # over gloo, a message whose handle is gone may never arrive
+        ("        outbox.append((output.detach(), stage.following))\n",
+         "        dist.isend(output.detach(), stage.following)\n",
+         "never waits for what it sends at line"),
+        (".requires_grad_()", "", "call requires_grad_() on what arrived"),
+        (COLLECT, "    alone = stage.previous is None and len(outbox) < 3\n"
+         + COLLECT.replace("exchange(", "[None] if alone else exchange("),
+         "when rank 0 takes 0F1, it has not yet sent what 0F0 has made"),
+    ],
+    ids=["each handle is waited for", "what arrives requires grad", "rank 0 sends in time"],
+)  # fmt: skip
+def test_by_the_rules_of_nccl_each_slip_is_named(tmp_path, capsys, old, new, sentence):
     cells = cells_of_solution("03_1f1b")
     text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
-    old = "        outbox.append((output.detach(), stage.following))\n"
     assert text.count(old) == 1
-    new = "        dist.isend(output.detach(), stage.following)\n"
     build.one_f_one_b_for_nccl(written(tmp_path, text.replace(old, new), "one_f_one_b_for_nccl"))
-    assert "never waits for what it sends at line" in capsys.readouterr().out
-
-
-def test_a_gradient_that_nothing_asked_for_gets_its_sentence_in_a_batch_too(tmp_path, capsys):
-    cells = cells_of_solution("03_1f1b")
-    text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
-    assert text.count(".requires_grad_()") == 1
-    text = text.replace(".requires_grad_()", "")
-    build.one_f_one_b_for_nccl(written(tmp_path, text, "one_f_one_b_for_nccl"))
-    assert "call requires_grad_() on what arrived" in capsys.readouterr().out
-
-
-def test_by_the_rules_of_nccl_rank_0_may_not_collect_its_sends_either(tmp_path, capsys):
-    cells = cells_of_solution("03_1f1b")
-    text = next(cell for cell in cells if "def one_f_one_b_for_nccl(" in cell)
-    old = "    [activation] = exchange(outbox, inputs[k], [stage.previous])\n"
-    assert text.count(old) == 1
-    new = "    alone = stage.previous is None and len(outbox) < 3\n"
-    new += old.replace("exchange(", "[None] if alone else exchange(")
-    build.one_f_one_b_for_nccl(written(tmp_path, text.replace(old, new), "one_f_one_b_for_nccl"))
-    said = capsys.readouterr().out
-    assert "when rank 0 takes 0F1, it has not yet sent what 0F0 has made" in said
+    assert sentence in capsys.readouterr().out
 
 
 def test_a_loop_without_an_end_is_ended_and_named(tmp_path, capsys, monkeypatch):

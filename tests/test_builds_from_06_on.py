@@ -214,7 +214,7 @@ WRONG = {
         ([("optimizer = torch.optim.SGD(module", "whole = build_stage(0, 1)\noptimizer = torch.optim.SGD(whole"),
           ("    optimizer.step()", "    loss = loss_of(whole(tokens), targets)\n    loss.backward()\n"
            "    losses = [loss.detach()]\n    optimizer.step()")],
-         "those that the schedule computed are others: 5.102759 in step 1"),
+         "the schedule computed other losses: 5.102759 in step 1"),
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
@@ -276,7 +276,7 @@ WRONG = {
          "goes back to step 9, and 12 steps had been saved: as text, 9 comes behind 12"),
         ([("whole[-1] / f", "whole[0] / f")], "these are not the weights of that step"),
         ([('"model": model.state_dict()', '"model": {n: w.float() for n, w in model.state_dict().items()}')],
-         "have the saved numbers been a float32?"),
+         "were the saved numbers rounded to float32?"),
     ],
     "sums_in_time": [
         ([("action == adding[-1]", 'action.kind == "B"')], "is started twice, after 0B0 and after 0B1"),

@@ -360,7 +360,7 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
-        (in_float32, "has a tensor been a float32 on its way?"),
+        (in_float32, "was a tensor rounded to float32 on its way?"),
         (with_two_backwards, "a backward of the loss gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
         (asking_too_late, "before the second stage gets it"),

@@ -61,7 +61,7 @@ def test_without_a_folder_the_checkpoints_are_in_one_of_the_job(job):
 @pytest.mark.parametrize("number", ["0", "x", "-1", "1" * 10])
 def test_a_sweep_over_what_is_no_number_is_one_sentence(job, number):
     status, called, said = job("sweep.sbatch", number, "--", "gpipe.py", "--pace", "80", "160")
-    assert status == 2 and f"'{number}' is no number of micro-batches" in said
+    assert status == 2 and f"'{number}' is not a number of micro-batches" in said
     assert said.count("\n") == 1 and not any(word.endswith("srun") for word in called)
 
 

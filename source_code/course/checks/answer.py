@@ -186,7 +186,7 @@ def in_a_list(value):
     if isinstance(value, dict):
         value = value.keys() if set(value.values()) == {None} else value.values()
     if not isinstance(value, (list, tuple, range, deque, Iterator, MappingView)):
-        raise TypeError(f"{type(value).__name__} is no list")
+        raise TypeError(f"{type(value).__name__} is not a list")
     return list(value)
 
 

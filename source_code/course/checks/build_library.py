@@ -101,7 +101,7 @@ def other_losses(used, found):
     for (step, loss), computed in zip(found, own):
         if abs(loss * own[0] - computed * found[0][1]) > 1e-4 * abs(loss * own[0]):
             return (
-                f"the losses are right, but those that the schedule computed are others: "
+                f"the printed losses are right, but the schedule computed other losses: "
                 f"{computed:.6f} in step {step}. Train the stages with `schedule.step(...)` alone"
             )
 

@@ -43,7 +43,9 @@ def wrong_gradient(seen):
         if of == "the input":
             return "it returns the input itself, and not the gradient of the input"
         if of == "rounded":
-            return f"the gradient of {name} has too few digits: have its numbers been a float32?"
+            return (
+                f"the gradient of {name} has too few digits: was it rounded to float32 on the way?"
+            )
         if of == "else" and seen["asked"] and seen["asked"][0] not in (None, seen["k"]):
             return (
                 f"the second forward is stage({seen['asked'][0]}, x), that of another micro-batch"

@@ -119,8 +119,8 @@ def wrong_losses(told, wanted, case):
             continue
         if abs(loss - wanted[step]) <= 1e-5:
             return (
-                f"{case}the loss of step {step} is off by {abs(loss - wanted[step]):.0e}: have the "
-                "saved numbers been a float32?"
+                f"{case}the loss of step {step} is off by {abs(loss - wanted[step]):.0e}: were the "
+                "saved numbers rounded to float32?"
             )
         found = (
             f"{case}step {step} has the loss {loss:.6f}, and undisturbed it is {wanted[step]:.6f}"

@@ -73,7 +73,7 @@ class Words(TransportWords):
                 if kind == "forward" and event.get("rounded"):
                     return (
                         f"rank {rank} runs its stage at {self.at(event['at'])} on numbers with too "
-                        "few digits: have they been a float32 on their way?"
+                        "few digits: were they rounded to float32 on their way?"
                     )
                 if kind == "forward" and event["k"] is None:
                     return (
@@ -204,7 +204,9 @@ class Words(TransportWords):
             return f"the gradients are right, but rank {last} returns {said}; it has the loss"
         case = f"the gradients are right, but the loss that rank {last} returns"
         if EXACT * 10 < abs(loss - wanted) < 1e-5:
-            return f"{case} is off by {abs(loss - wanted):.0e}: has it been a float32 on its way?"
+            return (
+                f"{case} is off by {abs(loss - wanted):.0e}: was it rounded to float32 on its way?"
+            )
         if not abs(loss - wanted) <= EXACT * 10:
             return f"{case} is {loss:.6f}, {short(loss / wanted)} times that of the batch, {wanted:.6f}"
         if result["kind"] == "graph":

@@ -66,7 +66,7 @@ def backward_in_two_pieces(gradients_by_hand):
             difference = (parameter.grad - wanted[name].grad).abs().max().item()
             if not difference <= 1e-12:
                 if difference < 1e-6:
-                    source = "has a tensor been a float32 on its way?"
+                    source = "was a tensor rounded to float32 on its way?"
                 return f"the gradient of {name} is off by {difference:.1e}: {source}"
 
 

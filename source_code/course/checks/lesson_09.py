@@ -10,7 +10,7 @@ from pipeline.schedules.legal import check_legal
 
 EQUAL = Costs(forward=1, backward=2, backward_weight=1)
 ROUNDED = 1e-4  # most difference of a gradient that was a float32
-TOO_FEW_DIGITS = "has too few digits: have its numbers been a float32?"
+TOO_FEW_DIGITS = "has too few digits: was it rounded to float32 on the way?"
 
 TOO_EARLY = (
     "the first half computes the product gᵀ x, too, and only its addition is deferred: the whole "
