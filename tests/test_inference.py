@@ -189,6 +189,7 @@ def test_chunks_of_one_prompt_follow_each_other_and_fill_the_pipeline_without_ot
             ("--temperature -1", ["--temperature -1", "0 to 1000"]),
             ("--groups 1000000", ["--groups 1000000", "1024"]),
             ("--requests 2000000000", ["--requests", "1,000,000 are the most"]),
+            ("--groups 1024 --seq-len 2000 --tokens 1500", ["--groups", "1,000,000 are the most"]),
             ("--arrive-every -3", ["--arrive-every -3"]),
             ("--prompt ''", ["--prompt", "empty"]),
             ("--checkpoints /nowhere/at/all", ["--checkpoints", "no checkpoint"]),
