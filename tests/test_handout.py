@@ -236,3 +236,11 @@ def test_a_link_to_a_solution_becomes_its_words():
     )
     line = "Solutions are in [solutions/02_gpipe.ipynb](solutions/02_gpipe.ipynb).\n"
     assert make_handout.without_links(line, lesson) == ""
+
+
+def test_an_unknown_flag_is_rejected_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
+    monkeypatch.setattr(sys, "argv", ["make_handout.py", "--statik"])
+    with pytest.raises(SystemExit, match="unrecognized arguments: --statik"):
+        make_handout.main()
+    assert not (tmp_path / "handout").exists()

@@ -9,7 +9,8 @@ for a guess have no output, so that the answer is not visible before the guess; 
 it. Links to removed files become plain text.
 
 The copy is a git repository of its own, and course.bundle is the same in one file, for `git clone`.
-Made again, it has one commit more, so that `git pull` brings what has changed.
+Made again, it has one commit more, so that `git pull` brings what has changed. Flags are those of
+make_site.py, but for --of and --into.
 """
 
 import base64
@@ -21,6 +22,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import make_site
 import nbformat
 from answers import answers_of
 from exercises import notebook_of
@@ -66,7 +68,8 @@ COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<
 
 def main():
     keep_running_unheard()
-    flags = Parser(__doc__).parse_known_args()[1]  # those of make_site.py
+    flags = Parser(__doc__).parse_known_args()[1]
+    make_site.parse_arguments()  # rejects other flags than its own before anything is written
     try:
         HANDOUT.mkdir(parents=True, exist_ok=True)
         with lock_folder("the handout", HANDOUT)[0]:  # one program at a time writes there
