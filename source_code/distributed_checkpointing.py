@@ -20,8 +20,7 @@ FOLDER/stopped exists from then on until the training is started again. A job sc
 (SIGUSR1 would end torchrun itself, so it inherits the trap; the ranks install their own handlers.)
 
 A loss, gradient norm or weight that is not finite ends every rank with status 1. Nothing is saved
-from then on, so the checkpoints before it stay. With --on-nan skip the update of that step is left
-out, and the training continues.
+from then on, so the checkpoints before it stay.
 
 convert.py writes the newest checkpoint as one file for torch.load.
 """
@@ -39,7 +38,7 @@ from extensions.checkpointing.checkpoint_arguments import (
 )
 from extensions.checkpointing.stop_request import StopRequest
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
+from extensions.optimization.finite import find_not_finite
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.update import (
     add_update_flags,
@@ -79,20 +78,19 @@ def main():
     log = LossLog(arguments, any(s.is_last for s in stages.values()), training.step)
 
     stopped = diverged = None
-    update_check = UpdateCheck(job, arguments.on_nan == "skip")
     say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of(arguments, job.device, training.batches)
         training.optimizer.zero_grad()
         loss = worker.run_step(inputs, targets)
         norm = None
-        if arguments.clip or arguments.on_nan == "skip":
+        if arguments.clip:
             norm = clip_gradients(job, training.parameters.items(), arguments.clip)
-        if update_check.allows(step, loss, norm):
+        diverged = find_not_finite(job, step, loss, norm)
+        if not diverged:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        diverged = update_check.diverged
         if checkpoints and not diverged:
             stopped = stop_request.agreed(job)
             due = training.step % arguments.save_every == 0 or training.step == arguments.steps
@@ -104,15 +102,13 @@ def main():
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
     reference = partial(train_one_process, before_update=clip_and_set_rate(arguments))
-    judged = not (stopped or diverged or update_check.skipped)
-    return log.finish(job.device, reference, judged) or status
+    return log.finish(job.device, reference, not (stopped or diverged)) or status
 
 
 def read_flags():
     parser = training_parser(__doc__)
     add_schedule_flags(parser, default="1f1b")
     add_update_flags(parser, warm_up_steps=2)
-    add_not_finite_flag(parser)
     add_checkpoint_arguments(parser)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)

@@ -43,7 +43,7 @@ from extensions.data_parallel.sharded_optimizer import (
     check_sharding,
 )
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
+from extensions.optimization.finite import find_not_finite
 from extensions.optimization.learning_rate import ConstantRate
 from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, ShareOfLoss, count_real_tokens
@@ -80,7 +80,7 @@ def main():
         arguments, schedule.num_stages - 1 in parts and replicas.replica == 0, training.step
     )
 
-    diverged, update_check = None, UpdateCheck(job, arguments.on_nan == "skip")
+    diverged = None
     say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of_replica(arguments, replicas, step)
@@ -88,13 +88,13 @@ def main():
         training.optimizer.zero_grad()
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
         norm = None
-        if arguments.clip or arguments.on_nan == "skip":
+        if arguments.clip:
             norm = clip_gradients(job, training.parameters.items(), arguments.clip)
-        if update_check.allows(step, loss, norm):
+        diverged = find_not_finite(job, step, loss, norm)
+        if not diverged:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        diverged = update_check.diverged
         due = training.step % arguments.save_every == 0 or training.step == arguments.steps
         if checkpoints and due and not diverged:
             diverged = checkpoints.save(training)
@@ -109,7 +109,7 @@ def main():
         clip_whole_model(arguments, model)
 
     reference = partial(train_one_process, before_update=clip)
-    return log.finish(job.device, reference, not (diverged or update_check.skipped)) or status
+    return log.finish(job.device, reference, not diverged) or status
 
 
 def read_flags():
@@ -121,7 +121,6 @@ def read_flags():
     add_schedule_flags(parser, default="1f1b")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
-    add_not_finite_flag(parser)
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
     parser.reads.append("--checkpoints")
     add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")

@@ -37,7 +37,7 @@ from extensions.data_parallel.replicas import (
     own_microbatches,
 )
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
+from extensions.optimization.finite import find_not_finite
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.update import check_rate, clip_and_set_rate
 from extensions.pretraining.batches import Batches, needed_on
@@ -58,7 +58,7 @@ from extensions.real_models.saved_part import empty_part, with_settings
 from extensions.real_models.tied_ends import tie_ends_of
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import positive_integer, positive_number
+from pipeline.command_line import positive_integer
 from pipeline.data import load_text
 from pipeline.model import build_part
 from pipeline.one_process import build_optimizer, train_one_process
@@ -103,7 +103,6 @@ def main():
     evaluate(arguments, forward_only, metrics, training.step)
     show_sample(arguments, forward_only, training.step)
     stopped = diverged = None
-    update_check = UpdateCheck(job, arguments.on_nan == "skip")
     say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         metrics.start_step()
@@ -112,13 +111,13 @@ def main():
         loss = replicas.sum_loss(run_passes(passes, worker))
         tied.sum_gradients()
         norm = clip_gradients(job, tied.named_once(), arguments.clip)
-        if update_check.allows(step, loss, norm):
+        diverged = find_not_finite(job, step, loss, norm)
+        if not diverged:
             training.optimizer.step()
             update_copies(stages, masters)
         metrics.end_step(step, loss, training.optimizer, norm, share_of_loss.real_tokens)
         training.advance()
         log.add(step, loss)
-        diverged = update_check.diverged
         if not diverged:
             if training.step == arguments.steps or training.step % arguments.evaluate_every == 0:
                 evaluate(arguments, forward_only, metrics, training.step)
@@ -130,7 +129,7 @@ def main():
     metrics.print_summary()
     status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
-    judged = not (stopped or diverged or update_check.skipped)
+    judged = not (stopped or diverged)
     return log.finish(job.device, one_process, judged) or status or int(not metrics.is_whole)
 
 
@@ -161,12 +160,10 @@ def program_parser():
     add_training_flags(parser, warm_up_steps=10)
     add_replica_arguments(parser)
     add("--accumulate", default=1, help="passes per update", **count)
-    add_not_finite_flag(parser)
     add("--evaluate-every", default=50, help="steps", **count)
     add("--evaluate-windows", default=256, help="most rows", **count)
     add("--sample", help="write N tokens, before and after", **count)
     add("--metrics", metavar="FILE", help="log of the training, one JSON object per line")
-    add("--peak-flops", type=positive_number, metavar="X", help="FLOP/s of all devices, for MFU")
     add_checkpoint_arguments(parser)
     parser.writes.append("--metrics")
     sizes = dict.fromkeys(["layers", "dim", "heads", "kv_heads", "vocabulary", "dtype"])
@@ -285,7 +282,7 @@ def build_logs(arguments, job, schedule, first_step):
     """The log of the losses and the one of --metrics, which the rank with the losses writes."""
     a, has_loss = arguments, job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
     model = a.config, a.torch_dtype
-    metrics = Metrics(job, a.metrics, *model, has_loss, first_step, a.peak_flops)
+    metrics = Metrics(job, a.metrics, *model, has_loss, first_step)
     return LossLog(a, has_loss, first_step), metrics
 
 

@@ -21,7 +21,7 @@ from extensions.checkpointing.checkpoint_arguments import (
 from extensions.data_parallel.replica_arguments import add_replica_arguments, check_replicas
 from extensions.data_parallel.replicas import AllReduce, DataParallelWorker, form_replicas
 from extensions.optimization.clipping import clip_gradients
-from extensions.optimization.finite import UpdateCheck, add_not_finite_flag
+from extensions.optimization.finite import find_not_finite
 from extensions.optimization.update import clip_whole_model
 from extensions.pretraining.padding import Sentences, count_real_tokens
 from extensions.tensor_parallel.mesh import (
@@ -69,7 +69,7 @@ def main():
     prints = job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
     log = LossLog(arguments, prints, training.step)
 
-    diverged, update_check = None, UpdateCheck(job, arguments.on_nan == "skip")
+    diverged = None
     say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
@@ -79,13 +79,13 @@ def main():
         loss = replicas.sum_loss(worker.run_step(inputs, targets))
         sum_whole_gradients(job, group, training.parameters)
         norm = None
-        if arguments.clip or arguments.on_nan == "skip":
+        if arguments.clip:
             norm = clip_gradients(job, named_for_norm(training.parameters, group), arguments.clip)
-        if update_check.allows(step, loss, norm):
+        diverged = find_not_finite(job, step, loss, norm)
+        if not diverged:
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        diverged = update_check.diverged
         due = training.step % arguments.save_every == 0 or training.step == arguments.steps
         if checkpoints and due and not diverged:
             diverged = checkpoints.save(training)
@@ -96,7 +96,7 @@ def main():
     status = status_of_end(arguments, job, training, checkpoints, None, diverged)
     job.leave()
     reference = partial(train_one_process, before_update=clip_by(arguments))
-    return log.finish(job.device, reference, not (diverged or update_check.skipped)) or status
+    return log.finish(job.device, reference, not diverged) or status
 
 
 def build_stages(arguments, job, schedule, cut, group, loss_function, reduction):
@@ -129,7 +129,6 @@ def read_flags():
     add_schedule_flags(parser, default="1f1b")
     add("--padding", action="store_true", help="end every row with its first full stop")
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
-    add_not_finite_flag(parser)
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
     parser.reads.append("--checkpoints")
     add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")

@@ -16,9 +16,8 @@ from ranks import run_on_ranks
 from course.failed_run import RunFailed
 from course.launch import run
 from extensions.checkpointing import checkpoint_folder
-from extensions.checkpointing.whole_checkpoint import read_whole
 from extensions.optimization.clipping import norm_of
-from extensions.optimization.finite import MOST_SKIPPED, find_not_finite
+from extensions.optimization.finite import find_not_finite
 from extensions.tensor_parallel import sharded_training
 from guard.files import json_line
 from pipeline.job import join_job
@@ -214,64 +213,3 @@ def test_a_loss_that_is_large_ends_nothing():
 def test_json_lines_hold_null_for_what_is_not_finite():
     row = {"step": 3, "loss": math.nan, "norm": math.inf, "rate": 0.25}
     assert json.loads(json_line(row)) == {"step": 3, "loss": None, "norm": None, "rate": 0.25}
-
-
-# --on-nan skip
-
-
-def train_with_a_norm_of_nan(rank, script, flags, at_step):
-    """On one rank: as `train`, with a gradient norm of NaN in step `at_step`."""
-    module = importlib.import_module(script)
-    clip, calls = module.clip_gradients, iter(range(100))
-
-    def clip_and_spoil(*arguments):
-        norm = clip(*arguments)
-        return math.nan if next(calls) == at_step else norm
-
-    module.clip_gradients = clip_and_spoil
-    return train(rank, script, flags)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("script", ["distributed_checkpointing", "pretrain_llama"])
-def test_the_update_of_a_step_that_is_not_finite_can_be_left_out(tmp_path, script):
-    folder = tmp_path / "saved"
-    flags = f"{FLAGS} {SAVING[script]} --keep 9 --checkpoints {folder} --on-nan skip --steps 5"
-    ends = run_on_ranks(train_with_a_norm_of_nan, 2, script, flags, 2)
-    assert [status for status, _ in ends] == [0, 0]
-    said = "".join(said for _, said in ends)
-    assert said == "the gradient norm of step 2 is nan: its update is left out\n"
-    assert saved_steps(folder) == [1, 2, 3, 4, 5]
-    saved = [read_whole(checkpoint_folder.find_checkpoint(folder, step)) for step in (2, 3, 4)]
-    weights = [torch.cat([w.flatten() for w in each["model"].values()]) for each in saved]
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[1], weights[2])
-    # Its batch is not used again.
-    assert [each["progress"]["batches"] for each in saved] == [2, 3, 4]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("script", ["tensor_parallel", "pipeline_with_data_parallel"])
-def test_ranks_that_share_every_layer_and_replicas_leave_it_out_too(tmp_path, script):
-    flags = f"{FLAGS} {SAVING[script]} --checkpoints {tmp_path} --on-nan skip --steps 3"
-    ends = run_on_ranks(train_with_a_norm_of_nan, 2, script, flags, 2)
-    said = "the gradient norm of step 2 is nan: its update is left out\n"
-    assert ends == [(0, said), (0, "")]
-    before, after = (
-        read_whole(checkpoint_folder.find_checkpoint(tmp_path, step))["model"] for step in (2, 3)
-    )
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("script", first_of(SAVING, 2))
-def test_ten_updates_in_a_row_are_left_out_and_then_the_training_ends(tmp_path, script):
-    losses = tmp_path / "losses"
-    flags = f"{FLAGS} {SAVING[script].replace('--save-every 1', '')} --on-nan skip --steps 40"
-    flags += f" --learning-rate 1e300 --losses {losses}"
-    ends = run_on_ranks(train, 2, script, flags)
-    assert [status for status, _ in ends] == [1, 1]
-    said = "".join(said for _, said in ends).splitlines()
-    assert len(said) == MOST_SKIPPED + 1 and "the training diverged and ends here" in said[-1]
-    rows = strict_rows(losses)
-    assert len(rows) < 40 and [row["loss"] for row in rows[-MOST_SKIPPED - 1 :]].count(None) > 9

@@ -38,7 +38,7 @@ def main():
     )
     narrow = a.torch_dtype == torch.bfloat16
     computing = torch.autocast(device.type, torch.bfloat16) if narrow else nullcontext()
-    peak = a.peak_flops or known_peak(device, a.torch_dtype) or measured_peak(device, a.torch_dtype)
+    peak = known_peak(device, a.torch_dtype) or measured_peak(device, a.torch_dtype)
     metrics = Metrics(None, None, a.config, a.torch_dtype, True, False, peak)
     for step in range(a.steps):
         metrics.start_step()

@@ -81,16 +81,4 @@ FAULTS = [
         "test_predict.py",
         ("test_recompute_adds_a_forward_to_every_backward",),
     ),
-    Fault(
-        "skipped-update-advances",
-        "pipeline_with_data_parallel.py::main",
-        "if update_check.allows(step, loss, norm):",
-        "if update_check.allows(step, loss, norm) or update_check.skip:",
-        "--on-nan skip makes the update that it says it leaves out.",
-        "test_not_finite.py",
-        (
-            "test_ranks_that_share_every_layer_and_replicas_leave_it_out_too"
-            "[pipeline_with_data_parallel]",
-        ),
-    ),
 ]

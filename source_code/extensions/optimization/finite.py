@@ -1,54 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks on all ranks, before each update, whether the loss and the gradient are finite.
 
-Only the rank of the last stage has the loss, but all ranks must skip the same update or end after
-the same step. So they exchange the result in one all-reduce of two numbers.
+Only the rank of the last stage has the loss, but all ranks must end after the same step. So they
+exchange the result in one all-reduce of two numbers.
 """
 
 import math
-import sys
 
 import torch
 import torch.distributed as dist
 
 NOT_FINITE = ("-inf", "inf", "nan")
-MOST_SKIPPED = 10  # updates in a row; then the weights are probably not finite
-
-
-def add_not_finite_flag(parser):
-    """Add --on-nan."""
-    what = "end at a loss or norm that is not finite, or leave out that update"
-    parser.add_argument("--on-nan", choices=["stop", "skip"], default="stop", help=what)
-
-
-class UpdateCheck:
-    """Decides before each update whether it may be made. Every rank creates one.
-
-    With `skip` an update whose loss or gradient norm is not finite is left out, at most
-    MOST_SKIPPED times in a row; without it the training ends at the first such update. `skipped`
-    counts the updates that were left out. `diverged` is None, or says why the training has to end.
-    Both are the same on all ranks.
-    """
-
-    def __init__(self, job, skip=False):
-        self.job, self.skip = job, skip
-        self.skipped = self.in_a_row = 0
-        self.diverged = None
-
-    def allows(self, step, loss, norm):
-        """Whether the update of `step` may be made; arguments as those of `find_not_finite`."""
-        found = find_not_finite(self.job, step, loss, norm)
-        if found is None:
-            self.in_a_row = 0
-            return True
-        self.in_a_row += 1
-        if not self.skip or self.in_a_row > MOST_SKIPPED:
-            self.diverged = found
-            return False
-        self.skipped += 1
-        if self.job.rank == 0:
-            print(f"{found}: its update is left out", file=sys.stderr, flush=True)
-        return False
 
 
 def find_not_finite(job, step, loss, norm):

@@ -53,7 +53,7 @@ class Metrics:
         self.file, self.has_loss = file if has_loss else None, has_loss
         self.is_whole = True  # every line could be written
         self.flops_per_token = flops_per_token(config)
-        self.peak, self.source = (peak, "--peak-flops") if peak else peak_flops(job, dtype)
+        self.peak, self.source = (peak, "given") if peak else peak_flops(job, dtype)
         self.rates = []  # tokens per second of each step
         self.started = None
         self.claim = self.file and open_for_one(self.file)
