@@ -21,10 +21,11 @@ from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.terminal_timeline import COLUMNS, in_text
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer
-from pipeline.schedule import LARGEST_CSV, ScheduleError, from_csv, to_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import by_name, schedule_option
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import LARGEST_CSV, from_csv, to_csv
 
 LEAST_COLUMNS = 40  # of a timeline in a terminal; a narrower one wraps it
 NOT_IN_XML = "[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]"  # but in a name of a file

@@ -23,8 +23,8 @@ from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, positive_integer, positive_number
-from pipeline.schedule import to_csv
 from pipeline.schedules.from_flags import by_name
+from pipeline.schedules.text_form import to_csv
 from planning.bounded_search import Question, search
 
 PLACEMENTS = {

@@ -16,11 +16,8 @@ from extensions.recompute import add_recompute_flags, build_recomputing_stages, 
 from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import ranks_from_environment
-from pipeline.schedules.from_flags import (
-    add_schedule_flags,
-    choose_schedule,
-    read_schedule,
-)
+from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
+from pipeline.schedules.text_form import read_schedule
 from pipeline.training import (
     complete_arguments,
     cut_layers,

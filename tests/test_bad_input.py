@@ -27,8 +27,8 @@ from guard.files import write_whole
 from pipeline import training
 from pipeline.command_line import Parser
 from pipeline.data import load_text
-from pipeline.schedule import to_csv
 from pipeline.schedules import gpipe
+from pipeline.schedules.text_form import to_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"

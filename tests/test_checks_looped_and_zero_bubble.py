@@ -9,8 +9,9 @@ import torch
 from course.checks import lesson_05, lesson_06, lesson_07, lesson_08, lesson_09
 from course.checks.answer import NOT_ATTEMPTED
 from lab.simulator import Costs, simulate
-from pipeline.schedule import Schedule, to_csv
+from pipeline.schedule import Schedule
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from pipeline.schedules.text_form import to_csv
 from small.split_backward import input_half, weight_half
 
 

@@ -7,7 +7,7 @@ from course.checks import lesson_12
 from course.checks.answer import NOT_ATTEMPTED
 from course.checks.puzzles import PUZZLES
 from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE
-from pipeline.schedule import Action, Schedule, to_csv
+from pipeline.schedule import Action, Schedule
 from pipeline.schedules import (
     dualpipe_v,
     gpipe,
@@ -19,6 +19,7 @@ from pipeline.schedules import (
     zb_h2,
     zb_v,
 )
+from pipeline.schedules.text_form import to_csv
 
 DEADLOCK = [
     "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3",

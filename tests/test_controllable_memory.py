@@ -7,8 +7,8 @@ for the weights, of one action on one stage. A rank has two stages, so a micro-b
 import pytest
 
 from lab.simulator import Costs, simulate
-from pipeline.schedule import to_csv
 from pipeline.schedules import v_half, v_min
+from pipeline.schedules.text_form import to_csv
 
 EQUAL_COSTS = Costs(forward=1, backward=2, backward_weight=1)
 

@@ -38,9 +38,10 @@ from lab.flight_log_reader import RecordingError, describe_unanswered_waits, rea
 from lab.simulator import Costs, simulate
 from lab.timeline import TimelineError, read_timeline, to_chrome_trace
 from pipeline.data import DataError, load_text
-from pipeline.schedule import ScheduleError, read_csv, to_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import zb_h1
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import read_csv, to_csv
 from planning.forecast import forecast
 from planning.known_models import find_model
 from planning.machine import Machine, read_machine

@@ -12,8 +12,9 @@ from test_equals_one_process import ADAMW, SGD, one_process
 
 from course.failed_run import RunFailed
 from course.launch import run
-from pipeline.schedule import Action, to_csv
+from pipeline.schedule import Action
 from pipeline.schedules import build_schedule, synchronous_schedules, zb_h1
+from pipeline.schedules.text_form import to_csv
 
 ANY = "train.py"  # by the worker; the others are the loop of one schedule, by hand
 INTERLEAVED, ZERO = "interleaved_1f1b.py", "zero_bubble.py"

@@ -8,7 +8,7 @@ import pytest
 
 from course.checks.puzzles import PUZZLES
 from lab.simulator import Costs, simulate
-from pipeline.schedule import Action, Schedule, ScheduleError, message_of, needs_of, read_csv
+from pipeline.schedule import Action, Schedule, ScheduleError, message_of, needs_of
 from pipeline.schedules import (
     gpipe,
     interleaved_1f1b,
@@ -18,6 +18,7 @@ from pipeline.schedules import (
     zb_h2,
     zb_v,
 )
+from pipeline.schedules.text_form import read_csv
 from planning.exact_search import (
     Moment,
     Problem,

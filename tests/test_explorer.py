@@ -12,7 +12,7 @@ from course.views.stepping import STORED
 from lab.simulator import Costs, simulate
 from lab.story import moments_at, short, stories_of, times_of, waits_of
 from lab.timeline import Event, Timeline
-from pipeline.schedule import KINDS, ScheduleError, from_csv, message_of
+from pipeline.schedule import KINDS, ScheduleError, message_of
 from pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -21,6 +21,7 @@ from pipeline.schedules import (
     pipedream,
     pipedream_round_robin,
 )
+from pipeline.schedules.text_form import from_csv
 
 SETTINGS = explore().settings
 EVERY_SCHEDULE = pytest.mark.parametrize("name", SCHEDULES)

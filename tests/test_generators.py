@@ -14,7 +14,7 @@ from further import first_of
 from torch_orders import torch_order
 
 from lab.simulator import Costs, simulate
-from pipeline.schedule import ScheduleError, from_csv, to_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -32,6 +32,7 @@ from pipeline.schedules import (
     zb_v,
 )
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import from_csv, to_csv
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 21)

@@ -26,8 +26,9 @@ from guard.inputs import InputError, is_count, is_number, read_bytes, read_json,
 from guard.paths import can_be_written
 from guard.printing import Output
 from pipeline.command_line import Parser
-from pipeline.schedule import ScheduleError, to_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import MOST_ACTIONS, build_schedule, gpipe
+from pipeline.schedules.text_form import to_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "source_code"

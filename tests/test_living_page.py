@@ -18,8 +18,8 @@ from course.browser.explorer_page import CHOICES, OWN, START
 from course.browser.page import answer
 from course.checks.puzzles import PUZZLES
 from course.launch import ROOT
-from pipeline.schedule import to_csv
 from pipeline.schedules import one_f_one_b
+from pipeline.schedules.text_form import to_csv
 
 pytestmark = [pytest.mark.processes, pytest.mark.further]  # a browser
 

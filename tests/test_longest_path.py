@@ -12,7 +12,7 @@ from lab.known_schedules import known_names, tell_name
 from lab.longest_path import bubbles_of, longest_path, tell_bubble, tell_path
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline
-from pipeline.schedule import Action, Schedule, from_csv
+from pipeline.schedule import Action, Schedule
 from pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -21,6 +21,7 @@ from pipeline.schedules import (
     synchronous_schedules,
     zb_h1,
 )
+from pipeline.schedules.text_form import from_csv
 
 EQUAL = Costs(10, 20, 10)
 SIZES = [(1, 1), (2, 4), (3, 7), (4, 8), (8, 16)]

@@ -13,7 +13,7 @@ from course.views.explorer import Panel, explore
 from course.views.explorer_view import View
 from course.views.memory_and_time import AXES, FIELD, MemoryAndTime, Sizes, gib_per_rank, point_of
 from lab.curves import SPACE, Curve, draw_plot
-from pipeline.schedule import from_csv
+from pipeline.schedules.text_form import from_csv
 from planning.microbatches_held import held_by
 
 SETTINGS = explore(compare="1f1b").settings

@@ -12,9 +12,10 @@ from test_every_schedule import largest_difference, train
 from course.views.explorer import Panel, explore
 from lab.simulator import Costs, simulate
 from pipeline import schedules
-from pipeline.schedule import Action, Schedule, read_csv
+from pipeline.schedule import Action, Schedule
 from pipeline.schedules import SCHEDULES, Generator, build_schedule, synchronous_schedules
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import read_csv
 
 FILE = '''
 from pipeline.schedule import Action, Schedule

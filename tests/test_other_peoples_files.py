@@ -7,8 +7,8 @@ import pytest
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
 from guard.inputs import InputError
-from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import build_schedule
+from pipeline.schedules.text_form import from_csv, to_csv
 from planning.partition import PartitionError, read_profile
 
 GPIPE = "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"

@@ -9,8 +9,9 @@ from course.browser.explorer_page import CHOICES, OWN, SLIDERS, START
 from course.browser.page import answer
 from course.browser.puzzle_board import draw_board
 from course.checks.puzzles import PUZZLES
-from pipeline.schedule import Action, to_csv
+from pipeline.schedule import Action
 from pipeline.schedules import gpipe, one_f_one_b, zb_h1
+from pipeline.schedules.text_form import to_csv
 
 OWN_GPIPE = """
 def own_gpipe(num_ranks, num_microbatches):
@@ -188,7 +189,7 @@ def test_the_axis_of_a_board_does_not_change_with_a_tap(number):
 
 
 def test_a_puzzle_takes_python_too():
-    code = "from pipeline.schedule import to_csv\nfrom pipeline.schedules import zb_h1\n"
+    code = "from pipeline.schedules.text_form import to_csv\nfrom pipeline.schedules import zb_h1\n"
     code += "def rows(p, m):\n    return to_csv(zb_h1(p, m)).split()\n"
     assert ask("solve", number=8, code=code)["name"] == "You have built ZB-H1."
     assert ask("solve", number=8, code="x = 1")["said"] == "Not attempted yet.\n"

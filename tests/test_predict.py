@@ -14,9 +14,9 @@ import pytest
 from lab.simulator import Costs, simulate
 from lab.terminal_timeline import in_text
 from lab.timeline import to_chrome_trace
-from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules, gpipe, naive
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import from_csv, to_csv
 
 PREDICT = Path(__file__).parents[1] / "source_code" / "predict.py"
 KEYS = [

@@ -15,8 +15,8 @@ from course.building import single_messages
 from course.checks import lesson_02, lesson_12
 from course.checks.answer import checked
 from course.launch import ROOT
-from pipeline.schedule import to_csv
 from pipeline.schedules import naive
+from pipeline.schedules.text_form import to_csv
 
 NOW = 1_000_000.0
 

@@ -6,15 +6,7 @@ import random
 import pytest
 
 from pipeline.message import Message
-from pipeline.schedule import (
-    Action,
-    Schedule,
-    ScheduleError,
-    from_csv,
-    message_of,
-    read_csv,
-    to_csv,
-)
+from pipeline.schedule import Action, Schedule, ScheduleError, message_of
 from pipeline.schedules import (
     build_schedule,
     gpipe,
@@ -25,6 +17,7 @@ from pipeline.schedules import (
     round_robin_warm_up,
 )
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import from_csv, read_csv, to_csv
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 3), (4, 8), (5, 2), (8, 16)]
 

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.simulator import Costs, simulate
-from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, to_csv
+from pipeline.schedule import Action, Schedule, ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, pipedream, pipedream_round_robin
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import from_csv, to_csv
 
 FEW = settings(max_examples=400, deadline=None, derandomize=True)
 # `make soak` tries 10,000.

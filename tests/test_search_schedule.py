@@ -14,7 +14,8 @@ from test_exact_search import all_orders, fits, played
 from course.launch import ROOT, run
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, to_chrome_trace
-from pipeline.schedule import Action, from_csv
+from pipeline.schedule import Action
+from pipeline.schedules.text_form import from_csv
 from planning.bounded_search import Question, on_grid, search, unit_of
 
 PAGE = (ROOT / "docs" / "certificates.md").read_text()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from lab.simulator import Costs, simulate
-from pipeline.schedule import ScheduleError, from_csv, message_of
+from pipeline.schedule import ScheduleError, message_of
 from pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -19,6 +19,7 @@ from pipeline.schedules import (
     pipedream,
     pipedream_round_robin,
 )
+from pipeline.schedules.text_form import from_csv
 
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 17)

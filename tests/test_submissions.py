@@ -39,7 +39,7 @@ def test_an_answer_may_use_what_its_notebook_imports_and_defines_and_no_cell_in_
 ):
     path = notebook(
         tmp_path,
-        "from pipeline.schedules import naive\nfrom pipeline.schedule import to_csv",
+        "from pipeline.schedules import naive\nfrom pipeline.schedules.text_form import to_csv",
         "def rows_of(schedule):\n    return to_csv(schedule).split()",
         "raise SystemExit('this cell is neither answer nor check')",
         "rows_1 = rows_of(naive(2, 2))",

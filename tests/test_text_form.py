@@ -12,8 +12,8 @@ from torch_orders import torch_order
 
 from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
-from pipeline.schedule import from_csv, to_csv
 from pipeline.schedules import build_schedule
+from pipeline.schedules.text_form import from_csv, to_csv
 
 PRELOAD.append("torch.distributed.pipelining")  # else every rank spends seconds on importing it
 

@@ -13,8 +13,8 @@ from lab.drawing import FONT, MOST_NUMBERS, ROW, arrange, draw_cursor
 from lab.figures import draw_timelines
 from lab.simulator import Costs, simulate
 from lab.timeline import Event, Timeline, from_chrome_trace, to_chrome_trace
-from pipeline.schedule import from_csv
 from pipeline.schedules import gpipe, naive
+from pipeline.schedules.text_form import from_csv
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -17,7 +17,7 @@ from extensions.torch_pipelining.library import join_library_job, mean_of
 from pipeline.command_line import ranks_from_environment
 from pipeline.model import build_part, token_loss
 from pipeline.one_process import build_optimizer
-from pipeline.schedules.from_flags import read_schedule
+from pipeline.schedules.text_form import read_schedule
 from pipeline.training import (
     LossLog,
     complete_arguments,

@@ -42,8 +42,8 @@ from guard.printing import keep_running_unheard
 from lab.simulator import Costs, simulate
 from lab.variables import pretended_nodes
 from pipeline.command_line import Parser
-from pipeline.schedule import to_csv
 from pipeline.schedules import build_schedule, gpipe, naive, one_f_one_b
+from pipeline.schedules.text_form import to_csv
 from small import pipeline as my_pipeline
 
 OURS, NAIVE, ALTERNATING = "gpipe.py", "naive_model_parallelism.py", "one_f_one_b.py"

@@ -26,7 +26,8 @@ from course.views.explorer import explore  # noqa: E402
 from course.views.explorer_view import Settings, View  # noqa: E402
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, Sizes  # noqa: E402
 from lab.figures import draw_timelines  # noqa: E402
-from pipeline.schedule import Schedule, to_csv  # noqa: E402
+from pipeline.schedule import Schedule  # noqa: E402
+from pipeline.schedules.text_form import to_csv  # noqa: E402
 
 EXPLORE = r"^explore\(.*\)$"
 CHECK = r"^check\.(\w+)\((?:(\d+), )?(\w+)(?:, \w+)*\)$"

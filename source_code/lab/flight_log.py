@@ -25,7 +25,7 @@ import torch
 from guard.files import json_line, say_not_written, write_whole
 from lab.flight_log_reader import RANK_FILE, RUN_FILE
 from pipeline.message import Message
-from pipeline.schedule import to_csv
+from pipeline.schedules.text_form import to_csv
 
 # Numbers read at once: at 64 bits each they fit into a core's cache, twice. The weights of a
 # fingerprint's sum start again after as many, and a prime is not a multiple of a row's length.

@@ -22,8 +22,9 @@ from guard.inputs import (
 )
 from lab.flight_log_lines import MOST_RANKS, RecordingError, check_line, forms_of_lines
 from lab.timeline import Event, Timeline
-from pipeline.schedule import Action, Schedule, ScheduleError, from_csv, message_of
+from pipeline.schedule import Action, Schedule, ScheduleError, message_of
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import from_csv
 
 RUN_FILE = "run.json"
 RANK_FILE = "rank{}.jsonl"

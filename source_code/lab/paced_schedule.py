@@ -14,7 +14,8 @@ from guard.around_main import guarded
 from guard.inputs import MEBIBYTE, InputError, is_number, read_json
 from lab import attach
 from lab.simulator import Costs
-from pipeline.schedule import ScheduleError, from_csv
+from pipeline.schedule import ScheduleError
+from pipeline.schedules.text_form import from_csv
 from pipeline.split_stage import stage_class_for
 from pipeline.training import (
     build_stage,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lab.simulator import Costs, simulate
 from lab.variables import DELAY_VARIABLE, OCCUPANCY_VARIABLE, PRETENDED_VARIABLE
-from pipeline.schedule import to_csv
+from pipeline.schedules.text_form import to_csv
 from planning.forecast import known_schedule, stage_costs
 from planning.training_plan import Plan
 

@@ -15,7 +15,7 @@ from course.views.explorer_view import reasons
 from lab.drawing import WIDTH
 from lab.known_schedules import tell_name
 from lab.simulator import Costs, simulate
-from pipeline.schedule import from_csv
+from pipeline.schedules.text_form import from_csv
 
 NOT_ATTEMPTED = "Not attempted yet: replace the ... above, then check."
 NOT_BEGUN = "Not attempted yet."

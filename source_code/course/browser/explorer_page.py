@@ -10,9 +10,10 @@ from lab.drawing import LEFT, ROW, WIDTH, arrange, draw_cursor
 from lab.figures import draw_timelines
 from lab.held_curve import draw_held
 from lab.story import short, tell
-from pipeline.schedule import ScheduleError, from_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import from_csv
 
 OWN = "your own rows"  # the choice of a schedule that is written in the page
 NOTHING = "nothing"

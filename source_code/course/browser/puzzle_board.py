@@ -22,7 +22,8 @@ from lab.drawing import (
 from lab.figures import Picture
 from lab.simulator import simulate
 from lab.story import short
-from pipeline.schedule import Schedule, ScheduleError, from_csv, message_of, needs_of
+from pipeline.schedule import Schedule, ScheduleError, message_of, needs_of
+from pipeline.schedules.text_form import from_csv
 
 STUCK = "#D3006E"
 TOP = 2 * FONT + 12

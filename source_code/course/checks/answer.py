@@ -15,8 +15,9 @@ from itertools import islice
 
 from course import progress
 from course.building.endless_loops import endless_loops_ended
-from pipeline.schedule import Schedule, ScheduleError, from_csv
+from pipeline.schedule import Schedule, ScheduleError
 from pipeline.schedules.legal import check_legal
+from pipeline.schedules.text_form import from_csv
 
 LONGEST = 120  # seconds of processor time for one call of the learner's function
 MOST_VALUES = 1_000_000  # of a generator

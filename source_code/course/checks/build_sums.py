@@ -7,8 +7,8 @@ from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 from extensions.data_parallel.replicas import replicate
 from lab.simulator import Costs, simulate
-from pipeline.schedule import from_csv
 from pipeline.schedules import interleaved_1f1b, one_f_one_b, zb_h1
+from pipeline.schedules.text_form import from_csv
 
 PROGRAM = "course.checks.build_sums_on_ranks.main"
 REVERSED = from_csv(  # on stages 2 and 3 alone

@@ -9,7 +9,7 @@ from guard.files import write_whole
 from lab.figures import draw_timelines
 from lab.simulator import simulate
 from lab.variables import DELAY_VARIABLE, PRETENDED_VARIABLE, pretended_nodes
-from pipeline.schedule import to_csv
+from pipeline.schedules.text_form import to_csv
 
 __all__ = ["perform", "puzzle"]
 

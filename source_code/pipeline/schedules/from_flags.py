@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that choose a schedule: by name with its options, or from a CSV file."""
+"""The flags that choose a schedule by name, with its options."""
 
 import argparse
 
 from pipeline.command_line import positive_integer, ranks_from_environment
-from pipeline.schedule import ScheduleError, read_csv
+from pipeline.schedule import ScheduleError
 from pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -46,29 +46,6 @@ def choose_schedule(arguments, num_ranks=None):
         raise SystemExit(
             f"--schedule {arguments.schedule} --microbatches {arguments.microbatches}{given}: {error}"
         ) from None
-
-
-def read_schedule(path, num_ranks):
-    """Return the schedule in a CSV file, or reject it and name the wrong rank and action."""
-    try:
-        schedule = check_legal(read_csv(path))
-    except ScheduleError as error:
-        raise SystemExit(f"{path}: {error}; mend that row") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
-        raise SystemExit(
-            f"{path} cannot be read ({reason}); name a CSV file with a row of actions per rank"
-        ) from None
-    if any(action.kind == "U" for order in schedule.orders for action in order):
-        raise SystemExit(
-            f"{path} has updates (U) in the middle of the step; only pipedream.py performs those"
-        )
-    if schedule.num_ranks != num_ranks:
-        raise SystemExit(
-            f"{path} is for {schedule.num_ranks} ranks, one per row, and this job has "
-            f"{num_ranks}; start it with --nproc-per-node {schedule.num_ranks}"
-        )
-    return schedule
 
 
 def by_name(flag, pairs):
