@@ -9,7 +9,7 @@ they run: any of the synchronous ones, with --chunks stages per rank where there
 
 import sys
 
-from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
+from extensions.recompute_flags import add_recompute_flags, build_recomputing_stages, check_pieces
 from guard.around_main import guarded
 from lab import attach
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule

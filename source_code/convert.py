@@ -36,14 +36,13 @@ from extensions.real_models.saved_output import (
     BESIDE,
     claim_output,
     config_in,
-    config_of,
     save_model,
 )
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out
-from extensions.real_models.saved_settings import SIZE_FLAGS, settings_in_checkpoint
+from extensions.real_models.saved_settings import CONFIG_FILE, SIZE_FLAGS, settings_from
 from guard.around_main import guarded
 from guard.files import not_written, replace_file
-from guard.inputs import InputError
+from guard.inputs import InputError, parse_json
 from guard.paths import check_file, check_new_folder, check_paths_apart
 from pipeline.command_line import Parser, ranks_from_environment
 from pipeline.job import join_job
@@ -228,6 +227,49 @@ def settings_in(configuration):
         return settings_in_checkpoint(config, configuration["--settings"])
     sizes = {name: getattr(config, name) for name in (*names, "head_dim", "hidden_dim")}
     return replace(SavedSettings(**sizes), longest=config.seq_len), None
+
+
+def settings_in_checkpoint(config, kept):
+    """Return (SavedSettings, JSON object) of the config.json that convert.py keeps in a checkpoint.
+
+    `config` is the ModelConfig of the checkpoint's flags, and `kept` its "--settings". Raises
+    InputError if they are damaged.
+    """
+    text = kept.get("config") if isinstance(kept, dict) else None
+    path = f"{CONFIG_FILE} in the checkpoint"
+    saved = parse_json(text if isinstance(text, str) else "", path)
+    settings = settings_from(path, saved, config.seq_len)
+    if any(getattr(settings, name) != getattr(config, name) for name in SIZE_FLAGS):
+        raise InputError(f"{path} has other sizes than its flags; bring the model in again")
+    return settings, saved
+
+
+def config_of(settings, dtype):
+    """Return the object of a config.json for SavedSettings of the course's own model."""
+    name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": None,
+        "dtype": name,
+        "eos_token_id": None,
+        "head_dim": settings.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": settings.dim,
+        "intermediate_size": settings.hidden_dim,
+        "max_position_embeddings": settings.longest,
+        "mlp_bias": False,
+        "num_attention_heads": settings.heads,
+        "num_hidden_layers": settings.layers,
+        "num_key_value_heads": settings.kv_heads,
+        "rms_norm_eps": settings.epsilon,
+        "rope_parameters": {"rope_theta": settings.rotary_base, "rope_type": "default"},
+        "rope_theta": settings.rotary_base,
+        "tie_word_embeddings": False,
+        "torch_dtype": name,
+        "vocab_size": settings.vocabulary,
+    }
 
 
 if __name__ == "__main__":

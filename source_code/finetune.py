@@ -20,7 +20,6 @@ from extensions.optimization.clipping import clip_gradients
 from extensions.optimization.learning_rate import WarmUpThenCosine
 from extensions.optimization.update import check_rate, clip_and_set_rate
 from extensions.pretraining.batches import Batches, needed_on
-from extensions.pretraining.forward_only import activations_of
 from extensions.pretraining.packing import masked_loss
 from extensions.pretraining.padding import ShareOfLoss
 from extensions.pretraining.prompts import has_prompts, load_prompts
@@ -68,8 +67,8 @@ def main():
     for step in range(arguments.steps):
         [(inputs, targets)], share_of_loss.real_tokens = batches.take(step)
         optimizer.zero_grad()
-        with activations_of(job, (*inputs[0].shape, arguments.dim)):
-            loss = worker.run_step(inputs, targets)
+        job.shape = (*inputs[0].shape, arguments.dim)  # of activations: rows are not equally long
+        loss = worker.run_step(inputs, targets)
         tied.sum_gradients()
         clip_gradients(job, tied.named_once(), arguments.clip)
         optimizer.step()

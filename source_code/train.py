@@ -12,7 +12,7 @@ times --pace as it has layers, which --cut can make uneven.
 
 import sys
 
-from extensions.recompute import add_recompute_flags, build_recomputing_stages, check_pieces
+from extensions.recompute_flags import add_recompute_flags, build_recomputing_stages, check_pieces
 from guard.around_main import guarded
 from lab import attach
 from pipeline.command_line import ranks_from_environment

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import torch
+from convert import config_of
 
-from extensions.real_models.saved_output import config_of
 from extensions.real_models.saved_part import SavedSettings, lay_out, name_in_file
 from extensions.real_models.saved_settings import CONFIG_FILE
 from extensions.real_models.tensor_files import write_tensors

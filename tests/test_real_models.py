@@ -11,6 +11,7 @@ from unittest import mock
 import finetune
 import pytest
 import torch
+from convert import settings_in_checkpoint
 from further import first_of, further
 from ranks import PRELOAD, run_on_ranks
 from saved_models import library_config, library_model_with, save_library_model, write_model
@@ -30,11 +31,7 @@ from extensions.real_models.saved_part import (
     name_in_file,
     with_settings,
 )
-from extensions.real_models.saved_settings import (
-    LEFT_OUT,
-    read_settings,
-    settings_in_checkpoint,
-)
+from extensions.real_models.saved_settings import LEFT_OUT, read_settings
 from extensions.real_models.tensor_files import StoredTensor, stored_tensors, write_tensors
 from extensions.torch_pipelining.hugging_face import LATE_IMPORTS
 from guard.around_main import attached

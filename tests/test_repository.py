@@ -195,7 +195,7 @@ BY_HAND = (
     "interleaved_1f1b",
     "zero_bubble",
 )
-LONGER = {"finetune", "pipeline_with_data_parallel", "pretrain_llama"}
+LONGER = {"pipeline_with_data_parallel", "pretrain_llama"}
 TOOLS = {
     "convert",
     "copy_template",

@@ -13,11 +13,9 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from pipeline.command_line import positive_integer
 from pipeline.model import cut_evenly
-from pipeline.split_stage import SplitStage, stage_class_for
+from pipeline.split_stage import SplitStage
 from pipeline.stage import Stage
-from pipeline.training import build_stage
 
 MODES = {
     "none": "everything is kept",
@@ -25,43 +23,6 @@ MODES = {
     "layer": "the input of every layer is kept",
     "selective": "everything but the inside of attention is kept",
 }
-
-
-def add_recompute_flags(parser, default="none"):
-    """Add --recompute and --pieces."""
-    kept = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
-    parser.add_argument("--recompute", choices=list(MODES), default=default, help=kept)
-    helped = "of a stage, whose inputs --recompute stage keeps; 1 unless given"
-    parser.add_argument("--pieces", type=positive_integer, metavar="C", help=helped)
-
-
-def check_pieces(arguments, cut):
-    """Reject more pieces than a stage has layers, or --pieces without its --recompute mode."""
-    if arguments.pieces is None:
-        arguments.pieces = 1
-    elif arguments.recompute != "stage":
-        raise SystemExit(
-            f"--pieces are for --recompute stage, not {arguments.recompute}; leave it out, "
-            "or change --recompute"
-        )
-    fewest = min(last - first for first, last in cut)
-    if arguments.pieces > fewest:
-        raise SystemExit(
-            f"--pieces {arguments.pieces}: a stage has {fewest} layers; use at most {fewest}"
-        )
-
-
-def build_recomputing_stages(arguments, schedule, cut, job):
-    """Build this rank's stages by index, which recompute as --recompute and --pieces say."""
-    stage_class = stage_class_for(schedule)
-    return {
-        index: recomputing(
-            build_stage(arguments, index, cut, job.device, stage_class),
-            arguments.recompute,
-            arguments.pieces,
-        )
-        for index in schedule.stages_of(job.rank)
-    }
 
 
 def recomputing(stage, mode, num_pieces=1):

@@ -141,31 +141,3 @@ def config_in(config, dtype):
     name = str(dtype).removeprefix("torch.")
     older = {"torch_dtype": name} if "torch_dtype" in config else {}
     return {**config, **older, "dtype": name}
-
-
-def config_of(settings, dtype):
-    """Return the object of a config.json for SavedSettings of the course's own model."""
-    name = str(dtype).removeprefix("torch.")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": None,
-        "dtype": name,
-        "eos_token_id": None,
-        "head_dim": settings.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": settings.dim,
-        "intermediate_size": settings.hidden_dim,
-        "max_position_embeddings": settings.longest,
-        "mlp_bias": False,
-        "num_attention_heads": settings.heads,
-        "num_hidden_layers": settings.layers,
-        "num_key_value_heads": settings.kv_heads,
-        "rms_norm_eps": settings.epsilon,
-        "rope_parameters": {"rope_theta": settings.rotary_base, "rope_type": "default"},
-        "rope_theta": settings.rotary_base,
-        "tie_word_embeddings": False,
-        "torch_dtype": name,
-        "vocab_size": settings.vocabulary,
-    }

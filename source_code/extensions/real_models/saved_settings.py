@@ -9,7 +9,7 @@ keys, the frequencies of the rotary embedding, one matrix at both ends.
 from pathlib import Path
 
 from extensions.real_models.saved_part import SavedSettings
-from guard.inputs import MEBIBYTE, InputError, is_count, is_number, parse_json, read_json
+from guard.inputs import MEBIBYTE, InputError, is_count, is_number, read_json
 
 CONFIG_FILE = "config.json"
 SIZE_FLAGS = "layers", "dim", "heads", "kv_heads", "vocabulary"
@@ -93,21 +93,6 @@ def read_settings(folder, seq_len):
     except InputError as error:
         raise InputError(f"{error}; {WHOLE}") from None
     return settings_from(path, saved, seq_len), saved
-
-
-def settings_in_checkpoint(config, kept):
-    """Return (SavedSettings, JSON object) of the config.json that convert.py keeps in a checkpoint.
-
-    `config` is the ModelConfig of the checkpoint's flags, and `kept` its "--settings". Raises
-    InputError if they are damaged.
-    """
-    text = kept.get("config") if isinstance(kept, dict) else None
-    path = f"{CONFIG_FILE} in the checkpoint"
-    saved = parse_json(text if isinstance(text, str) else "", path)
-    settings = settings_from(path, saved, config.seq_len)
-    if any(getattr(settings, name) != getattr(config, name) for name in SIZE_FLAGS):
-        raise InputError(f"{path} has other sizes than its flags; bring the model in again")
-    return settings, saved
 
 
 def settings_from(path, saved, seq_len):
