@@ -13,6 +13,7 @@ def best_cut(cut):
 
     `seconds` has one number per layer. The answer is compared with all possible cuts.
     """
+    even = True  # so far, all stages have about the same number of layers
     for seconds, num_stages in (
         ([2, 2, 2, 2, 2, 2, 2, 2], 4),
         ([1, 1, 1, 1, 1, 7], 3),
@@ -23,6 +24,7 @@ def best_cut(cut):
         ([3.5, 2, 0.5, 4.5, 3], 3),
         ([8, 2, 1, 7, 2, 9, 2], 4),
         ([6, 7, 3, 1, 1, 5, 9, 9, 5, 3], 4),
+        ([1.5, 0.25, 1.75, 0.25, 0.5], 3),  # not to be rounded
     ):
         counts = _counts(call(cut, list(seconds), num_stages), num_stages)
         case = f"layers of {seconds} s in {num_stages} stages: you say {counts}"
@@ -30,13 +32,14 @@ def best_cut(cut):
             return f"{case}, which are {sum(counts)} layers of {len(seconds)}"
         if min(counts) < 1:
             return f"{case}; each stage needs a layer"
+        even = even and max(counts) - min(counts) <= 1
         slowest = _slowest(seconds, counts)
         best = min(_slowest(seconds, each) for each in _all_cuts(len(seconds), num_stages))
         if slowest == best:
             continue
         told = f"{case}, and the slowest stage takes {slowest} s; {best} s is possible"
-        if max(counts) - min(counts) <= 1:
-            return f"{told}. Your stages have about as many layers each, and their seconds count"
+        if even:
+            return f"{told}. Your stages have about the same number of layers; their seconds count"
         if _is_left_over(seconds, counts):
             return f"{told}. Your last stage gets what the others have left over"
         return told
@@ -97,6 +100,7 @@ def spare_ranks(ranks):
         ([10, 70], 2),
         ([70, 50, 20], 7),
         ([30, 20, 90], 9),
+        ([2.5, 1, 1.25], 6),  # not to be rounded
     ):
         counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds))
         case = f"stages of {seconds} s on {num_ranks} ranks: you say {counts}"
@@ -109,9 +113,11 @@ def spare_ranks(ranks):
         if slowest == best:
             continue
         told = f"{case}, and a mini-batch comes every {slowest:g} s; every {best:g} s is possible"
-        spare = num_ranks - len(seconds)
-        if counts[seconds.index(max(seconds))] == spare + 1 and spare > 1:
-            return f"{told}. After its first spare rank, is that stage still the slowest?"
+        spare, longest = num_ranks - len(seconds), seconds.index(max(seconds))
+        if spare == 1:  # every answer hands out one rank
+            return told
+        if counts[longest] == spare + 1:
+            return f"{told}. Stage {longest} has every spare rank, and is no longer the slowest"
         if max(counts) - min(counts) <= 1:
             return f"{told}. The slowest stage sets the pace, and your ranks are spread evenly"
         return told
