@@ -46,12 +46,15 @@ CLIPS = [
 def mistake_in(found, num_ranks, clipped):
     """The mistake behind the printed `found`, [(step, loss)], as a sentence, or None."""
     if not found:
-        return "no line `step 0  loss 5.123456` was printed; the rank of the last stage prints them"
+        return (
+            "no line `step 0  loss 5.123456`, with nothing after the number, was printed; the rank of "
+            "the last stage prints one per step"
+        )
     numbers = [step for step, _ in found]
     if numbers != list(range(STEPS)):
         return (
-            f"the lines are those of steps {numbers}; one for each of steps 0 to {STEPS - 1} is "
-            "printed, by the rank of the last stage alone"
+            f"the lines are those of steps {numbers}; the rank of the last stage prints one for each "
+            f"of steps 0 to {STEPS - 1}, and no other rank prints any"
         )
     losses = [loss for _, loss in found]
     right = {"clip": "whole"} if clipped else {}
@@ -64,7 +67,7 @@ def mistake_in(found, num_ranks, clipped):
     step = next(k for k in range(STEPS) if not agree(losses[k : k + 1], wanted[k : k + 1]))
     case = f"step {step} has the loss {losses[step]:.6f}, and one process has {wanted[step]:.6f}"
     if step == 0:
-        return f"{case}: before the first update, so the forward or the printed number is another"
+        return f"{case}: before the first update, so the forward or the printed number is different"
     clip = f", after the gradients of all ranks were clipped to {LARGEST}" if clipped else ""
     return (
         f"{case}: step {step - 1} is right, so the update after it or the batch of step {step} is "
