@@ -146,6 +146,10 @@ RIGHT = {
         "there_and_back",
         ["import time", edited(THERE, ("    x = torch", "    time.sleep(5.5)\n    x = torch"))],
     ),
+    "a counter of its calls": (
+        "there_and_back",
+        ["calls = 0", edited(THERE, ("    return x", "    global calls\n    calls += 1\n    return x"))],
+    ),
     "a receive without a source": (
         "there_and_back",
         [edited(THERE, ("dist.irecv(x, 1).wait()", "assert dist.recv(x) == 1"),

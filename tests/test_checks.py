@@ -5,6 +5,7 @@ from collections import deque
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
+from operator import floordiv, truediv
 
 import numpy
 import pytest
@@ -573,6 +574,18 @@ def test_only_a_cut_filled_to_the_average_leaves_something_over(capsys):
     assert answer.startswith("Not yet: ") and "have left over" not in answer
 
 
+def test_only_a_cut_that_counts_the_layers_is_told_to_look_at_their_seconds(capsys):
+    def least_squares(seconds, num_stages):
+        def squares(counts):
+            return sum(load**2 for load in lesson_04b._seconds_of(seconds, counts))
+
+        return min(lesson_04b._all_cuts(len(seconds), num_stages), key=squares)
+
+    answer = answer_to(lesson_04b.best_cut, capsys, least_squares)
+    assert "you say [1, 2, 2, 2]" in answer
+    assert "their seconds count" not in answer and "have left over" not in answer
+
+
 def best_in_whole_seconds(seconds, num_stages):
     def filled(limit):
         counts, load = [], math.inf
@@ -600,6 +613,13 @@ def nearest_to_the_average_of_the_rest(seconds, num_stages):
     return [*counts, len(seconds) - first]
 
 
+def in_rounded_seconds(seconds, num_stages):
+    def slowest(counts):
+        return lesson_04b._slowest(list(map(int, seconds)), counts)
+
+    return min(lesson_04b._all_cuts(len(seconds), num_stages), key=slowest)
+
+
 def halved_again_and_again(seconds, num_stages):
     if num_stages == 1:
         return [len(seconds)]
@@ -618,7 +638,7 @@ def halved_again_and_again(seconds, num_stages):
     [
         (
             even_counts,
-            "the slowest stage takes 8 s; 7 s is possible. Your stages have about as many layers",
+            "8 s; 7 s is possible. Your stages have about the same number of layers",
         ),
         (lambda seconds, n: [*numpy.int64(even_counts(seconds, n))], "you say [2, 2, 2], and"),
         (filled_to_the_average, "12 s; 8 s is possible. Your last stage gets what the others"),
@@ -629,6 +649,7 @@ def halved_again_and_again(seconds, num_stages):
             nearest_to_the_average_of_the_rest,
             "you say [1, 3, 2, 1], and the slowest stage takes 11",
         ),
+        (in_rounded_seconds, "[1.5, 0.25, 1.75, 0.25, 0.5] s in 3 stages: you say"),
         (halved_again_and_again, "[1, 3, 1], and the slowest stage takes 7.0 s; 5.5 s is possible"),
         (lambda seconds, n: len(seconds) // n, "a list with one whole number per stage"),
         (lambda seconds, n: [len(seconds)], "1 number for 4 stages"),
@@ -644,14 +665,16 @@ def all_to_the_slowest(seconds, num_ranks):
     return [1 + spare * (stage == seconds.index(max(seconds))) for stage in range(len(seconds))]
 
 
-def apportioned(divisor):
+def apportioned(divisor, divided=truediv):
     """One rank more for the stage with the most seconds per `divisor(ranks so far)`, and so on."""
 
     def ranks(seconds, num_ranks):
         counts = [1] * len(seconds)
         for _ in range(num_ranks - len(seconds)):
             stages = range(len(seconds))
-            counts[max(stages, key=lambda stage: seconds[stage] / divisor(counts[stage]))] += 1
+            counts[
+                max(stages, key=lambda stage: divided(seconds[stage], divisor(counts[stage])))
+            ] += 1
         return counts
 
     return ranks
@@ -680,13 +703,24 @@ def test_spare_ranks_calls_no_stage_the_slowest_that_is_not(capsys):
         lesson_04b.spare_ranks, capsys, lambda s, n: [n - len(s) + 1, *[1] * (len(s) - 1)]
     )
     assert "[30, 60, 20] s on 6 ranks: you say [4, 1, 1]" in answer
-    assert "still the slowest" not in answer
+    assert "no longer the slowest" not in answer
+
+
+def test_only_ranks_that_are_always_spread_evenly_are_called_so(capsys):
+    def to_the_fastest(seconds, num_ranks):
+        return [1 + (stage == seconds.index(min(seconds))) for stage in range(len(seconds))]
+
+    answer = answer_to(lesson_04b.spare_ranks, capsys, to_the_fastest)
+    assert "you say [1, 2, 1], and a mini-batch comes every 60 s; every 30 s is" in answer
+    assert "evenly" not in answer
+    answer = answer_to(lesson_04b.spare_ranks, capsys, apportioned(int, floordiv))
+    assert "[2, 5, 4] s on 6 ranks: you say [2, 2, 2]" in answer and "evenly" not in answer
 
 
 @pytest.mark.parametrize(
     ("ranks", "sentence"),
     [
-        (all_to_the_slowest, "every 20 s is possible. After its first spare rank"),
+        (all_to_the_slowest, "every 20 s is possible. Stage 1 has every spare rank"),
         (lambda s, n: even_counts(range(n), len(s)), "your ranks are spread evenly"),
         (lambda s, n: [1] * len(s), "which are 3 ranks"),
         (apportioned(lambda count: count + 1), "every 25 s; every 23.3333 s is possible"),

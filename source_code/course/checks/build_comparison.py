@@ -73,16 +73,19 @@ def meaning(said, ranks, wanted):
         (sum(off) / max(largest), "the sum over the ranks: ask all_reduce for the maximum"),
         (sum(added) / max(largest), "the sum of all differences: take the largest one"),
     ]
-    if same_in_float32(said, wanted):
+    if math.isclose(said, wanted, rel_tol=1e-3):
         return (
-            "which is right to seven digits: torch.tensor makes float32 of Python's floats, "
-            "so give it dtype=torch.float64"
+            f"which is right only in its first digits ({said!r}, not {wanted!r}): was it rounded? "
+            "torch.tensor, too, makes float32 of Python's floats without dtype=torch.float64"
         )
     for value, what in known:
         if same_in_float32(said, value):
             return what
     if abs(said) <= EXACT:
-        return "so you do not see it: a gradient may differ upwards and downwards, or be missing"
+        return (
+            "so you do not see it: a gradient may differ upwards and downwards, be missing, or be "
+            "on another rank"
+        )
     return f"and the largest difference is {wanted:.3g} of the largest gradient"
 
 

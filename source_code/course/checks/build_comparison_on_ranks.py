@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's comparison of gradients on three ranks; build_comparison.py reads the report.
 
-The ranks take one step with torch.distributed.pipelining, and each also computes the gradients of
-one process. The reader's function then compares the two: once unchanged, and once for each fault of
-WRONG on one rank.
+For each case of WRONG, the ranks take a step with torch.distributed.pipelining on another batch, and
+each also computes the gradients of one process. The reader's function then compares the two, with
+the fault of the case on one rank.
 """
 
 import math
@@ -19,8 +19,11 @@ from small.pipeline import batch, build_stage, loss_of
 RANKS, MICROBATCHES = 3, 4
 WRONG = {  # {fault: (rank that has it, function that puts it into the gradients)}
     "nothing is wrong": (0, lambda found: found),
+    "rank 0 has one number with the wrong sign": (
+        0,
+        lambda found: [one_turned(found[0]), *found[1:]],
+    ),
     "rank 2 divided its gradients by 8 once more": (2, lambda found: [one / 8 for one in found]),
-    "rank 0 has one number that is too small": (0, lambda found: [one_lower(found[0]), *found[1:]]),
     "rank 1 added the batch before": (1, lambda found: [3 * one for one in found]),
     "rank 1 has None in the place of one gradient": (1, lambda found: [None, *found[1:]]),
     # Neither first nor last: Python's max() gives up a nan that follows or precedes a number.
@@ -34,10 +37,11 @@ WRONG = {  # {fault: (rank that has it, function that puts it into the gradients
 def main(_, difference):
     """Report, for each case, this rank's result together with the `facts`."""
     dist.init_process_group("gloo")
-    found, right = gradients_of_both()
     told = []
-    for case, (wrong_rank, change) in WRONG.items():
-        given = change(found) if dist.get_rank() == wrong_rank else found
+    gradients = gradients_of_both()  # of all steps: the reader's function may leave a rank waiting
+    for (case, (wrong_rank, change)), (found, right) in zip(WRONG.items(), gradients):
+        # The others differ by exactly zero, as a rank may: it must not leave early.
+        given = change(found) if dist.get_rank() == wrong_rank else right
         # Copies, since the reader's function may compute in place.
         say = difference([g if g is None else g.clone() for g in given], [t.clone() for t in right])
         one = hasattr(say, "item") and math.prod(say.shape) == 1  # of numpy or torch
@@ -49,23 +53,35 @@ def main(_, difference):
 
 
 def gradients_of_both():
-    """This rank's gradients after one step, and those of one process for the same weights."""
+    """For each case, this rank's gradients after a step on a batch, and those of one process."""
     rank = dist.get_rank()
     part = build_stage(rank, RANKS)
     stage = PipelineStage(part, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_of)
-    tokens, targets = batch(0)
-    schedule.step(*([tokens] if stage.is_first else []), target=targets if stage.is_last else None)
     whole = torch.nn.Sequential(*(build_stage(index, RANKS) for index in range(RANKS)))
-    loss_of(whole(tokens), targets).backward()
-    return [[weight.grad for weight in one.parameters()] for one in (part, whole[rank])]
+    gradients = []
+    for number in range(len(WRONG)):
+        part.zero_grad()
+        whole.zero_grad()
+        tokens, targets = batch(number)
+        inputs = [tokens] if stage.is_first else []
+        schedule.step(*inputs, target=targets if stage.is_last else None)
+        loss_of(whole(tokens), targets).backward()
+        gradients.append([in_order(part), in_order(whole[rank])])
+    return gradients
 
 
-def one_lower(gradient):
-    """A copy of the gradient whose largest number is halved."""
+def in_order(part):
+    """The gradients of a stage, the first one last: no list begins or ends with the largest number
+    of the model, so that a function that looks only there is wrong."""
+    first, *others = [weight.grad for weight in part.parameters()]
+    return [*others, first]
+
+
+def one_turned(gradient):
+    """A copy of the gradient whose largest number has the other sign."""
     changed = gradient.clone()
-    at = changed.argmax()
-    changed.view(-1)[at] /= 2
+    changed.view(-1)[changed.argmax()] *= -1
     return changed
 
 

@@ -37,8 +37,9 @@ def clipping_program(path):
             return f"on {num_ranks} ranks {without_a_step(used) or complaint}"
         if len(held_out) != 1:
             return (
-                f"on {num_ranks} ranks the losses are right, but {len(held_out)} lines begin with "
-                "`held out`; the rank of the last stage prints one, `held out  loss 3.123456`"
+                f"on {num_ranks} ranks the losses are right, but a line `held out  loss 3.123456`, "
+                f"with nothing after the number, is printed {len(held_out)} times; the rank of the "
+                "last stage prints it once"
             )
         *_, wanted = losses_of(clip="whole")
         if abs(held_out[0] - wanted) > LIMIT:

@@ -120,11 +120,14 @@ def names_in(text):
     A local variable is none of them, even if the notebook has a global variable of that name.
     """
     names, tables = set(), [symtable.symtable(text, "<cell>", "exec")]
+    sums = [node.target for node in ast.walk(ast.parse(text)) if isinstance(node, ast.AugAssign)]
+    added = {getattr(each, "id", None) for each in sums}  # read, too, which symtable does not say
     while tables:
         table = tables.pop()
         tables += table.get_children()
         for symbol in table.get_symbols():
-            if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global()):
+            used = symbol.is_referenced() or symbol.get_name() in added
+            if used and (table.get_type() == "module" or symbol.is_global()):
                 names.add(symbol.get_name())
     return names
 

@@ -13,6 +13,7 @@ def best_cut(cut):
 
     `seconds` has one number per layer. The answer is compared with all possible cuts.
     """
+    even = filled = True  # so far: as many layers each; one stage filled after the other
     for seconds, num_stages in (
         ([2, 2, 2, 2, 2, 2, 2, 2], 4),
         ([1, 1, 1, 1, 1, 7], 3),
@@ -23,6 +24,7 @@ def best_cut(cut):
         ([3.5, 2, 0.5, 4.5, 3], 3),
         ([8, 2, 1, 7, 2, 9, 2], 4),
         ([6, 7, 3, 1, 1, 5, 9, 9, 5, 3], 4),
+        ([1.5, 0.25, 1.75, 0.25, 0.5], 3),  # not to be rounded
     ):
         counts = _counts(call(cut, list(seconds), num_stages), num_stages)
         case = f"layers of {seconds} s in {num_stages} stages: you say {counts}"
@@ -30,14 +32,16 @@ def best_cut(cut):
             return f"{case}, which are {sum(counts)} layers of {len(seconds)}"
         if min(counts) < 1:
             return f"{case}; each stage needs a layer"
+        even = even and max(counts) - min(counts) <= 1
+        filled = filled and _is_filled(seconds, counts)
         slowest = _slowest(seconds, counts)
         best = min(_slowest(seconds, each) for each in _all_cuts(len(seconds), num_stages))
         if slowest == best:
             continue
         told = f"{case}, and the slowest stage takes {slowest} s; {best} s is possible"
-        if max(counts) - min(counts) <= 1:
-            return f"{told}. Your stages have about as many layers each, and their seconds count"
-        if _is_left_over(seconds, counts):
+        if even:
+            return f"{told}. Your stages have about the same number of layers; their seconds count"
+        if filled and _seconds_of(seconds, counts)[-1] == slowest:
             return f"{told}. Your last stage gets what the others have left over"
         return told
 
@@ -65,11 +69,10 @@ def _seconds_of(seconds, counts):
     return [sum(seconds[end - count : end]) for count, end in zip(counts, ends)]
 
 
-def _is_left_over(seconds, counts):
-    """Whether each stage but the last is filled up to the average, and the last is the slowest."""
+def _is_filled(seconds, counts):
+    """Whether each stage but the last is filled up to the average."""
     loads, average = _seconds_of(seconds, counts), sum(seconds) / len(counts)
-    full = [load + seconds[end] > average for load, end in zip(loads[:-1], accumulate(counts))]
-    return loads[-1] == max(loads) and all(full)
+    return all(load + seconds[end] > average for load, end in zip(loads[:-1], accumulate(counts)))
 
 
 def _slowest(seconds, counts):
@@ -89,6 +92,7 @@ def spare_ranks(ranks):
     `seconds` has one number per stage. A stage takes its seconds divided by its ranks, which is the
     planner's estimate.
     """
+    even = True  # so far: as many ranks each
     for seconds, num_ranks in (
         ([60, 30, 30], 4),
         ([30, 60, 20], 6),
@@ -97,6 +101,7 @@ def spare_ranks(ranks):
         ([10, 70], 2),
         ([70, 50, 20], 7),
         ([30, 20, 90], 9),
+        ([2, 5, 4], 6),  # the seconds per rank are not to be rounded
     ):
         counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds))
         case = f"stages of {seconds} s on {num_ranks} ranks: you say {counts}"
@@ -104,15 +109,18 @@ def spare_ranks(ranks):
             return f"{case}; each stage needs a rank"
         if sum(counts) != num_ranks:
             return f"{case}, which are {sum(counts)} ranks"
+        even = even and max(counts) - min(counts) <= 1
         slowest = _pace(seconds, counts)
         best = min(_pace(seconds, each) for each in _all_cuts(num_ranks, len(seconds)))
         if slowest == best:
             continue
         told = f"{case}, and a mini-batch comes every {slowest:g} s; every {best:g} s is possible"
-        spare = num_ranks - len(seconds)
-        if counts[seconds.index(max(seconds))] == spare + 1 and spare > 1:
-            return f"{told}. After its first spare rank, is that stage still the slowest?"
-        if max(counts) - min(counts) <= 1:
+        spare, longest = num_ranks - len(seconds), seconds.index(max(seconds))
+        if spare == 1:  # every answer hands out one rank
+            return told
+        if counts[longest] == spare + 1:
+            return f"{told}. Stage {longest} has every spare rank, and is no longer the slowest"
+        if even:
             return f"{told}. The slowest stage sets the pace, and your ranks are spread evenly"
         return told
 

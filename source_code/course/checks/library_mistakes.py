@@ -30,14 +30,15 @@ MISTAKES = [
     ({"shown": "last"}, "the printed loss is that of the last micro-batch alone"),
 ]  # fmt: skip
 CLIPS = [
-    ({"clip": None}, "nothing has been clipped before an update"),
+    ({"clip": None}, "nothing has been clipped before an update: does the clip come before the "
+     "optimizer's step(), does it change .grad itself, and is the norm the whole model's?"),
     ({"clip": "stage"}, "each rank has clipped by the norm of its own stage, so each scaled by "
      "another factor: add up the squares of all ranks"),
     ({"clip": "sum"}, "the factor comes from the sum of the norms; norms of parts do not add, "
      "their squares do"),
     ({"clip": "largest"}, "the factor comes from the largest norm of a stage, and the whole is longer"),
-    ({"clip": "always"}, "gradients that were short enough have been made longer: the factor is "
-     "at most 1"),
+    ({"clip": "always"}, "the gradients have been scaled to the limit in every step, also where they "
+     "are shorter: is the factor at most 1, and has step() divided them before (scale_grads)?"),
     ({"clip": "square"}, "the factor comes from the square of the norm: take its root"),
 ]  # fmt: skip
 
@@ -45,12 +46,15 @@ CLIPS = [
 def mistake_in(found, num_ranks, clipped):
     """The mistake behind the printed `found`, [(step, loss)], as a sentence, or None."""
     if not found:
-        return "no line `step 0  loss 5.123456` was printed; the rank of the last stage prints them"
+        return (
+            "no line `step 0  loss 5.123456`, with nothing after the number, was printed; the rank of "
+            "the last stage prints one per step"
+        )
     numbers = [step for step, _ in found]
     if numbers != list(range(STEPS)):
         return (
-            f"the lines are those of steps {numbers}; one for each of steps 0 to {STEPS - 1} is "
-            "printed, by the rank of the last stage alone"
+            f"the lines are those of steps {numbers}; the rank of the last stage prints one for each "
+            f"of steps 0 to {STEPS - 1}, and no other rank prints any"
         )
     losses = [loss for _, loss in found]
     right = {"clip": "whole"} if clipped else {}
@@ -63,10 +67,11 @@ def mistake_in(found, num_ranks, clipped):
     step = next(k for k in range(STEPS) if not agree(losses[k : k + 1], wanted[k : k + 1]))
     case = f"step {step} has the loss {losses[step]:.6f}, and one process has {wanted[step]:.6f}"
     if step == 0:
-        return f"{case}: before the first update, so the forward or the printed number is another"
+        return f"{case}: before the first update, so the forward or the printed number is different"
+    clip = f", after the gradients of all ranks were clipped to {LARGEST}" if clipped else ""
     return (
-        f"{case}: step 0 is right, so it is the update or the next batch that is another; the update "
-        f"is plain SGD with a learning rate of {RATE}"
+        f"{case}: step {step - 1} is right, so the update after it or the batch of step {step} is "
+        f"different; the update is plain SGD with a learning rate of {RATE}{clip}"
     )
 
 
