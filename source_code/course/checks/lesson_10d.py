@@ -76,7 +76,7 @@ def complaint_of_gradients(report):
         )
 
 
-@checked("only pairs hide an all-to-all, and the shorter it is, the more of it they hide.")
+@checked("pairs hide more than half of the short all-to-alls, and less than half of the long ones.")
 def hidden_parts(hidden):
     """Check `hidden`: {ms: share of the all-to-alls that interleaved 1F1B hides in pairs}."""
     if not isinstance(hidden, Mapping):
