@@ -166,6 +166,12 @@ def order_of_the_first_call(
     return right(x, kept[0], weight, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
 
 
+def some_of_expert_0(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    last = (chosen.sort().values == 0).nonzero()[-1]
+    assert last + 1 == (chosen == 0).sum()
+    return right(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
+
+
 def one_count(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     exchange_counts(chosen.bincount().tolist())
     return right(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
@@ -207,6 +213,7 @@ def test_right_answers(mix, capsys):
         (loss_of_float32, "auxiliary loss is right to about seven digits only"),
         (four_sequences, "with other numbers of tokens and sequences, on rank 0 the share"),
         (order_of_the_first_call, "is out of bounds for dimension 0 with size 4"),
+        (some_of_expert_0, "raised IndexError: index -1 is out of bounds"),
         (one_count, "] is not a count for each of 2 ranks"),
         (only_own_tokens, "which row belongs to which token"),
         (results_alone, "a pair of tensors"),

@@ -33,10 +33,11 @@ class Case(NamedTuple):
 
 
 # Each rank sends other numbers of rows than it receives. In the second case every size is another,
-# as a function may have kept those of its first call. In the last one, expert 1 has no tokens.
+# as a function may have kept those of its first call, and rank 0 has no tokens for expert 0. In the
+# last one, nobody has any for expert 1.
 CASES = (
     Case(([1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0]), ([1.1, 1.5, 2.0], [1.25]), 4),
-    Case(([1, 1, 0, 1], [1, 0, 0, 1, 1, 0, 1]), ([0.7], [1.3, 0.9]), 3),
+    Case(([1, 1, 1, 1], [1, 0, 0, 1, 1, 0, 1]), ([0.7], [1.3, 0.9]), 3),
     Case(([0] * 6, [0] * 5), ([1.1, 1.5, 2.0], [1.25]), 4),
 )
 
