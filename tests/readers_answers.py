@@ -244,6 +244,42 @@ RIGHT = {
                                                    "in order(len(inputs)):\n        backward"))
             .splitlines()) + "    return step\n\ngpipe_step = step_of(range)"],
     ),
+    "a partial": (
+        "there_and_back",
+        [
+            "from functools import partial",
+            edited(THERE, ("there_and_back()", "back_and_forth(factor)"), ("2 * x", "factor * x")),
+            "there_and_back = partial(back_and_forth, factor=2)",
+        ],
+    ),
+    "a partial of the function with its own name": (
+        "there_and_back",
+        [
+            "from functools import partial",
+            edited(THERE, ("there_and_back()", "there_and_back(factor)"), ("2 * x", "factor * x")),
+            "there_and_back = partial(there_and_back, 2)",
+        ],
+    ),
+    "an object that can be called": (
+        "naive_step",
+        [
+            "class Step:\n    def __init__(self, factor):\n        self.factor = factor\n"
+            + "".join(f"    {line}\n" for line in edited(
+                NAIVE, ("naive_step(stage", "__call__(self, stage"), ("y = stage(x)",
+                                                                   "y = self.factor * stage(x)"))
+                      .splitlines()),
+            "naive_step = Step(1)",
+        ],
+    ),
+    "a method": (
+        "gpipe_step",
+        [
+            PIECES,
+            "class Steps:\n" + "".join(f"    {line}\n" for line in edited(
+                GPIPE, ("gpipe_step(stage", "gpipe(self, stage")).splitlines()),
+            "gpipe_step = Steps().gpipe",
+        ],
+    ),
     "a collective of all ranks": (
         "naive_step",
         [edited(NAIVE, ("    x = tokens", "    dist.barrier()\n    x = tokens"),

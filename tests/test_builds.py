@@ -12,12 +12,14 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from unittest import mock
 
 import pytest
 from further import SEEDS, first_of
 from mutated import mutated
 from ranks import run_on_ranks
+from readers_answers import RIGHT
 
 from course import launch
 from course.building import own_file
@@ -113,6 +115,19 @@ def answer_to(tmp_path, capsys, name, *edits):
 @pytest.mark.parametrize("name", SOLUTIONS)
 def test_a_solution_is_right(name, tmp_path, capsys):
     assert answer_to(tmp_path, capsys, name).startswith("Right: ")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in RIGHT if case.startswith(("a partial", "an object"))]
+)
+def test_a_partial_or_an_object_is_right_if_it_has_a_name(case, tmp_path, capsys):
+    name, cells = RIGHT[case]
+    step = written(tmp_path, "\n\n".join(cells), name)
+    CHECKS[name](step)
+    assert capsys.readouterr().out.startswith("Right: ")
+    for nameless in (lambda *given: step(*given), partial(step)):
+        CHECKS[name](nameless)
+        assert "a cell defines by name" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", SOLUTIONS)

@@ -215,6 +215,11 @@ WRONG = {
           ("    optimizer.step()", "    loss = loss_of(whole(tokens), targets)\n    loss.backward()\n"
            "    losses = [loss.detach()]\n    optimizer.step()")],
          "the schedule computed other losses: 5.102759 in step 1"),
+        ([("build_stage(rank, ranks)", "build_stage(rank, ranks).float()")],
+         "those of one process in their first digits only: step 1 has 4.5397"),
+        ([("    optimizer.step()", "    for weight in module.parameters():\n"
+           "        weight.grad = weight.grad.float().double()\n    optimizer.step()")],
+         "was something rounded to float32? `build_stage` makes float64"),
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
@@ -470,6 +475,14 @@ def test_the_number_of_spaces_in_a_line_does_not_matter(exercise, tmp_path, caps
     edits = [("{step}  loss", "{step} loss")]
     edits += [("held out  loss", "held out loss")] if exercise == "clipping_program" else []
     assert answer_to(tmp_path, capsys, exercise, *edits).startswith("Right: ")
+
+
+def test_a_schedule_may_compute_the_losses_with_another_factor(tmp_path, capsys):
+    edits = [
+        ("loss_fn=loss_of)", "loss_fn=lambda *both: loss_of(*both) / 8, scale_grads=False)"),
+        ("torch.stack(losses).mean()", "torch.stack(losses).sum()"),
+    ]
+    assert answer_to(tmp_path, capsys, "training_program", *edits).startswith("Right: ")
 
 
 def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):

@@ -131,6 +131,52 @@ def nothing_for_no_tokens(x, chosen, weight, expert, exchange_counts, exchange, 
     return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
 
 
+def rows_of_float32(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    mixed, share = right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+    )
+    rows = torch.zeros(x.shape)  # noqa: F821
+    for token, row in enumerate(mixed):
+        rows[token] = row
+    return rows, share
+
+
+def loss_of_float32(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    return right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses.float(), sequences
+    )
+
+
+def four_sequences(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    return right(x, chosen, weight, expert, exchange_counts, exchange, losses, 4)  # noqa: F821
+
+
+def order_of_the_first_call(
+    x,
+    chosen,
+    weight,
+    expert,
+    exchange_counts,
+    exchange,
+    losses,
+    sequences,
+    kept=[],  # noqa: B006
+):
+    kept.append(chosen)
+    return right(x, kept[0], weight, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
+
+
+def some_of_expert_0(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    last = (chosen.sort().values == 0).nonzero()[-1]
+    assert last + 1 == (chosen == 0).sum()
+    return right(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
+
+
+def one_count(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    exchange_counts(chosen.bincount().tolist())
+    return right(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)  # noqa: F821
+
+
 def only_own_tokens(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     return expert(x) * weight[:, None], losses.sum() / sequences
 
@@ -163,6 +209,12 @@ def test_right_answers(mix, capsys):
         (loss_without_gradient, "has no gradient"),
         (loss_of_numbers_alone, "has no gradient"),
         (loss_with_twice_its_gradient, "the gradient of the auxiliary loss is wrong"),
+        (rows_of_float32, "each result is right to about seven digits only"),
+        (loss_of_float32, "auxiliary loss is right to about seven digits only"),
+        (four_sequences, "with other numbers of tokens and sequences, on rank 0 the share"),
+        (order_of_the_first_call, "is out of bounds for dimension 0 with size 4"),
+        (some_of_expert_0, "raised IndexError: index -1 is out of bounds"),
+        (one_count, "] is not a count for each of 2 ranks"),
         (only_own_tokens, "which row belongs to which token"),
         (results_alone, "a pair of tensors"),
         (way_back_swapped, "Split sizes doesn't match"),
@@ -191,9 +243,8 @@ def test_how_much_of_the_all_to_alls_is_hidden(capsys):
         {5: 0.145, 15: 0.209},
         {5: 0.579, 15: 1.0},
         {5: 0.421, 15: 0.582},
-        {5: 0.579, 15: ...},
     ],
-    ids=["a fraction", "of the whole step", "all of it", "what is not hidden", "half done"],
+    ids=["a fraction", "of the whole step", "all of it", "what is not hidden"],
 )
 def test_wrong_shares_name_the_row_and_how_to_compute_it(hidden, capsys):
     assert " ms: " in answer_to(check.hidden_parts, hidden, capsys)
@@ -204,5 +255,9 @@ def test_a_share_in_percent_is_no_number_from_0_to_1(capsys):
     assert "5 ms: give a number from 0 to 1, not 58" in said
 
 
-def test_shares_that_are_not_attempted(capsys):
+def test_shares_that_are_not_attempted_missing_or_no_dictionary(capsys):
     assert "Not attempted" in answer_to(check.hidden_parts, {5: ..., 15: ...}, capsys)
+    for hidden, milliseconds in [({}, 5), ({"5": 0.579}, 5), ({5: 0.579, 15: ...}, 15)]:
+        assert f"{milliseconds} ms is still open" in answer_to(check.hidden_parts, hidden, capsys)
+    for hidden in ([0.579, 0.418], 0.579, right):
+        assert "hidden is a dictionary" in answer_to(check.hidden_parts, hidden, capsys)

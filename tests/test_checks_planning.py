@@ -7,7 +7,7 @@ import pytest
 
 from course.checks import lesson_11c as check
 from course.checks.answer import NOT_ATTEMPTED
-from course.checks.lesson_11c import right_times
+from course.checks.lesson_11c import RANKS, right_times
 from planning import confirming
 
 SLOW = "four nodes, one slow card each"
@@ -85,6 +85,21 @@ def one_end_only(times, first, last):
     return right_times(times._replace(**ends), first, last)
 
 
+def even_stages_only(times, first, last):
+    """Right for a cut with equal stages and for all layers together, wrong for the lesson's cuts."""
+    whole = last - first == times.layers
+    layer = [
+        each * (1 if whole else times.layers // RANKS / (last - first)) for each in times.layer
+    ]
+    return right_times(times._replace(layer=layer), first, last)
+
+
+def embedding_twice(times, first, last):
+    forward, backward = right_times(times, first, last)
+    again = first == 1
+    return forward + again * times.embedding[0], backward + again * times.embedding[1]
+
+
 def backward_is_two_forwards(times, first, last):
     forward, _ = right_times(times, first, last)
     return forward, 2 * forward
@@ -104,9 +119,18 @@ def backward_is_two_forwards(times, first, last):
         (nothing_run_again, "forward a second time before their backward: 20 ms more"),
         (all_run_again, "only the layers run forward again"),
         (backward_is_two_forwards, "it need not be two forwards"),
+        (even_stages_only, "layer 0 of 8: you say 20 and 40 ms; its layers and ends add up to 10"),
+        (
+            embedding_twice,
+            "layer 1 of 8: you say 13 and 27 ms; the embedding is on the first stage",
+        ),
+        (
+            lambda *case: map(int, right_times(*case)),
+            "of 6: you say 6 and 21 ms; its layers and ends add up to 6.75",
+        ),
         (lambda times, first, last: (1, 1), "add up to 20 and 40 ms"),
         (lambda times, first, last: 1, "return two numbers"),
-        (lambda times, first, last: ("a", 1), "which is not a number"),
+        (lambda times, first, last: ("a", 1), "your function returned 'a', which is not a number"),
     ],
 )
 def test_a_wrong_cost_model_is_told_what_it_leaves_out(stage_times, sentence, capsys):
@@ -171,6 +195,16 @@ def test_choices_accepts_every_way_within_the_error_of_a_forecast(model, pick, c
     assert answer.startswith("Right: ")
 
 
+@pytest.mark.parametrize(("model", "machine"), RIGHT)
+def test_choices_praises_what_holds_for_every_right_answer(model, machine, capsys):
+    """With the slow card only pipelines are right, and sharding is right wherever it is missing."""
+    accepted = {}
+    for name, way in check.ways_of(model, machine).items():
+        said = answer_to(check.choices, capsys, {**RIGHT, (model, machine): name})
+        accepted |= {name: way.plan.ranks} if said.startswith("Right: ") else {}
+    assert min(accepted.values()) > 1 if machine == SLOW else "sharded" in accepted
+
+
 def test_choices_wants_every_pair_in_a_dictionary(capsys):
     assert "is a dictionary" in answer_to(check.choices, capsys, "sharded")
     assert "nothing is chosen for 1.3 billion, one node" in answer_to(
@@ -189,6 +223,8 @@ def test_choices_wants_every_pair_in_a_dictionary(capsys):
         (gpus(to_nodes=lambda n: 8 * round(n / 8)), "a node too few"),
         (gpus(to_nodes=lambda n: 8 * (n // 8 + 1)), "you say 136, a node too many: 128 GPUs"),
         (gpus(to_nodes=lambda n: 64 * math.ceil(n / 64)), "operations are to be done"),
+        (gpus(to_nodes=lambda n: 8 * round(n / 8 + 0.5)), "you say 80, a node too many: 72 GPUs"),
+        (lambda p, t, days, x: gpus()(p, t, days // 2 * 2, x), "done in 51 days"),
     ],
 )
 def test_gpus_needed_explains(needed, sentence, capsys):

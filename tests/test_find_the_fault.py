@@ -333,6 +333,20 @@ def test_a_share_of_the_loss_may_use_what_only_a_tensor_has(capsys, tmp_path):
     assert answer == f"Right: {check.CASES[2].cured}"
 
 
+def test_a_repair_may_be_a_partial_of_that_name(capsys, tmp_path):
+    text = """from functools import partial
+
+
+def share(of, mean_loss, num_microbatches):
+    return of * mean_loss / num_microbatches
+
+
+loss_to_go_back_from = partial(share, 1)
+"""
+    answer = answer_to(capsys, check.repair, 2, of_a_cell(text, "loss_to_go_back_from", tmp_path))
+    assert answer == f"Right: {check.CASES[2].cured}"
+
+
 @pytest.mark.parametrize("case", first_of(check.CASES, 3))
 def test_a_repair_restores_the_losses_of_one_process(capsys, case):
     piece = globals()[check.CASES[case].piece]
@@ -342,12 +356,17 @@ def test_a_repair_restores_the_losses_of_one_process(capsys, case):
 
 def in_a_cell(function, folder):
     """The same function as the text of a cell defines it, outside of any other function."""
-    path = folder / f"cell_of_{function.__name__}.py"
-    path.write_text(textwrap.dedent(inspect.getsource(function)))
+    return of_a_cell(textwrap.dedent(inspect.getsource(function)), function.__name__, folder)
+
+
+def of_a_cell(text, name, folder):
+    """What the text of a cell defines with that name."""
+    path = folder / f"cell_of_{name}.py"
+    path.write_text(text)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, function.__name__)
+    return getattr(module, name)
 
 
 def wrong(name):

@@ -6,6 +6,7 @@ import inspect
 import sys
 import textwrap
 from collections import deque
+from functools import partial
 from pathlib import Path
 
 from course.source import read_source
@@ -26,23 +27,55 @@ def text_of(name, value, module):
     found = None
     for cell in _cells_of(module):
         for text, fills in _definitions(cell, name):
-            if not fills:
-                found = text  # the last one counts
-            elif found and isinstance(value, CONTAINERS):
+            if fills and not isinstance(value, CONTAINERS):
+                continue
+            if found and (fills or _uses_itself(text, name)):
                 found += f"\n{text}"
+            elif not fills:
+                found = text  # the last one counts
     return found
 
 
+def _uses_itself(text, name):
+    """Whether a statement needs the earlier value of `name`, as `step = partial(step, 2)` does."""
+    node = ast.parse(text).body[0]
+    values = [node.value] if isinstance(node, (ast.Assign, ast.AnnAssign)) else []
+    for value in values:
+        if isinstance(value, ast.Name) and value.id == name:
+            return True
+        values += [] if isinstance(value, ast.Lambda) else ast.iter_child_nodes(value)
+    return False
+
+
 def name_of(function):
-    """The name that the notebook gives to a function, which another function may have made."""
+    """The name that the notebook gives to a function, which another function may have made.
+
+    It is None for a partial, a method or another object to which the notebook gives no name.
+    """
     own, *names = names_of(function)
-    return own if own in names else min(names, default=own, key=lambda name: name.startswith("_"))
+    default = own if inspect.isfunction(function) else None
+    return own if own in names else min(names, default=default, key=lambda n: n.startswith("_"))
 
 
 def names_of(function):
     """The name of a function itself, and all that its module gives to it."""
-    known = getattr(function, "__globals__", {})
-    return [function.__name__, *(name for name, value in known.items() if value is function)]
+    known = known_to(function)
+    own = getattr(function, "__name__", None)
+    return [own, *(name for name, value in known.items() if value is function)]
+
+
+def known_to(function):
+    """{name: value} of the module of a function, or of a partial, a method or another object."""
+    if inspect.isfunction(function):
+        return inspect.unwrap(function).__globals__
+    return vars(sys.modules.get(module_of(function), object))
+
+
+def module_of(function):
+    """The name of the module that defines a function, or what a partial or an object calls."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__module__", None)
 
 
 def _has_own_text(name, value):

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from course.building.cells import name_of, text_of
+from course.building.cells import module_of, name_of, text_of
 from course.launch import ROOT
 from course.source import read_source
 
@@ -31,7 +31,7 @@ def keep(function):
 
     For exercises that are not solved yet, the file has the course's solution.
     """
-    request = _accepted.get(text_of(name_of(function), function, function.__module__))
+    request = _accepted.get(text_of(name_of(function), function, module_of(function)))
     if request:
         PARTS.mkdir(parents=True, exist_ok=True)
         _write(PARTS / f"{_place_of(request)}.json", json.dumps(request))

@@ -12,6 +12,7 @@ from course.checks.library_mistakes import LIMIT, MICROBATCHES, STEPS, losses_of
 
 PROGRAM = "course.checks.build_library_on_ranks.main"
 COMPUTING = 10  # seconds; a program also imports what it needs
+EXACT = 1e-11  # largest relative difference of losses in float64; in float32 it is above 1e-9
 
 
 @checked("the losses of one process on four ranks and on two, with nothing between you and torch.")
@@ -22,7 +23,7 @@ def training_program(path):
         found, _, used = printed_by(name, text, num_ranks)
         if complaint := mistake_in(found, num_ranks, clipped=False):
             return f"on {num_ranks} ranks {without_a_step(used) or complaint}"
-        if complaint := other_use(used) or other_losses(used, found):
+        if complaint := other_use(used) or other_losses(used, found) or few_digits(used, num_ranks):
             return f"on {num_ranks} ranks {complaint}"
 
 
@@ -98,13 +99,34 @@ def other_losses(used, found):
 
     A schedule may compute them with another factor, as if its loss function is a sum.
     """
-    own = next((rank["losses"] for rank in used if rank["losses"]), [])
+    own = computed_by(used)
     for (step, loss), computed in zip(found, own):
         if abs(loss * own[0] - computed * found[0][1]) > 1e-4 * abs(loss * own[0]):
             return (
                 f"the printed losses are right, but the schedule computed other losses: "
                 f"{computed:.6f} in step {step}. Train the stages with `schedule.step(...)` alone"
             )
+
+
+def few_digits(used, num_ranks):
+    """The sentence for losses of one process that the schedule computed in too few digits, or None.
+
+    The printed ones have six decimals, in which float32 and float64 look alike.
+    """
+    own, wanted = computed_by(used), losses_of(num_ranks)
+    for step, (computed, right) in enumerate(zip(own, wanted)):
+        computed *= wanted[0] / own[0]  # a schedule may compute them with another factor
+        if abs(computed - right) > EXACT * abs(right):
+            return (
+                "the losses are those of one process in their first digits only: step "
+                f"{step} has {computed:.12f}, and one process has {right:.12f}; was something rounded "
+                "to float32? `build_stage` makes float64"
+            )
+
+
+def computed_by(used):
+    """The mean losses of the steps that a schedule computed, on the rank of the last stage."""
+    return next((rank["losses"] for rank in used if rank["losses"]), [])
 
 
 def of_held_out(found, wanted):

@@ -8,7 +8,7 @@ import symtable
 import sys
 import types
 
-from course.building.cells import CONTAINERS, name_of, text_of
+from course.building.cells import CONTAINERS, known_to, module_of, name_of, text_of
 from course.checks.answer import NotAttempted, WrongAnswer
 
 MOST_NUMBERS = 64  # of a tensor that is written as a list
@@ -19,13 +19,19 @@ def request_of(*functions, places=1, **more):
     """The request with which `on_ranks.py` defines `functions`; `more` is added to it.
 
     Raises NotAttempted while each of them is an untouched stub, which has `...` at `places` places,
-    and WrongAnswer for anything that is not a function written in a cell.
+    and WrongAnswer for anything whose text cannot be found in a cell: a partial, a method or another
+    object needs a name there.
     """
     sources, imports = {}, []
     for function in functions:
-        if not inspect.isfunction(function) or name_of(function) == "<lambda>":
-            raise WrongAnswer("this exercise asks for a function, written with def in a cell")
-        texts, lines = collect(function)
+        texts = []
+        if callable(function) and not inspect.isbuiltin(function):
+            texts, lines = collect(function)
+        if not texts:
+            raise WrongAnswer(
+                "this exercise asks for a function that a cell defines by name, with def or with =: "
+                "the ranks run the text of that cell"
+            )
         sources |= dict(texts)
         imports += [line for line in lines if line not in imports]
     names = list(map(name_of, functions))
@@ -39,12 +45,12 @@ def request_of(*functions, places=1, **more):
 
 def collect(function):
     """([(name, text)], [import lines]): the definitions of its module that `function` uses, each
-    after those that it uses itself; the last one is `function`."""
-    name, known = name_of(function), inspect.unwrap(function).__globals__
+    after those that it uses itself; the last one is `function`. Both are empty if it has no name."""
+    name, known, module = name_of(function), known_to(function), module_of(function)
     sources, imports, seen = [], [], {name}
 
     def add(name, value):
-        text = text_of(name, value, function.__module__)
+        text = text_of(name, value, module)
         if text is None and hasattr(builtins, name):
             return  # Jupyter puts an `open` of its own into the notebook; a rank has Python's
         if text is None and (inspect.isroutine(value) or inspect.isclass(value)):
@@ -59,7 +65,7 @@ def collect(function):
             if other not in known:
                 continue  # it is built in, or not yet defined
             used = known[other]
-            line = line_of(other, used, function.__module__)
+            line = line_of(other, used, module)
             if line is None:
                 add(other, used)
             elif line:
@@ -70,7 +76,8 @@ def collect(function):
                 seen.add(other.__name__)
                 add(other.__name__, other)
 
-    add(name, function)
+    if name not in (None, "<lambda>"):
+        add(name, function)
     return sources, imports
 
 

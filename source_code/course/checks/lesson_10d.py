@@ -2,33 +2,37 @@
 """Checks of lesson 10d: dispatch and combine on two real ranks, and a schedule for an all-to-all."""
 
 import math
+from collections.abc import Mapping
 
 from course.checks.answer import NotAttempted, checked
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
 PROGRAM = "course.checks.lesson_10d_on_ranks.main"
-SHARES = 1.125, 0.3125  # of ranks 0 and 1: the sums 4.5 and 1.25, over 4 sequences
-MEANS = 1.5, 1.25  # over each rank's own sequences
+# How a sentence about each of the program's cases begins.
+CASES = "", "with other numbers of tokens and sequences, ", "if all tokens choose expert 0, "
+ROUNDED = "right to about seven digits only: was it rounded to float32 on its way?"
 
 
 @checked("every token has its expert's result in its own place, and all gradients arrive.")
 def dispatch_and_combine(mix):
     """Check `mix(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences)`."""
     reports = perform(request_of(mix, program=PROGRAM), 2)
-    for case, of_ranks in zip(("", "if all tokens choose expert 0, "), zip(*reports)):
+    for case, of_ranks in zip(CASES, zip(*reports)):
         # The results of both ranks first: a wrong row on one spoils the gradients of the other.
         for complaint_of in (complaint_of_results, complaint_of_gradients):
             for rank, report in enumerate(of_ranks):
-                if complaint := complaint_of(rank, report):
+                if complaint := complaint_of(report):
                     return f"{case}on rank {rank} {complaint}"
 
 
-def complaint_of_results(rank, report):
+def complaint_of_results(report):
     """The first thing that is wrong in the results of a rank, or None."""
     if "wrong" in report:
         return report["wrong"]
     if not report["same"]:
+        if report["rounded"]:
+            return f"each result is {ROUNDED} `torch.zeros` makes float32, `torch.zeros_like(x)` does not"
         if report["sorted"]:
             return (
                 "all results are right, but in another order: the rows come back sorted by expert, "
@@ -42,7 +46,7 @@ def complaint_of_results(rank, report):
     return None
 
 
-def complaint_of_gradients(rank, report):
+def complaint_of_gradients(report):
     """The first thing that is wrong in the gradients or the auxiliary loss of a rank, or None."""
     if report["no weight"]:
         return (
@@ -55,8 +59,10 @@ def complaint_of_gradients(rank, report):
                 f"the gradient of the {what} is wrong: rows go both ways through `exchange`, and "
                 "nothing is detached"
             )
-    if abs(report["share"] - SHARES[rank]) > 1e-9:
-        if abs(report["share"] - MEANS[rank]) < 1e-9:
+    if not report["share"]:
+        if report["share rounded"]:
+            return f"the share of the auxiliary loss is {ROUNDED}"
+        if report["share of own"]:
             return (
                 "the auxiliary loss is a mean over this rank's own sequences, so the sum of both "
                 "ranks is too large: the batch has `sequences`"
@@ -70,13 +76,17 @@ def complaint_of_gradients(rank, report):
         )
 
 
-@checked("only pairs hide an all-to-all, and the shorter it is, the more of it they hide.")
+@checked("pairs hide more than half of the short all-to-alls, and less than half of the long ones.")
 def hidden_parts(hidden):
     """Check `hidden`: {ms: share of the all-to-alls that interleaved 1F1B hides in pairs}."""
-    if all(value is ... for value in hidden.values()):
+    if not isinstance(hidden, Mapping):
+        return "hidden is a dictionary, {5: a number, 15: a number}"
+    if hidden and all(value is ... for value in hidden.values()):
         raise NotAttempted
     for milliseconds, right in ((5, 110 / 190), (15, 238.333 / 570)):
         found = hidden.get(milliseconds)
+        if found is ... or found is None:
+            return f"{milliseconds} ms is still open"
         try:
             share = math.nan if isinstance(found, str) else float(found)  # also of numpy or torch
         except (TypeError, ValueError):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a reader's dispatch and combine on this rank; lesson_10d.py reads the report.
 
-Each of two ranks has one expert, a matrix and a tanh, and 6 or 5 tokens of its own.
+Each of two ranks has one expert, a matrix and a tanh, and a few tokens of its own.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,30 @@ from extensions.experts.expert_group import ExpertGroup
 from pipeline.job import Job
 
 RANKS = 0, 1
-TOKENS = 6, 5  # of each rank
-# The expert of each token: each rank sends other numbers of rows than it receives, or expert 1 has
-# no tokens.
-CASES = ([1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0]), ([0] * 6, [0] * 5)
-LOSSES = [1.0, 1.5, 2.0], [1.25]  # the auxiliary loss of each sequence
-WIDTH = 4
+ROUNDED = 1e-6  # most difference of a number that was a float32
+
+
+class Case(NamedTuple):
+    """One call: `chosen` and `losses` have a list for each rank, the expert of each of its tokens and
+    the auxiliary loss of each of its sequences. A token has `width` numbers."""
+
+    chosen: tuple
+    losses: tuple
+    width: int
+
+    @property
+    def sequences(self):
+        return sum(map(len, self.losses))
+
+
+# Each rank sends other numbers of rows than it receives. In the second case every size is another,
+# as a function may have kept those of its first call, and rank 0 has no tokens for expert 0. In the
+# last one, nobody has any for expert 1.
+CASES = (
+    Case(([1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0]), ([1.1, 1.5, 2.0], [1.25]), 4),
+    Case(([1, 1, 1, 1], [1, 0, 0, 1, 1, 0, 1]), ([0.7], [1.3, 0.9]), 3),
+    Case(([0] * 6, [0] * 5), ([1.1, 1.5, 2.0], [1.25]), 4),
+)
 
 
 def main(_, reader):
@@ -28,26 +47,24 @@ def main(_, reader):
     dist.init_process_group("gloo")
     job = Job(dist.get_rank(), len(RANKS), torch.device("cpu"), "gloo", WAITING)
     job.groups[RANKS] = dist.group.WORLD
-    tell("report", value=[run_layer(job, reader, chosen) for chosen in CASES])
+    tell("report", value=[run_layer(job, reader, case) for case in CASES])
 
 
-def run_layer(job, reader, chosen):
-    """Compare result, share of the loss and gradients on this rank with those of one process.
-
-    `chosen` has the experts of the tokens of each rank.
-    """
+def run_layer(job, reader, case):
+    """Compare result, share of the loss and gradients on this rank with those of one process."""
     rank, group = job.rank, ExpertGroup(job, RANKS)
-    tokens, weights, experts, slope = drawn()
+    tokens, weights, experts, slope = drawn(case)
     x, weight = tokens[rank].clone(), weights[rank].clone()
     expert = experts[rank].clone()
     leaves = [each.requires_grad_() for each in (x, weight, expert)]
-    losses = torch.tensor(LOSSES[rank], dtype=torch.float64, requires_grad=True)
+    losses = torch.tensor(case.losses[rank], dtype=torch.float64, requires_grad=True)
     made = reader(
-        x, torch.tensor(chosen[rank]), weight, lambda rows: torch.tanh(rows @ expert),
-        partial(exchange_counts, group), partial(exchange, group), losses, sum(map(len, LOSSES)),
+        x, torch.tensor(case.chosen[rank]), weight, lambda rows: torch.tanh(rows @ expert),
+        partial(exchange_counts, group), partial(exchange, group), losses, case.sequences,
     )  # fmt: skip
     if not (isinstance(made, (tuple, list)) and len(made) == 2 and all(map(torch.is_tensor, made))):
-        return {"wrong": "return a pair of tensors: the results, and this rank's share of the loss"}
+        return {"wrong": "your function does not return a pair of tensors: the results, and this "
+                "rank's share of the loss"}  # fmt: skip
     mixed, share = made
     if mixed.shape != x.shape:
         return {"wrong": f"the results have the shape {list(mixed.shape)}, not {list(x.shape)}"}
@@ -55,39 +72,44 @@ def run_layer(job, reader, chosen):
         return {"wrong": "the share of the loss is not a single number"}
     # Both ranks run the same backward, also where nothing leads back to their own tokens.
     ((mixed * slope[rank]).sum() + share + 0 * sum(leaf.sum() for leaf in leaves)).backward()
-    right, unusual, gradients = one_process(chosen)
+    right, unusual, gradients = one_process(case)
+    right_share = losses.sum() / case.sequences
     return {
         "same": close(mixed, right[rank]),
+        "rounded": close(mixed, right[rank], ROUNDED),
         "sorted": close(mixed.sort(0).values, right[rank].sort(0).values),
         "unweighted": close(mixed, right[rank] / weights[rank][:, None]),
         "weighted before": close(mixed, unusual[rank]),
-        "share": round(share.item(), 9),
+        "share": close(share, right_share),
+        "share rounded": close(share, right_share, ROUNDED),
+        "share of own": close(share, losses.mean(), ROUNDED),
         "x": close(x.grad, gradients["x"][rank]),
         "weight": close(weight.grad, gradients["weight"][rank]),
         "no weight": not weight.grad.any(),
         "expert": close(expert.grad, gradients["expert"][rank]),
         "no losses": losses.grad is None or not losses.grad.any(),
-        "losses": losses.grad is not None and close(losses.grad, 1 / sum(map(len, LOSSES)), 1e-12),
+        "losses": losses.grad is not None and close(losses.grad, 1 / case.sequences, 1e-12),
     }
 
 
-def drawn():
+def drawn(case):
     """Tokens and weights of each rank, the experts, and the gradients of the results."""
     draw = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    tokens = [draw(n, WIDTH) for n in TOKENS]
-    weights = [0.5 + draw(n).sigmoid() / 2 for n in TOKENS]
-    return tokens, weights, [draw(WIDTH, WIDTH) for _ in RANKS], [draw(n, WIDTH) for n in TOKENS]
+    counts, width = list(map(len, case.chosen)), case.width
+    tokens = [draw(n, width) for n in counts]
+    weights = [0.5 + draw(n).sigmoid() / 2 for n in counts]
+    return tokens, weights, [draw(width, width) for _ in RANKS], [draw(n, width) for n in counts]
 
 
-def one_process(chosen):
+def one_process(case):
     """The results of both ranks' tokens, those if the weights multiplied what goes into the experts,
     and the gradients, with both experts in one process."""
-    tokens, weights, experts, slope = drawn()
+    tokens, weights, experts, slope = drawn(case)
     leaves = {"x": tokens, "weight": weights, "expert": experts}
     for each in sum(leaves.values(), []):
         each.requires_grad_()
     results, before = [], []
-    for x, w, of_rank in zip(tokens, weights, chosen):
+    for x, w, of_rank in zip(tokens, weights, case.chosen):
         rows = [(x[n], w[n], experts[e]) for n, e in enumerate(of_rank)]
         results.append(torch.stack([torch.tanh(row @ expert) * by for row, by, expert in rows]))
         before.append(torch.stack([torch.tanh(by * row @ expert) for row, by, expert in rows]))
@@ -98,7 +120,12 @@ def one_process(chosen):
 
 
 def exchange_counts(group, counts):
-    """The number of rows that arrive from each rank, for [to rank 0, to rank 1], as a list."""
+    """The number of rows that arrive from each rank, for [to rank 0, to rank 1], as a list.
+
+    Raises ValueError if the counts are not two.
+    """
+    if len(counts) != len(RANKS):
+        raise ValueError(f"{list(map(int, counts))} is not a count for each of {len(RANKS)} ranks")
     return group.exchange_counts(torch.as_tensor(counts)).flatten().tolist()
 
 
