@@ -138,6 +138,12 @@ def test_a_wrong_cost_model_is_told_what_it_leaves_out(stage_times, sentence, ca
     assert said.startswith("Not yet: ") and sentence in said and "\n" not in said
 
 
+@pytest.mark.parametrize("question", [check.stage_cost, check.perform])
+def test_a_cost_that_no_float_can_hold_is_named(capsys, question):
+    said = answer_to(question, capsys, lambda times, first, last: (10**400, 1))
+    assert said == "Not yet: your function returned a number of more than 308 digits"
+
+
 @pytest.mark.further
 @pytest.mark.processes
 def test_real_ranks_perform_the_even_cut_and_a_shorter_one(capsys, monkeypatch):

@@ -126,9 +126,13 @@ def require_number(value, name):
     value = number_in(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise WrongAnswer(f"{name} {_in_short(repr(value))}, which is not a number")
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:  # an integer or a Fraction may be larger than any float
+        raise WrongAnswer(f"{name} a number of more than 308 digits") from None
     if isinstance(value, numbers.Integral):
         return int(value)
-    if not math.isfinite(value):
+    if not is_finite:
         raise WrongAnswer(f"{name} {value}; is something divided by zero?")
     return float(value)  # a sentence can show it; before Python 3.12 it cannot show a Fraction
 
