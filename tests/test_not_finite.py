@@ -113,6 +113,30 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_keeps_the_good_checkpoi
     assert newest_is_finite(folder, tmp_path)
 
 
+def train_with_a_norm_of_nan(rank, script, flags, at_step):
+    """On one rank: as `train`, with a gradient norm of NaN in step `at_step`."""
+    module = importlib.import_module(script)
+    clip, calls = module.clip_gradients, iter(range(100))
+
+    def clip_and_spoil(*arguments):
+        norm = clip(*arguments)
+        return math.nan if next(calls) == at_step else norm
+
+    module.clip_gradients = clip_and_spoil
+    return train(rank, script, flags)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("script", SAVING)
+def test_a_norm_that_is_not_finite_ends_the_training_before_its_update(tmp_path, script):
+    flags = f"{FLAGS} {SAVING[script]} --clip 1 --checkpoints {tmp_path}"
+    ends = run_on_ranks(train_with_a_norm_of_nan, 2, script, flags, 2)
+    assert [status for status, _ in ends] == [1, 1]
+    said = "".join(said for _, said in ends)
+    assert said.startswith("the gradient norm of step 2 is nan: ") and said.count("\n") == 1
+    assert saved_steps(tmp_path) == [1, 2]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("rank", first_of([0, 1], 1))
 @pytest.mark.parametrize("script", SAVING)
