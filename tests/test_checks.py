@@ -703,7 +703,7 @@ def test_spare_ranks_calls_no_stage_the_slowest_that_is_not(capsys):
         lesson_04b.spare_ranks, capsys, lambda s, n: [n - len(s) + 1, *[1] * (len(s) - 1)]
     )
     assert "[30, 60, 20] s on 6 ranks: you say [4, 1, 1]" in answer
-    assert "no longer the slowest" not in answer
+    assert "All spare ranks" not in answer
 
 
 def test_only_ranks_that_are_always_spread_evenly_are_called_so(capsys):
@@ -720,7 +720,7 @@ def test_only_ranks_that_are_always_spread_evenly_are_called_so(capsys):
 @pytest.mark.parametrize(
     ("ranks", "sentence"),
     [
-        (all_to_the_slowest, "every 20 s is possible. Stage 1 has every spare rank"),
+        (all_to_the_slowest, "every 20 s is possible. All spare ranks are on stage 1"),
         (lambda s, n: even_counts(range(n), len(s)), "your ranks are spread evenly"),
         (lambda s, n: [1] * len(s), "which are 3 ranks"),
         (apportioned(lambda count: count + 1), "every 25 s; every 23.3333 s is possible"),

@@ -119,7 +119,9 @@ def spare_ranks(ranks):
         if spare == 1:  # every answer hands out one rank
             return told
         if counts[longest] == spare + 1:
-            return f"{told}. Stage {longest} has every spare rank, and is no longer the slowest"
+            return (
+                f"{told}. All spare ranks are on stage {longest}, and another stage is slower now"
+            )
         if even:
             return f"{told}. The slowest stage sets the pace, and your ranks are spread evenly"
         return told

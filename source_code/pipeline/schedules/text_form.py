@@ -21,13 +21,14 @@ def to_csv(schedule):
 
 
 def from_csv(text, name="custom"):
-    """Read the text form. Empty cells are ignored. Raises ScheduleError for cells that
-    are no actions; legal.py says whether the schedule can be performed.
+    """Read the text form. Empty cells are ignored. legal.py says whether the schedule can run.
+
+    Raises ScheduleError for a cell that is not an action.
 
     torch's cells of two actions at once, `(0F1;3B0)OVERLAP_F_B`, are read as one after the other.
     Its cells for messages and shards, such as `0SEND_F1`, are left out: a rank sends what it has
-    made, and receives what it needs next. In torch's files of 2024, which have
-    whole backwards as BW, B is the half for the input.
+    made, and receives what it needs next. In torch's files of 2024, which write a whole backward
+    as BW, B is the half for the input.
     """
     orders = []
     rows = text.strip().splitlines()
