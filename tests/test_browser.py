@@ -47,8 +47,9 @@ CHROMIUM = [
 
 
 @pytest.fixture
-def lab(tmp_path):
+def lab(tmp_path, monkeypatch):
     """The address of a JupyterLab server that `make lab` would start; it ends with the test."""
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))  # signatures of its own
     assert f"lab: export JUPYTER_CONFIG_PATH := $(CURDIR)/{SETTINGS}" in MAKEFILE
     port = free_port()
     flags = f"LAB_FLAGS={shlex.join([f'--port={port}', *LAB])}"
@@ -60,20 +61,23 @@ def lab(tmp_path):
         "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
         "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
     }
-    server = subprocess.Popen(
-        [sys.executable, *shlex.split(line, comments=True)[1:]],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
     address = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_it_answers(f"{address}/api", server)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(timeout=20)
+    log = tmp_path / "lab.log"
+    with log.open("w") as said:
+        server = subprocess.Popen(
+            [sys.executable, *shlex.split(line, comments=True)[1:]],
+            cwd=ROOT,
+            env=environment,
+            stdout=said,
+            stderr=said,
+        )
+        try:
+            wait_until_it_answers(f"{address}/api", server)
+            yield address
+        finally:
+            server.terminate()
+            server.wait(timeout=20)
+            print(log.read_text())  # a failed test shows it
 
 
 def wait_until_it_answers(address, server):
@@ -99,7 +103,11 @@ def open_notebook(chromium, lab, path):
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on(
             "console",
-            lambda message: problems.append(message.text) if message.type == "error" else None,
+            lambda message: (
+                problems.append(f"{message.text} {message.location}")
+                if message.type == "error"
+                else None
+            ),
         )
         page.on(
             "request",
