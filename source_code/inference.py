@@ -197,7 +197,6 @@ def read_flags():
     add("--requests", default=8, help="beginnings of the held-out text to be continued", **count)
     add("--prompt", action="append", metavar="TEXT", help="continue this instead; may be repeated")
     add("--tokens", default=16, help="tokens to write for each request", **count)
-    add("--arrive-every", type=int, default=0, metavar="N", help="passes from request to request")
     add("--groups", help="groups of requests in flight, else as many as ranks", **count)
     add(
         "--slots", default=2, help="requests of a group that are answered at the same time", **count
@@ -231,10 +230,6 @@ def read_flags():
         )
     if not 0 <= arguments.temperature < 1000:
         raise SystemExit(f"--temperature {arguments.temperature:g} must be from 0 to 1000; use 0.8")
-    if not 0 <= arguments.arrive_every < 1_000_000:
-        raise SystemExit(
-            f"--arrive-every {arguments.arrive_every} must be from 0 to 999999; leave it out"
-        )
     check_length(arguments)
     return arguments
 
@@ -244,11 +239,11 @@ def check_length(arguments):
     a = arguments
     requests = len(a.prompt) if a.prompt else a.requests
     # A group whose turn it is may have nothing to do.
-    passes = max(requests, a.groups) * a.tokens + requests * a.arrive_every
+    passes = max(requests, a.groups) * a.tokens
     if passes > MOST_PASSES:
         raise SystemExit(
-            f"--requests, --groups, --tokens and --arrive-every allow for {passes:,} passes, and "
-            f"{MOST_PASSES:,} are the most; use a smaller one"
+            f"--requests, --groups and --tokens allow for {passes:,} passes, and {MOST_PASSES:,} "
+            "are the most; use a smaller one"
         )
 
 

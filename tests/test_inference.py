@@ -40,7 +40,7 @@ def texts_in(output):
     first_of(
         [
             (1, "--requests 3"),
-            (2, "--requests 5 --arrive-every 3 --tokens-per-pass 4 --groups 3"),
+            (2, "--requests 5 --tokens-per-pass 4 --groups 3"),
             (4, "--requests 6 --slots 1 --tokens 5"),
             (4, "--requests 5 --groups 2 --slots 4 --tokens-per-pass 5 --temperature 0"),
             (3, "--groups 5 --prompt Pipelines --prompt a --tokens 20 --cut 1,2,1"),
@@ -56,7 +56,7 @@ def test_the_texts_are_those_of_one_process_without_a_cache(ranks, flags):
 def test_who_shares_the_pipeline_changes_no_text():
     alone = texts_in(infer("--requests 6 --groups 1 --slots 1", 2))
     assert len(alone) == 6
-    for flags in ("--groups 3 --slots 2", "--groups 2 --slots 3 --arrive-every 4"):
+    for flags in ("--groups 3 --slots 2", "--groups 2 --slots 3"):
         assert texts_in(infer(f"--requests 6 {flags} --tokens-per-pass 7", 2)) == alone
 
 
@@ -114,8 +114,7 @@ def test_the_cache_has_2_x_layers_x_tokens_x_kv_heads_x_head_dim_numbers():
 def random_requests(seed):
     draw = random.Random(seed)
     requests = [
-        Request((0,) * draw.randint(1, 12), draw.randint(1, 9), draw.randint(0, 20))
-        for _ in range(draw.randint(1, 9))
+        Request((0,) * draw.randint(1, 12), draw.randint(1, 9)) for _ in range(draw.randint(1, 9))
     ]
     slots = draw.randint(1, 3)
     return requests, draw.randint(1, 4), slots, draw.randint(slots, 8)
@@ -190,7 +189,6 @@ def test_chunks_of_one_prompt_follow_each_other_and_fill_the_pipeline_without_ot
             ("--groups 1000000", ["--groups 1000000", "1024"]),
             ("--requests 2000000000", ["--requests", "1,000,000 are the most"]),
             ("--groups 1024 --seq-len 2000 --tokens 1500", ["--groups", "1,000,000 are the most"]),
-            ("--arrive-every -3", ["--arrive-every -3"]),
             ("--prompt ''", ["--prompt", "empty"]),
             ("--checkpoints /nowhere/at/all", ["--checkpoints", "no checkpoint"]),
             ("--model /nowhere/at/all", ["--model", "config.json"]),

@@ -75,8 +75,7 @@ def plan_passes(requests, groups, slots, most_tokens):
     tokens, which must be at least `slots`: first one of each request that is being continued, then
     as many of the prompts as there is room for.
     """
-    order = sorted(range(len(requests)), key=lambda number: requests[number].arrives)
-    waiting, passes = deque(order), []
+    waiting, passes = deque(range(len(requests))), []
     active = [{} for _ in range(groups)]  # slot -> Active
     last = [None] * groups  # the newest Pass of each group
     turn = chains = 0
@@ -98,7 +97,7 @@ def plan_passes(requests, groups, slots, most_tokens):
 
 def admit(requests, waiting, active, slots, turn):
     """Give each waiting request a slot in the emptiest group; of equals, in the next in turn."""
-    while waiting and requests[waiting[0]].arrives <= turn:
+    while waiting:
         groups = sorted(
             range(len(active)), key=lambda g: (len(active[g]), (g - turn) % len(active))
         )

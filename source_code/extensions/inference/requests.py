@@ -10,14 +10,10 @@ from guard.ending import end_process
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, as tokens, that is to be continued by `count` tokens.
-
-    It gets a slot at turn number `arrives` of the groups or later; a turn is at most one pass.
-    """
+    """A prompt, as tokens, that is to be continued by `count` tokens."""
 
     prompt: tuple
     count: int
-    arrives: int = 0
 
     @property
     def positions(self):
@@ -42,7 +38,7 @@ def read_requests(arguments):
         held_out = a.text.held_out
         starts = [number * len(held_out) // a.requests for number in range(a.requests)]
         prompts = [tuple(held_out[s : s + 5 + 3 * (k % 4)].tolist()) for k, s in enumerate(starts)]
-    requests = [Request(p, a.tokens, k * a.arrive_every) for k, p in enumerate(prompts)]
+    requests = [Request(prompt, a.tokens) for prompt in prompts]
     for number, request in enumerate(requests):
         if not request.prompt:
             raise SystemExit(f"--prompt: request {number} is empty; give it at least one character")
