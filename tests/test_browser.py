@@ -260,7 +260,8 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
         expect(panel.locator(".pipeline-explorer-cursor svg rect")).to_have_count(6)
         panel.get_by_role("button", name="play").focus()
         page.keyboard.press("Enter")
-        now.get_by_text("at 60 ms").wait_for()
+        # A loaded machine shows only some of the moments that it plays.
+        expect(now).to_have_text(re.compile(r"at ([3-9]0|\d{3}) ms"), timeout=30_000)
         page.keyboard.press("Enter")
 
         # A block's story is there as soon as it is pointed at, and the table has all of them.
