@@ -58,7 +58,7 @@ README = """\
 To train your own model with your own data, change {model} and
 {data}. Read their docstrings first.
 
-Its files, each after those that it needs:
+Its files:
 
 {files}
 
@@ -84,7 +84,8 @@ def main():
     parser.add_argument("script", metavar="SCRIPT", help="one of the training scripts")
     parser.add_argument("destination", metavar="DIR|FILE.py", help="a new folder or file")
     parser.add_argument("--with-lab", action="store_true", help="keep the lab, in a folder")
-    parser.add_argument("--bare", action="store_true", help="leave out the guard")
+    bare = "leave out the guard, which also checks paths before the first step"
+    parser.add_argument("--bare", action="store_true", help=bare)
     parser.add_argument("--schedules", metavar="A,B,...", help="keep these and the default only")
     arguments = parser.parse_args()
     destination = Path(arguments.destination)
@@ -190,13 +191,14 @@ class Module:
         self.meanings += [pair for node in self.others for pair in names_of(node)]
 
     def leave_out(self, imports, names):
-        """Leave out some imports, and the rows of SCHEDULES and __all__ that need their `names`."""
+        """Leave out some imports with their names in __all__, and the rows of SCHEDULES with `names`."""
+        imported = {name for node in imports for name, _ in names_of(node)}
         self.own = [node for node in self.own if node not in imports]
         self.imports = [node for node in self.imports if node not in imports]
         self.left_out = [*self.left_out, *imports]
         for node in (node for node in self.body if isinstance(node, ast.Assign)):
             if isinstance(node.value, ast.List):
-                self.left_out += [one for one in node.value.elts if one.value in names]
+                self.left_out += [one for one in node.value.elts if one.value in imported]
             if isinstance(node.value, ast.Dict):
                 pairs = zip(node.value.keys, node.value.values)
                 self.left_out += [
@@ -266,8 +268,7 @@ def keep_schedules(modules, names, with_lab):
         and used.isdisjoint(name for name, _ in names_of(node))
     ]
     made = {schedule.make.__name__ for schedule in SCHEDULES.values()}
-    names_gone = {name for node in gone for name, _ in names_of(node)}
-    rows.leave_out(gone, names_gone | made - used)
+    rows.leave_out(gone, made - used)
     kept, waiting = set(), [one for one in modules if len(one.path.parts) == 1]
     places = {module.path: module for module in modules}
     while waiting:

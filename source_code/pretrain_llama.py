@@ -142,7 +142,7 @@ def read_flags():
     schedule = complete_flags(parser, arguments, read_corpus)
     # A run that continues must share these flags, too: each with its value in a new run.
     further = {"warm_up_steps": 10, "decay_steps": max(arguments.steps, 11), "clip": 1.0}
-    further |= {"vocabulary": 0, "packed": 0, "shuffle": 0, "settings": None}
+    further |= dict.fromkeys(["vocabulary", "packed", "shuffle", "settings"])
     check_checkpoint_arguments(arguments, further)
     check_rate(arguments)
     if arguments.settings:

@@ -90,6 +90,22 @@ def test_a_checkpoint_of_another_training_is_refused_with_the_first_mismatch_and
     assert content_of(saved) == before
 
 
+def test_a_flag_that_the_program_did_not_have_when_it_saved_is_one_that_was_not_given():
+    saved = {"--seed": 0, "--packed": True}
+    for value in (None, False, 0, 0.0):
+        assert checkpoint_folder.first_difference(saved, "step", saved | {"--new": value}) is None
+    for flag, value, words in [
+        ("--new", True, "--new is given, and step was made with no --new;"),
+        ("--new", 0.5, "--new is 0.5, and step was made with no --new;"),
+        ("--packed", False, "--packed is not given, and step was made with --packed;"),
+        ("--seed", 1, "--seed is 1, and step was made with --seed 0;"),
+        ("--seed", None, "--seed is not given, and step was made with --seed 0;"),
+    ]:
+        assert checkpoint_folder.first_difference(saved, "step", saved | {flag: value}).startswith(
+            words
+        )
+
+
 def test_what_was_not_given_is_taken_from_the_checkpoint_and_what_may_differ_may(
     saved, monkeypatch
 ):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,9 +26,11 @@ from ranks import run_on_ranks
 from course.followed_run import follow
 from course.launch import LaunchedRanks, launch_words, run
 from extensions.checkpointing import checkpoint, checkpoint_arguments, checkpoint_folder
+from extensions.checkpointing.whole_checkpoint import read_weights
 from extensions.optimization.clipping import norm_of, scale_gradients, squares_of
 from extensions.optimization.learning_rate import share_of_peak
-from pipeline.model import ModelConfig, build_part
+from pipeline import model
+from pipeline.model import FeedForward, ModelConfig, build_part
 
 SIZES = "--layers 8 --dim 16 --heads 2 --kv-heads 2 --seq-len 8 --batch-size 8 --microbatches 4"
 FLAGS = f"distributed_checkpointing.py {SIZES} --device cpu --clip 1 --decay-steps 9"
@@ -288,6 +291,37 @@ def test_a_training_that_forgets_something_has_other_losses(tmp_path, what):
     after = {row["step"]: row["loss"] for row in rows}
     assert sorted(after) == [4, 5, 6, 7, 8]
     assert largest_difference(after, undisturbed("adamw")) > 1e-12
+
+
+class SquaredReLU(FeedForward):
+    """A feed-forward network of the same width without the gate."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        del self.gate
+
+    def forward(self, x):
+        return self.down(self.up(x).relu() ** 2)
+
+
+def train_without_gate(rank, flags, said):
+    with mock.patch.object(sys, "argv", shlex.split(flags)):
+        with mock.patch.object(model, "FeedForward", SquaredReLU):
+            with open(said, "a") as error, redirect_stderr(error):
+                with pytest.raises(SystemExit) as end:
+                    distributed_checkpointing.main()
+    return end.value.code
+
+
+def test_a_weight_that_the_model_no_longer_has_is_named_and_not_left_out_in_silence(tmp_path):
+    train(tmp_path, ranks=2, steps=1)
+    flags = f"{FLAGS} --steps 2 --checkpoints {tmp_path / 'saved'}"
+    said = tmp_path / "said"
+    assert run_on_ranks(train_without_gate, 2, flags, said) == [2, 2]
+    assert "has the weight layers.0.feed_forward.gate.weight, and this model" in said.read_text()
+    names = [name for name in saved_state(tmp_path)["model"] if "gate" not in name]
+    with pytest.raises(checkpoint_folder.CheckpointError, match=r"has the weight layers\.0.*gate"):
+        read_weights(checkpoint_folder.find_checkpoint(tmp_path / "saved"), names)
 
 
 # Clipping

@@ -339,7 +339,7 @@ def test_the_course_s_own_llama_goes_out_with_its_logits_but_for_the_rounding_of
     checkpoint = find_checkpoint(tmp_path / "saved")
     part = build_part(ModelConfig(4, 16, 2, 2, 16), 0, 4)
     weights = {name: weight.detach() for name, weight in part.named_parameters()}
-    fill_weights(checkpoint, weights)
+    fill_weights(checkpoint, weights, weights)
     with torch.no_grad():
         theirs = loaded(tmp_path / "out", torch.float64)(tokens_of_test()).logits
         assert (part(tokens_of_test()) - theirs).abs().max() <= 1e-5

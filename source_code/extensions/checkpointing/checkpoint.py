@@ -32,7 +32,12 @@ from extensions.checkpointing.checkpoint_folder import (
     remove_leftovers,
     unmark_stopped,
 )
-from extensions.checkpointing.checkpoint_reader import PlainPlanner, PlainReader, reason_of
+from extensions.checkpointing.checkpoint_reader import (
+    PlainPlanner,
+    PlainReader,
+    reason_of,
+    reject_other_weights,
+)
 from guard.inputs import is_count
 
 
@@ -136,14 +141,16 @@ def set_random_state(device, states):
 # Reading
 
 
-def read_state(job, training, checkpoint, group=None):
+def read_state(job, training, checkpoint, names, group=None):
     """The state in a Checkpoint for the parameters of this rank; the model's go straight into them.
 
+    `names` are those of all ranks' parameters. Raises CheckpointError if they are not the saved ones.
     The optimizer has no state before its first step, so there is nothing that could be filled:
     what is there to load is asked of the checkpoint, by name.
     """
     reader = PlainReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata
+    reject_other_weights(saved, names, checkpoint.path)
     state = training.state(job)
     state["optimizer"] = {
         name: room_for(
@@ -267,7 +274,8 @@ class Checkpoints:
         """Continue `training` from `begin`. Returns None, or a sentence that says why it failed."""
         try:
             with self.job.waiting_for_all("its part of the checkpoint"):
-                state = read_state(self.job, training, self.begin, self.group)
+                names = {name for own in self.gather(list(training.parameters)) for name in own}
+                state = read_state(self.job, training, self.begin, names, self.group)
         except CheckpointError as error:
             return str(error)
         training.take(self.job, state)

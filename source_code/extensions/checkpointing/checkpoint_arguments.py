@@ -40,8 +40,8 @@ def add_checkpoint_arguments(parser):
 def check_checkpoint_arguments(arguments, further):
     """Check the flags and look into the folder; call it after `parse_arguments`.
 
-    `further` are the script's own flags that a continued run must share, as {name: default}. A flag
-    that is not given has the checkpoint's value, or the default if there is no checkpoint. Adds
+    `further` are the script's own flags that a continued run must share, as {name: default}. One
+    that is still None gets the checkpoint's value, or the default if there is no checkpoint. Adds
     `configuration` (the values that must be shared, by flag), `begin` (a Checkpoint or None) and
     `run` (the folder of the next checkpoint).
     """

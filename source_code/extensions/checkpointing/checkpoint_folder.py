@@ -232,17 +232,24 @@ def damage(checkpoint, file, what):
 def first_difference(saved, where, configuration):
     """Return a sentence about the first flag that differs from the run in `where`, or None.
 
-    `saved` and `configuration` are {flag: value}.
+    `saved` and `configuration` are {flag: value}. A flag that `saved` lacks, because the program had
+    none of that name when it saved, is one that was not given: None, False or 0.
     """
     for flag, value in configuration.items():
-        if saved.get(flag) != value:
-            was = f"{flag} {saved[flag]}" if saved.get(flag) is not None else f"no {flag}"
-            now = f"{flag} is {value}" if value is not None else f"{flag} is not given"
+        if saved[flag] != value if flag in saved else value:
+            is_now = f"is {value}" if with_value(value) else "is given" if value else "is not given"
+            before = saved.get(flag)
+            was = f"{flag} {before}" if with_value(before) else flag if before else f"no {flag}"
             return (
-                f"{now}, and {where} was made with {was}; use that, or another --checkpoints "
-                "folder, or begin anew with --fresh"
+                f"{flag} {is_now}, and {where} was made with {was}; use that, or another "
+                "--checkpoints folder, or begin anew with --fresh"
             )
     return None
+
+
+def with_value(value):
+    """Return whether the flag is one with a value, and was given."""
+    return value is not None and not isinstance(value, bool)
 
 
 # Writing. Only rank 0 does it, except for the files of torch.distributed.checkpoint.

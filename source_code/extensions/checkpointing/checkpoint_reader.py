@@ -111,6 +111,19 @@ def check_tensor(name, entry, most):
         raise InputError(f"{name} is not whole")
 
 
+def reject_other_weights(saved, names, where):
+    """Raise CheckpointError if a weight of `saved`, a checkpoint's metadata, is not in `names`.
+
+    torch reads the names that it is asked for, and leaves out all others without a word.
+    """
+    weights = (name.removeprefix("model.") for name in saved if name.startswith("model."))
+    if other := next((name for name in weights if name not in names), None):
+        raise CheckpointError(
+            f"{where} has the weight {other}, and this model has none of that name; use the program "
+            "that saved it"
+        )
+
+
 class ReadsPlainValues:
     """A planner's mixin: values that are not tensors are read as torch.load reads weights."""
 

@@ -13,6 +13,7 @@ from extensions.checkpointing.checkpoint_reader import (
     PlainReader,
     ReadsPlainValues,
     reason_of,
+    reject_other_weights,
 )
 
 
@@ -32,7 +33,10 @@ def read_whole(checkpoint):
 
 
 def read_weights(checkpoint, names):
-    """Return {name: tensor} of the model in a Checkpoint, in one process. Raises CheckpointError."""
+    """Return {name: tensor} of the model in a Checkpoint, in one process. Raises CheckpointError.
+
+    `names` are all of the model's.
+    """
     saved = PlainReader(checkpoint).read_metadata().state_dict_metadata
     weights = {}
     for name in names:
@@ -40,14 +44,15 @@ def read_weights(checkpoint, names):
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{checkpoint.path} has no weight {name}")
         weights[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    fill_weights(checkpoint, weights)
+    fill_weights(checkpoint, weights, names)
     return weights
 
 
-def fill_weights(checkpoint, weights):
-    """Fill `weights`, tensors by name, from a Checkpoint; no others are read."""
+def fill_weights(checkpoint, weights, names):
+    """Fill `weights`, tensors by name, from a Checkpoint, whose model has the `names` and no others."""
     reader, planner = PlainReader(checkpoint), PlainPlanner()
-    reader.read_metadata()  # else torch prints a traceback before the sentence
+    # Without this call torch would print a traceback before the sentence.
+    reject_other_weights(reader.read_metadata().state_dict_metadata, names, checkpoint.path)
     try:
         _load_state_dict({"model": weights}, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:

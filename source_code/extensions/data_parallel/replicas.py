@@ -3,9 +3,9 @@
 
 Every replica has the whole model, cut over its own ranks, and takes its own rows of each batch.
 Rank = replica x pipeline ranks + rank in the pipeline, so that a pipeline's neighbours stay
-neighbours in the machine. Replicas exchange two things, both between the ranks with the same
-stages: the number of tokens in the whole batch, before the first forward, and the sum of the
-gradients, after a stage's last backward. All other messages stay within a pipeline.
+neighbours in the machine. Replicas sum, between the ranks with the same stages: the gradients after
+a stage's last backward, the loss, and the number of tokens of a batch that no rank has whole. All
+other messages stay within a pipeline.
 
 `replicate` writes the schedules of all pipelines as one Schedule, in which replica r has the M
 micro-batches from r x M on. Worker, simulator and figures need no change for it. A step in a
@@ -189,7 +189,7 @@ class AllReduce:
 
     The gradients of a stage are summed in buckets, which start within the stage's last backward,
     while this rank and others still compute; with a split backward they start at its end. Call
-    `wrap` on each stage's part before the stage is built. A DataParallelWorker calls `around` and
+    `wrap` on each stage's part before the first step. A DataParallelWorker calls `around` and
     `finish`; then every `.grad` is that of the whole batch. A missing gradient counts as zeros.
     """
 

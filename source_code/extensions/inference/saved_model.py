@@ -12,7 +12,7 @@ from extensions.checkpointing.checkpoint_folder import (
 )
 from extensions.checkpointing.whole_checkpoint import fill_weights
 from extensions.real_models.saved_folder import take_model
-from pipeline.model import build_part
+from pipeline.model import ModelPart, build_part
 
 TRIES = 20  # while a training run replaces checkpoints
 SIZES = "layers", "dim", "heads", "kv_heads", "vocabulary"
@@ -84,8 +84,10 @@ def build_saved_part(arguments, first, last, device="cpu", job=None):
     if a.saved is None:
         return part
     weights = {name: parameter.detach() for name, parameter in part.named_parameters()}
+    with torch.device("meta"):
+        names = dict(ModelPart(a.config, 0, a.config.layers).named_parameters())
     for attempt in range(TRIES):
-        if all_say(job, is_read(a.saved, weights)):
+        if all_say(job, is_read(a.saved, weights, names)):
             return part
         if job is None:
             break
@@ -93,12 +95,15 @@ def build_saved_part(arguments, first, last, device="cpu", job=None):
     raise SystemExit(f"{a.saved.path} was removed while it was read; start again")
 
 
-def is_read(checkpoint, weights):
-    """Fill `weights`, or return False if the Checkpoint was removed meanwhile."""
+def is_read(checkpoint, weights, names):
+    """Fill `weights`, or return False if the Checkpoint was removed meanwhile.
+
+    `names` are those of all weights of the model.
+    """
     if not checkpoint.path.exists():
         return False
     try:
-        fill_weights(checkpoint, weights)
+        fill_weights(checkpoint, weights, names)
     except (CheckpointError, FileNotFoundError) as error:
         if checkpoint.path.exists():
             raise SystemExit(str(error)) from None

@@ -28,7 +28,7 @@ def check_compile(arguments, schedule):
     if any(action.kind == "I" for order in schedule.orders for action in order):
         raise SystemExit(
             f"--compile with --schedule {a.schedule}: a compiled backward does not come in halves; "
-            "use gpipe, 1f1b, interleaved-1f1b or looped-bfs"
+            "use a schedule whose backwards are whole, or leave --compile out"
         )
     if a.recompute == "selective":
         raise SystemExit(

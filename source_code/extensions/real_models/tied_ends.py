@@ -4,7 +4,7 @@
 Each end has a copy. Copies that start equal stay equal if both are updated by the sum of the two
 gradients (Press and Wolf 2017, 1608.05859, ties the two; Megatron-LM sums the gradients of its
 copies, too). The two copies are one parameter of the model, so the gradient's norm counts them
-once, and one copy is saved.
+once. A checkpoint has both.
 """
 
 from pipeline.collectives import Summing, open_groups

@@ -122,8 +122,7 @@ def build_schedule(name, num_ranks, num_microbatches, chunks=None, **options):
     if generator.chunks and chunks is not None:
         sizes.append(chunks)
     elif chunks not in (None, 1):
-        raise ScheduleError(
-            f"{name} has one stage per rank, not {chunks} chunks; "
-            f"use one of {', '.join(chunked_schedules())} for several"
-        )
+        several = ", ".join(chunked_schedules())  # none in some copies
+        advice = f"use one of {several} for several" if several else "leave --chunks out"
+        raise ScheduleError(f"{name} has one stage per rank, not {chunks} chunks; {advice}")
     return generator.make(*sizes, **options)
