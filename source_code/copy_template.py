@@ -34,7 +34,9 @@ SOURCE_CODE = Path(__file__).resolve().parent
 ROOT = SOURCE_CODE.parent
 FOLDERS = ("docs", "images", "notebooks", "slurm", "source_code", "tests", "tools")
 PACKAGES = ("pipeline", "guard", "extensions", "lab")  # in this order in one file
-LAB, GUARD = "lab.", "guard.around_main."  # what is attached to a program, in lines of its own
+# What is attached to a program, in lines of its own.
+LAB = ("lab.",)
+GUARD = "guard.around_main.", "guard.one_sentence.", "guard.printing."
 TEXT = Path("pipeline", "field_guide.txt")
 TOKEN_FILES = Path("extensions", "pretraining", "token_files.py")
 PREPARATION = Path("prepare_data.py")  # writes what they read
@@ -93,9 +95,9 @@ def main():
         script = Path(f"{arguments.script.removesuffix('.py')}.py")
         check_arguments(script, destination, arguments.with_lab)
         script = Path(script.name)
-        without = () if arguments.with_lab else (LAB,)
+        without = () if arguments.with_lab else LAB
         if arguments.bare or destination.suffix == ".py":
-            without += (GUARD,)
+            without += GUARD
         modules = modules_of(script, without)
         if destination.suffix != ".py":
             modules = [*preparation_for(modules, without), *modules]

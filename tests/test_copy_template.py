@@ -146,6 +146,9 @@ def test_a_copy_that_reads_tokens_can_make_them(more, tmp_path):
     ended = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "mine" / "tokens" / "tokens.json").is_file()
+    attached = {"around_main.py", "one_sentence.py", "printing.py", "launcher.py", "slurm.py"}
+    guard = {path.name for path in (tmp_path / "mine" / "guard").iterdir()}
+    assert guard.isdisjoint(attached) if more else guard >= attached
     assert copy("gpipe.py", tmp_path / "other") == 0
     assert not (tmp_path / "other" / "prepare_data.py").exists()
 
@@ -190,7 +193,7 @@ def test_a_copy_has_no_line_that_is_not_the_course_s_own_and_lacks_none(script, 
     assert set(file.read_text().splitlines()) <= course
     in_one = [s for s in statements(file) if not re.match("Import|Expr", s)]
     with mock.patch.object(copy_template, "Module", PARSED_ONCE):
-        modules = copy_template.modules_of(Path(script), (copy_template.LAB, copy_template.GUARD))
+        modules = copy_template.modules_of(Path(script), copy_template.LAB + copy_template.GUARD)
     known = [s for m in modules for s in statements(SOURCE / m.path, *OWN)]
     assert in_one == [s for s in known if not re.match("Import|Expr|.*__all__", s)]
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", folder.parent]
@@ -212,6 +215,8 @@ def test_a_copy_with_one_schedule_has_no_line_of_the_others_and_the_losses_bit_f
         )
     course = {line for path in SOURCE.rglob("*.py") for line in path.read_text().splitlines()}
     assert set(text.splitlines()) <= course
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F", tmp_path / form]
+    subprocess.run(ruff, check=True, timeout=60)
     losses = []
     for number, script in enumerate(
         [SOURCE / "train.py", max(files, key=lambda f: "train" in f.name)]
