@@ -236,6 +236,9 @@ WRONG = {
         ([("loss {held_out:.6f}", "loss {held_out:.6f}  perplexity 3")], "nothing after the number, is printed"),
         ([("run(schedule.eval, 6)", "run(schedule.step, 6)")], "was not evaluated"),
         ([("run(schedule.eval, 6)", "run(schedule.step, 6)\nrun(schedule.eval, 6)")], "was not evaluated"),
+        ([("run(schedule.eval, 6)", "run(schedule.eval, 5)"),
+          ("{held_out:.6f}", f"{library_mistakes.losses_of(clip='whole')[-1]:.6f}")],
+         "is right, but `schedule.eval(...)` computed another one: "),
     ],
     "comparison": [
         ([("(ours - theirs).abs()", "(ours - theirs)")], "rank 0 has one number with the wrong sign"),

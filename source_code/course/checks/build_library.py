@@ -42,7 +42,7 @@ def clipping_program(path):
                 f"with nothing after the number, is printed {len(held_out)} times; the rank of the "
                 "last stage prints it once"
             )
-        *_, wanted = losses_of(clip="whole")
+        first, *_, wanted = losses_of(clip="whole")
         if abs(held_out[0] - wanted) > LIMIT:
             return (
                 f"on {num_ranks} ranks the losses are right, but {of_held_out(held_out[0], wanted)}"
@@ -53,6 +53,13 @@ def clipping_program(path):
             return (
                 f"on {num_ranks} ranks the losses are right, but batch {STEPS} was not evaluated "
                 "with `schedule.eval(...)`; `step` also runs a backward, which nobody needs here"
+            )
+        evaluated = [loss for rank in used for loss in rank["held_out"]]
+        factor = first / computed_by(used)[0]  # as in `other_losses`
+        if evaluated and all(abs(loss * factor - wanted) > LIMIT for loss in evaluated):
+            return (
+                f"on {num_ranks} ranks the printed held-out loss is right, but `schedule.eval(...)` "
+                f"computed another one: {evaluated[-1] * factor:.6f}"
             )
 
 

@@ -3,7 +3,7 @@
 
 The text of the program is not changed. Each rank reports each stage that it makes, as [index, number
 of stages]. At the end, it reports the numbers of micro-batches of its schedules, how often it called
-`step` and `eval`, and the mean loss of each step that a schedule computed.
+`step` and `eval`, and the mean loss of each step and of each evaluation that a schedule computed.
 """
 
 import sys
@@ -43,9 +43,9 @@ def note_stages():
 
 def note_schedules():
     """A dict that is filled as the program uses the library: "microbatches", a list with one number
-    per schedule, "steps" and "evaluations", how often `step` and `eval` were called, and "losses", the
-    mean loss of each step on the rank of the last stage."""
-    used = {"microbatches": [], "steps": 0, "evaluations": 0, "losses": []}
+    per schedule, "steps" and "evaluations", how often `step` and `eval` were called, and "losses" and
+    "held_out", the mean loss of each step and of each evaluation on the rank of the last stage."""
+    used = {"microbatches": [], "steps": 0, "evaluations": 0, "losses": [], "held_out": []}
     create, evaluate, update = Schedule.__init__, Schedule.eval, Schedule._update_losses
 
     def __init__(self, n_microbatches, *arguments, **options):
@@ -65,8 +65,8 @@ def note_schedules():
 
     def _update_losses(self, stages, losses):
         found = [loss.item() for loss in self._internal_losses]
-        if found and self._has_backward:
-            used["losses"].append(sum(found) / len(found))
+        if found:
+            used["losses" if self._has_backward else "held_out"].append(sum(found) / len(found))
         update(self, stages, losses)
 
     Schedule.__init__, Schedule.eval, Schedule._update_losses = __init__, eval, _update_losses
