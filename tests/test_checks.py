@@ -443,6 +443,13 @@ def test_the_rows_of_a_schedule_may_be_lists_of_actions_from_a_generator(capsys)
     assert answer_to(lesson_02.own_gpipe, capsys, own).startswith("Right: ")
 
 
+def test_the_rows_of_a_schedule_may_be_lists_in_a_dictionary_by_rank(capsys):
+    def own(p, m):
+        return {r: [f"{r}{kind}{k}" for kind in "FB" for k in range(m)] for r in range(p)}
+
+    assert answer_to(lesson_02.own_gpipe, capsys, own).startswith("Right: ")
+
+
 def test_the_rows_of_a_schedule_may_be_in_a_deque(capsys):
     def own(p, m):
         return deque(",".join(f"{r}{kind}{k}" for kind in "FB" for k in range(m)) for r in range(p))

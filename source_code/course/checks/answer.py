@@ -189,7 +189,8 @@ def in_a_list(value):
     if hasattr(value, "tolist"):  # of numpy
         value = value.tolist()
     if isinstance(value, dict):
-        value = value.keys() if set(value.values()) == {None} else value.values()
+        has_order_only = all(each is None for each in value.values())
+        value = value.keys() if has_order_only else value.values()
     if not isinstance(value, (list, tuple, range, deque, Iterator, MappingView)):
         raise TypeError(f"{type(value).__name__} is not a list")
     return list(value)
