@@ -262,6 +262,11 @@ def added_from_elsewhere(deferred):
         one_entry(ELSEWHERE)
 
 
+def newest_from_elsewhere(deferred):
+    deferred.clear()
+    one_entry(ELSEWHERE)
+
+
 def storing_twice(gradient, inputs, weight, deferred):
     ELSEWHERE[:] = [(weight, inputs, gradient)]
     deferred.append((weight, inputs, gradient))
@@ -289,7 +294,7 @@ def with_few_digits(deferred):
             (lambda g, x, w, d: g, weight_half),
             "has the shape of x, (2, 5, 3); you return (2, 5, 4)",
         ),
-        ((input_half, replacing), "the gradient of the other micro-batch is gone"),
+        ((input_half, replacing), "the gradient of another micro-batch is gone"),
         ((input_half, half_as_much), "the gradient of micro-batch 1 counts 0.5 times"),
         ((input_half, twice_as_much), "the gradient of micro-batch 1 counts 2 times"),
         ((input_half, never_forgetting), "a second call would count it twice"),
@@ -298,7 +303,8 @@ def with_few_digits(deferred):
         ((side_by_side, apart), "Right: "),
         ((doubling_g, one_entry), "the first half changes the numbers of g or x"),
         ((storing_twice, updating), "the two halves have changed the weight itself"),
-        ((kept_elsewhere, added_from_elsewhere), "adds the gradient of the other one, too"),
+        ((kept_elsewhere, added_from_elsewhere), "of micro-batch 1 adds the gradient of another"),
+        ((kept_elsewhere, newest_from_elsewhere), "of micro-batch 1 adds the gradient of another"),
         ((input_half, of_one_sequence), "sum gᵀ x over all positions"),
         ((input_half, with_few_digits), "the gradient of A has too few digits"),
         (

@@ -20,7 +20,7 @@ TOO_EARLY = (
 
 @checked("the half that somebody waits for comes first, and the other one loses nothing.")
 def split_backward(input_half, weight_half):
-    """Check the halves of the backward of y = x Aᵀ with two micro-batches.
+    """Check the halves of the backward of y = x Aᵀ with three micro-batches.
 
     They are `input_half(gradient, inputs, weight, deferred)` and `weight_half(deferred)`; their
     gradients are compared with those of autograd in float64, to 1e-12.
@@ -30,9 +30,9 @@ def split_backward(input_half, weight_half):
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
     weight.grad = torch.zeros_like(weight)
-    wanted, deferred = [], [[], []]
+    wanted, deferred = [], [[], [], []]
     first = weight.detach().clone()
-    for k in range(2):
+    for k in range(3):
         x = torch.randn(2, 5, 3, dtype=torch.float64)
         g = torch.randn(2, 5, 4, dtype=torch.float64)
         wanted.append(torch.einsum("blo,bli->oi", g, x))
@@ -55,7 +55,7 @@ def split_backward(input_half, weight_half):
             return "nothing is deferred: the second half will need the weight, x and g"
         if any(is_summand(tensor, wanted[k]) for tensor in computed):
             return TOO_EARLY
-    for k in (1, 0):
+    for k in (1, 0, 2):  # neither the oldest nor the newest first
         said = _half_of_weights(weight_half, weight, deferred[k], wanted, k)
         if said:
             return said
@@ -126,7 +126,7 @@ def arrays_in(value):
 
 
 def _half_of_weights(weight_half, weight, deferred, wanted, k):
-    """The error in the half W of micro-batch `k`, or None; micro-batch 1 runs before 0."""
+    """The error in the half W of micro-batch `k`, or None; micro-batch 1 runs before 0 and 2."""
     import torch
 
     before = weight.grad.clone()
@@ -142,12 +142,13 @@ def _half_of_weights(weight_half, weight, deferred, wanted, k):
     if weight.grad.shape != wanted[k].shape or not weight.grad.any():
         return "after the second half the weight still has no gradient of its own shape"
     if k == 0 and (again - wanted[0]).abs().max() <= 1e-12:
-        return "the gradient of the other micro-batch is gone: add to weight.grad"
+        return "the gradient of another micro-batch is gone: add to weight.grad"
     more = again - before
     factor = ((more * wanted[k]).sum() / (wanted[k] * wanted[k]).sum()).item()
-    if (more - sum(wanted)).abs().max() <= 1e-9:
+    others = [sum(wanted), *wanted[:k], *wanted[k + 1 :]]
+    if any((more - other).abs().max() <= 1e-9 for other in others):
         return (
-            f"the second half of micro-batch {k} adds the gradient of the other one, too: keep in "
+            f"the second half of micro-batch {k} adds the gradient of another one: keep in "
             "`deferred` itself all that was deferred, and nowhere else"
         )
     if 1e-12 < (more - wanted[k]).abs().max() <= ROUNDED:
