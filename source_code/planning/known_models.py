@@ -92,7 +92,7 @@ def find_model(text, length, batch):
     called = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
     if text in NAMED:
         model = NAMED[text]
-    elif "=" in text:
+    elif "=" in text and not os.path.lexists(text):
         model = from_sizes(text)
     elif Path(text).suffix == ".json" or os.path.isdir(text):
         path = Path(text) / "config.json" if os.path.isdir(text) else Path(text)
