@@ -232,6 +232,12 @@ MALFORMED = {
     "{": r"is not JSON \(.*\); name a JSON file",
     "[" * 100_000: "is not JSON",
     '{"layers": [{"forward_ms": NaN}]}': r"is not JSON \(NaN is not a number\)",
+    json.dumps(
+        {"model": "\33[2J", "layers": [GOOD]}
+    ): "'model' is not a name of at most 80 letters",
+    json.dumps(
+        {"model": "a" * 81, "layers": [GOOD]}
+    ): "'model' is not a name of at most 80 letters",
 }
 
 

@@ -23,6 +23,7 @@ from pipeline.model import ModelConfig, build_part, token_loss
 FIELDS = ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes")
 LARGEST_FIGURE = 1e18
 LARGEST_FILE = 16 * MEBIBYTE
+MOST_LETTERS = 80  # of a model's name
 MOST_COMPARISONS = 30_000_000  # about ten seconds
 
 
@@ -221,7 +222,10 @@ def profile_from(content):
     layers = tuple(layer_profile_from(index, layer) for index, layer in enumerate(layers))
     if not any(layer.seconds for layer in layers):
         raise PartitionError("every forward_ms and backward_ms is 0, so there is nothing to plan")
-    return Profile(str(content.get("model", "model")), layers)
+    name = content.get("model", "model")
+    if not (isinstance(name, str) and name.isprintable() and len(name) <= MOST_LETTERS):
+        raise PartitionError(f"'model' is not a name of at most {MOST_LETTERS} letters")
+    return Profile(name, layers)
 
 
 def layer_profile_from(index, layer):
