@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from shlex import quote
 from types import SimpleNamespace
 
 import torch
@@ -125,7 +126,7 @@ def bring_in(arguments):
     if problem:
         raise SystemExit(f"--from-hf {arguments.from_hf} was not brought in: {problem}")
     words = " ".join(f"{flag} {size}" for flag, size in sizes.items())
-    print(f"continue with pretrain_llama.py --checkpoints {arguments.checkpoints} {words}")
+    print(f"continue with pretrain_llama.py --checkpoints {quote(arguments.checkpoints)} {words}")
     return 0
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from shlex import quote
 
 from extensions.pretraining.token_files import MOST_TOKENS, TOKEN_PARTS, TOKENIZER, TOKENS_FILE
 from extensions.pretraining.token_writer import TokenWriter, check_folder, write_tokens_file
@@ -104,7 +105,7 @@ def encode_all(arguments, out, writers):
     counts = ", ".join(f"{writer.total:,} {part}" for part, writer in writers.items())
     return (
         f"{documents:,} documents: {counts} tokens of {width} bytes, numbers below {num_tokens}\n"
-        f"train with --data {out} --vocabulary {num_tokens}"
+        f"train with --data {quote(str(out))} --vocabulary {num_tokens}"
     )
 
 
@@ -295,6 +296,7 @@ def read_flags():
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add(
         "--data",
+        action="extend",
         nargs="+",
         metavar="PATH",
         help="texts with empty lines between documents, JSON lines, or folders of them",

@@ -13,6 +13,7 @@ schedule can be below. If they meet, the schedule is proven to be best.
 import argparse
 import sys
 from pathlib import Path
+from shlex import quote
 
 from guard.files import not_written, to_json, write_output
 from guard.one_sentence import in_one_sentence
@@ -215,7 +216,9 @@ def in_words(arguments, answer):
         longer = makespan / answer.makespan - 1
         lines.append(f"{makespan:10.6g}  {TITLES.get(name, name)}, {longer:+.1%}")
     if arguments.csv and "--csv" not in not_written:
-        lines.append(f"written to {Path(arguments.csv)}; train with: train.py {arguments.csv}")
+        lines.append(
+            f"written to {Path(arguments.csv)}; train with: train.py {quote(arguments.csv)}"
+        )
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ from planning.counted_memory import predict_memory
 from planning.forecast import forecast, stage_costs
 from planning.known_models import NAMED, find_model
 from planning.machine import Link, Machine, read_machine
+from planning.narrow import command_lines
 from planning.plan_commands import OF_THE_COURSE, command_of
 from planning.plan_memory import memory_per_rank
 from planning.plan_tables import remark, table_lines
@@ -110,10 +111,12 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
         "tie_word_embeddings": False,
         "vocab_size": 128256,
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = tmp_path / "hidden=4096"  # which is not taken for a size
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
     expected = replace(NAMED["llama-3-8b"], length=512, batch=8, norms_in_float32=True)
-    assert find_model(str(tmp_path), 512, 8) == expected
-    assert find_model(str(tmp_path / "config.json"), 512, 8) == expected
+    assert find_model(str(folder), 512, 8) == expected
+    assert find_model(str(folder / "config.json"), 512, 8) == expected
     gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
             "n_positions": 1024}  # fmt: skip
     (tmp_path / "gpt2.json").write_text(json.dumps(gpt2))
@@ -376,12 +379,15 @@ def profile_of(layers, **further):
 
 def test_a_saved_model_of_the_course_s_sizes_keeps_its_norms_in_float32(tmp_path):
     """As pretrain_llama.py and finetune.py compute it, in 16 bits."""
-    folder = write_model(tmp_path / "saved", torch.bfloat16, layers=8, hidden_dim=48)
+    folder = write_model(tmp_path / "saved model", torch.bfloat16, layers=8, hidden_dim=48)
     settings, _ = read_settings(folder, 64)
     predicted = predict_memory(settings, one_f_one_b(4, 8), cut_evenly(8, 4), 2, 2)
     model = find_model(str(folder), 64, 16)
     found = memory_per_rank(model, Machine(1), Plan(ranks=4, microbatch=2))
     assert found == [rank.total for rank in predicted]
+    command = command_of(str(folder), model, Machine(4), Plan(ranks=4, microbatch=2))
+    assert str(folder) in shlex.split(command)
+    assert any(f"'{folder}'" in line for line in command_lines(command))
     ours = replace(model, norms_in_float32=False)
     assert memory_per_rank(ours, Machine(1), Plan(ranks=4, microbatch=2))[0] < found[0]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -230,6 +231,16 @@ def test_a_folder_of_save_to_disk_is_read_by_its_own_function(form, tmp_path, mo
         module.load_from_disk = lambda path: {"test": rows, "dev": rows}
         status, said, _ = make("--dataset", tmp_path, out="other")
         assert "has the parts test, dev and no train" in f"{status} {said}"
+
+
+def test_data_that_is_named_twice_is_all_read_and_a_folder_may_have_a_space(make):
+    words = ["--data", DEFAULT_TEXT] * 2
+    status, said, folder = make(*words, out="two words")
+    once = make("--data", DEFAULT_TEXT)[1]
+    documents, twice = (int(text.split(" documents")[0]) for text in (once, said))
+    assert status == 0 and twice == 2 * documents
+    command = shlex.split(said.splitlines()[1])
+    assert command[command.index("--data") + 1] == str(folder)
 
 
 @pytest.mark.parametrize(

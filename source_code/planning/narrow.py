@@ -22,9 +22,10 @@ def lines_of(text, indent=""):
 def command_lines(command):
     """The lines of a shell command: all but the last end with a backslash.
 
-    A flag and its value are on one line.
+    A flag and its value are on one line, and so is what is quoted.
     """
-    bound = re.sub(r"(?<= )(--\S+) (?!-)", rf"\1{NO_BREAK}", command)
+    quoted = re.sub(r"'[^']*'", lambda found: found[0].replace(" ", NO_BREAK), command)
+    bound = re.sub(r"(?<= )(--\S+) (?!-)", rf"\1{NO_BREAK}", quoted)
     wide = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": "    "}
     *first, last = textwrap.wrap(bound, WIDTH - 2, **wide)
     return [line.replace(NO_BREAK, " ") for line in [*(f"{line} \\" for line in first), last]]

@@ -3,6 +3,7 @@
 
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 
 from extensions.real_models.saved_folder import find_tensors
 from extensions.real_models.saved_settings import read_settings
@@ -98,7 +99,7 @@ def lines_with_files(name, model, machine):
 
 def convert_command(folder):
     """The command whose checkpoint pretrain_llama.py continues."""
-    return f"python source_code/convert.py --from-hf {folder} {' '.join(CONVERTED)}"
+    return f"python source_code/convert.py --from-hf {quote(folder)} {' '.join(CONVERTED)}"
 
 
 def why_not_saved(folder, model):
