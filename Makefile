@@ -102,7 +102,7 @@ hosted: ## let lessons run in a hosted notebook (ADDRESS=owner/name)
 # make wall FOLDER=/shared/progress FLAGS=--names
 FOLDER ?= build/progress
 wall: $(INSTALLED) ## show where a room is in build/wall, from everybody's progress
-	@mkdir -p "$(FOLDER)"
+	@mkdir -p build/progress # and no other folder, whose name may be mistyped
 	$(BIN)/python tools/wall.py "$(FOLDER)" $(FLAGS)
 
 submission: $(INSTALLED) ## run all checks of your notebooks; write one file to hand in
