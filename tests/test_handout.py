@@ -238,9 +238,18 @@ def test_a_link_to_a_solution_becomes_its_words():
     assert make_handout.without_links(line, lesson) == ""
 
 
-def test_an_unknown_flag_is_rejected_before_anything_is_written(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--statik"], "unrecognized arguments: --statik"),
+        (["--static", "--into", "elsewhere"], "leave out --of and --into"),
+    ],
+)
+def test_a_flag_that_it_lacks_is_rejected_before_anything_is_written(
+    tmp_path, monkeypatch, flags, sentence
+):
     monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
-    monkeypatch.setattr(sys, "argv", ["make_handout.py", "--statik"])
-    with pytest.raises(SystemExit, match="unrecognized arguments: --statik"):
+    monkeypatch.setattr(sys, "argv", ["make_handout.py", *flags])
+    with pytest.raises(SystemExit, match=sentence):
         make_handout.main()
     assert not (tmp_path / "handout").exists()

@@ -69,7 +69,10 @@ COURSE_ONLY = r"^<!-- course only -->.*?<!-- end -->\n?|<!-- course only -->.*?<
 def main():
     keep_running_unheard()
     flags = Parser(__doc__).parse_known_args()[1]
-    make_site.parse_arguments()  # rejects other flags than its own before anything is written
+    # Rejects other flags than its own before anything is written.
+    arguments = make_site.parse_arguments()
+    if (arguments.of, arguments.into) != (make_site.ROOT, make_site.SITE):
+        sys.exit(f"make_handout.py: the handout is always {HANDOUT}; leave out --of and --into")
     try:
         HANDOUT.mkdir(parents=True, exist_ok=True)
         with lock_folder("the handout", HANDOUT)[0]:  # one program at a time writes there
