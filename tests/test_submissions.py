@@ -243,7 +243,9 @@ def test_damaged_and_foreign_files_are_named_and_skipped(tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "binary.json").write_bytes(bytes(range(256)))
     os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "a\n\33[2Jskipped: ada.json").write_text("")
     said, rows, page = graded(tmp_path)
     assert [row["name"] for row in rows] == ["Ada"]
+    assert "\33" not in said + page and "\nskipped: ada.json" not in said
     for name in [*damaged, "binary.json", "pipe.json"]:
         assert f"skipped: {name} " in said and f"<li>{name} " in page

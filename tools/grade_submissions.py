@@ -73,7 +73,9 @@ def read_all(folder, ours=()):
         try:
             submissions[file.name] = read(file)
         except ValueError as error:
-            skipped.append(f"{file.name} {error}")
+            # Anybody hands in, and a name may be one that a terminal obeys.
+            name = file.name if file.name.isprintable() else ascii(file.name)
+            skipped.append(f"{name} {error}")
     return submissions, skipped
 
 
