@@ -139,6 +139,21 @@ def test_an_answer_that_never_ends_or_ends_everything_costs_its_notebook_only(
 
 
 @pytest.mark.processes
+def test_an_answer_may_leave_a_process_and_ask_for_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_submission, "LIMIT", 40)
+    source = f"import subprocess\nsubprocess.Popen(['sleep', '60'])\n{RIGHT}\ninput()"
+    kept, (asked, silent) = os.dup(0), os.pipe()
+    os.dup2(asked, 0)  # a terminal at which nobody types
+    try:
+        (answer,) = make_submission.run_apart(notebook(tmp_path, source, CHECK))
+    finally:
+        os.dup2(kept, 0)
+        for number in (kept, asked, silent):
+            os.close(number)
+    assert answer["said"].startswith("Right: ")
+
+
+@pytest.mark.processes
 def test_the_command_writes_a_file_that_the_table_takes(tmp_path):
     environment = os.environ | {"COURSE_NAME": "test of a submission"}
     command = [sys.executable, ROOT / "tools" / "make_submission.py", "00"]

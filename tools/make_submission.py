@@ -99,12 +99,13 @@ def run_apart(path):
     command = [sys.executable, __file__, "--one", path]
     problem = f"Not yet: the checks of this notebook did not end within {LIMIT} s"
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=LIMIT
-        )
-        if answers := answers_in(done.stdout, exercises):
-            return answers
-        reason = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+        # Not pipes, which a process that an answer starts may keep open.
+        with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors}
+            subprocess.run(command, **streams, timeout=LIMIT)
+            if answers := answers_in(text_of(printed), exercises):
+                return answers
+            reason = (text_of(errors).strip() or "it said nothing").splitlines()[-1]
         problem = f"Not yet: the checks of this notebook could not run: {reason}"
     except subprocess.TimeoutExpired:
         pass
@@ -114,6 +115,11 @@ def run_apart(path):
         {"lesson": exercise.lesson, "exercise": exercise.name, "said": problem, "answer": ""}
         for exercise in exercises
     ]
+
+
+def text_of(file):
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def answers_in(output, exercises):
