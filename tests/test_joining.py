@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -287,6 +288,25 @@ def test_a_rank_that_stops_after_it_has_joined_and_before_the_first_step_is_name
     message = str(failed.value)
     assert re.search(rf"rank \d waited {TIMEOUT} s for .*: rank 1 has stopped answering", message)
     assert "Traceback" not in message
+
+
+def test_a_rank_that_another_program_answers_ends_with_one_sentence():
+    """A connection is accepted by the system, and then nobody says a word."""
+    program = (
+        "import torch; from guard import meeting; from pipeline.job import Job\n"
+        "meeting.SLOW_START = meeting.GRACE = 1\n"
+        "meeting.find_store(Job(1, 2, torch.device('cpu'), 'gloo', 1))"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **told, "PYTHONPATH": str(SCRIPTS)},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
+    assert f"rank 1 has no answer of rank 0 at 127.0.0.1:{port}" in ended.stderr
 
 
 def test_a_torchrun_on_a_loaded_machine_may_answer_as_late_as_a_rank_may_start(monkeypatch):

@@ -5,7 +5,9 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from ipaddress import ip_address
@@ -50,12 +52,14 @@ def find_store(job):
     of_launcher = launcher_keeps_the_store()
     is_keeper = job.rank == 0 and not of_launcher
     began = time.monotonic()
+    keeper = "torchrun" if of_launcher else "rank 0"
     try:
         if not is_keeper:  # torchrun listens before it starts ranks, so it must answer
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
-        return of_this_attempt(open_store(address, port, is_keeper, limit))
+        asked = f"rank {job.rank} has no answer of {keeper} at {address}:{port}"
+        with ended_after(limit + GRACE, f"{asked}; if another program is there, set MASTER_PORT"):
+            return of_this_attempt(open_store(address, port, is_keeper, limit))
     except (OSError, RuntimeError) as error:
-        keeper = "torchrun" if of_launcher else "rank 0"
         waited = f"waited {time.monotonic() - began:.0f} s for {keeper} to start"
         reason = str(error).splitlines()[0]
         said = "cannot listen" if is_keeper else waited
@@ -122,6 +126,21 @@ def wait_for_listener(job, address, port, limit):
                     waited = f"rank {job.rank} waited {job.timeout:g} s for rank 0 to start"
                     end_process(f"{waited}: {stopped}", partial(end_siblings, processes))
             time.sleep(0.02)
+
+
+@contextmanager
+def ended_after(seconds, sentence):
+    """A context that ends this process with a sentence if its body takes longer.
+
+    torch's store waits for ever if another program listens at its port and says nothing.
+    """
+    timer = threading.Timer(seconds, end_process, [sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def launcher_keeps_the_store():
