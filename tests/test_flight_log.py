@@ -112,6 +112,14 @@ def test_another_seed_differs_from_the_weights_on(record):
     assert "step 0 begins with another" in found.sentence
 
 
+def test_a_recording_that_ends_before_its_last_step_has_ended_is_another(record, tmp_path):
+    folder = shutil.copytree(record("1f1b"), tmp_path / "cut")
+    lines = (folder / "rank1.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rank1.jsonl").write_text("".join(lines[:-2]))
+    found = compare(read_recording(record("1f1b")), read_recording(folder))
+    assert found.sentence == "the second recording ends before rank 1 has ended step 1"
+
+
 def test_recordings_of_different_cuts_are_not_compared(record):
     one, other = (
         read_recording(record("gpipe")),

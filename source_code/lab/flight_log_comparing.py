@@ -42,6 +42,7 @@ def compare(one, other, tolerance=0.0):
             _first_weights(one, other, number, tolerance)
             or _first_action(one, other, number, tolerance)
             or _first_update(one, other, number, tolerance)
+            or _first_end(one, other, number)
         )
         if found:
             return found
@@ -326,6 +327,17 @@ def _first_update(one, other, number, tolerance):
         f"gradient of norm {norms}"
     )
     return Difference(number, ranks, None, sentence)
+
+
+def _first_end(one, other, number):
+    """The Difference of a step that a rank has ended in one of the recordings only, or None."""
+    ends = one.steps[number].ended, other.steps[number].ended
+    if one.seen or other.seen or ends[0] == ends[1]:
+        return None
+    rank = min(ends[0] ^ ends[1])
+    name = "the second" if rank in ends[0] else "the first"
+    sentence = f"{name} recording ends before rank {rank} has ended step {number}"
+    return Difference(number, (rank,), None, sentence)
 
 
 def short_norm(norm):
