@@ -219,7 +219,7 @@ def read_flags():
     # The lab's memory check uses the number of requests at a time, and that of a group.
     arguments.batch_size = arguments.groups * arguments.slots
     arguments.microbatch_size = arguments.slots
-    take_sizes(arguments)
+    take_sizes(parser, arguments)
     complete_model(parser, arguments, read_corpus)
     if arguments.model_folder:
         arguments.config = arguments.saved.settings

@@ -70,7 +70,8 @@ def parse_arguments():
     add("--memory", type=positive_number, metavar="BYTES", help="of a worker, for what it stashes")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--save", metavar="FILE", help="keep what was measured, as JSON")
-    add = parser.add_argument_group("the course's model, measured without --profile").add_argument
+    model = parser.add_argument_group("the course's model, measured without --profile")
+    add = model.add_argument
     count = {"type": positive_integer, "metavar": "N"}
     add("--layers", default=ModelConfig.layers, help="decoder layers", **count)
     add("--dim", default=ModelConfig.dim, help="width of the model", **count)
@@ -91,6 +92,10 @@ def parse_arguments():
         )
     if arguments.save:
         check_file("--save", arguments.save)
+    for each in model._group_actions if arguments.profile else []:
+        if getattr(arguments, each.dest) != each.default:
+            flag = each.option_strings[0]
+            raise SystemExit(f"{flag} is not for --profile, which has its own; leave it out")
     if arguments.profile is None:
         parser.checks += [check_plan_size, check_memory_of_a_layer, check_time_of_all]
         complete_arguments(parser, arguments, read_data=lambda _: None)

@@ -20,7 +20,7 @@ from lab.figures import draw_timelines
 from lab.simulator import Costs, cost, cost_or_nothing, simulate
 from lab.terminal_timeline import COLUMNS, in_text
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, positive_integer
+from pipeline.command_line import Parser, check_same, positive_integer
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, chunked_schedules
 from pipeline.schedules.from_flags import by_name, schedule_option
@@ -79,8 +79,8 @@ def parse_arguments():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("schedule", help=f"{', '.join(SCHEDULES)}, or a CSV file")
-    add("--ranks", type=positive_integer, default=4, metavar="P")
-    add("--microbatches", type=positive_integer, default=8, metavar="M")
+    add("--ranks", type=positive_integer, metavar="P", help="else 4")
+    add("--microbatches", type=positive_integer, metavar="M", help="else 8")
     chunked = ", ".join(chunked_schedules())
     add("--chunks", type=positive_integer, metavar="V", help=f"stages per rank, for {chunked}")
     has = "; ".join(
@@ -139,13 +139,14 @@ def check_files(arguments):
 def schedule_of(arguments):
     """Return the schedule of the flags, from its generator or a CSV file, or reject the flags."""
     name, chunks = arguments.schedule, arguments.chunks
-    sizes = f" --ranks {arguments.ranks} --microbatches {arguments.microbatches}"
+    ranks, microbatches = arguments.ranks or 4, arguments.microbatches or 8
+    sizes = f" --ranks {ranks} --microbatches {microbatches}"
     sizes += f" --chunks {chunks}" if chunks else ""
     options = by_name("--option", arguments.option)
     sizes += "".join(f" --option {option}={value}" for option, value in options.items())
     try:
         if name in SCHEDULES:
-            shape = name, arguments.ranks, arguments.microbatches, chunks
+            shape = name, ranks, microbatches, chunks
             return check_legal(build_schedule(*shape, **options))  # a generator may be the user's
         if chunks:
             names = ", ".join(chunked_schedules())
@@ -154,7 +155,10 @@ def schedule_of(arguments):
             raise SystemExit(
                 "--option is for a schedule with a name; a file is one order, and has no options"
             )
-        return check_legal(from_csv(read_text(name, LARGEST_CSV), Path(name).stem))
+        schedule = check_legal(from_csv(read_text(name, LARGEST_CSV), Path(name).stem))
+        check_same("--ranks", arguments.ranks, name, schedule.num_ranks)
+        check_same("--microbatches", arguments.microbatches, name, schedule.num_microbatches)
+        return schedule
     except ScheduleError as error:
         raise SystemExit(f"{name}{sizes if name in SCHEDULES else ''}: {error}") from None
     except InputError as error:

@@ -23,7 +23,7 @@ from lab.known_schedules import TITLES
 from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, positive_integer, positive_number
+from pipeline.command_line import Parser, check_same, positive_integer, positive_number
 from pipeline.schedules.from_flags import by_name
 from pipeline.schedules.text_form import to_csv
 from planning.bounded_search import Question, search
@@ -54,8 +54,8 @@ def main():
 def parse_arguments():
     parser = Parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add("--ranks", default=4, **count)
-    add("--microbatches", default=8, **count)
+    add("--ranks", help="else 4", **count)
+    add("--microbatches", help="else 8", **count)
     add("--chunks", default=1, help="stages per rank", **count)
     add("--placement", choices=list(PLACEMENTS), default="loop", help="of several stages per rank")
     add("--forward", type=costs, default=[1.0], metavar="T,...", help="of each stage, or of all")
@@ -71,10 +71,20 @@ def parse_arguments():
     add("--csv", metavar="FILE", help="write the schedule, for train.py")
     add("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args()
+    if arguments.timeline:
+        check_left_out(parser, arguments)
     check_paths_apart(arguments, {"--csv": "csv"}, {"--timeline": "timeline"})
     if arguments.csv:
         check_file("--csv", arguments.csv)
     return arguments
+
+
+def check_left_out(parser, arguments):
+    """Reject a flag for what --timeline has itself."""
+    for name in ("chunks", "placement", "forward", "backward", "backward_weight", "split"):
+        if getattr(arguments, name) != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise SystemExit(f"{flag} is not for --timeline, which has its own; leave it out")
 
 
 def costs(text):
@@ -99,10 +109,13 @@ def question_of(arguments):
     a = arguments
     if a.timeline:
         places, m, given, split = from_timeline(a.timeline)
+        check_same("--ranks", a.ranks, f"--timeline {a.timeline}", 1 + max(places))
+        check_same("--microbatches", a.microbatches, f"--timeline {a.timeline}", m)
         a.ranks = 1 + max(places)
         check_size(len(places), m)
     else:
-        stages, m, split = a.ranks * a.chunks, a.microbatches, a.split
+        a.ranks = a.ranks or 4
+        stages, m, split = a.ranks * a.chunks, a.microbatches or 8, a.split
         check_size(stages, m)
         if a.placement == "v" and a.chunks != 2:
             raise SystemExit("--placement v has two stages per rank; add --chunks 2")

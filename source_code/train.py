@@ -15,7 +15,7 @@ import sys
 from extensions.recompute_flags import add_recompute_flags, build_recomputing_stages, check_pieces
 from guard.around_main import guarded
 from lab import attach
-from pipeline.command_line import ranks_from_environment
+from pipeline.command_line import check_same, ranks_from_environment
 from pipeline.schedules.from_flags import add_schedule_flags, choose_schedule
 from pipeline.schedules.text_form import read_schedule
 from pipeline.training import (
@@ -62,12 +62,9 @@ def schedule_of(arguments):
             f"{arguments.file} has its own schedule; leave out --schedule, --chunks and --option"
         )
     schedule = read_schedule(arguments.file, ranks_from_environment()[1])
-    if arguments.microbatches not in (None, schedule.num_microbatches):
-        raise SystemExit(
-            f"--microbatches {arguments.microbatches} contradicts {arguments.file}, which has "
-            f"{schedule.num_microbatches}; leave the flag out"
-        )
-    arguments.microbatches = schedule.num_microbatches
+    has = schedule.num_microbatches
+    check_same("--microbatches", arguments.microbatches, arguments.file, has)
+    arguments.microbatches = has
     return schedule
 
 

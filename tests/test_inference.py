@@ -67,6 +67,8 @@ def test_the_model_of_a_training_is_taken_from_its_checkpoint(tmp_path):
     output = run(f"{words} --verify", 4, warm=True, show=False, limit=60).output
     assert "all 2 texts are those of one process" in output
     assert texts_in(output) != texts_in(infer("--requests 2", 4))
+    with pytest.raises(RunFailed, match="--dim 64 contradicts --checkpoints"):
+        run(f"{words} --dim 64", 1, warm=True, show=False, limit=60)
 
 
 def test_the_texts_of_a_saved_qwen2_are_those_of_transformers(tmp_path):

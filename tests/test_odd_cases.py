@@ -18,11 +18,13 @@ import rehearse
 import spoil_code
 import wall
 from further import first_of, further
+from saved_models import write_model
 
 from guard import one_sentence
 from lab.simulator import Costs, simulate
 from lab.timeline import Timeline, to_chrome_trace
 from pipeline.schedules import build_schedule
+from pipeline.schedules.text_form import to_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "source_code/gpipe.py"
@@ -51,6 +53,31 @@ def rejected(monkeypatch, capsys, program, *words):
 )
 def test_what_a_list_gives_twice_is_named(monkeypatch, capsys, words, sentence):
     assert f"{sentence}; give it once" in rejected(monkeypatch, capsys, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("predict a.csv --ranks 3", "--ranks 3 contradicts a.csv, which has 2"),
+        ("predict a.csv --microbatches 8", "--microbatches 8 contradicts a.csv, which has 3"),
+        ("search_schedule --timeline a.json --ranks 4", "--ranks 4 contradicts --timeline a.json"),
+        ("search_schedule --timeline a.json --backward-weight 1", "--backward-weight is not for"),
+        (
+            "plan_partition --profile a --workers 2 --bandwidth 1 --kv-heads 4",
+            "--kv-heads is not for --profile",
+        ),
+        ("inference --model model --layers 3", "--layers 3 contradicts --model model, which has 4"),
+    ],
+)
+def test_a_flag_that_contradicts_a_file_is_not_ignored(
+    monkeypatch, capsys, tmp_path, words, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    schedule = build_schedule("gpipe", 2, 3)
+    Path("a.csv").write_text(to_csv(schedule))
+    Path("a.json").write_text(to_chrome_trace(simulate(schedule, Costs(1, 2))))
+    write_model("model")
+    assert sentence in rejected(monkeypatch, capsys, *words.split())
 
 
 def without(timeline, removed):

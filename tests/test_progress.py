@@ -139,6 +139,8 @@ def test_a_person_is_stuck_after_three_wrong_answers_or_eight_minutes_and_not_on
     assert wall.place_of("a", records(("laundry", "not yet", 9 * 60)), NOW).stuck
     assert not wall.place_of("a", records(*wrong, ("laundry", "right", 0)), NOW).stuck
     assert not wall.place_of("a", records(*wrong, ("memory_wall", "not attempted", 0)), NOW).stuck
+    ahead = wall.place_of("a", records(("laundry", "not yet", -7200)), NOW)  # by that clock
+    assert ahead.since == ahead.last == 0
 
 
 def test_the_wall_counts_people_and_names_where_the_room_stumbles_and_nobody_by_name():

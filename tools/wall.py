@@ -128,6 +128,7 @@ def place_of(person, records, now):
         if record["exercise"] == last["exercise"]:
             wrong = [] if record["outcome"] == RIGHT else wrong
             wrong += [record] if record["outcome"] == TRIED else []
+    now = max(now, last["time"])  # that person's clock may be ahead of this one
     since = now - (wrong or [last])[0]["time"]
     stuck = last["outcome"] == TRIED and (len(wrong) >= MANY_ATTEMPTS or since >= LONG)
     return Place(

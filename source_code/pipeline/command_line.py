@@ -68,6 +68,12 @@ def positive_number(text):
     return value
 
 
+def check_same(flag, given, file, has):
+    """Reject a number that a flag gives and that is not what a `file` has, which counts."""
+    if given not in (None, has):
+        raise SystemExit(f"{flag} {given} contradicts {file}, which has {has}; leave the flag out")
+
+
 def ranks_from_environment():
     """Return (rank, ranks, rank on this node, ranks on this node), which the launcher has set."""
     rank = int(os.environ.get("RANK", 0))

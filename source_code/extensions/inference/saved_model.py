@@ -12,22 +12,24 @@ from extensions.checkpointing.checkpoint_folder import (
 )
 from extensions.checkpointing.whole_checkpoint import fill_weights
 from extensions.real_models.saved_folder import take_model
+from pipeline.command_line import check_same
 from pipeline.model import ModelPart, build_part
 
 TRIES = 20  # while a training run replaces checkpoints
 SIZES = "layers", "dim", "heads", "kv_heads", "vocabulary"
 
 
-def take_sizes(arguments):
+def take_sizes(parser, arguments):
     """Take the sizes of the model in --model, or of the newest in --checkpoints.
 
     The model is kept as `arguments.saved`, which is None if neither flag is given.
     """
-    arguments.saved = None
+    arguments.saved, sizes = None, {name: getattr(arguments, name) for name in SIZES}
+    given = {name: size for name, size in sizes.items() if size != parser.get_default(name)}
     if arguments.model_folder and arguments.checkpoints:
         raise SystemExit("--model and --checkpoints name a model each; leave one of them out")
     if arguments.model_folder:
-        vars(arguments).update(dict.fromkeys(SIZES))  # those of the folder count
+        vars(arguments).update({name: given.get(name) for name in SIZES})
         return take_model(arguments, "--model", arguments.model_folder)
     if arguments.checkpoints is None:
         return
@@ -47,7 +49,10 @@ def take_sizes(arguments):
             "and name that folder with --model"
         )
     for name in SIZES:
-        setattr(arguments, name, flags.get(f"--{name.replace('_', '-')}", getattr(arguments, name)))
+        flag = f"--{name.replace('_', '-')}"
+        size = flags.get(flag, sizes[name])
+        check_same(flag, given.get(name), f"--checkpoints {arguments.checkpoints}", size)
+        setattr(arguments, name, size)
 
 
 def newest_checkpoint(folder, read=None):
