@@ -107,6 +107,8 @@ def main():
         files = make(destination, modules)
         for path in (path for path, text in files.items() if is_other(path, text)):
             raise CannotCopy(f"{path} exists already and differs; name another folder")
+        if destination.suffix != ".py":
+            make_folder(destination)
         for path, text in files.items():
             write_new(path, text, destination)
             print(f"{len(text.splitlines()):5} lines  {path}")
@@ -116,6 +118,16 @@ def main():
         print(shortened(str(reason)), file=sys.stderr)
         return 2
     return int(bool(not_written))
+
+
+def make_folder(destination):
+    """Make the new folder of a copy: one that another copy has made meanwhile is not shared."""
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        destination.mkdir()
+    except OSError as error:
+        reason = f"{destination} cannot be made ({error.strerror})"
+        raise CannotCopy(f"{reason}; name another place") from None
 
 
 def write_new(path, text, destination):

@@ -260,7 +260,11 @@ def documents_of_text(path):
 def lines_of(path):
     """Yield the lines of a file, of a longer one than LARGEST_DOCUMENT a part at a time."""
     with open_input(path) as file:
+        began = os.fstat(file.fileno())
         yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
+        ended = os.fstat(file.fileno())
+    if (began.st_size, began.st_mtime_ns) != (ended.st_size, ended.st_mtime_ns):
+        raise InputError(f"{path} has changed while it was read; start again when it is whole")
 
 
 def as_text(content, path):

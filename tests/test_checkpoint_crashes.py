@@ -374,7 +374,9 @@ def test_damage_gets_a_sentence_that_names_the_file_and_offers_the_checkpoint_be
     sentence = str(refused.value).splitlines()[0]
     assert sentence.startswith(f"{saved}/run-0001/step-00000004: {file} "), sentence
     assert words in sentence and sentence.count("step-0") == 1
-    assert sentence.endswith("; --from-step 2 continues from the checkpoint before it")
+    assert sentence.endswith(
+        "; training with --from-step 2 continues from the checkpoint before it"
+    )
     assert "Traceback" not in str(refused.value) and "exit status 2)" in str(refused.value)
     start(tmp_path, f"--checkpoints {saved} --steps 6 --from-step 2")
     assert check_losses(tmp_path) == [2, 3, 4, 5]

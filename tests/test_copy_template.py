@@ -314,6 +314,20 @@ def test_what_is_no_file_beside_a_copy_is_not_read_and_stays(make, tmp_path, cap
     assert os.listdir(tmp_path) == ["field_guide.txt"]
 
 
+def test_two_copies_do_not_share_a_folder(tmp_path, monkeypatch, capsys):
+    folder = copy_template.folder
+
+    def while_another_copies(destination, modules):
+        files = folder(destination, modules)
+        destination.mkdir()
+        return files
+
+    monkeypatch.setattr(copy_template, "folder", while_another_copies)
+    assert copy("gpipe.py", tmp_path / "mine") == 2
+    assert re.fullmatch(r".*mine cannot be made \(File exists\); .*\n", capsys.readouterr().err)
+    assert os.listdir(tmp_path / "mine") == []
+
+
 def test_a_name_that_is_too_long_is_rejected_with_what_to_do(tmp_path, capsys):
     assert copy("gpipe.py", tmp_path / f"{'x' * 300}") == 2
     assert re.fullmatch(r".*File name too long\); name another place\n", capsys.readouterr().err)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from course.launch import ROOT
 from extensions.pretraining.token_writer import check_folder
 from guard import files
 from guard.claims import LOCK, ClaimError, NewFolder, lock_folder
+from guard.inputs import InputError
 from pipeline.data import DEFAULT_TEXT
 
 PREPARE = [sys.executable, ROOT / "source_code" / "prepare_data.py", "--data", DEFAULT_TEXT]
@@ -121,6 +123,28 @@ def test_prepare_data_that_fails_leaves_what_is_not_its_own(tmp_path, monkeypatc
     monkeypatch.setattr(prepare_data, "write_tokens_file", fail)
     assert "No space left" in rejected(prepare_data.main, capsys, monkeypatch, *words, out)
     assert [path.name for path in out.iterdir()] == ["notes"]
+
+
+def test_no_tokens_are_made_of_a_text_that_changes_while_it_is_read(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("one\n\n" * 100_000)
+    documents = prepare_data.documents_of_text(text)
+    assert next(documents) == "one"
+    os.truncate(text, 100)
+    with pytest.raises(InputError, match="has changed while it was read"):
+        list(documents)
+
+
+def test_a_command_to_copy_has_a_name_with_a_space_in_quotes(tmp_path, monkeypatch, capsys):
+    out, csv = tmp_path / "my tokens", tmp_path / "my order.csv"
+    words = ["prepare_data.py", "--data", str(DEFAULT_TEXT), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert prepare_data.main() == 0
+    assert str(out) in shlex.split(capsys.readouterr().out)
+    sizes = "--ranks 2 --microbatches 2 --seconds 1 --csv".split()
+    monkeypatch.setattr(sys, "argv", ["search_schedule.py", *sizes, str(csv)])
+    assert search_schedule.main() == 0
+    assert shlex.split(capsys.readouterr().out)[-1] == str(csv)
 
 
 @pytest.mark.parametrize(("given", "out"), [("/", "/"), ("//", "/"), ("a/", "a"), ("a b//", "a b")])

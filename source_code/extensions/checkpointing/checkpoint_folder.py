@@ -221,11 +221,12 @@ def damage(checkpoint, file, what):
     for earlier in reversed([s for s in steps_of(folder, run) if s < step]):
         if look_at(folder, run, earlier)[1] is None:
             return CheckpointError(
-                f"{checkpoint.path}: {file} {what}; --from-step {earlier} continues from the "
-                f"checkpoint before it"
+                f"{checkpoint.path}: {file} {what}; training with --from-step {earlier} continues "
+                f"from the checkpoint before it"
             )
     return CheckpointError(
-        f"{checkpoint.path}: {file} {what}, and no checkpoint stands before it; --fresh begins anew"
+        f"{checkpoint.path}: {file} {what}, and no checkpoint stands before it; training with --fresh "
+        "begins anew"
     )
 
 
