@@ -32,6 +32,7 @@ from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import InputError  # noqa: E402
 from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.paths import can_be_written  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
@@ -54,6 +55,8 @@ def main():
         except InputError as error:
             sys.exit(f"--one: {error}")
         return 0
+    file = ROOT / "build" / f"submission_{name_of_person()}.json"
+    check_place(file)  # before the minutes that the checks take
     answers = []
     notebooks, skipped = read_notebooks()
     for sentence in skipped:
@@ -68,17 +71,25 @@ def main():
             right = sum(answer["said"].startswith("Right: ") for answer in found)
             print(f"lesson {lesson_of(path)}: {right} of {len(found)} right", flush=True)
             answers += found
-    file = ROOT / "build" / f"submission_{name_of_person()}.json"
     made = time.strftime("%Y-%m-%d %H:%M")
     content = {"form": FORM, "name": name_of_person(), "made": made, "answers": answers}
     try:
-        file.parent.mkdir(exist_ok=True)
         write_whole(file, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         sys.exit(f"make_submission.py: {file} cannot be written ({error.strerror})")
     right = sum(answer["said"].startswith("Right: ") for answer in answers)
     print(f"{file.relative_to(ROOT)}: {right} of {len(answers)} exercises are right")
     return int(bool(not_written))
+
+
+def check_place(file):
+    """Reject a course in which the file to hand in cannot be written."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+    if not can_be_written(file):
+        sys.exit(
+            f"make_submission.py: {file} cannot be written; use a copy of the course in a folder of yours"
+        )
 
 
 def parse_arguments():
