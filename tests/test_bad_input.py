@@ -56,10 +56,7 @@ CASES = [
     ("--dim 2000000000 --heads 1 --kv-heads 1", "--dim"),
     ("--batch-size 2000000000", "--batch-size"),
     ("--layers 2000000000", "--layers"),
-    *(
-        (f"--learning-rate {text}", "--learning-rate")
-        for text in "0 -1 nan inf 1e39 1e999 abc".split()
-    ),
+    *((f"--learning-rate {text}", "--learning-rate") for text in "0 -1 nan inf 1e999 abc".split()),
     ("--seed abc", "--seed"),
     ("--seed -1", "--seed"),
     ("--seed 1.5", "--seed"),

@@ -29,7 +29,6 @@ from pipeline.stage import Stage
 
 checks = []  # functions that reject arguments of any program, besides those of its parser
 writing = [lambda path, text: Path(path).write_text(text, encoding="utf-8")]  # the last one counts
-LARGEST_RATE = 1e30  # an optimizer divides it, and float32 ends at 3e38
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -88,8 +87,6 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
     """Check the flags, and add `num_ranks`, `config`, `text`, `torch_dtype`, `microbatch_size`."""
     a = arguments
     a.learning_rate = a.learning_rate or LEARNING_RATES[a.optimizer]
-    if a.learning_rate > LARGEST_RATE:
-        raise SystemExit(f"--learning-rate {a.learning_rate:g} is above {LARGEST_RATE:g}; use 0.1")
     if a.batch_size % a.microbatches:
         raise SystemExit(
             f"--microbatches {a.microbatches} does not divide --batch-size {a.batch_size}; use a "
