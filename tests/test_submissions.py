@@ -140,8 +140,8 @@ def test_an_answer_that_never_ends_or_ends_everything_costs_its_notebook_only(
 
 @pytest.mark.processes
 def test_an_answer_may_leave_a_process_and_ask_for_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_submission, "LIMIT", 40)
-    source = f"import subprocess\nsubprocess.Popen(['sleep', '60'])\n{RIGHT}\ninput()"
+    monkeypatch.setattr(make_submission, "LIMIT", 100)
+    source = f"import subprocess\nsubprocess.Popen(['sleep', '120'])\n{RIGHT}\ninput()"
     kept, (asked, silent) = os.dup(0), os.pipe()
     os.dup2(asked, 0)  # a terminal at which nobody types
     try:
