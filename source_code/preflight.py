@@ -33,10 +33,8 @@ import shutil
 import socket
 import tempfile
 import textwrap
-import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,7 +42,7 @@ import torch.distributed as dist
 from guard.files import not_written
 from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
-from guard.meeting import check_limits
+from guard.meeting import check_limits, ended_after
 from guard.one_sentence import in_one_sentence
 from guard.printing import keep_running_unheard
 from lab.message_checks import Check, check_two_ranks, checks_of_job
@@ -71,7 +69,8 @@ def main():
     if prints and not arguments.json:
         print(HEADER, flush=True)
     statuses = []
-    with guard(arguments.timeout, prints):
+    # Within the margin of 2 s the ranks' watch can name the rank that does not answer.
+    with ended_after(arguments.timeout + 2, give_up, arguments.timeout, prints):
         for check in run_checks(arguments.timeout, arguments.messages_only):
             statuses.append(check.status)
             if prints:
@@ -103,21 +102,6 @@ def parse_arguments():
     if arguments.timeout > MOST_SECONDS:
         raise SystemExit(f"--timeout {arguments.timeout:g}: {MOST_SECONDS:,} seconds are the most")
     return arguments
-
-
-@contextmanager
-def guard(timeout, prints):
-    """End the process if the body takes longer than `timeout` seconds plus a margin.
-
-    Within the margin the ranks' watch can name the rank that does not answer.
-    """
-    timer = threading.Timer(timeout + 2, give_up, [timeout, prints])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def give_up(timeout, prints):

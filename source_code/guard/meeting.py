@@ -56,8 +56,10 @@ def find_store(job):
     try:
         if not is_keeper:  # torchrun listens before it starts ranks, so it must answer
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
+        # torch's store waits for ever if another program listens at its port and says nothing.
         asked = f"rank {job.rank} has no answer of {keeper} at {address}:{port}"
-        with ended_after(limit + GRACE, f"{asked}; if another program is there, set MASTER_PORT"):
+        advice = "if another program is there, set MASTER_PORT"
+        with ended_after(limit + GRACE, end_process, f"{asked}; {advice}"):
             return of_this_attempt(open_store(address, port, is_keeper, limit))
     except (OSError, RuntimeError) as error:
         waited = f"waited {time.monotonic() - began:.0f} s for {keeper} to start"
@@ -129,12 +131,9 @@ def wait_for_listener(job, address, port, limit):
 
 
 @contextmanager
-def ended_after(seconds, sentence):
-    """A context that ends this process with a sentence if its body takes longer.
-
-    torch's store waits for ever if another program listens at its port and says nothing.
-    """
-    timer = threading.Timer(seconds, end_process, [sentence])
+def ended_after(seconds, end, *arguments):
+    """A context that calls `end(*arguments)`, which ends this process, if its body takes longer."""
+    timer = threading.Timer(seconds, end, arguments)
     timer.daemon = True
     timer.start()
     try:
