@@ -5,6 +5,7 @@ Right answers are those of the solutions' notebooks; wrong ones are these with o
 
 import ast
 import importlib.util
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -29,6 +30,7 @@ from course.checks import (
 from course.checks.answer import NOT_ATTEMPTED
 from course.launch import PRELOAD, ROOT
 from pipeline.schedules import gpipe, zb_v
+from small import pipeline
 
 pytestmark = pytest.mark.processes
 PRELOAD.extend(["torch._dynamo", "torch.distributed.pipelining"])
@@ -238,7 +240,10 @@ WRONG = {
         ([("run(schedule.eval, 6)", "run(schedule.step, 6)\nrun(schedule.eval, 6)")], "was not evaluated"),
         ([("run(schedule.eval, 6)", "run(schedule.eval, 5)"),
           ("{held_out:.6f}", f"{library_mistakes.losses_of(clip='whole')[-1]:.6f}")],
-         "is right, but `schedule.eval(...)` computed another one: "),
+         "is the printed loss computed from this batch?"),
+        ([("run(schedule.eval, 6)", "HELD_OUT\nquiet = Schedule1F1B(stage, 8)\nquiet.eval(*[next(batch(6))][:rank == 0])"),
+          ("HELD_OUT", f"{library_mistakes.losses_of(clip='whole')[-1]:.6f}")],
+         "is the printed loss computed from this batch?"),
     ],
     "comparison": [
         ([("(ours - theirs).abs()", "(ours - theirs)")], "rank 0 has one number with the wrong sign"),
@@ -486,6 +491,14 @@ def test_a_schedule_may_compute_the_losses_with_another_factor(tmp_path, capsys)
         ("torch.stack(losses).mean()", "torch.stack(losses).sum()"),
     ]
     assert answer_to(tmp_path, capsys, "training_program", *edits).startswith("Right: ")
+
+
+def test_a_program_may_make_its_batches_itself(tmp_path, capsys):
+    own = "from small.pipeline import build_stage, loss_of\nimport torch\nfrom small import pipeline\n"
+    own += f"BATCH, LENGTH, TEXT = {pipeline.BATCH}, {pipeline.LENGTH}, pipeline.TEXT\n"
+    own += inspect.getsource(pipeline.batch)
+    edit = ("from small.pipeline import batch, build_stage, loss_of\n", own)
+    assert answer_to(tmp_path, capsys, "clipping_program", edit).startswith("Right: ")
 
 
 def test_torchs_own_way_of_clipping_is_right_too(tmp_path, capsys):

@@ -3,7 +3,8 @@
 
 The text of the program is not changed. Each rank reports each stage that it makes, as [index, number
 of stages]. At the end, it reports the numbers of micro-batches of its schedules, how often it called
-`step` and `eval`, and the mean loss of each step and of each evaluation that a schedule computed.
+`step` and `eval`, the mean loss of each step that a schedule computed, and whether it takes batches
+of which the check has replaced some.
 """
 
 import sys
@@ -15,6 +16,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase as Stage
 import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other
 from course.building import YOURS
 from course.building.messages import tell
+from small import pipeline as my_pipeline
 
 
 def main(request):
@@ -24,6 +26,7 @@ def main(request):
     sys.argv[:] = [name]  # a program may read its arguments, and gets none
     note_stages()
     used = note_schedules()
+    replace_batches(dict(request["replaced"]), used)
     try:
         exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program
     finally:  # a program may end with sys.exit()
@@ -43,9 +46,9 @@ def note_stages():
 
 def note_schedules():
     """A dict that is filled as the program uses the library: "microbatches", a list with one number
-    per schedule, "steps" and "evaluations", how often `step` and `eval` were called, and "losses" and
-    "held_out", the mean loss of each step and of each evaluation on the rank of the last stage."""
-    used = {"microbatches": [], "steps": 0, "evaluations": 0, "losses": [], "held_out": []}
+    per schedule, "steps" and "evaluations", how often `step` and `eval` were called, and "losses", the
+    mean loss of each step on the rank of the last stage."""
+    used = {"microbatches": [], "steps": 0, "evaluations": 0, "losses": []}
     create, evaluate, update = Schedule.__init__, Schedule.eval, Schedule._update_losses
 
     def __init__(self, n_microbatches, *arguments, **options):
@@ -65,9 +68,23 @@ def note_schedules():
 
     def _update_losses(self, stages, losses):
         found = [loss.item() for loss in self._internal_losses]
-        if found:
-            used["losses" if self._has_backward else "held_out"].append(sum(found) / len(found))
+        if found and self._has_backward:
+            used["losses"].append(sum(found) / len(found))
         update(self, stages, losses)
 
     Schedule.__init__, Schedule.eval, Schedule._update_losses = __init__, eval, _update_losses
     return used
+
+
+def replace_batches(numbers, used):
+    """Let the model's `batch(a)` return the batch `numbers[a]`, and note in `used` that it is called.
+
+    A program may also make its batches itself.
+    """
+    batch, used["replaced"] = my_pipeline.batch, False
+
+    def other_batch(step, *more, **named):
+        used["replaced"] = bool(numbers)
+        return batch(numbers.get(step, step), *more, **named)
+
+    my_pipeline.batch = other_batch

@@ -91,8 +91,9 @@ def losses_of(
     clip=None,
     steps=STEPS,
     still=None,
+    held_out=None,
 ):
-    """The losses of `steps` steps in one process, and the loss of the batch that follows.
+    """The losses of `steps` steps in one process, and that of the batch `held_out` or the next one.
 
     The weights of the stage with the number `still` never change.
     """
@@ -101,7 +102,9 @@ def losses_of(
     model, printed = build_stage(0, 1), []
     stages = stages_of(model, num_ranks)
     for step in range(steps + 1):
-        parts = [x.chunk(MICROBATCHES) for x in batch(first + step if always is None else always)]
+        number = first + step if always is None else always
+        number = held_out or number if step == steps else number
+        parts = [x.chunk(MICROBATCHES) for x in batch(number)]
         if step == 0 or zeroed:
             model.zero_grad()
         else:  # step() also divides the gradients of earlier steps
