@@ -67,7 +67,7 @@ def sentence_of(main, monkeypatch, *words):
 
 @pytest.fixture
 def notebooks(tmp_path):
-    """A folder with one notebook that has an exercise, and everything that is none."""
+    """A folder with one notebook that has an exercise, and everything that is not a notebook."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
     check = "from course.checks import lesson_12 as check\n\ncheck.puzzle(1, rows_1)"

@@ -267,7 +267,7 @@ def outcomes_of(functions, name, cases):
 
 
 def slip(answer, seed):
-    """A changed `answer`, or None if the change is none."""
+    """A changed `answer`, or None if nothing has changed."""
     try:
         text = (slipped if seed % 2 else mutated)(answer, seed)
     except IndexError:  # nothing of that kind to change

@@ -48,7 +48,7 @@ def exercises_of(cells, lesson):
 
 
 def notebook_of(path):
-    """The notebook in a file. Raises InputError for what is none, or cannot be read, as a pipe."""
+    """The notebook in a file. Raises InputError for a file that is not one, or a pipe."""
     text = read_text(path, MOST_BYTES)
     try:
         notebook = nbformat.reads(text, as_version=4)

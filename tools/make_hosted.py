@@ -132,7 +132,7 @@ def prepared(text, path, address):
 
 
 def notebook_in(text, path):
-    """The notebook in the text of a file, as JSON has it. Raises InputError for what is none."""
+    """The notebook in the text of a file, as JSON has it. Raises InputError for any other text."""
     notebook = parse_json(text, path)
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list) or not cells or not all(map(is_cell, cells)):

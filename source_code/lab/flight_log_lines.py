@@ -77,7 +77,7 @@ def check_line(line, forms, where):
     """Raise RecordingError for a line that flight_log.py would not write."""
     form = next((forms[k] for k in forms if k in line), {}) if isinstance(line, dict) else {}
     if set(line) != set(form) or not form:
-        raise RecordingError(f"{where} is none that a recording has; record anew")
+        raise RecordingError(f"{where} is not a line of a recording; record anew")
     for name, holds in form.items():
         if not holds(line[name]):
             raise RecordingError(f"{where}: {name} is {str(line[name])[:40]!r}; record anew")

@@ -225,7 +225,7 @@ def _event_of(row, where):
         raise TimelineError(f"{where} has a rank, stage or micro-batch that is not a count")
     times = row.get("ts"), row.get("dur")
     if not all(is_number(time, 0, LONGEST_TIME) for time in times):
-        raise TimelineError(f"{where} has a time that is none")
+        raise TimelineError(f"{where} has a start or a duration that is not a time")
     start, end = times[0] / 1000, sum(times) / 1000
     return Event(row["pid"], Action(**named), start, end)
 

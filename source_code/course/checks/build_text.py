@@ -124,7 +124,7 @@ def is_plain(value):
 def names_in(text):
     """The names that the definitions in `text` take from their module.
 
-    A local variable is none of them, even if the notebook has a global variable of that name.
+    Local variables do not count, even if the notebook has a global variable of the same name.
     """
     names, tables = set(), [symtable.symtable(text, "<cell>", "exec")]
     sums = [node.target for node in ast.walk(ast.parse(text)) if isinstance(node, ast.AugAssign)]
@@ -177,7 +177,7 @@ def pairs_of(nodes):
 def holes(text):
     """The numbers of the lines that still have a stub's `...`.
 
-    A `...` that was left above code does nothing, and is none.
+    A `...` that was left above code does nothing and does not count.
     """
     nodes = list(ast.walk(ast.parse(text)))
     indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]  # as in x[..., 0]

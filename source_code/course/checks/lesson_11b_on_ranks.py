@@ -29,7 +29,7 @@ def main(request, decode):
 
 
 def numbers_in(tokens):
-    """The tokens as a list of int, whichever sequence they are in; what is none is not changed."""
+    """The tokens as a list of int, from any sequence; anything else is returned as it is."""
     try:
         return [int(token) for token in tokens]
     except (TypeError, ValueError):
