@@ -3,6 +3,7 @@
 That they run and print what they store is nbval's work, in the same pytest call.
 """
 
+import ast
 import copy
 import os
 import re
@@ -59,6 +60,21 @@ def test_jupyterlab_folds_the_outputs_that_answer_a_question_and_no_others():
         assert hidden == {cell.id for cell in answers_of(notebook)}, "run tools/answers.py"
         folded += len(hidden)
     assert folded > 30
+
+
+def test_the_words_for_a_folded_picture_are_not_read_in_the_code_above_it():
+    for path in LESSONS:
+        for cell in nbformat.read(path, as_version=4).cells:
+            shown = cell.metadata.get("jupyter", {})
+            if shown.get("outputs_hidden") and not shown.get("source_hidden"):
+                for call in (
+                    n for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Call)
+                ):
+                    if getattr(call.func, "id", "") == "picture_of":
+                        is_written = isinstance(call.args[1], ast.Constant)
+                        assert not is_written, (
+                            f"{path.stem}, {cell.id}: compute it, or fold the code"
+                        )
 
 
 def test_the_line_of_a_folded_output_that_jupyterlab_shows_has_no_result():

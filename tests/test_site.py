@@ -104,7 +104,7 @@ def test_a_long_page_has_a_list_of_its_headings_and_a_short_one_has_none(pages):
 def test_every_lesson_folds_its_imports_and_a_search_finds_them_as_code(pages):
     for path in ROOT.glob("notebooks/*.ipynb"):
         page = pages[f"notebooks/{path.stem}.html"]
-        (folded,) = re.findall(r'<details class="folded">.*?</details>', page, re.S)
+        folded, *_ = re.findall(r'<details class="folded">.*?</details>', page, re.S)
         assert "warm_up" in folded and page.count(">import</span>") > folded.count(">import</span>")
         _, _, _, prose, code = search_index.sections_of(path.stem, "", folded)[0]
         assert not prose and "import" in code
@@ -198,6 +198,9 @@ def test_the_answer_to_a_question_is_behind_a_click_and_on_the_page(pages):
     answers = re.findall(r"<details><summary>Show the output</summary>(.*?)</details>", page, re.S)
     (rehearsed,) = [answer for answer in answers if "queued" in answer]
     assert "queued: gradient 0 from rank 1" in rehearsed
+    page, describes = pages["notebooks/04_pipedream.html"], "without a stash turn back up"
+    opened = re.sub(r"<details.*?</details>", "", page, flags=re.S)
+    assert describes in page and describes not in opened
 
 
 def test_the_index_of_the_search_has_every_page_and_its_headings(pages):

@@ -304,6 +304,7 @@ def body_of(file, exporter, course):
             prepare_code(cell)
             if cell.id in answers:
                 cell.outputs = [folded(cell.outputs)]
+            fold_code(cell)
     living = []
     if course.lives and file in lessons_of(course):
         explorer = Path(os.path.relpath(address_of(EXPLORER, course.folders), file.parent))
@@ -325,12 +326,6 @@ def prepare_code(cell):
     cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     if any(output.get("text", "").startswith(NOT_ATTEMPTED) for output in cell.outputs):
         cell.outputs = [nbformat.v4.new_output("display_data", {"text/html": CHECKED_ELSEWHERE})]
-    if re.match(SETS_UP, cell.source, re.S | re.M):
-        cell.metadata["transient"] = {"remove_source": True}  # nbconvert then shows outputs alone
-        code = highlight(cell.source, get_lexer_by_name("python"), HtmlFormatter())
-        words = "imports and settings of this lesson"
-        shown = f'<details class="folded"><summary>{words}</summary>{code}</details>'
-        cell.outputs.insert(0, nbformat.v4.new_output("display_data", {"text/html": shown}))
     for output in cell.outputs:
         picture = output.get("data", {}).pop("image/svg+xml", None)
         if picture:
@@ -338,6 +333,18 @@ def prepare_code(cell):
             # As a part of the page it takes the page's colours and keeps its words.
             panel = PANEL if re.search(r"^(explore|time_machine)\(", cell.source, re.M) else ""
             output.data["text/html"] = picture[picture.index("<svg") :] + panel
+
+
+def fold_code(cell):
+    """Fold a cell's code that sets a lesson up, or that the notebook folds, as it shows an answer."""
+    sets_up = re.match(SETS_UP, cell.source, re.S | re.M)
+    if not sets_up and not cell.metadata.get("jupyter", {}).get("source_hidden"):
+        return
+    cell.metadata["transient"] = {"remove_source": True}  # nbconvert then shows outputs alone
+    code = highlight(cell.source, get_lexer_by_name("python"), HtmlFormatter())
+    words = "imports and settings of this lesson" if sets_up else "the code of this cell"
+    shown = f'<details class="folded"><summary>{words}</summary>{code}</details>'
+    cell.outputs.insert(0, nbformat.v4.new_output("display_data", {"text/html": shown}))
 
 
 def wide_if_many(table):

@@ -31,8 +31,8 @@ def time_machine(recording, compare=None, step=None, tolerance=0.0):
 
     `recording` and `compare` are folders that --record wrote, or results of `read_recording`.
     `step` is shown first; without it, the step of the first difference, else the last step.
-    `tolerance` is that of `compare` in comparing.py. Raises RecordingError if a folder has no
-    recording.
+    `tolerance` is that of `compare` in flight_log_comparing.py. Raises RecordingError if a folder
+    has no recording.
     """
     recordings = {"recorded": _read(recording)}
     difference, words = None, ""
