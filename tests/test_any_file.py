@@ -300,6 +300,27 @@ def test_a_site_takes_the_place_of_a_site_only_and_is_made_of_the_course_only(
     assert "--address" in sentence_of(make_site.main, monkeypatch, "--address", address)
 
 
+def test_an_older_site_stays_until_the_new_one_is_whole_and_is_no_page_of_it(tmp_path, monkeypatch):
+    site, list_of_lessons = tmp_path / "site", tmp_path / make_site.LESSONS
+    list_of_lessons.parent.mkdir()
+    list_of_lessons.touch()
+    (site / make_site.SCRIPTS).mkdir(parents=True)
+    for name in make_site.OWN_SCRIPTS:
+        (site / make_site.SCRIPTS / name).touch()
+    (site / "index.html").write_text("older")
+    found = []
+
+    def write_pages(made, course):
+        found.extend(course.files)
+        (made / "index.html").write_text("newer")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(make_site, "write_pages", write_pages)
+    words = "--static", "--of", tmp_path, "--into", site
+    assert "No space left" in sentence_of(make_site.main, monkeypatch, *words)
+    assert found == [make_site.LESSONS] and (site / "index.html").read_text() == "older"
+
+
 @pytest.mark.processes
 def test_a_site_of_a_folder_that_git_does_not_list_or_without_room_for_pyodide(
     tmp_path, monkeypatch
@@ -563,16 +584,17 @@ def test_a_wall_goes_on_and_a_copy_is_whole_when_nobody_reads_what_they_print(tm
 
 
 @pytest.mark.processes
-def test_a_sweep_is_collected_when_nobody_reads_what_is_printed(tmp_path):
+def test_a_sweep_is_collected_when_nobody_reads_what_is_printed_and_an_element_is_damaged(tmp_path):
     timeline = simulate(build_schedule("gpipe", 2, 4), Costs())
     (tmp_path / "4.json").write_text(to_chrome_trace(timeline))
+    (tmp_path / "8.json").mkdir()
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, ROOT / "slurm/collect_sweep.py", tmp_path],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
         )  # fmt: skip
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert "standard output was not written" in ended.stderr
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 2
+    assert "standard output was not written" in ended.stderr and "skipped: " in ended.stderr
     assert "| 4 |" in (tmp_path / "sweep.md").read_text()
 
 
