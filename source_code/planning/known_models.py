@@ -98,6 +98,7 @@ def find_model(text, length, batch):
 
 
 def model_of(text, length, batch):
+    """The same Model. Its InputError may lack what to do."""
     called = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
     if text in NAMED:
         model = NAMED[text]
