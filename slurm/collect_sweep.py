@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
 from guard.files import not_written, write_whole  # noqa: E402
+from guard.one_sentence import naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from lab.figures import new_plot, picture_of  # noqa: E402
 from lab.timeline import TimelineError, read_timeline  # noqa: E402
@@ -22,22 +23,19 @@ def main():
     if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
         sys.exit("name the folder that sweep.sbatch has filled")
     folder = Path(sys.argv[1])
-    try:
-        timelines = {
-            int(path.stem): read_timeline(path)
-            for path in folder.glob("*.json")
-            if re.fullmatch("[1-9][0-9]{0,8}", path.stem)
-        }
-    except TimelineError as error:
-        sys.exit(f"{error}; remove the file, or run that element again")
+    timelines = {}
+    for path in folder.glob("*.json"):
+        if re.fullmatch("[1-9][0-9]{0,8}", path.stem):
+            try:
+                timelines[int(path.stem)] = read_timeline(path)
+            except TimelineError as error:
+                print(f"skipped: {error}; run that element again", file=sys.stderr)
     if not timelines:
         sys.exit(f"{folder} holds no timeline; did an element of the array end well?")
     table = table_of(timelines)
-    try:
+    with naming_files(fix="name a folder of yours"):
         write_whole(folder / "sweep.md", table)
         write_whole(folder / "sweep.svg", figure_of(timelines).svg)
-    except OSError as error:
-        sys.exit(f"{folder} cannot be written to ({error.strerror})")
     print(table, end="")
     return int(bool(not_written))
 

@@ -12,7 +12,7 @@ import torch
 
 from guard.around_main import guarded
 from lab import attach
-from pipeline.training import parse_arguments, start_job, training_parser
+from pipeline.training import checks, parse_arguments, start_job, training_parser
 
 STUCK_RANK, STUCK_MICROBATCH = 2, 1
 
@@ -48,5 +48,14 @@ def read_from_slow_disk():
             return file.read()
 
 
+def check_sizes(arguments):
+    if arguments.num_ranks <= STUCK_RANK or arguments.microbatches <= STUCK_MICROBATCH:
+        raise SystemExit(
+            f"rank {STUCK_RANK} waits in its second micro-batch; start this program with torchrun "
+            "--standalone --nproc-per-node 4, and with --microbatches 2 or more"
+        )
+
+
 if __name__ == "__main__":
+    checks.append(check_sizes)
     sys.exit(main())

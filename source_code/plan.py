@@ -222,7 +222,7 @@ def machine_of(arguments):
         try:
             machine = read_machine(a.machine or MACHINE, a.gpus or 8)
         except InputError as error:
-            raise SystemExit(str(error)) from None
+            raise SystemExit(f"--machine: {error}") from None
     if machine.measured:
         most = machine.gpus_per_node
         if (a.gpus or most) != most:

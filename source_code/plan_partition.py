@@ -29,6 +29,7 @@ from planning.partition import (
     read_profile,
 )
 
+OF_MODEL = "layers", "dim", "heads", "kv_heads", "seq_len", "batch_size", "dtype", "device"
 STAGE_KEYS = ("first_layer", "last_layer", "replicas", "seconds")
 
 
@@ -70,8 +71,7 @@ def parse_arguments():
     add("--memory", type=positive_number, metavar="BYTES", help="of a worker, for what it stashes")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--save", metavar="FILE", help="keep what was measured, as JSON")
-    model = parser.add_argument_group("the course's model, measured without --profile")
-    add = model.add_argument
+    add = parser.add_argument_group("the course's model, measured without --profile").add_argument
     count = {"type": positive_integer, "metavar": "N"}
     add("--layers", default=ModelConfig.layers, help="decoder layers", **count)
     add("--dim", default=ModelConfig.dim, help="width of the model", **count)
@@ -92,9 +92,9 @@ def parse_arguments():
         )
     if arguments.save:
         check_file("--save", arguments.save)
-    for each in model._group_actions if arguments.profile else []:
-        if getattr(arguments, each.dest) != each.default:
-            flag = each.option_strings[0]
+    for name in OF_MODEL if arguments.profile else []:
+        if getattr(arguments, name) != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
             raise SystemExit(f"{flag} is not for --profile, which has its own; leave it out")
     if arguments.profile is None:
         parser.checks += [check_plan_size, check_memory_of_a_layer, check_time_of_all]

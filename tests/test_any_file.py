@@ -253,13 +253,13 @@ def test_a_table_names_what_it_skips_and_has_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("tool", [grade_submissions, wall, make_site])
-def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch, tool):
+def test_a_folder_that_cannot_be_written_is_one_sentence_with_a_fix(tmp_path, monkeypatch, tool):
     (tmp_path / "file").touch()  # no folder can be made below it, not even by root
     (tmp_path / "room").mkdir()
     words = [] if tool is make_site else [tmp_path / "room"]
     words += ["--static"] if tool is make_site else []
     said = sentence_of(tool.main, monkeypatch, *words, "--into", tmp_path / "file" / "below")
-    assert said.startswith(f"{tool.__name__}.py: ") and "Not a directory" in said
+    assert said.startswith(f"{tool.__name__}.py: ") and "Not a directory" in said and "; " in said
 
 
 @pytest.mark.parametrize("tool", [grade_submissions, wall, make_site, quiet_run, rehearse])
@@ -298,6 +298,27 @@ def test_a_site_takes_the_place_of_a_site_only_and_is_made_of_the_course_only(
     assert "pipe is not a folder" in said
     address = os.fsdecode(b"https://example.org/\xff")
     assert "--address" in sentence_of(make_site.main, monkeypatch, "--address", address)
+
+
+def test_an_older_site_stays_until_the_new_one_is_whole_and_is_no_page_of_it(tmp_path, monkeypatch):
+    site, list_of_lessons = tmp_path / "site", tmp_path / make_site.LESSONS
+    list_of_lessons.parent.mkdir()
+    list_of_lessons.touch()
+    (site / make_site.SCRIPTS).mkdir(parents=True)
+    for name in make_site.OWN_SCRIPTS:
+        (site / make_site.SCRIPTS / name).touch()
+    (site / "index.html").write_text("older")
+    found = []
+
+    def write_pages(made, course):
+        found.extend(course.files)
+        (made / "index.html").write_text("newer")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(make_site, "write_pages", write_pages)
+    words = "--static", "--of", tmp_path, "--into", site
+    assert "No space left" in sentence_of(make_site.main, monkeypatch, *words)
+    assert found == [make_site.LESSONS] and (site / "index.html").read_text() == "older"
 
 
 @pytest.mark.processes
@@ -388,6 +409,9 @@ def test_a_read_only_course_and_one_without_git_are_one_sentence(tmp_path, monke
     (tmp_path / "handout" / "course").mkdir(parents=True)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert "git does not list" in sentence_of(make_handout.main, monkeypatch)
+    monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "file")
+    assert "file cannot be used (File exists); " in sentence_of(make_handout.main, monkeypatch)
+    monkeypatch.setattr(make_handout, "HANDOUT", tmp_path / "handout")
     monkeypatch.setenv("PATH", "")
     assert "git does not list" in sentence_of(make_handout.main, monkeypatch)
     assert (tmp_path / "handout" / "course").is_dir(), "the older handout stays"
@@ -504,7 +528,9 @@ def test_a_notebook_stays_whole_when_the_disk_is_full(tmp_path, monkeypatch, too
     monkeypatch.setattr(minutes, "LESSONS", [lesson])
     monkeypatch.setattr(os, "replace", full)
     said = sentence_of(tool.main, monkeypatch, *["--write"] * (tool is minutes))
-    assert said == f"{tool.__name__}.py: {lesson} cannot be used (No space left on device)"
+    assert said.startswith(
+        f"{tool.__name__}.py: {lesson} cannot be used (No space left on device); "
+    )
     assert lesson.read_bytes() == content and list(tmp_path.iterdir()) == [lesson]
 
 
@@ -558,16 +584,17 @@ def test_a_wall_goes_on_and_a_copy_is_whole_when_nobody_reads_what_they_print(tm
 
 
 @pytest.mark.processes
-def test_a_sweep_is_collected_when_nobody_reads_what_is_printed(tmp_path):
+def test_a_sweep_is_collected_when_nobody_reads_what_is_printed_and_an_element_is_damaged(tmp_path):
     timeline = simulate(build_schedule("gpipe", 2, 4), Costs())
     (tmp_path / "4.json").write_text(to_chrome_trace(timeline))
+    (tmp_path / "8.json").mkdir()
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, ROOT / "slurm/collect_sweep.py", tmp_path],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=100,
         )  # fmt: skip
-    assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert "standard output was not written" in ended.stderr
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 2
+    assert "standard output was not written" in ended.stderr and "skipped: " in ended.stderr
     assert "| 4 |" in (tmp_path / "sweep.md").read_text()
 
 

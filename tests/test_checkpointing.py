@@ -549,6 +549,24 @@ def test_fresh_and_from_step_write_beside_what_was_saved_and_touch_none_of_it(tm
     assert content
 
 
+def test_a_folder_that_is_removed_while_a_training_runs_is_claimed_anew(tmp_path):
+    folder = tmp_path / "outer" / "saved"
+    folder.parent.mkdir()
+    ours = checkpoint.Checkpoints(SimpleNamespace(rank=0), folder, "run-0001")
+    ours.claim = checkpoint_folder.claim(folder)
+    assert ours.begin_writing(1).parent.name == "run-0001"
+    shutil.rmtree(folder.parent)
+    assert ours.begin_writing(2).parent.parent == folder
+    with pytest.raises(checkpoint_folder.CheckpointError, match="another job is saving there"):
+        checkpoint_folder.claim(folder)
+    shutil.rmtree(folder)
+    with checkpoint_folder.claim(folder):
+        with pytest.raises(checkpoint_folder.CheckpointError, match="another job is saving there"):
+            ours.begin_writing(3)
+        (folder / "run-0001").mkdir()  # of the other job
+    assert ours.begin_writing(4).parent.name == "run-0002"
+
+
 def test_latest_moves_after_the_checkpoint_has_its_name_and_before_an_older_one_goes(tmp_path):
     """The calls that make names, in their order."""
     calls = []

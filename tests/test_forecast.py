@@ -462,7 +462,7 @@ def test_a_machine_hides_no_more_traffic_than_there_is(tmp_path):
 def test_a_wrong_machine_file_is_rejected_in_one_sentence(text, sentence, tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(InputError, match=f"{sentence}.*; "):
         read_machine(str(path), 8)
     with pytest.raises(InputError, match="neither a file nor one of"):
         read_machine("nowhere", 8)

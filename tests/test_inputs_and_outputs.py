@@ -216,7 +216,7 @@ def test_an_empty_text_without_a_flag_or_a_name_is_named_all_the_same():
         parser.parse_args(["02", ""])
 
 
-def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path):
+def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "slurm"))
     collect_sweep = importlib.import_module("collect_sweep")
     (tmp_path / "4.json").write_text("{}")
@@ -224,9 +224,10 @@ def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["collect_sweep.py", *words])
         with pytest.raises(SystemExit) as end:
             collect_sweep.main()
-        assert (
-            "name the folder" in end.value.code or "4.json: it is not a timeline" in end.value.code
-        )
+        assert "name the folder" in end.value.code or "holds no timeline" in end.value.code
+    assert (
+        "skipped: " in (said := capsys.readouterr().err) and "4.json: it is not a timeline" in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ from extensions.checkpointing import checkpoint_folder
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import find_not_finite
 from extensions.tensor_parallel import sharded_training
+from guard import around_main
 from guard.files import json_line
 from pipeline.job import join_job
+from pipeline.one_process import build_optimizer
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --microbatches 2"
 FLAGS = f"{SIZES} --device cpu --dtype float64 --optimizer sgd --steps 8"
@@ -229,6 +231,23 @@ def test_so_does_one_process_with_several_stages():
 
 
 @pytest.mark.processes
+def test_a_rate_that_is_no_number_of_the_weights_type_ends_the_training_as_one_that_diverged(
+    monkeypatch,
+):
+    def end_process(sentence):
+        raise SystemExit(sentence)
+
+    monkeypatch.setattr(around_main, "end_process", end_process)
+    weight = torch.ones(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    for name in ("sgd", "momentum", "adamw"):
+        with pytest.raises(
+            SystemExit, match="the training diverged; use a smaller --learning-rate"
+        ):
+            with around_main.naming_what_fails():
+                build_optimizer(name, [weight], 1e300).step()
+
+
 def test_a_loss_that_is_large_ends_nothing():
     ends = run_on_ranks(train, 2, "distributed_checkpointing", f"{FLAGS} --learning-rate 30")
     assert ends == [(0, ""), (0, "")]

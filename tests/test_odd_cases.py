@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import broken_stuck_rank
 import copy_template
 import make_submission
 import predict
@@ -220,11 +221,19 @@ def test_a_process_that_lacks_what_torch_needs_ends_with_one_sentence(world, sta
 
 @further
 @pytest.mark.processes
-@pytest.mark.parametrize("name", first_of(["broken_mutual_wait", "broken_blocking_sends"], 1))
-def test_a_program_about_two_ranks_is_not_started_with_one(name):
+@pytest.mark.parametrize(
+    "name", first_of(["broken_stuck_rank", "broken_mutual_wait", "broken_blocking_sends"], 1)
+)
+def test_a_program_about_several_ranks_is_not_started_with_one(name):
     ended = started(SCRIPT.with_name(f"{name}.py"))
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert "--nproc-per-node 2" in ended.stderr and ended.stderr.count("\n") == 1
+    assert "--nproc-per-node" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_no_rank_is_stuck_in_a_micro_batch_that_is_not_there():
+    with pytest.raises(SystemExit, match="--microbatches 2 or"):
+        broken_stuck_rank.check_sizes(SimpleNamespace(num_ranks=4, microbatches=1))
+    broken_stuck_rank.check_sizes(SimpleNamespace(num_ranks=3, microbatches=2))
 
 
 def test_what_one_process_does_is_not_started_on_two_ranks(monkeypatch, capsys, tmp_path):

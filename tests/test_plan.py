@@ -133,7 +133,7 @@ def test_a_config_json_of_transformers_gives_the_sizes_of_its_name(tmp_path):
         ("layers=257,hidden=64,vocabulary=9", "257 layers, and plans are compared for 256"),
         ("layers=4,hidden=64,vocabulary=9,heads=5", "5 heads do not divide a width of 64"),
         ("layers=4,hidden=64,vocabulary=9,heads=4,kv_heads=3", "3 heads for keys do not divide"),
-        ("layers=99999999,hidden=64,vocabulary=9", "layers of .* is 99999999"),
+        ("layers=99999999,hidden=64,vocabulary=9", "layers of .* is 99999999; "),
     ],
 )
 def test_a_model_that_cannot_be_is_rejected_in_one_sentence(text, sentence):
@@ -141,13 +141,26 @@ def test_a_model_that_cannot_be_is_rejected_in_one_sentence(text, sentence):
         find_model(text, 128, 8)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"hidden_size": true}', '{"n_layer": -1}', "{}"])
-def test_a_malformed_config_is_rejected_in_one_sentence(text, tmp_path):
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"hidden_size": true}', '{"n_layer": -1}', "{}", None]
+)
+def test_a_malformed_config_is_rejected_in_one_sentence_with_a_fix(text, tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(text)
+    path.mkdir() if text is None else path.write_text(text)
     with pytest.raises(InputError) as error:
         find_model(str(path), 128, 8)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and "; " in str(error.value)
+
+
+def test_a_size_of_a_config_is_called_by_its_key(tmp_path):
+    path, config = tmp_path / "gpt2.json", {"model_type": "gpt2", "n_layer": 2, "n_positions": 8}
+    for more, sentence in (
+        ({"n_embd": 0}, "n_embd of .* is 0; "),
+        ({}, "does not say hidden_size"),
+    ):
+        path.write_text(json.dumps({**config, "vocab_size": 9, **more}))
+        with pytest.raises(InputError, match=sentence):
+            find_model(str(path), 8, 8)
 
 
 @pytest.mark.parametrize("norms", ["x", [1], -5, 1e308, 1.5])

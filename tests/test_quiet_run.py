@@ -142,4 +142,4 @@ def test_without_make_the_lesson_is_as_it_was(run_of, capsys):
         raise FileNotFoundError(2, "No such file or directory", "make")
 
     run_of("00_x.ipynb", make)
-    assert "make: No such file" in capsys.readouterr().err
+    assert "make cannot be used (No such file" in capsys.readouterr().err

@@ -233,7 +233,7 @@ def test_without_npm_the_site_is_static_and_says_so(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(living_site, "DOWNLOADED", tmp_path / "npm")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(
-        make_site, "read_course", lambda root, lives, address: COURSE._replace(lives=lives)
+        make_site, "read_course", lambda root, lives, *_: COURSE._replace(lives=lives)
     )
     monkeypatch.setattr(make_site, "write_pages", lambda site, course: None)
     monkeypatch.setattr(sys, "argv", ["make_site.py", "--into", str(tmp_path / "site")])

@@ -104,6 +104,30 @@ def test_the_training_with_the_library_stops_goes_on_with_other_ranks_and_is_tha
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == saved
 
 
+WITH_FLAGS = sorted(
+    {path.name for path in SMALL.glob("*.py")} - {"library.py"}
+)  # 08 shows it whole
+
+
+@pytest.mark.parametrize("script", WITH_FLAGS)
+def test_a_word_that_a_program_does_not_know_is_not_left_unread(monkeypatch, script):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("it runs")
+    )
+    monkeypatch.setattr(sys, "argv", [script, "--stepps", "2"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SMALL / script), run_name="__main__")
+    assert ended.value.code
+
+
+def test_two_ranks_are_not_three(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(sys, "argv", ["two_ranks.py"])
+    with pytest.raises(SystemExit, match="--nproc-per-node 2"):
+        runpy.run_path(str(SMALL / "two_ranks.py"), run_name="__main__")
+
+
 @pytest.mark.parametrize("script", first_of(["pipeline.py", "weight_stash.py"], 1))
 def test_a_rank_that_cannot_be_does_not_wait_for_the_others(monkeypatch, script):
     for name, value in {"RANK": "-1", "WORLD_SIZE": "2", "MASTER_PORT": "9"}.items():

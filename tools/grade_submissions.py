@@ -18,7 +18,7 @@ from exercises import read_notebooks
 from make_submission import FORM, MOST_LETTERS
 
 from guard.files import not_written, write_whole
-from guard.one_sentence import in_one_sentence
+from guard.one_sentence import in_one_sentence, naming_files
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
@@ -38,7 +38,7 @@ def main():
     folder = Path(arguments.folder)
     into = Path(arguments.into or folder)
     written = into / "grades.csv", into / "grades.html"
-    try:
+    with naming_files(fix="mend that, or name another folder"):
         submissions, skipped = read_all(folder, ours=written)
         notebooks, no_notebooks = read_notebooks()
         exercises = [exercise for each in notebooks.values() for exercise in each]
@@ -47,10 +47,6 @@ def main():
         into.mkdir(parents=True, exist_ok=True)
         for file, text in zip(written, texts):
             write_whole(file, text)
-    except OSError as error:
-        sys.exit(
-            f"grade_submissions.py: {error.filename or into}: {error.strerror}; nothing else is lost"
-        )
     for sentence in skipped:
         print(f"skipped: {sentence}")
     print(f"{len(submissions)} submissions in {into / 'grades.csv'} and {into / 'grades.html'}")

@@ -29,7 +29,8 @@ from exercises import notebook_of
 
 from guard.claims import ClaimError, lock_folder
 from guard.files import not_written
-from guard.inputs import InputError, read_text
+from guard.inputs import read_text
+from guard.one_sentence import naming_files
 from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser
 
@@ -73,19 +74,17 @@ def main():
     arguments = make_site.parse_arguments()
     if (arguments.of, arguments.into) != (make_site.ROOT, make_site.SITE):
         sys.exit(f"make_handout.py: the handout is always {HANDOUT}; leave out --of and --into")
+    again = "mend that, and make the handout again"
     try:
-        HANDOUT.mkdir(parents=True, exist_ok=True)
-        with lock_folder("the handout", HANDOUT)[0]:  # one program at a time writes there
-            return make(flags)
-    except OSError as error:
-        sys.exit(f"make_handout.py: {error.filename or HANDOUT}: {error.strerror}")
+        with naming_files(fix=again):
+            HANDOUT.mkdir(parents=True, exist_ok=True)
+            with lock_folder("the handout", HANDOUT)[0]:  # one program at a time writes there
+                return make(flags)
     except ClaimError as error:
         sys.exit(f"make_handout.py: {error}")
-    except InputError as error:
-        sys.exit(f"make_handout.py: {error}; mend it, and make the handout again")
     except subprocess.SubprocessError as error:
         said = (error.stderr or "").strip().splitlines() or ["git ended without a word"]
-        sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}")
+        sys.exit(f"make_handout.py: git {error.cmd[-1]}: {said[-1]}; {again}")
 
 
 def make(flags):

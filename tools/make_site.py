@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -35,7 +36,7 @@ from pygments.lexers import get_lexer_by_name
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from guard.files import not_written  # noqa: E402
+from guard.files import new_file_beside, not_written  # noqa: E402
 from guard.inputs import InputError, read_text  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
@@ -71,20 +72,25 @@ def main():
     try:
         check_is_site(site)
         check_is_course(Path(arguments.of))
-        shutil.rmtree(site, ignore_errors=True)
-        (site / SCRIPTS).mkdir(parents=True)
-        for name in OWN_SCRIPTS:
-            shutil.copy(living_site.BROWSER / name, site / SCRIPTS)
+        site.mkdir(parents=True, exist_ok=True)
+        new_file_beside(site / "index.html").unlink()
     except OSError as error:
         sys.exit(f"make_site.py: {site} cannot be written ({error.strerror}); name another --into")
-    missing = "" if arguments.static else try_to_live(site / SCRIPTS)
-    if missing and arguments.live:
-        print(f"make_site.py --live: {missing}", file=sys.stderr)
-        return 1
-    lives = not missing and not arguments.static
-    with naming_files():
-        course = read_course(Path(arguments.of).resolve(), lives, arguments.address)
-        write_pages(site, course)
+    with naming_files(), tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / site.name
+        (made / SCRIPTS).mkdir(parents=True)
+        for name in OWN_SCRIPTS:
+            shutil.copy(living_site.BROWSER / name, made / SCRIPTS)
+        missing = "" if arguments.static else try_to_live(made / SCRIPTS)
+        if missing and arguments.live:
+            print(f"make_site.py --live: {missing}", file=sys.stderr)
+            return 1
+        lives = not missing and not arguments.static
+        course = read_course(Path(arguments.of).resolve(), lives, arguments.address, site)
+        write_pages(made, course)
+        shutil.rmtree(site, ignore_errors=True)  # an older one, which stays until here
+        for part in (SCRIPTS, "."):  # first what tells a site from another folder
+            shutil.copytree(made / part, site / part, dirs_exist_ok=True)
     kind = "run in the pages" if course.lives else "are pictures and text"
     print(
         f"{os.path.relpath(site)}/index.html: {len(lessons_of(course))} lessons, "
@@ -142,8 +148,10 @@ def try_to_live(folder):
     return ""
 
 
-def read_course(root, lives, address=""):
-    files = [file for file in files_of_the_course(root) if is_readable(root, file)]
+def read_course(root, lives, address="", site=None):
+    """The Course in `root`, without an older `site` that lies in it."""
+    files = [file for file in files_of_the_course(root) if site not in (root / file).parents]
+    files = [file for file in files if is_readable(root, file)]
     folders = {parent for file in files for parent in file.parents}
     titles = {file: title_of(root / file) for file in files if file.suffix in PAGES}
     titles |= {INDEX: COURSE, LOST: "This page is not there"}

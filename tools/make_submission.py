@@ -31,7 +31,7 @@ from course.building.endless_loops import endless_loops_ended  # noqa: E402
 from course.progress import FOLDER_VARIABLE, OFF, name_of_person  # noqa: E402
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.inputs import InputError  # noqa: E402
-from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import can_be_written  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
@@ -73,10 +73,8 @@ def main():
             answers += found
     made = time.strftime("%Y-%m-%d %H:%M")
     content = {"form": FORM, "name": name_of_person(), "made": made, "answers": answers}
-    try:
+    with naming_files(file):
         write_whole(file, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        sys.exit(f"make_submission.py: {file} cannot be written ({error.strerror})")
     right = sum(answer["said"].startswith("Right: ") for answer in answers)
     print(f"{file.relative_to(ROOT)}: {right} of {len(answers)} exercises are right")
     return int(bool(not_written))

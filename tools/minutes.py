@@ -103,7 +103,7 @@ def with_totals(page):
     """The page with the minutes of its routes added up; a part (◐) counts its stated minutes."""
     part = re.search(r"◐ is lesson .*?, (\d+) minutes", page)
     if part is None:
-        raise InputError(f"{PAGE} does not say how many minutes ◐ is; add the line that does")
+        raise InputError(f"{PAGE} does not say how many minutes ◐ is")
     lessons = re.findall(r"^\| \w+ \| \[.*?\| (\d+) \| .*((?:\| [●◐]? ?){3})\|$", page, re.M)
     for column, route in enumerate(("90 minutes", "one day", "the course"), 1):
         spent = {"": lambda _: 0, "●": int, "◐": lambda _: int(part[1])}

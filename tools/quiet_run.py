@@ -20,8 +20,8 @@ sys.path.insert(0, str(ROOT / "source_code"))
 from exercises import notebook_of  # noqa: E402
 
 from guard.files import replace_file  # noqa: E402
-from guard.inputs import InputError, read_bytes  # noqa: E402
-from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.inputs import read_bytes  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
 
@@ -38,14 +38,10 @@ def main():
     arguments = parser.parse_args()
     if not os.path.isfile(arguments.notebook):
         raise SystemExit(f"{arguments.notebook} is not a file; give a lesson in notebooks")
-    try:
+    with naming_files(fix="mend that, or give another lesson"):
         (ROOT / "build").mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="quiet-", dir=ROOT / "build") as folder:
             return run_until_quiet(arguments, Path(folder) / "lesson.ipynb")
-    except InputError as error:
-        raise SystemExit(f"{error}; give a lesson in notebooks") from None
-    except OSError as error:
-        raise SystemExit(f"{error.filename or ROOT / 'build'}: {error.strerror}") from None
 
 
 def run_until_quiet(arguments, run):

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from exercises import all_exercises  # noqa: E402
 
 from course.progress import REACHED, RIGHT, TRIED, read_progress  # noqa: E402
 from guard.files import write_whole  # noqa: E402
-from guard.one_sentence import in_one_sentence  # noqa: E402
+from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.paths import check_apart  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
@@ -72,7 +73,7 @@ def main():
     wall = Path(arguments.into)
     check_apart("--into", wall, "FOLDER", arguments.folder)
     titles = titles_of_exercises()
-    try:
+    with naming_files(fix="mend that, or name another folder"), suppress(KeyboardInterrupt):
         wall.mkdir(parents=True, exist_ok=True)
         write_whole(wall / "wall.html", PAGE)
         write_whole(wall / "wall.js", SCRIPT)
@@ -80,10 +81,7 @@ def main():
         while True:
             follow(arguments.folder, wall, titles, arguments.names)
             time.sleep(EVERY)
-    except KeyboardInterrupt:
-        return 0
-    except OSError as error:
-        sys.exit(f"wall.py: {error.filename or wall}: {error.strerror}")
+    return 0
 
 
 def parse_arguments():

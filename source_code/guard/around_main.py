@@ -50,7 +50,8 @@ def naming_what_fails():
     """A context in which a lack of memory ends this rank with one sentence.
 
     So does a lack of a folder for temporary files, which torch's optimizers need, and a file that
-    has changed, or cannot be read any more, since the flags were checked.
+    has changed, or cannot be read any more, since the flags were checked. An update that is larger
+    than any number of the weights' type is the end of a training that diverged.
     """
     try:
         yield
@@ -64,6 +65,10 @@ def naming_what_fails():
             "be written, and has room"
         )
     except (MemoryError, RuntimeError) as error:
+        if str(error).endswith("without overflow"):  # a learning rate that the weights' type lacks
+            end_process(
+                f"rank {read_ranks()[0]}: {error}: the training diverged; use a smaller --learning-rate"
+            )
         reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
         if not isinstance(error, NO_MEMORY) and not reason.startswith(SAID_WITHOUT_MEMORY):
             raise

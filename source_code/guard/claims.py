@@ -73,7 +73,7 @@ def lock_folder(flag, folder):
     lock, is_new = Path(folder) / LOCK, True
     how = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
     try:
-        lock.parent.mkdir(exist_ok=True)
+        lock.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(lock, how | os.O_EXCL, 0o666)
         except FileExistsError:
@@ -92,8 +92,8 @@ def lock_folder(flag, folder):
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Who held it until now may have removed it, and a third job made another.
-        taken = not os.path.samestat(os.fstat(handle), os.stat(lock))
-    except (BlockingIOError, FileNotFoundError):
+        taken = not is_in_place(file, folder)
+    except BlockingIOError:
         taken = True
     except (ImportError, OSError):
         return file, is_new
@@ -103,3 +103,10 @@ def lock_folder(flag, folder):
             f"{flag} {folder}: another job is saving there; wait for its end, or use another folder"
         )
     return file, True
+
+
+def is_in_place(lock, folder):
+    """Return whether the open file of a claim is still the lock of its folder, not a removed one."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(Path(folder) / LOCK))
+    return False

@@ -92,6 +92,13 @@ def say_not_written(flag, path, error):
     not_written.append(flag)
 
 
+def sentence_of(error):
+    """Return the text of an error, for an OSError its reason and the file's path."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return str(error)
+
+
 def to_json(value, **options):
     """Return `value` as JSON, with null for NaN and infinity, which JSON does not have."""
     return json.dumps(without_not_finite(value), allow_nan=False, **options)

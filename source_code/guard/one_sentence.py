@@ -35,19 +35,20 @@ def in_one_sentence():
 
 
 @contextmanager
-def naming_files(path=None):
+def naming_files(path=None, fix="mend that, and start again"):
     """A context in which a file that cannot be read or written ends a program with one sentence.
 
-    It names the file `path`, or else the one at which the system failed. A file with something else
-    than it should have is an InputError, whose text names it.
+    It names the file `path`, or else the one at which the system failed, and ends with the `fix`. A
+    file with something else than it should have is an InputError, whose text names it.
     """
+    program = Path(sys.argv[0]).name
     try:
         yield
     except InputError as error:
-        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
+        raise SystemExit(f"{program}: {error}; {fix}") from None
     except OSError as error:
-        program, file = Path(sys.argv[0]).name, path or error.filename or "a file"
-        raise SystemExit(f"{program}: {file} cannot be used ({error.strerror or error})") from None
+        file, why = path or error.filename or "a file", error.strerror or error
+        raise SystemExit(f"{program}: {file} cannot be used ({why}); {fix}") from None
 
 
 def check_that_it_ends():

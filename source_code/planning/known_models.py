@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from guard.inputs import InputError, is_count, read_json
-from planning.families import read_family, weights_outside_matrices
+from planning.families import SIZE_KEYS, read_family, weights_outside_matrices
 from planning.partition import LARGEST_FILE
 from planning.profiled import check_layers, profiled_model
 from planning.transformer import Model
@@ -89,6 +89,16 @@ def find_model(text, length, batch):
     A file is a config.json or a profile of layers; a profile has its own length. An update has
     `batch` sequences of `length` tokens. Raises InputError with one sentence.
     """
+    try:
+        return model_of(text, length, batch)
+    except InputError as error:
+        if "; " in str(error):  # which says already what to do
+            raise
+        raise InputError(f"{error}; mend that, or give {SIZES_TEXT}") from None
+
+
+def model_of(text, length, batch):
+    """The same Model. Its InputError may lack what to do."""
     called = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
     if text in NAMED:
         model = NAMED[text]
@@ -138,7 +148,11 @@ def from_config(config, path):
     if not is_count(longest, LARGEST_SIZE) or longest == 0:
         raise InputError(f"{path} does not say max_position_embeddings, a number from 1")
     built = {"gated": family.gated, "tied": tied, "norms_in_float32": family.gated}
-    model = checked({**sizes, **built}, path)
+    keys = {
+        size: next((key for key in SIZE_KEYS[size] if key in config), SIZE_KEYS[size][0])
+        for size in SIZES
+    }
+    model = checked({**sizes, **built}, path, keys)
     if model.head_dim * model.head_count == model.hidden:  # which is what no head_dim means
         model = replace(model, head_dim=0)
     layer, ends = weights_outside_matrices(family, config, model, path)
@@ -148,16 +162,17 @@ def from_config(config, path):
     return replace(model, layer_rest=layer, positions=rows, ends_rest=ends)
 
 
-def checked(sizes, name):
-    """The Model of these sizes. Raises InputError if it cannot be built."""
+def checked(sizes, name, keys=None):
+    """The Model of these sizes, which a file calls `keys`. Raises InputError if it cannot be built."""
+    keys = keys or {size: size for size in SIZES}
     missing = NEEDED - set(sizes)
     if missing:
-        raise InputError(f"{name} does not say {', '.join(sorted(missing))}")
+        raise InputError(f"{name} does not say {', '.join(keys[size] for size in sorted(missing))}")
     for size in SIZES:
         value = sizes.get(size, 1)
         if not is_count(value, LARGEST_SIZE) or value == 0:
-            value = repr(value)[:40]
-            raise InputError(f"{size} of {name} is {value}, which is not a number from 1")
+            value, most = repr(value)[:40], f"{LARGEST_SIZE:,}"
+            raise InputError(f"{keys[size]} of {name} is {value}; give a number from 1 to {most}")
     check_layers(sizes["layers"], name)
     model = Model(
         **{**sizes, "gated": bool(sizes.get("gated")), "tied": bool(sizes.get("tied", 1))}

@@ -105,8 +105,13 @@ def read_machine(name, gpus):
     full = SHORT.get(name.lower(), name)
     path = MACHINES / f"{full}.json" if full in known else Path(name)
     if full not in known and not os.path.exists(path):
-        raise InputError(f"{name} is neither a file nor one of {', '.join([*SHORT, *known])}")
-    return machine_from(read_json(path, MEBIBYTE), gpus, name)
+        words = ", ".join([*SHORT, *known])
+        raise InputError(f"{name} is neither a file nor one of {words}; give one of them")
+    try:
+        return machine_from(read_json(path, MEBIBYTE), gpus, name)
+    except InputError as error:
+        fix = "mend the file, or measure a machine with --this-machine --save"
+        raise InputError(f"{error}; {fix}") from None
 
 
 def machine_from(text, gpus, name):

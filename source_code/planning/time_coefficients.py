@@ -93,7 +93,7 @@ def coefficients_from(text, name):
             raise InputError(f"'actions' of {name}: {kind} is not a JSON object")
         rows.append(tuple(_seconds(row, term, f"{kind} of {name}") for term in TERMS))
         if not any(rows[-1]):
-            raise InputError(f"{kind} of {name} takes no time; measure the machine again")
+            raise InputError(f"{kind} of {name} takes no time")
     return TimeCoefficients(tuple(rows), *(_seconds(text, term, name) for term in REST))
 
 

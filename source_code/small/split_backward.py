@@ -7,6 +7,7 @@ The half for the input is what the stage before waits for; the half for the weig
 Zero Bubble: Qi et al. 2023, arXiv 2401.10241, section 2. The program needs torch and nothing else.
 """
 
+import sys
 from functools import partial
 
 import torch
@@ -94,4 +95,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("split_backward.py has no flags; leave them out")
     main()

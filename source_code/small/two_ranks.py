@@ -4,6 +4,9 @@
 torchrun --standalone --nproc-per-node 2 two_ranks.py
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -22,4 +25,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if os.environ.get("WORLD_SIZE") != "2" or sys.argv[1:]:
+        sys.exit("start this with torchrun --standalone --nproc-per-node 2, without further words")
     main()

@@ -168,4 +168,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] not in ([], ["--verify"]):
+        sys.exit("weight_stash.py has the flag --verify and no other; leave the rest out")
     main()

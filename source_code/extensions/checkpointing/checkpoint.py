@@ -30,6 +30,7 @@ from extensions.checkpointing.checkpoint_folder import (
     describe_files,
     publish,
     remove_leftovers,
+    run_to_write,
     unmark_stopped,
 )
 from extensions.checkpointing.checkpoint_reader import (
@@ -38,6 +39,8 @@ from extensions.checkpointing.checkpoint_reader import (
     reason_of,
     reject_other_weights,
 )
+from guard.claims import is_in_place
+from guard.files import sentence_of
 from guard.inputs import is_count
 
 
@@ -324,13 +327,11 @@ class Checkpoints:
         """Write and publish one checkpoint. Returns None, or on every rank why it failed."""
         temporary = None
         try:
-            temporary = self.on_rank_0(begin_writing, self.folder, self.run, step)
+            temporary = self.on_rank_0(self.begin_writing, step)
             files = self.write_files(state, temporary)
             description = {"step": step, "configuration": state["configuration"], "files": files}
-            path = self.on_rank_0(
-                publish,
-                *(temporary, self.folder, self.run, step, description, self.keep),
-            )
+            place = self.folder, self.run, step
+            path = self.on_rank_0(publish, temporary, *place, description, self.keep)
         except CheckpointError as error:
             if self.job.rank == 0 and temporary:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -340,6 +341,14 @@ class Checkpoints:
         took = (time.perf_counter() - started) * 1000
         self.say(f"checkpoint after {step} steps: whole in {took:.1f} ms, {path}")
         return None
+
+    def begin_writing(self, step):
+        """Make the temporary folder; if somebody has removed the whole folder, claim it anew first."""
+        if not is_in_place(self.claim, self.folder):
+            lost, self.claim = self.claim, claim(self.folder)
+            lost.close()
+            self.run = run_to_write(self.folder, None, False)  # another job may have saved there
+        return begin_writing(self.folder, self.run, step)
 
     def write_files(self, state, temporary):
         """Write and sync this rank's tensors. Returns size and checksum of all ranks' files."""
@@ -356,9 +365,8 @@ class Checkpoints:
         except OSError as error:
             problem = sentence_of(error)
         everything = self.gather((own, problem))
-        for _, problem in everything:
-            if problem:
-                raise CheckpointError(problem)
+        if problem := next((each for _, each in everything if each), None):
+            raise CheckpointError(problem)
         return {name: entry for files, _ in everything for name, entry in files.items()}
 
     def on_rank_0(self, function, *arguments):
@@ -390,10 +398,3 @@ class Checkpoints:
     def say(self, text):
         if self.job.rank == 0:
             print(text, flush=True)
-
-
-def sentence_of(error):
-    """Return the text of an error, for an OSError its reason and the file's path."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error)
