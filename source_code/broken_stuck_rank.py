@@ -12,7 +12,7 @@ import torch
 
 from guard.around_main import guarded
 from lab import attach
-from pipeline.training import checks, parse_arguments, start_job, training_parser
+from pipeline.training import parse_arguments, start_job, training_parser
 
 STUCK_RANK, STUCK_MICROBATCH = 2, 1
 
@@ -21,6 +21,7 @@ STUCK_RANK, STUCK_MICROBATCH = 2, 1
 def main():
     parser = training_parser(__doc__)
     attach.add_flags(parser)
+    parser.checks.append(check_sizes)
     arguments = parse_arguments(parser)
     job = start_job(arguments, shape=(2, 2))
     attach.observe(arguments, job, [], "gpipe")
@@ -57,5 +58,4 @@ def check_sizes(arguments):
 
 
 if __name__ == "__main__":
-    checks.append(check_sizes)
     sys.exit(main())
