@@ -27,10 +27,11 @@ MOST_RANKS, MOST_MICROBATCHES = 4, 8
 TOP = """# Certificates: how good the named schedules are
 
 Which schedule is best for a given number of ranks, number of micro-batches and amount of memory?
-*Room k* means that a rank can hold at most k micro-batches at a time. The
-[exact search](../source_code/planning/exact_search.py) examines every order of actions.
-Its answer is therefore a certificate: with these stages on these ranks, no schedule in this room is
-shorter.
+*Room k* means that a rank can hold at most k micro-batches at a time. If backwards are split, a
+micro-batch is held until the half for the weights has run. The
+[exact search](../source_code/planning/exact_search.py) leaves out no order of actions that could be
+shorter. Its answer is therefore a certificate: with these stages on these ranks, no schedule in this
+room is shorter.
 
 A forward takes 1 time unit, a whole backward takes 2, and each half of a split backward takes 1.
 Messages take no time. The number in a cell is the shortest makespan in this room. Below the number,
