@@ -564,6 +564,14 @@ WRONG = {
                         "for n, w in weights.items()}"))],
         "with a copy of version 0, which mini-batch 0 uses, too",
     ),
+    "a copy of each version in a history": (
+        "pipedream_run",
+        ["history = []",
+         edited(STASH, ("            weights = {",
+                        "            history.append({n: w.detach().clone() for n, w in weights.items()})"
+                        "\n            weights = {"))],
+        "rank 3 runs the backward of mini-batch 7 with 8 versions in memory, and 1 is in use there",
+    ),
     "four ranks of a stash": (
         "pipedream_run",
         [edited(STASH, ("dist.get_world_size()", "4"))],
