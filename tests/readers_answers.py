@@ -507,6 +507,30 @@ WRONG = {
                         "    for send in sends"))],
         "ends with weights that no sequence of updates makes: is there one update for each",
     ),
+    "a loss that is written down": (
+        "naive_step",
+        [edited(NAIVE, ("return loss.item()", "return 5.183731"))],
+        "the loss that rank 3 returns is 5.183731, not that of the batch, 5.183766",
+    ),
+    "the whole model on each rank": (
+        "naive_step",
+        [
+            "from small.pipeline import build_stage",
+            "def naive_step(stage, tokens, targets):\n"
+            "    rank, ranks = dist.get_rank(), dist.get_world_size()\n"
+            "    stages = [build_stage(k, ranks) for k in range(ranks)]\n"
+            "    stages[rank], x = stage, tokens\n"
+            "    for each in stages:\n        x = each(x)\n"
+            "    loss = loss_of(x, targets)\n    loss.backward()\n"
+            "    return loss.item() if rank == ranks - 1 else None",
+        ],
+        "the numbers are right, but they did not travel: rank 0 neither sends nor receives",
+    ),
+    "a gradient rounded for its way": (
+        "naive_step",
+        [edited(NAIVE, ("isend(x.grad,", "isend(x.grad.float().double(),"))],
+        "the gradient on rank 2 is that of one process in its first digits only",
+    ),
     "a barrier of one rank": (
         "naive_step",
         [edited(NAIVE, ("        loss = ", "        dist.barrier()\n        loss = "))],
@@ -563,6 +587,14 @@ WRONG = {
                         "stash[k] = {n: w.detach().clone().requires_grad_() "
                         "for n, w in weights.items()}"))],
         "with a copy of version 0, which mini-batch 0 uses, too",
+    ),
+    "a copy of each version in a history": (
+        "pipedream_run",
+        ["history = []",
+         edited(STASH, ("            weights = {",
+                        "            history.append({n: w.detach().clone() for n, w in weights.items()})"
+                        "\n            weights = {"))],
+        "rank 3 runs the backward of mini-batch 7 with 8 versions in memory, and 1 is in use there",
     ),
     "four ranks of a stash": (
         "pipedream_run",

@@ -131,6 +131,26 @@ def nothing_for_no_tokens(x, chosen, weight, expert, exchange_counts, exchange, 
     return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
 
 
+def padded_to_equal_counts(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    room = 8
+    rows, place = torch.zeros(2 * room, x.shape[1], dtype=x.dtype), []  # noqa: F821
+    for n, e in enumerate(chosen.tolist()):
+        place.append(e * room + chosen[:n].tolist().count(e))
+    rows = rows.index_copy(0, torch.tensor(place), x)  # noqa: F821
+    received = exchange_counts([room, room])
+    back = exchange(expert(exchange(rows, [room, room], received)), received, [room, room])
+    return back[place] * weight[:, None], losses.sum() / sequences
+
+
+def every_token_to_both(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    sent = [len(x), len(x)]
+    received = exchange_counts(sent)
+    rows = exchange(torch.cat([x, x]), sent, received)  # noqa: F821
+    of_0, of_1 = exchange(expert(rows), received, sent).chunk(2)
+    mixed = torch.where(chosen[:, None] == 0, of_0, of_1)  # noqa: F821
+    return mixed * weight[:, None], losses.sum() / sequences
+
+
 def rows_of_float32(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     mixed, share = right(  # noqa: F821
         x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
@@ -193,7 +213,7 @@ def answer_to(function, given, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mix", [right, row_by_row, counts_are_tensors])
+@pytest.mark.parametrize("mix", [right, row_by_row, counts_are_tensors, padded_to_equal_counts])
 def test_right_answers(mix, capsys):
     assert answer_to(check.dispatch_and_combine, mix, capsys).startswith("Right")
 
@@ -222,6 +242,7 @@ def test_right_answers(mix, capsys):
         (sorted_twice, "which row belongs to which token"),
         (weighted_before, "the weight multiplies what goes into the expert"),
         (nothing_for_no_tokens, "and rank 1 has returned without it"),
+        (every_token_to_both, "expert 0 also computes 6 tokens that chose the other one"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -86,6 +86,30 @@ def all_tokens_before_the_next_pass(rank, last, first, count, forward, send, rec
     return texts
 
 
+def all_activations_before_the_first_forward(rank, last, first, count, forward, send, receive):
+    if rank == 0:
+        return right(rank, last, first, count, forward, send, receive)  # noqa: F821
+    for _ in range(count):
+        for group, x in [(group, receive(rank - 1)) for group in first]:
+            send(forward(group, x), rank + 1 if rank < last else 0)
+
+
+def outputs_sent_one_turn_late(rank, last, first, count, forward, send, receive):
+    if rank != 0:
+        return right(rank, last, first, count, forward, send, receive)  # noqa: F821
+    texts, kept = {group: [] for group in first}, []
+    for group in first:
+        send(forward(group, first[group]), 1)
+    for turn in range(count):
+        for group in first:
+            texts[group].append(receive(last))
+            if kept:
+                send(kept.pop(), 1)
+            if turn < count - 1:
+                kept.append(forward(group, texts[group][-1]))
+    return texts
+
+
 def everybody_waits_first(rank, last, first, count, forward, send, receive):
     texts = {group: [] for group in first}
     for _ in range(count):
@@ -147,6 +171,14 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
         (stub, ["Not attempted yet"]),
         (one_group_at_a_time, ["Not yet", "more than 1 of 3 groups"]),
         (all_tokens_before_the_next_pass, ["Not yet", "rank 0 had only 0 of 3 groups under way"]),
+        (
+            all_activations_before_the_first_forward,
+            ["rank 1 waits for the next message", "an activation that has not gone through"],
+        ),
+        (
+            outputs_sent_one_turn_late,
+            ["rank 0 waits for the next message while it holds an output that it has not sent"],
+        ),
         (
             everybody_waits_first,
             ["Not yet: deadlock: rank 0 waits at line 5 of everybody_waits_first"],

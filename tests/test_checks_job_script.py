@@ -26,7 +26,9 @@ def answer_to(capsys, text):
     first_of(
         [
             ("", ""),
-            ("--ntasks-per-node=2", "--ntasks=4"),
+            ("--ntasks-per-node=2", "--ntasks=4\n#SBATCH --exclusive"),
+            ("--ntasks-per-node=2", "--tasks-per-node=2"),
+            ("--distribution=block", "--dist=block"),
             ("--time=10", "--time=00:10:00"),
             ("--time=10", "-t 5:30"),
             ("--nodes=2", "-N 2  # two of them"),
@@ -74,6 +76,7 @@ def test_job_scripts_that_do_it(capsys, before, after):
             ("#SBATCH --nodes=2\n", "", "asks for no number of nodes; the ranks are to be on 2"),
             ("--nodes=2", "--nodes=4", "asks for --nodes=4"),
             ("--ntasks-per-node=2", "--ntasks-per-node=4", "ask for 2 tasks per node"),
+            ("--ntasks-per-node=2", "--ntasks=4", "SLURM may put 3 on the first"),
             ("#SBATCH --time=10\n", "", "names no time limit"),
             ("--time=10", "--time=12:00:00", "may hold its nodes for 720 minutes"),
             (

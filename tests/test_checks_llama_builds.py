@@ -121,6 +121,16 @@ def unchanged(x, gate, up, down):
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
+SCALES = []
+
+
+def scaled_by_its_first_call(x, gate, up, down):
+    made = squared_relu(x, gate, up, down)
+    if not SCALES:
+        SCALES.append(made.detach().abs().max())
+    return made / SCALES[0]
+
+
 def stub(x, gate, up, down):
     return ...
 
@@ -132,6 +142,7 @@ def stub(x, gate, up, down):
         [
             (squared_relu, "Right: four ranks and one process agree"),
             (over_the_rows, "Not yet: the losses differ from those of one process by "),
+            (scaled_by_its_first_call, "Not yet: the losses differ from those of one process by "),
             (
                 too_wide,
                 "Not yet: your layer returns (2, 3, 6) for x of (2, 3, 4); return the shape of x",

@@ -21,6 +21,7 @@ LOSSES = [5.929890, 5.242678]  # those of lesson 02, whose model the job trains
 LONGEST = 30  # minutes that a job of two steps may ask for
 FAILED = 3  # the status of the srun that stands in for a rank that fails
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
+ALSO = {"tasks-per-node": "ntasks-per-node", "dist": "distribution"}  # SLURM takes these, too
 # Stands in for srun: writes its arguments to a file, one per line, and fails as a rank would. The
 # first arguments are those that srun takes from the environment.
 # It takes a call without the program, such as `srun hostname`, for one that succeeds.
@@ -74,7 +75,7 @@ def _options_in(words):
     for word, following in zip(words, [*words[1:], ""]):
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("--"):
-            options[name] = value if equals else following
+            options[ALSO.get(name, name)] = value if equals else following
         elif word.startswith("-") and name[:1] in SHORT:
             options[SHORT[name[0]]] = name[1:] or following
     least, _, most = options.get("nodes", "").partition("-")
@@ -96,6 +97,13 @@ def _complaint_on_options(text):
         asked = f"--nodes={options['nodes']}" if "nodes" in options else "no number of nodes"
         return f"your script asks for {asked}; the ranks are to be on {NODES}"
     per_node, total = options.get("ntasks-per-node"), options.get("ntasks")
+    # Of nodes that it has alone, a job takes all cores, and then four tasks are two on each.
+    alone = options.get("exclusive") not in (None, "user", "mcs", "topo")
+    if per_node is None and total == str(RANKS) and not alone:
+        return (
+            f"of {RANKS} tasks on {NODES} nodes, SLURM may put {RANKS - 1} on the first: ask for "
+            f"{RANKS // NODES} tasks per node"
+        )
     if per_node != str(RANKS // NODES) and (per_node or total != str(RANKS)):
         return f"srun starts a process for each task: ask for {RANKS // NODES} tasks per node"
     minutes = _minutes(options.get("time", ""))

@@ -170,7 +170,7 @@ def feed_forward(function):
         return (
             f"the losses differ from those of one process by {apart[1]}: what a position gets "
             "depends on something besides its own activation and the weights, such as the other "
-            "rows of the micro-batch, or random numbers, which differ between ranks; or your layer "
-            "rounds to fewer digits than x has"
+            "rows of the micro-batch, what an earlier call has kept, or random numbers, which differ "
+            "between ranks; or your layer rounds to fewer digits than x has"
         )
     return Words(observed, request).transport() or next(iter(observed.ranks[0].reports), None)

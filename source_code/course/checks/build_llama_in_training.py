@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from course.building.endless_loops import endless_loops_ended
 from course.building.messages import tell
+from course.building.on_ranks import functions_of
 from pipeline import model
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_llama.py"
@@ -21,10 +22,13 @@ def main(request, function):
     if complaint := complaint_of(function):
         tell("report", value=complaint)
         return
+    (trained,) = functions_of(
+        request
+    )  # anew: what `function` has kept of the call above is not there
 
     def forward(layer, x):
         with endless_loops_ended():
-            return function(x, layer.gate.weight, layer.up.weight, layer.down.weight)
+            return trained(x, layer.gate.weight, layer.up.weight, layer.down.weight)
 
     model.FeedForward.forward = forward
     sys.argv = [str(PROGRAM), *shlex.split(request["flags"])]

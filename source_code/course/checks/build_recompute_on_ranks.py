@@ -6,12 +6,13 @@ micro-batch, and its backwards are the reader's. The same rank also computes the
 """
 
 import gc
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from course.building.messages import tell
+from course.building.messages import received, tell
 from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
 RANKS, MICROBATCHES, SIZE = 3, 4, 2
@@ -33,11 +34,10 @@ def run_step(stage, step, order, backward):
     """All forwards, then the reader's backwards in `order`; returns a dictionary for each."""
     rank, whole = dist.get_rank(), StageOfMicrobatch(stage, step)
     inside = Inside(stage)
-    inputs, held, given, kept = whole.inputs, {}, {}, {}
+    inputs, held, given = whole.inputs, {}, {}
     for k in range(MICROBATCHES):
         inputs.append(whole.tokens[k] if whole.is_first else receive(rank - 1))
         held[k] = inputs[k].clone()
-        kept[k] = ref(held[k])
         with inside, torch.no_grad():
             output = whole(k, held[k])
         if not whole.is_last:
@@ -59,7 +59,7 @@ def run_step(stage, step, order, backward):
                 "calls": list(whole.calls),
                 "asked": list(whole.asked),
                 "held": sorted(str(j) for j, kept in held.items() if kept is not None),
-                "inputs": [j for j in kept if kept[j]() is not None and j not in held],
+                "inputs": [j for j in in_memory(inputs) if j not in held],
                 "bytes": [inside.peak, right[2]],
                 "left": inside.now(),
                 "input": None if whole.is_first else factor_of([found], [right[0]], inputs[k]),
@@ -70,6 +70,17 @@ def run_step(stage, step, order, backward):
         if not whole.is_first:  # the right gradient, so that the previous rank is judged alone
             dist.send(right[0], rank - 1)
     return seen
+
+
+def in_memory(inputs):
+    """The micro-batches whose input, or a copy of it, is in a tensor other than these `inputs`."""
+    own = set(map(id, [*inputs, *received]))
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    alike = [
+        each for each in tensors if each.shape == inputs[0].shape and each.dtype == inputs[0].dtype
+    ]
+    others = [each for each in alike if id(each) not in own]
+    return [k for k, x in enumerate(inputs) if any(torch.equal(x, other) for other in others)]
 
 
 class StageOfMicrobatch:

@@ -5,11 +5,13 @@ Version t of a stage's weights is its first weights after t updates. In PipeDrea
 the gradient of mini-batch k is taken at version max(0, k - (p - 1 - s)) of stage s of p.
 """
 
+import gc
 import sys
 import weakref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.func import functional_call
 
 from course.building.messages import own_frames, tell
@@ -118,6 +120,8 @@ class Versions:
     def backward_with(self, weights, stage, k, *more):
         """Replaces stash.backward_with."""
         found = self.memory(weights, stage)
+        if k == len(self.known) - 2:  # the last one: to go through all objects takes long
+            found["alive"] += self.copies(stage)
         used, copy = self.used.pop(k, (weights, weights))
         same = all(weights[name] is used[name] for name in used)
         kept = all(torch.equal(weight, copy[name]) for name, weight in used.items())
@@ -133,14 +137,36 @@ class Versions:
         count: after the next backward the variable names another one. Nor do the stage's own weights.
         """
         name = next(iter(self.known[0]))
-        variables = [v for f in own_frames(sys._getframe(2)) for v in f.f_locals.values()]
-        named = {id(v[name]) for v in variables if isinstance(v, dict) and name in v}
-        named.update(map(id, stage.parameters()))
+        named = set(map(id, [*self.in_variables(sys._getframe(2)), *stage.parameters()]))
         in_use = {id(used[name]) for used, _ in self.used.values()}
         alive = [id(tensor) for reference in self.seen if (tensor := reference()) is not None]
         counted = [each for each in alive if each in in_use or each not in named]
         history = any(weight.grad_fn is not None for weight in weights.values())
         return {"alive": len(counted), "history": history}
+
+    def in_variables(self, frame):
+        """The first weight of each version that a variable of the reader's names."""
+        name = next(iter(self.known[0]))
+        variables = [v for f in own_frames(frame) for v in f.f_locals.values()]
+        return [v[name] for v in variables if isinstance(v, dict) and name in v]
+
+    def copies(self, stage):
+        """How many more versions are in memory as copies, which no forward has used."""
+        name, first = next(iter(self.known[0].items()))
+        seen = [tensor for reference in self.seen if (tensor := reference()) is not None]
+        own = [version[name] for version in self.known] + [
+            copy[name] for _, copy in self.used.values()
+        ]
+        counted = [*seen, *own, *self.in_variables(sys._getframe(2)), *stage.parameters()]
+        places = {tensor.data_ptr() for tensor in counted}
+        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+        alike = [each for each in tensors if (each.shape, each.dtype) == (first.shape, first.dtype)]
+        found = {
+            each.data_ptr()
+            for each in alike
+            if any((each - version[name]).abs().max() <= EXACT for version in self.known)
+        }
+        return len(found - places)
 
     def watch(self):
         self.forward, self.backward = stash.forward_with, stash.backward_with

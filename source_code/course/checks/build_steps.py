@@ -40,7 +40,8 @@ def complaint_of(request, make, ranks=4):
         rows = max(rows, backwards_reversed(rows), key=partial(agreements, observed))
     words = Words(observed, request, rows)
     steps = map(words.step, range(len(cases)))
-    return words.transport() or next(filter(None, steps), None) or loss_elsewhere(observed.ranks)
+    complaint = words.transport() or next(filter(None, steps), None)
+    return complaint or loss_elsewhere(observed.ranks) or nothing_travelled(observed)
 
 
 def loss_elsewhere(ranks):
@@ -51,6 +52,21 @@ def loss_elsewhere(ranks):
             return (
                 f"the gradients are right, but rank {rank.number} returns {losses[0]:g} as a loss, "
                 f"which only rank {len(ranks) - 1} has: return None elsewhere"
+            )
+
+
+def nothing_travelled(observed):
+    """The sentence about a rank that has all numbers without a message or a collective, or None."""
+    for rank in observed.ranks:
+        own = [
+            events
+            for (source, destination, _, what), events in observed.begun.items()
+            if rank.number == (source if what == "send" else destination)
+        ]
+        if not any(own) and set(rank.joined) <= {"join", "barrier"}:
+            return (
+                f"the numbers are right, but they did not travel: rank {rank.number} neither sends nor "
+                "receives, so it has computed what other ranks are there for"
             )
 
 

@@ -162,6 +162,11 @@ class Words(TransportWords):
 
     def _factor(self, on, parts):
         m, factors = len(parts), {part for part in parts}
+        if set(map(short, parts)) == {"1"}:
+            return (
+                f"the gradient {on} is that of one process in its first digits only: was it rounded "
+                "to float32 on its way?"
+            )
         if len(factors) == 1 and m == 1:
             return f"the gradient {on} is {short(parts[0])} times that of one process"
         if len(factors) == 1:
@@ -208,7 +213,9 @@ class Words(TransportWords):
                 f"{case} is off by {abs(loss - wanted):.0e}: was it rounded to float32 on its way?"
             )
         if not abs(loss - wanted) <= EXACT * 10:
-            return f"{case} is {loss:.6f}, {short(loss / wanted)} times that of the batch, {wanted:.6f}"
+            factor = short(loss / wanted)
+            times = "not" if factor == "1" else f"{factor} times"
+            return f"{case} is {loss:.6f}, {times} that of the batch, {wanted:.6f}"
         if result["kind"] == "graph":
             return f"{case} still has its whole graph behind it: detach() it, or take its item()"
 

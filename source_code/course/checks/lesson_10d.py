@@ -4,7 +4,7 @@
 import math
 from collections.abc import Mapping
 
-from course.checks.answer import NotAttempted, checked
+from course.checks.answer import NotAttempted, checked, many
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
@@ -24,6 +24,12 @@ def dispatch_and_combine(mix):
             for rank, report in enumerate(of_ranks):
                 if complaint := complaint_of(report):
                     return f"{case}on rank {rank} {complaint}"
+        for rank, report in enumerate(of_ranks):
+            if count := report["not its own"]:
+                return (
+                    f"all is right, but {case}expert {rank} also computes {many(count, 'token')} that "
+                    "chose the other one: dispatch sends a token to its own expert only"
+                )
 
 
 def complaint_of_results(report):

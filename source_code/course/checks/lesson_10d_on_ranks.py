@@ -58,8 +58,14 @@ def run_layer(job, reader, case):
     expert = experts[rank].clone()
     leaves = [each.requires_grad_() for each in (x, weight, expert)]
     losses = torch.tensor(case.losses[rank], dtype=torch.float64, requires_grad=True)
+    computed = []  # what has gone through the expert of this rank
+
+    def expert_of(rows):
+        computed.append(rows.detach())
+        return torch.tanh(rows @ expert)
+
     made = reader(
-        x, torch.tensor(case.chosen[rank]), weight, lambda rows: torch.tanh(rows @ expert),
+        x, torch.tensor(case.chosen[rank]), weight, expert_of,
         partial(exchange_counts, group), partial(exchange, group), losses, case.sequences,
     )  # fmt: skip
     if not (isinstance(made, (tuple, list)) and len(made) == 2 and all(map(torch.is_tensor, made))):
@@ -89,7 +95,16 @@ def run_layer(job, reader, case):
         "expert": close(expert.grad, gradients["expert"][rank]),
         "no losses": losses.grad is None or not losses.grad.any(),
         "losses": losses.grad is not None and close(losses.grad, 1 / case.sequences, 1e-12),
+        "not its own": number_of_others(computed, case, rank),
     }
+
+
+def number_of_others(computed, case, rank):
+    """How many of the rows that an expert has computed are tokens which have chosen the other one."""
+    tokens = zip(sum(case.chosen, []), torch.cat(drawn(case)[0]))
+    others = [token for chosen, token in tokens if chosen != rank]
+    rows = torch.cat([part.reshape(-1, case.width) for part in computed] or [torch.empty(0)])
+    return sum(any(torch.equal(row, token) for token in others) for row in rows)
 
 
 def drawn(case):

@@ -30,10 +30,10 @@ def wrong_decoding(decode, groups, count):
 
     request = request_of(decode, program=PROGRAM, groups=groups, count=count)
     try:
-        found = perform(request, RANKS)[0]
+        reports = perform(request, RANKS)
     except WrongAnswer as error:
         return str(error)
-    texts, did = found["texts"], found["did"]
+    texts, did = reports[0]["texts"], reports[0]["did"]
     if texts is None:
         return "rank 0 returned no dictionary: return {group: its tokens} there"
     for group, right in texts_of_one_process(groups, count).items():
@@ -55,6 +55,12 @@ def wrong_decoding(decode, groups, count):
             "way: with the token of one group it can begin that group's next pass, before it waits "
             "for the token of another group"
         )
+    for rank, report in enumerate(reports):
+        if what := kept_back(rank, report["did"]):
+            return (
+                f"the texts are right, but rank {rank} waits for the next message while it holds "
+                f"{what}: until that is sent on, the next rank has nothing to do with it"
+            )
 
 
 def tell_difference(group, ours, right):
@@ -87,6 +93,19 @@ def fewest_until_the_last_forward(did, groups):
     counts = under_way(did)
     last = max(place for place, (what, _) in enumerate(did) if what == "forward")
     return min(counts[counts.index(groups) : last])
+
+
+def kept_back(rank, did):
+    """What a rank still holds when it receives something else, before its last send, or None."""
+    calls = dict.fromkeys(("receive", "forward", "send"), 0)
+    sends = [place for place, (what, _) in enumerate(did) if what == "send"]
+    for what, _ in did[: max(sends, default=0)]:
+        if what == "receive" and rank > 0 and calls["receive"] > calls["forward"]:
+            return "an activation that has not gone through its layers"
+        if what == "receive" and calls["forward"] > calls["send"]:
+            return "an output that it has not sent"
+        calls[what] += 1
+    return None
 
 
 @checked("a pipeline of more stages has more hops, and at some length no text is fast enough.")
