@@ -22,9 +22,8 @@ def main(request, function):
     if complaint := complaint_of(function):
         tell("report", value=complaint)
         return
-    (trained,) = functions_of(
-        request
-    )  # anew: what `function` has kept of the call above is not there
+    # Defined anew: what `function` has kept of the call above is not there.
+    (trained,) = functions_of(request)
 
     def forward(layer, x):
         with endless_loops_ended():

@@ -50,7 +50,7 @@ def to_blame(blame):
             continue
         case = f"{waits}: you say {answer!r}"
         if answer not in [*waits, DEADLOCK]:
-            return f"{case}, which is none of the ranks"
+            return f"{case}, which is neither a rank nor {DEADLOCK!r}"
         if right == DEADLOCK and None in waits.values():
             return f"{case}, and not all others wait for it: some wait for each other, in a ring"
         if right == DEADLOCK:
