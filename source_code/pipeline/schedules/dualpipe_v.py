@@ -19,7 +19,7 @@ def dualpipe_v(num_ranks, num_microbatches, num_chunks=2):
     require_two_chunks("dualpipe-v", num_ranks, num_microbatches, num_chunks)
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            f"dualpipe-v needs at least two micro-batches a rank, {2 * num_ranks} for {num_ranks} "
+            f"dualpipe-v needs at least two micro-batches per rank, {2 * num_ranks} for {num_ranks} "
             f"ranks, not {num_microbatches}; use more micro-batches or fewer ranks"
         )
     orders = []
