@@ -132,8 +132,7 @@ def read_flags():
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
     parser.reads.append("--checkpoints")
     add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
-    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None,
-                        export=None)  # fmt: skip
+    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     check_replicas(arguments)
