@@ -184,19 +184,19 @@ def measure(schedule, timeline):
     }
 
 
-def in_words(schedule, figures, costs):
+def in_words(schedule, figures, arguments):
     """Return the text that is printed without --json, one figure per line.
 
-    `costs` are the arguments. A performed run counts in milliseconds, so the costs beside it do, too.
+    A performed run counts in milliseconds, so the costs beside it do, too.
     """
-    unit = "ms" if costs.performed else "units of time"
+    unit = "ms" if arguments.performed else "units of time"
     held = " ".join(map(str, figures["peak_held_per_rank"]))
     return "\n".join(
         [
             f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
             f"{schedule.num_microbatches} micro-batches",
             f"makespan            {figures['makespan']:g} {unit} "
-            f"(forward {costs.forward:g}, backward {costs.backward:g} per stage)",
+            f"(forward {arguments.forward:g}, backward {arguments.backward:g} per stage)",
             f"ideal               {figures['ideal']:g} {unit} (the largest busy time of a rank)",
             f"bubble over total   {figures['bubble_over_total']:.4f}  (idle / makespan)",
             f"bubble over ideal   {figures['bubble_over_ideal']:.4f}  (idle / busy)",
@@ -217,7 +217,7 @@ def timelines_of(arguments, timeline):
 
 
 def write_files(arguments, schedule, timelines):
-    """Write what --csv and --svg ask for; rejects a file that cannot be read or written."""
+    """Write what --csv and --svg ask for; reject a picture of too many blocks."""
     if arguments.csv and arguments.csv != "-":
         write_or_reject("--csv", arguments.csv, to_csv(schedule))
     if arguments.svg:

@@ -69,7 +69,7 @@ def find_store(job):
 
 
 def check_limits():
-    """Reject an interface that this machine lacks, and what torch fails, aborts or hangs with."""
+    """Reject variables and limits with which torch would fail, abort or hang."""
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second is older
         size = os.environ.get(name, "")
         if size and not re.fullmatch("[0-9]{1,9}", size):

@@ -3,8 +3,8 @@
 
 Time runs to the right, rank 0 is on top, timelines in one picture share one scale. Colours are
 those of Okabe and Ito, and each kind has a second mark, so that no colour carries meaning alone.
-Text beside the blocks is the grey that can be read on white and on black: a picture in a notebook
-does not learn on which it lies. The ground is clear.
+The background is transparent, and text beside the blocks has the grey that can be read on white
+and on black.
 """
 
 from dataclasses import dataclass

@@ -94,8 +94,8 @@ def held_parts(timelines, width=WIDTH, rank=None):
         if LETTER * len(shown) > width - 8:
             shown = re.sub(less, "", shown)
     parts = [_text(8, FONT, shown, "start")]
-    for number, (timeline, shown, peak) in enumerate(found):
-        path = outline(held_over_time(timeline, shown), timeline.makespan, x, y)
+    for number, (timeline, holder, peak) in enumerate(found):
+        path = outline(held_over_time(timeline, holder), timeline.makespan, x, y)
         paint = f'fill="{HELD}" fill-opacity="0.6" stroke="{HELD}"'
         if number:
             paint = 'fill="none" stroke="currentColor" stroke-width="2" stroke-dasharray="5 3"'

@@ -175,7 +175,7 @@ def share_of_loss(microbatches):
 
 
 def microbatches_of(arguments, device, step):
-    """Return inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
+    """Return inputs and targets of one step, each a tuple of (micro-batch size, length)."""
     a = arguments
     batch = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
     return tuple(tokens.to(device).chunk(a.microbatches) for tokens in batch)
