@@ -104,11 +104,7 @@ def main():
     describe_sums(arguments, job, schedule, reduction)
     status = status_of_end(arguments, job, training, checkpoints, None, diverged)
     job.leave()
-
-    def clip(model, optimizer, step):
-        clip_whole_model(arguments, model)
-
-    reference = partial(train_one_process, before_update=clip)
+    reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
     return log.finish(job.device, reference, not diverged) or status
 
 
@@ -154,10 +150,8 @@ def build_training(arguments, parts, replicas):
     }
     a, kind = arguments, Training
     if a.sharding == "optimizer":
-        kind, rule = (
-            TrainingInShards,
-            ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate),
-        )
+        kind = TrainingInShards
+        rule = ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate)
     else:
         rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate)
     return kind(parameters, rule, ConstantRate(), a.configuration, a.seed)

@@ -17,7 +17,7 @@ from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
 from lab.figures import draw_timelines
-from lab.simulator import Costs, cost, cost_or_nothing, simulate
+from lab.simulator import Costs, cost, cost_or_nothing, costs_in, simulate
 from lab.terminal_timeline import COLUMNS, in_text
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, check_same, positive_integer
@@ -95,7 +95,7 @@ def parse_arguments():
         "--occupancy", type=cost_or_nothing, default=0.0, metavar="T", help="of a link by a message"
     )
     add("--recompute", type=cost_or_nothing, default=0.0, metavar="T", help="on top of a backward")
-    add("--work", type=works, metavar="X,Y,...", help="of each micro-batch, as a multiple; else 1")
+    add("--work", type=costs_in, metavar="X,Y,...", help="of each micro-batch: a multiple, else 1")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--terminal", action="store_true", help="print the timeline, 78 columns wide")
@@ -116,11 +116,6 @@ def parse_arguments():
         raise SystemExit("--terminal prints between other lines; leave out --json and --csv -")
     check_files(arguments)
     return arguments
-
-
-def works(text):
-    """Convert a flag's value to the work of each micro-batch, as a multiple of the costs."""
-    return [cost(number) for number in text.split(",")]
 
 
 def check_files(arguments):

@@ -95,7 +95,7 @@ def main():
     describe(arguments, job, schedule, group)
     status = status_of_end(arguments, job, training, checkpoints, None, diverged)
     job.leave()
-    reference = partial(train_one_process, before_update=clip_by(arguments))
+    reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
     return log.finish(job.device, reference, not diverged) or status
 
 
@@ -109,15 +109,6 @@ def build_stages(arguments, job, schedule, cut, group, loss_function, reduction)
         part = reduction.wrap(part, index)
         stages[index] = stage_class(part, index, schedule.num_stages, loss_function)
     return stages
-
-
-def clip_by(arguments):
-    """Return the function that one process calls between backward and update."""
-
-    def clip(model, optimizer, step):
-        clip_whole_model(arguments, model)
-
-    return clip
 
 
 def read_flags():

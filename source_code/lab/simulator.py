@@ -202,6 +202,11 @@ def cost(text):
     return float(text)
 
 
+def costs_in(text):
+    """The value of a flag as several costs, with commas between them."""
+    return [cost(one) for one in text.split(",")]
+
+
 def cost_or_nothing(text):
     """The value of a flag as a cost that may be 0."""
     try:
