@@ -96,7 +96,7 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
     return complete_model(parser, a, read_data)
 
 
-def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.seq_len)):
+def complete_model(parser, arguments, read_data):
     """Check the flags of `model_parser`, and add `num_ranks`, `config`, `text`, `torch_dtype`."""
     a = arguments
     a.num_ranks = getattr(a, "num_ranks", None) or ranks_from_environment()[1]

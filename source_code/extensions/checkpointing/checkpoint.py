@@ -326,7 +326,7 @@ class Checkpoints:
         try:
             temporary = self.on_rank_0(begin_writing, self.folder, self.run, step)
             files = self.write_files(state, temporary)
-            description = {"step": step, "configuration": state["configuration"], "files": files}
+            description = {"configuration": state["configuration"], "files": files}
             path = self.on_rank_0(
                 publish,
                 *(temporary, self.folder, self.run, step, description, self.keep),
