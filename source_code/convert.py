@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from shlex import quote
 from types import SimpleNamespace
 
@@ -227,7 +226,7 @@ def settings_in(configuration):
     if configuration.get("--settings"):
         return settings_in_checkpoint(config, configuration["--settings"])
     sizes = {name: getattr(config, name) for name in (*names, "head_dim", "hidden_dim")}
-    return replace(SavedSettings(**sizes), longest=config.seq_len), None
+    return SavedSettings(**sizes, longest=config.seq_len), None
 
 
 def settings_in_checkpoint(config, kept):

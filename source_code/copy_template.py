@@ -6,11 +6,11 @@
     python source_code/copy_template.py train.py --schedules 1f1b,zb-h1 my-program
 
 A copy has the script and the files of the course that it imports; no line is rewritten. A folder
-has LICENSE and a README, too: put your name on what you change. A copy
-leaves out the script's calls of the lab (--with-lab keeps them, in a folder), and with --schedules
-the files and rows of all other schedules but the script's default. --bare leaves out the guard, too,
-the two lines that name bad input and lost ranks in one sentence. A copy in one file is bare, and
-leaves out the imports of the course's modules, because their code is then in the same file.
+has LICENSE and a README, too: put your name on what you change. A copy leaves out the script's
+calls of the lab (--with-lab keeps them, in a folder), and with --schedules the files and rows of
+all other schedules but the script's default. --bare also leaves out the guard, the two lines with
+which bad input and lost ranks are named in one sentence. A copy in one file is bare, and leaves out
+the imports of the course's modules, because their code is then in the same file.
 """
 
 import ast

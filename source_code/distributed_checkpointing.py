@@ -33,6 +33,7 @@ from extensions.checkpointing.checkpoint_arguments import (
     add_checkpoint_arguments,
     check_checkpoint_arguments,
     continue_training,
+    save_when_due,
     say_if_nothing_is_left,
     status_of_end,
 )
@@ -91,11 +92,8 @@ def main():
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        if checkpoints and not diverged:
-            stopped = stop_request.agreed(job)
-            due = training.step % arguments.save_every == 0 or training.step == arguments.steps
-            if stopped or due:
-                diverged = checkpoints.save(training)
+        if not diverged:
+            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
         if stopped or diverged:
             break
 

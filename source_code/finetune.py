@@ -96,7 +96,7 @@ def read_flags():
     attach.add_flags(parser)
     a = parser.parse_args()
     check_library(a)
-    take_model(a, "--model", a.model_folder)
+    take_model(a)
     if a.save:
         check_new_folder("--save", a.save)
     choose_dtype(a)

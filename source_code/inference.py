@@ -216,7 +216,7 @@ def read_flags():
         raise SystemExit(
             f"--groups {arguments.groups}: at most {MOST_GROUPS} have a rank to keep busy"
         )
-    # The lab's memory check uses the number of requests at a time, and that of a group.
+    # The guard's memory check uses the number of requests at a time, and that of a group.
     arguments.batch_size = arguments.groups * arguments.slots
     arguments.microbatch_size = arguments.slots
     take_sizes(parser, arguments)

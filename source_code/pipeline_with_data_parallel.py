@@ -104,11 +104,7 @@ def main():
     describe_sums(arguments, job, schedule, reduction)
     status = status_of_end(arguments, job, training, checkpoints, None, diverged)
     job.leave()
-
-    def clip(model, optimizer, step):
-        clip_whole_model(arguments, model)
-
-    reference = partial(train_one_process, before_update=clip)
+    reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
     return log.finish(job.device, reference, not diverged) or status
 
 
@@ -124,8 +120,7 @@ def read_flags():
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
     parser.reads.append("--checkpoints")
     add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
-    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None,
-                        export=None)  # fmt: skip
+    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     check_replicas(arguments)
@@ -155,10 +150,8 @@ def build_training(arguments, parts, replicas):
     }
     a, kind = arguments, Training
     if a.sharding == "optimizer":
-        kind, rule = (
-            TrainingInShards,
-            ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate),
-        )
+        kind = TrainingInShards
+        rule = ShardedOptimizer(replicas, a.optimizer, parameters, a.learning_rate)
     else:
         rule = build_optimizer(a.optimizer, parameters.values(), a.learning_rate)
     return kind(parameters, rule, ConstantRate(), a.configuration, a.seed)

@@ -17,7 +17,7 @@ from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
 from lab.figures import draw_timelines
-from lab.simulator import Costs, cost, cost_or_nothing, simulate
+from lab.simulator import Costs, cost, cost_or_nothing, costs_in, simulate
 from lab.terminal_timeline import COLUMNS, in_text
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, check_same, positive_integer
@@ -95,7 +95,7 @@ def parse_arguments():
         "--occupancy", type=cost_or_nothing, default=0.0, metavar="T", help="of a link by a message"
     )
     add("--recompute", type=cost_or_nothing, default=0.0, metavar="T", help="on top of a backward")
-    add("--work", type=works, metavar="X,Y,...", help="of each micro-batch, as a multiple; else 1")
+    add("--work", type=costs_in, metavar="X,Y,...", help="of each micro-batch: a multiple, else 1")
     add("--csv", metavar="FILE", help="write the schedule; - is standard output")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--terminal", action="store_true", help="print the timeline, 78 columns wide")
@@ -116,11 +116,6 @@ def parse_arguments():
         raise SystemExit("--terminal prints between other lines; leave out --json and --csv -")
     check_files(arguments)
     return arguments
-
-
-def works(text):
-    """Convert a flag's value to the work of each micro-batch, as a multiple of the costs."""
-    return [cost(number) for number in text.split(",")]
 
 
 def check_files(arguments):
@@ -184,19 +179,19 @@ def measure(schedule, timeline):
     }
 
 
-def in_words(schedule, figures, costs):
+def in_words(schedule, figures, arguments):
     """Return the text that is printed without --json, one figure per line.
 
-    `costs` are the arguments. A performed run counts in milliseconds, so the costs beside it do, too.
+    A performed run counts in milliseconds, so the costs beside it do, too.
     """
-    unit = "ms" if costs.performed else "units of time"
+    unit = "ms" if arguments.performed else "units of time"
     held = " ".join(map(str, figures["peak_held_per_rank"]))
     return "\n".join(
         [
             f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
             f"{schedule.num_microbatches} micro-batches",
             f"makespan            {figures['makespan']:g} {unit} "
-            f"(forward {costs.forward:g}, backward {costs.backward:g} per stage)",
+            f"(forward {arguments.forward:g}, backward {arguments.backward:g} per stage)",
             f"ideal               {figures['ideal']:g} {unit} (the largest busy time of a rank)",
             f"bubble over total   {figures['bubble_over_total']:.4f}  (idle / makespan)",
             f"bubble over ideal   {figures['bubble_over_ideal']:.4f}  (idle / busy)",
@@ -217,7 +212,7 @@ def timelines_of(arguments, timeline):
 
 
 def write_files(arguments, schedule, timelines):
-    """Write what --csv and --svg ask for; rejects a file that cannot be read or written."""
+    """Write what --csv and --svg ask for; reject a picture of too many blocks."""
     if arguments.csv and arguments.csv != "-":
         write_or_reject("--csv", arguments.csv, to_csv(schedule))
     if arguments.svg:

@@ -30,7 +30,7 @@ from guard.printing import keep_running_unheard
 from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
 
-PIECE = MEBIBYTE  # bytes of text that are encoded at a time
+PIECE = MEBIBYTE  # letters of text that are encoded at a time
 LARGEST_DOCUMENT = 64 * MEBIBYTE
 LONGEST_WORD = 1000  # letters; the time of a training grows with the square of a word's length
 SEPARATOR = "\n\n"
@@ -258,7 +258,7 @@ def documents_of_text(path):
 
 
 def lines_of(path):
-    """Yield the lines of a file, of a longer one than LARGEST_DOCUMENT a part at a time."""
+    """Yield the lines of a file; a line longer than LARGEST_DOCUMENT comes in parts."""
     with open_input(path) as file:
         began = os.fstat(file.fileno())
         yield from iter(lambda: file.readline(LARGEST_DOCUMENT), b"")
@@ -275,7 +275,7 @@ def as_text(content, path):
 
 
 def pieces_of(text):
-    """Yield `text` in pieces, cut at line ends if possible, since a tokenizer encodes at once."""
+    """Yield `text` in pieces of at most PIECE letters, cut at line ends if possible."""
     start = 0
     while start < len(text):
         end = start + PIECE

@@ -21,7 +21,7 @@ from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
 from lab.known_schedules import TITLES
 from lab.report import measured_costs
-from lab.simulator import Costs, cost, cost_or_nothing
+from lab.simulator import Costs, cost, cost_or_nothing, costs_in
 from lab.timeline import TimelineError, read_timeline
 from pipeline.command_line import Parser, check_same, positive_integer, positive_number
 from pipeline.schedules.from_flags import by_name
@@ -58,9 +58,9 @@ def parse_arguments():
     add("--microbatches", help="else 8", **count)
     add("--chunks", default=1, help="stages per rank", **count)
     add("--placement", choices=list(PLACEMENTS), default="loop", help="of several stages per rank")
-    add("--forward", type=costs, default=[1.0], metavar="T,...", help="of each stage, or of all")
-    add("--backward", type=costs, default=[2.0], metavar="T,...", help="full, likewise")
-    add("--backward-weight", type=costs, metavar="T,...", help="its part for the weights")
+    add("--forward", type=costs_in, default=[1.0], metavar="T,...", help="of each stage, or of all")
+    add("--backward", type=costs_in, default=[2.0], metavar="T,...", help="full, likewise")
+    add("--backward-weight", type=costs_in, metavar="T,...", help="its part for the weights")
     add("--split", action="store_true", help="let a backward come in two halves")
     add("--transfer", type=cost_or_nothing, default=0.0, metavar="T", help="latency of a message")
     add("--hop", type=hop, action="append", metavar="A,B=T", help="the same between two ranks")
@@ -85,10 +85,6 @@ def check_left_out(parser, arguments):
         if getattr(arguments, name) != parser.get_default(name):
             flag = f"--{name.replace('_', '-')}"
             raise SystemExit(f"{flag} is not for --timeline, which has its own; leave it out")
-
-
-def costs(text):
-    return [cost(value) for value in text.split(",")]
 
 
 def rooms(text):

@@ -95,7 +95,7 @@ def main():
     describe(arguments, job, schedule, group)
     status = status_of_end(arguments, job, training, checkpoints, None, diverged)
     job.leave()
-    reference = partial(train_one_process, before_update=clip_by(arguments))
+    reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
     return log.finish(job.device, reference, not diverged) or status
 
 
@@ -111,15 +111,6 @@ def build_stages(arguments, job, schedule, cut, group, loss_function, reduction)
     return stages
 
 
-def clip_by(arguments):
-    """Return the function that one process calls between backward and update."""
-
-    def clip(model, optimizer, step):
-        clip_whole_model(arguments, model)
-
-    return clip
-
-
 def read_flags():
     """The flags, and the schedule of all lanes of all replicas."""
     parser = training_parser(__doc__)
@@ -132,8 +123,7 @@ def read_flags():
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
     parser.reads.append("--checkpoints")
     add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
-    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None,
-                        export=None)  # fmt: skip
+    parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)
     check_replicas(arguments)

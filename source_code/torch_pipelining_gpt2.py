@@ -51,7 +51,7 @@ def main():
     optimizer = build_optimizer(
         arguments.optimizer, stage.submod.parameters(), arguments.learning_rate
     )
-    tied_matrix = tie_ends(job, stage) if arguments.tied else None
+    tied = tie_ends(job, stage) if arguments.tied else None
     expected = schedule_as_data(arguments.schedule, job.num_ranks, arguments.microbatches, 1)
     attach.observe(arguments, job, [stage], expected)
     describe_stages(job, stage)
@@ -61,8 +61,8 @@ def main():
         inputs, targets, keywords = batch_of(arguments, job.device, step)
         optimizer.zero_grad()
         loss = run_step(arguments, job, schedule, stage, inputs, targets, keywords)
-        if tied_matrix:
-            tied_matrix.add_gradients()
+        if tied:
+            tied.sum_gradients()
         optimizer.step()
         log.add(step, loss)
 

@@ -241,7 +241,7 @@ def test_the_explorer_redraws_steps_and_tells_with_the_keyboard_alone(
         choose.focus()
         page.keyboard.press("End")  # of the list: dualpipe-v
         panel.get_by_role("alert").wait_for()
-        assert "at least two micro-batches a rank" in panel.get_by_role("alert").inner_text()
+        assert "at least two micro-batches per rank" in panel.get_by_role("alert").inner_text()
         page.keyboard.press("Home")
         becomes(picture, r"predicted: naive")
         page.keyboard.press("ArrowDown")

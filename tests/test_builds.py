@@ -522,8 +522,8 @@ def test_one_process_alone_meets_nobody_through_a_port():
 @pytest.mark.parametrize(
     ("name", "ranks", "sentence"),
     [
-        ("interleaved", 3, "interleaved needs 2 ranks or more that divide 8, not 3"),
-        ("interleaved", None, "interleaved needs 2 ranks or more that divide 8, not 1"),
+        ("interleaved", 3, "interleaved needs 2 to 4 ranks that divide 8, not 3"),
+        ("interleaved", None, "interleaved needs 2 to 4 ranks that divide 8, not 1"),
         ("1f2b", None, "invalid choice: '1f2b'"),
     ],
 )

@@ -196,7 +196,7 @@ REFUSED = {
     ("v-half", 4, 8, 1): "v-half has 2 chunks per rank, one on each side of the V, not 1",
     ("v-min", 4, 8, 3): "v-min has 2 chunks per rank, one on each side of the V, not 3",
     ("dualpipe-v", 4, 8, 1): "dualpipe-v has 2 chunks per rank, one on each side of the V, not 1",
-    ("dualpipe-v", 4, 7, 2): "dualpipe-v needs at least two micro-batches a rank, 8 for 4 ranks, "
+    ("dualpipe-v", 4, 7, 2): "dualpipe-v needs at least two micro-batches per rank, 8 for 4 ranks, "
     "not 7; use more micro-batches or fewer ranks",
     ("interleaved-1f1b", 4, 9, 2): "interleaved-1f1b takes micro-batches in groups of 4 or more, "
     "all equally large, and 9 do not part into 2 groups; use 8 or 12",

@@ -228,7 +228,7 @@ REFUSED_SIZES = {
     "gpipe --chunks 2": "gpipe --ranks 4 --microbatches 8 --chunks 2: gpipe has one stage per rank, not 2 chunks; use one of "
     "interleaved-1f1b, looped-bfs, zb-v, v-half, v-min, dualpipe-v for several",
     "zb-v --chunks 3": "zb-v --ranks 4 --microbatches 8 --chunks 3: zb-v has 2 chunks per rank, one on each side of the V, not 3",
-    "dualpipe-v --microbatches 7": "dualpipe-v --ranks 4 --microbatches 7: dualpipe-v needs at least two micro-batches a "
+    "dualpipe-v --microbatches 7": "dualpipe-v --ranks 4 --microbatches 7: dualpipe-v needs at least two micro-batches per "
     "rank, 8 for 4 ranks, not 7; use more micro-batches or fewer ranks",
     "interleaved-1f1b --microbatches 9": "interleaved-1f1b --ranks 4 --microbatches 9: interleaved-1f1b takes micro-batches "
     "in groups of 4 or more, all equally large, and 9 do not part into 2 groups; use 8 or 12",

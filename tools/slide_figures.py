@@ -9,7 +9,8 @@ import html
 import re
 import xml.etree.ElementTree as ElementTree
 
-from lab.drawing import FILL, FONT, LEFT, LEGEND, ROW, TEXT
+from lab.drawing import FILL, FONT, LEFT, ROW, TEXT
+from pipeline.schedule import KINDS
 
 WIDTH, HEIGHT = 1168, 420
 LEAST = 24.6  # pixels: 18 pt, plus a margin for rounding
@@ -133,9 +134,9 @@ def cut_off_legend(root):
         bottom += 22 + tall - before
     root.set("viewBox", f"{x} {y} {width} {bottom}")
     stories = " ".join(e.text or "" for e in root.iter(f"{{{SVG}}}title"))
-    kinds = [kind for kind in FILL if f"{LEGEND[kind]} of" in stories]
+    kinds = [kind for kind in FILL if f"{KINDS[kind]} of" in stories]
     recomputed = root.find(f".//{{{SVG}}}g[@class='recomputed']") is not None
-    entries = [(f"background:{FILL[kind]}", LEGEND[kind]) for kind in kinds]
+    entries = [(f"background:{FILL[kind]}", KINDS[kind]) for kind in kinds]
     entries += [(f"background:{FILL['F']};border:2px dashed #555", "run again")] * recomputed
     entries.append(("background:var(--waiting)", "waiting"))
     if root.find(f"{{{SVG}}}path[@stroke='{PINK}']") is not None:

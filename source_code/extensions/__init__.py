@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run adds to the core: other stages, other updates, checkpoints, planning."""
+"""What a run can add to the core: other stages, other updates, checkpoints, saved models."""

@@ -41,14 +41,7 @@ def recomputing(stage, mode, num_pieces=1):
     return chosen(num_pieces, stage.part, stage.index, num_stages, stage.loss_function)
 
 
-class Recomputing:
-    """A stage that can run part of its forward again."""
-
-    def run_again(self, function, *inputs):
-        return function(*inputs)
-
-
-class Pieces(Recomputing):
+class Pieces:
     """A stage divided into `num_pieces` pieces of layers, which keeps only their inputs.
 
     Its backward goes through the pieces from the last to the first, and runs each piece's forward
@@ -89,6 +82,9 @@ class Pieces(Recomputing):
             kept.pop()
         del self.held[microbatch]
         return gradient
+
+    def run_again(self, function, *inputs):
+        return function(*inputs)
 
     def run_piece(self, piece, x, targets):
         x = self.part(x, start=piece[0], end=piece[1])

@@ -22,6 +22,7 @@ except ImportError:  # Windows
 from guard.ending import end_process
 from guard.launcher import LauncherError, meeting_point, whole_number
 from guard.siblings import end_siblings, stopped_among
+from pipeline.command_line import launcher_keeps_the_store
 from pipeline.job import GRACE, SLOW_START, of_this_attempt, store_of_one
 
 LEAST = {  # that a rank needs: two ranks open more than 32 files, and torch maps 0.7 GB
@@ -69,7 +70,7 @@ def find_store(job):
 
 
 def check_limits():
-    """Reject an interface that this machine lacks, and what torch fails, aborts or hangs with."""
+    """Reject variables and limits with which torch would fail, abort or hang."""
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the second is older
         size = os.environ.get(name, "")
         if size and not re.fullmatch("[0-9]{1,9}", size):
@@ -140,10 +141,6 @@ def ended_after(seconds, end, *arguments):
         yield
     finally:
         timer.cancel()
-
-
-def launcher_keeps_the_store():
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def open_store(address, port, is_keeper, limit):

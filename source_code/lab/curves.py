@@ -6,10 +6,9 @@ and a curve its name, so that no colour carries meaning alone.
 """
 
 from dataclasses import dataclass
-from html import escape
 from math import log2
 
-from lab.drawing import FONT, TEXT, round_step
+from lab.drawing import FONT, TEXT, draw_text, round_step
 
 CHOSEN, COMPARED = "#D55E00", "#0072B2"  # of Okabe and Ito; both stand out on white and on black
 FILLED, OVER = "#56B4E9", "#D55E00"
@@ -55,10 +54,10 @@ def draw_plot(left, top, title, x_label, curves, now, limit=None, doubling=False
     def y(value):
         return y0 + DOWN * (1 - value / most)
 
-    parts = [_words(left, top + FONT, title), _words(x0, y0 + DOWN + 36, x_label)]
+    parts = [draw_text(left, top + FONT, title), draw_text(x0, y0 + DOWN + 36, x_label)]
     parts += _draw_frame(x0, y, most) + _draw_places(sorted(set(places)), x, y0 + DOWN)
     parts.append(_line(f"M{x(now):.1f} {y0}v{DOWN}", TEXT, 1.2, "2 3"))
-    parts.append(_words(x(now), y0 - 2, "now", "middle"))
+    parts.append(draw_text(x(now), y0 - 2, "now", "middle"))
     if limit is not None:
         ends = tuple((value, limit) for value in (min(places), max(places)))
         curves = [Curve("limit", ends, dashes="7 4", width=2), *curves]
@@ -72,7 +71,7 @@ def _draw_frame(x0, y, most):
     parts, step, value = [], round_step(most / 4), 0.0
     while value <= most:
         parts.append(_line(f"M{x0} {y(value):.1f}h{ACROSS}", TEXT, 0.5))
-        parts.append(_words(x0 - 6, y(value) + 4.5, f"{value:g}", "end"))
+        parts.append(draw_text(x0 - 6, y(value) + 4.5, f"{value:g}", "end"))
         value += step
     return parts
 
@@ -82,7 +81,7 @@ def _draw_places(values, x, bottom):
     for value in values:
         if x(value) - taken >= CLOSE:
             taken = x(value)
-            parts.append(_words(taken, bottom + 17, f"{value:g}", "middle"))
+            parts.append(draw_text(taken, bottom + 17, f"{value:g}", "middle"))
     return parts
 
 
@@ -113,7 +112,7 @@ def _draw_names(curves, y, left, bottom):
     for curve, at in zip(ends, places):
         sample = _draw_curve(curve, [(left, at), (left + SAMPLE, at)])
         parts += sample[:1] + sample[2:]  # one mark, at its end
-        parts.append(_words(left + SAMPLE + 7, at + 4.5, curve.name))
+        parts.append(draw_text(left + SAMPLE + 7, at + 4.5, curve.name))
     return parts
 
 
@@ -128,13 +127,13 @@ def draw_bars(left, top, title, bars, limit, most):
     `base` is hatched, `rest` is filled, and the part above `limit` has another colour: see
     `draw_bars_legend`. A line marks `limit`; `most` is the longest of all bars on this scale.
     """
-    parts = [_words(left, top + FONT, title)]
+    parts = [draw_text(left, top + FONT, title)]
     scale = LONGEST / max(most, limit)
     x0, y0 = left + 54, top + 24
     for index, (name, base, rest, words) in enumerate(bars):
         y = y0 + index * (BAR + BAR_GAP)
         box = f'y="{y}" height="{BAR}"'
-        parts.append(_words(x0 - 8, y + 11.5, name, "end"))
+        parts.append(draw_text(x0 - 8, y + 11.5, name, "end"))
         parts += _draw_hatched(f'x="{x0}" width="{base * scale:.1f}" {box}')
         parts.append(
             f'<rect x="{x0 + base * scale:.1f}" width="{rest * scale:.1f}" {box} fill="{FILLED}" {EDGE}/>'
@@ -144,7 +143,7 @@ def draw_bars(left, top, title, bars, limit, most):
             parts.append(
                 f'<rect x="{x0 + limit * scale:.1f}" width="{over:.1f}" {box} fill="{OVER}" {EDGE}/>'
             )
-        parts.append(_words(x0 + LONGEST + 8, y + 11.5, words))
+        parts.append(draw_text(x0 + LONGEST + 8, y + 11.5, words))
     down = len(bars) * (BAR + BAR_GAP) + 2
     parts.append(_line(f"M{x0 + limit * scale:.1f} {y0 - 4}v{down}", TEXT, 1.6, "7 4"))
     return parts
@@ -161,7 +160,7 @@ def draw_bars_legend(left, top, base, rest):
     parts.append(f'<rect x="{at[1]:.1f}" {box} fill="{FILLED}" {EDGE}/>')
     parts.append(_line(f"M{at[2] + 13:.1f} {top - 3}v{BAR + 6}", TEXT, 1.6, "7 4"))
     parts.append(f'<rect x="{at[3]:.1f}" {box} fill="{OVER}" {EDGE}/>')
-    return parts + [_words(x + 32, top + 11.5, each) for x, each in zip(at, words)]
+    return parts + [draw_text(x + 32, top + 11.5, each) for x, each in zip(at, words)]
 
 
 def _draw_hatched(box):
@@ -174,10 +173,3 @@ def _draw_hatched(box):
 def _line(path, color, width, dashes=""):
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     return f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"{dashed}/>'
-
-
-def _words(x, y, words, anchor="start"):
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
-        f'fill="{TEXT}">{escape(words)}</text>'
-    )

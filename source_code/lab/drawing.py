@@ -3,8 +3,8 @@
 
 Time runs to the right, rank 0 is on top, timelines in one picture share one scale. Colours are
 those of Okabe and Ito, and each kind has a second mark, so that no colour carries meaning alone.
-Text beside the blocks is the grey that can be read on white and on black: a picture in a notebook
-does not learn on which it lies. The ground is clear.
+The background is transparent, and text beside the blocks has the grey that can be read on white
+and on black.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,11 @@ from html import escape
 from lab.longest_path import longest_path
 from lab.story import stories_of, waits_of
 from lab.timeline import Timeline
+from pipeline.schedule import KINDS
 
 TEXT = "#767676"
 FILL = {"F": "#56B4E9", "B": "#009E73", "I": "#66C5AB", "W": "#E69F00", "U": "#D55E00"}
 NUMBER = {"F": "#000000", "B": "#ffffff", "I": "#000000", "W": "#000000", "U": "#000000"}
-LEGEND = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward for the input",
-    "W": "backward for the weights",
-    "U": "update",
-}
 
 WIDTH = 820  # of the drawing, in its own units; a page shows it about as large in pixels
 LEFT = 62  # room for the names of the ranks
@@ -128,14 +122,14 @@ def draw_place(place, unit, title, stories=None):
     width = timeline.makespan * place.scale
     few = has_numbers(timeline)
     names = [
-        _text(LEFT - 8, place.y(rank) + ROW / 2 + 4.5, f"rank {rank}", anchor="end")
+        draw_text(LEFT - 8, place.y(rank) + ROW / 2 + 4.5, f"rank {rank}", anchor="end")
         for rank in range(timeline.num_ranks)
     ]
     rows = "".join(
         f"M{LEFT} {place.y(rank)}h{width:.1f}v{ROW}H{LEFT}z" for rank in range(len(names))
     )
     return [
-        _text(8, place.title, title, "start", 'font-size="15" font-weight="bold"'),
+        draw_text(8, place.title, title, "start", 'font-size="15" font-weight="bold"'),
         *names,
         f'<path d="{rows}" {WAITING}/>',
         *_draw_blocks(place, stories_of(timeline, unit) if stories is None else stories),
@@ -293,7 +287,7 @@ def _draw_axis(timeline, top, x, unit):
             f'<line x1="{at:.2f}" y1="{top}" x2="{at:.2f}" y2="{top + 4}" stroke="{TEXT}"/>'
         )
         label = f"{time:g}" + (f" {unit}" if time == 0 and unit else "")
-        parts.append(_text(at, top + 4 + FONT, label, anchor="middle"))
+        parts.append(draw_text(at, top + 4 + FONT, label, anchor="middle"))
         time += step
     return parts
 
@@ -307,14 +301,14 @@ def round_step(least):
     return next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= least)
 
 
-def _legend_of(timelines, longest_path=False, most=WIDTH):
+def _legend_of(timelines, longest_path, most):
     """The entries of the legend, as (sign, words, left, line), and the number of lines."""
     kinds = {event.action.kind for timeline in timelines for event in timeline.events}
     few = [timeline for timeline in timelines if has_numbers(timeline)]
     entries = []
     for kind in (kind for kind in FILL if kind in kinds):
         first = few and not entries
-        entries.append((kind, LEGEND[kind] + (" of micro-batch 0" if first else "")))
+        entries.append((kind, KINDS[kind] + (" of micro-batch 0" if first else "")))
     if any(event.recompute for timeline in timelines for event in timeline.events):
         entries.append(("recomputed", "recomputed forward"))
     if any(chunk for timeline in timelines for chunk in _chunks(timeline).values()):
@@ -370,11 +364,12 @@ def draw_legend(timelines, top, longest_path=False, width=WIDTH):
                 f"{0 if few else ''}</text>"
             )
             parts += _draw_dots([_dot(left + ROW, y)] if sign == "I" else [])
-        parts.append(_text(left + ROW + 6, y + 13.5, words, anchor="start"))
+        parts.append(draw_text(left + ROW + 6, y + 13.5, words, anchor="start"))
     return parts
 
 
-def _text(x, y, text, anchor, font=f'font-size="{FONT}"'):
+def draw_text(x, y, text, anchor="start", font=f'font-size="{FONT}"'):
+    """The SVG element of a text in the grey of all texts."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {font} '
         f'fill="{TEXT}">{escape(text)}</text>'

@@ -149,7 +149,7 @@ class Recording:
 
     def weight(self, name, step=-1):
         """The Fingerprint of the weight `name` at the start of a step. Raises RecordingError."""
-        for (_, _), prints in sorted(self.steps[step].weights.items()):
+        for _, prints in sorted(self.steps[step].weights.items()):
             if name in prints:
                 return prints[name]
         raise RecordingError(f"no stage has a weight named {name}")

@@ -9,7 +9,7 @@ micro-batch, so that schedules with different numbers of stages can be compared.
 import re
 from html import escape
 
-from lab.drawing import FONT, LEFT, RIGHT, TEXT, WIDTH
+from lab.drawing import FONT, LEFT, RIGHT, TEXT, WIDTH, draw_text
 
 HELD = "#D55E00"
 LETTER = 6.7  # the width of a letter, in units of the drawing
@@ -61,7 +61,7 @@ def draw_held(timelines, width=WIDTH):
     )
 
 
-def held_parts(timelines, width=WIDTH, rank=None):
+def held_parts(timelines, width, rank=None):
     """(SVG elements, their height, the same in words): what `rank` holds in each timeline.
 
     Without `rank` it is the fullest rank of each timeline. `timelines` is {label: Timeline}, as in
@@ -93,21 +93,14 @@ def held_parts(timelines, width=WIDTH, rank=None):
     for less in (r" \(rank \d+\)", " held"):  # on a phone
         if LETTER * len(shown) > width - 8:
             shown = re.sub(less, "", shown)
-    parts = [_text(8, FONT, shown, "start")]
-    for number, (timeline, shown, peak) in enumerate(found):
-        path = outline(held_over_time(timeline, shown), timeline.makespan, x, y)
+    parts = [draw_text(8, FONT, shown, "start")]
+    for number, (timeline, holder, peak) in enumerate(found):
+        path = outline(held_over_time(timeline, holder), timeline.makespan, x, y)
         paint = f'fill="{HELD}" fill-opacity="0.6" stroke="{HELD}"'
         if number:
             paint = 'fill="none" stroke="currentColor" stroke-width="2" stroke-dasharray="5 3"'
         parts.append(f'<path d="{path}" {paint}/>')
         if not number or abs(y(peak) - y(found[0][2])) > FONT:
-            parts.append(_text(LEFT - 8, y(peak) + 4.5, f"{peak:g}", "end"))
+            parts.append(draw_text(LEFT - 8, y(peak) + 4.5, f"{peak:g}", "end"))
     parts.append(f'<path d="M{LEFT} {bottom}H{x(longest):.1f}" stroke="{TEXT}"/>')
     return parts, bottom + 4, alt
-
-
-def _text(x, y, words, anchor):
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
-        f'fill="{TEXT}">{escape(words)}</text>'
-    )

@@ -12,6 +12,9 @@ import statistics
 import tempfile
 from contextlib import contextmanager
 
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
 from guard.files import say_not_written, to_json
 from pipeline.collectives import gather
 
@@ -34,8 +37,6 @@ class Profile:
         if self.profile is None:
             yield
             return
-        from torch.profiler import record_function
-
         with record_function(str(work.action)):
             yield
 
@@ -54,9 +55,6 @@ class Profile:
 
     def start(self):
         """Start, then wait for all ranks: the first use of the profiler takes most of a second."""
-        import torch  # slow, and needed only for a profiled run
-        from torch.profiler import ProfilerActivity, profile
-
         activities = [ProfilerActivity.CPU]
         if self.job.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

@@ -79,14 +79,12 @@ class Report:
         )
 
 
-def in_lines(summary, columns=78):
+def in_lines(summary):
     """The summary in lines that fit a terminal; a file or a notebook gets one line to search."""
     if not sys.stdout.isatty():
         return summary
     parts = summary.replace("  peak", "\n  peak").replace(", of it", ",\n  of it").splitlines()
-    return "\n".join(
-        line for part in parts for line in wrap(part, columns, subsequent_indent="    ")
-    )
+    return "\n".join(line for part in parts for line in wrap(part, 78, subsequent_indent="    "))
 
 
 def timelines_of(name, passes_of_ranks):

@@ -48,8 +48,8 @@ class Costs:
     all-to-alls: see experts.py. It is added to the action, but in a pair of actions (pairs.py) one
     can compute while the other waits. `exchanges`, a number or a list with one for each stage, says
     how many all-to-alls share that time: a dispatch and a combine for each layer. `work` has a
-    number for each micro-batch, by which its forwards and backwards are longer than these costs;
-    without it all micro-batches are equal.
+    factor for each micro-batch, which multiplies the costs of its forwards and backwards; without
+    it all micro-batches are equal.
     """
 
     forward: float | list = 1.0
@@ -200,6 +200,11 @@ def cost(text):
     if not 1 / LONGEST <= positive_number(text) <= LONGEST:
         raise argparse.ArgumentTypeError(f"must be {1 / LONGEST} to {LONGEST}, not '{text}'")
     return float(text)
+
+
+def costs_in(text):
+    """The value of a flag as several costs, with commas between them."""
+    return [cost(one) for one in text.split(",")]
 
 
 def cost_or_nothing(text):

@@ -131,6 +131,8 @@ def _start_at(moment, start):
 
 
 class LateTransfer:
+    """A send that a SlowLink starts later."""
+
     def __init__(self, started):
         self.started = started
 

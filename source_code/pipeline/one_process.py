@@ -80,12 +80,12 @@ def build_optimizer(name, parameters, learning_rate, **options):
     On a GPU AdamW updates many weights in one kernel, without copies of them (`fused`).
     """
     parameters = list(parameters)
-    if name == "sgd" or not parameters:  # torch's want one at least
+    if name == "sgd" or not parameters:  # torch's optimizers need one at least
         return SGD(parameters, learning_rate)
     if name == "momentum":
         return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
-    fused = bool(parameters) and all(weight.is_cuda for weight in parameters)
-    return torch.optim.AdamW(parameters, lr=learning_rate, fused=fused or None, **options)
+    fused = all(weight.is_cuda for weight in parameters) or None
+    return torch.optim.AdamW(parameters, lr=learning_rate, fused=fused, **options)
 
 
 class SGD:

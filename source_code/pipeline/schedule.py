@@ -165,7 +165,7 @@ class Schedule:
         return _play(self)
 
     def routes_after(self, action):
-        """The Routes of the messages that `action` sends to other ranks: one or none, in a line."""
+        """The Routes of the messages that `action` sends to other ranks: here one or none."""
         message = message_of(action)
         if message is None:
             return []
@@ -193,9 +193,9 @@ class Schedule:
 
     @cached_property
     def actions_before(self):
-        """{message: how many actions each rank has taken when it is made, as far as it can know}.
+        """{message: for each rank, how many of its actions are known to have ended when it is sent}.
 
-        A rank knows its own actions, and with each message that it takes those that came before it.
+        A rank counts its own actions, and takes over the counts of the sender of each message.
         """
         known = [(0,) * self.num_ranks] * self.num_ranks
         before = {}

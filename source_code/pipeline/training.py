@@ -96,7 +96,7 @@ def complete_arguments(parser, arguments, read_data=lambda a: load_text(a.data, 
     return complete_model(parser, a, read_data)
 
 
-def complete_model(parser, arguments, read_data=lambda a: load_text(a.data, a.seq_len)):
+def complete_model(parser, arguments, read_data):
     """Check the flags of `model_parser`, and add `num_ranks`, `config`, `text`, `torch_dtype`."""
     a = arguments
     a.num_ranks = getattr(a, "num_ranks", None) or ranks_from_environment()[1]
@@ -175,7 +175,7 @@ def share_of_loss(microbatches):
 
 
 def microbatches_of(arguments, device, step):
-    """Return inputs and targets of one step, each a list of (micro-batch size, length) tokens."""
+    """Return inputs and targets of one step, each a tuple of (micro-batch size, length)."""
     a = arguments
     batch = a.text.batch(step, a.batch_size, a.seq_len, a.seed)
     return tuple(tokens.to(device).chunk(a.microbatches) for tokens in batch)

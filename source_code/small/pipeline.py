@@ -185,8 +185,8 @@ def interleaved_step(stages, inputs, targets):
     A passage is one micro-batch through one of this rank's stages. All ranks move in lockstep: in
     each tick a rank runs a forward passage, a backward passage or both, and between two ticks it
     exchanges up to four messages in one batch, with both neighbours of the ring. Rank r + 1 is one
-    tick behind rank r, so the batches fit together. That takes one promise of NCCL's: the messages
-    of a batch start together. It keeps it; `--rehearse strict` of the course plays it.
+    tick behind rank r, so the batches fit together. That relies on NCCL, which
+    starts the messages of a batch together.
     """
     rank, p, v, m = dist.get_rank(), dist.get_world_size(), len(stages), len(inputs)
     held, outbox, shares = [{} for _ in stages], [], []
@@ -294,7 +294,9 @@ def main(arguments=None):
     if not 0 <= rank < p:  # torch would wait for a minute
         sys.exit(f"RANK is {rank}, and WORLD_SIZE is {p}; start the ranks with torchrun")
     if a.name == "interleaved" and (p == 1 or MICROBATCHES % p or CHUNKS * p > LAYERS):
-        sys.exit(f"interleaved needs 2 ranks or more that divide {MICROBATCHES}, not {p}")
+        sys.exit(
+            f"interleaved needs 2 to {LAYERS // CHUNKS} ranks that divide {MICROBATCHES}, not {p}"
+        )
     if p > LAYERS:
         sys.exit(f"{LAYERS} layers can be cut into at most {LAYERS} stages, not {p}")
     device = join()

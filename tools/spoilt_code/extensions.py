@@ -245,7 +245,7 @@ FAULTS = [
     Fault(
         "tied-counted-twice",
         "extensions/real_models/tied_ends.py::TiedEnds.named_once",
-        "ENDS[0] if self.copies and name == ENDS[1] else name",
+        "self.ends[0] if self.copies and name == self.ends[1] else name",
         "name",
         "The norm of the gradient counts a tied matrix twice.",
         "test_real_models.py",

@@ -329,7 +329,7 @@ class Checkpoints:
         try:
             temporary = self.on_rank_0(self.begin_writing, step)
             files = self.write_files(state, temporary)
-            description = {"step": step, "configuration": state["configuration"], "files": files}
+            description = {"configuration": state["configuration"], "files": files}
             place = self.folder, self.run, step
             path = self.on_rank_0(publish, temporary, *place, description, self.keep)
         except CheckpointError as error:

@@ -31,7 +31,7 @@ def check_reduction(arguments, schedule):
         )
     if not arguments.library:
         return schedule
-    # Seconds, which only --library needs.
+    # These imports take seconds, and only --library needs them.
     from extensions.torch_pipelining.library import (
         complaint_about,
         device_without_sharing,

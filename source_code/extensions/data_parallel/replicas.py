@@ -36,7 +36,7 @@ from pipeline.worker import Worker
 def replicate(schedule, num_replicas):
     """The schedules of `num_replicas` equal pipelines as one schedule of all their ranks.
 
-    The copies need nothing of each other. Replica r has the micro-batches r x M to (r + 1) x M - 1.
+    The copies need nothing from each other. Replica r has the micro-batches r x M to (r + 1) x M - 1.
     """
     m = schedule.num_microbatches
     orders = [

@@ -120,7 +120,7 @@ class TrainingInShards(Training):
         return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False, **shape)
 
     def from_file(self, tensor):
-        """Return this replica's rows of a DTensor, or of a whole tensor from --export."""
+        """Return this replica's rows of a DTensor, or of a whole tensor."""
         if isinstance(tensor, DTensor):
             return tensor.to_local()
         return own_rows(tensor, self.optimizer.replicas).clone()

@@ -24,7 +24,7 @@ def add_expert_flags(parser):
 
 
 def factor(text):
-    """Convert a flag's value to a number of at least 0."""
+    """Convert a flag's value to a number, either 0 or positive."""
     return 0.0 if text.strip() == "0" else positive_number(text)
 
 

@@ -54,11 +54,10 @@ def tokens_per_expert(job, parts):
 
 def describe(arguments, job, group, counts):
     """Print the layout, the tokens of each expert, and the bytes that rank 0 has sent."""
-    sent = gather(job, dict(group.sent))
     if job.rank == 0 and arguments.steps:
         own = arguments.experts // group.size
         print(f"{arguments.experts} experts on {group.size} ranks, {own} on each")
         for number, of_layer in counts.items():
             print(f"layer {number}: tokens of each expert {' '.join(map(str, of_layer))}")
-        bytes_sent = ", ".join(f"{what} {count:,}" for what, count in sorted(sent[0].items()))
+        bytes_sent = ", ".join(f"{what} {count:,}" for what, count in sorted(group.sent.items()))
         print(f"bytes sent by all-to-all by rank 0: {bytes_sent or 0}", flush=True)

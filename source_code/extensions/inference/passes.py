@@ -9,7 +9,7 @@ busy.
 A prompt is read in chunks (Agrawal et al. 2023, 2308.16369, section 4), each together with one
 token of every request that is already being continued. A request takes a slot of the cache as soon
 as one is free and frees it after its last token, while the others go on: continuous batching (Yu et
-al. 2022, "Orca", section 3.1).
+al. 2022, "Orca", section 3).
 
 The plan needs the number of tokens of each request in advance. A server that stops at a token which
 the model chooses has to decide pass by pass, on the first rank, and to send the decision along with
@@ -131,8 +131,8 @@ def rows_of(active, most_tokens):
 def schedule_of(passes, num_ranks):
     """Return the passes as a Schedule of forwards, for the simulator and the figures.
 
-    A chain of passes is one micro-batch that passes all ranks once per token: pass n of the chain,
-    counted from 0, takes the stages n x num_ranks to (n + 1) x num_ranks - 1.
+    A chain of passes is one micro-batch that goes through all ranks again and again: pass n, counted
+    from 0, takes the stages n x num_ranks to (n + 1) x num_ranks - 1.
     """
     orders = [tuple(action_of(one, rank, num_ranks) for one in passes) for rank in range(num_ranks)]
     return Schedule("inference", tuple(orders))

@@ -12,11 +12,11 @@ from extensions.checkpointing.checkpoint_folder import (
 )
 from extensions.checkpointing.whole_checkpoint import fill_weights
 from extensions.real_models.saved_folder import take_model
+from extensions.real_models.saved_settings import SIZE_FLAGS
 from pipeline.command_line import check_same
 from pipeline.model import ModelPart, build_part
 
 TRIES = 20  # while a training run replaces checkpoints
-SIZES = "layers", "dim", "heads", "kv_heads", "vocabulary"
 
 
 def take_sizes(parser, arguments):
@@ -24,13 +24,13 @@ def take_sizes(parser, arguments):
 
     The model is kept as `arguments.saved`, which is None if neither flag is given.
     """
-    arguments.saved, sizes = None, {name: getattr(arguments, name) for name in SIZES}
+    arguments.saved, sizes = None, {name: getattr(arguments, name) for name in SIZE_FLAGS}
     given = {name: size for name, size in sizes.items() if size != parser.get_default(name)}
     if arguments.model_folder and arguments.checkpoints:
         raise SystemExit("--model and --checkpoints name a model each; leave one of them out")
     if arguments.model_folder:
-        vars(arguments).update({name: given.get(name) for name in SIZES})
-        return take_model(arguments, "--model", arguments.model_folder)
+        vars(arguments).update({name: given.get(name) for name in SIZE_FLAGS})
+        return take_model(arguments)
     if arguments.checkpoints is None:
         return
     try:
@@ -48,7 +48,7 @@ def take_sizes(parser, arguments):
             "--checkpoints: that model came in with convert.py; take it out with convert.py --to-hf, "
             "and name that folder with --model"
         )
-    for name in SIZES:
+    for name in SIZE_FLAGS:
         flag = f"--{name.replace('_', '-')}"
         size = flags.get(flag, sizes[name])
         check_same(flag, given.get(name), f"--checkpoints {arguments.checkpoints}", size)
@@ -62,16 +62,16 @@ def newest_checkpoint(folder, read=None):
     """
     read = read or find_checkpoint
     for _ in range(TRIES):
-        before = newest_step(folder)
+        before = run_and_steps(folder)
         try:
             return read(folder)
         except (CheckpointError, FileNotFoundError):
-            if newest_step(folder) == before:  # nothing newer has come meanwhile: it is damaged
+            if run_and_steps(folder) == before:  # nothing newer has come meanwhile: it is damaged
                 raise
     return read(folder)
 
 
-def newest_step(folder):
+def run_and_steps(folder):
     """Return (run, steps) of the run that counts."""
     run = current_run(folder)
     return run, steps_of(folder, run) if run else []

@@ -65,7 +65,7 @@ def gather_numbers(job, own):
     parts = [torch.empty_like(rows) for _ in range(job.num_ranks)]
     dist.all_gather(parts, rows)
     pairs = (zip(part[0].tolist(), part[1].view(torch.float64).tolist()) for part in parts)
-    return {number: value for part in pairs for number, value in part}  # 0 stands for none: 0.0
+    return {number: value for part in pairs for number, value in part}  # the padding is 0: 0.0
 
 
 def norm_of(squares):
@@ -81,5 +81,5 @@ def scale_gradients(named_parameters, norm, largest_norm):
     """Scale by largest_norm / norm if that is below 1, as torch.nn.utils.clip_grad_norm_ does."""
     scale = min(1.0, largest_norm / (norm + 1e-6))
     for _, parameter in named_parameters:
-        if parameter.grad is not None:  # frozen, or not used
+        if parameter.grad is not None:  # None: frozen, or not used
             parameter.grad *= scale

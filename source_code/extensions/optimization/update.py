@@ -38,8 +38,8 @@ def clip_and_set_rate(arguments):
     return before_update
 
 
-def clip_whole_model(arguments, model):
-    """Clip by the norm of all gradients, in one process."""
+def clip_whole_model(arguments, model, *_):
+    """Clip by the norm of all gradients, in one process, between backward and update."""
     if arguments.clip:
         parameters = list(model.named_parameters())
         scale_gradients(parameters, norm_of(squares_of(parameters)), arguments.clip)

@@ -75,7 +75,7 @@ def keep_documents_apart(stage):
     run = getattr(stage, name)
 
     def run_masked(first, x, targets):
-        if targets is not None:  # as when a text is generated
+        if targets is not None:  # None: a text is generated
             stage.part = partial(part, mask=document_mask(targets))
         try:
             return run(first, x, targets)

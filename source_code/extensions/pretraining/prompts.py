@@ -3,8 +3,8 @@
 
 A file has one JSON object per line, with the texts `prompt` and `completion`. A row of a batch has
 both, one behind the other. The target of a token of the prompt is PADDING, which no loss counts;
-that of the prompt's last token is the first token of the completion. A completion that shall end
-with a special token, so that a model learns to stop, has its text at the end.
+that of the prompt's last token is the first token of the completion. For a model that learns to
+stop, each completion ends with the text of a special token.
 
 The rows of a batch are as long as its longest one, so the length differs from step to step.
 """

@@ -148,29 +148,30 @@ def check_tied(model):
         )
 
 
-def take_model(arguments, flag, folder):
-    """Set the sizes to those of the model in `folder`, which `flag` named.
+def take_model(arguments):
+    """Set the sizes to those of the model in the folder --model.
 
     Keeps the model as `arguments.saved`. Rejects a size flag with another value, and a folder
     without a complete model.
     """
+    folder = arguments.model_folder
     try:
         arguments.saved = read_model(folder, arguments.seq_len)
     except InputError as error:
-        raise SystemExit(f"{flag}: {error}") from None
+        raise SystemExit(f"--model: {error}") from None
     settings = arguments.saved.settings
     sizes = {name: getattr(settings, name) for name in SIZE_FLAGS}
     given = {name: getattr(arguments, name, None) for name in sizes}
     other = next((name for name in sizes if given[name] not in (None, sizes[name])), None)
     if other:
         raise SystemExit(
-            f"--{other.replace('_', '-')} {given[other]} contradicts {flag} {folder}, which has "
+            f"--{other.replace('_', '-')} {given[other]} contradicts --model {folder}, which has "
             f"{sizes[other]}; leave out --layers, --dim, --heads and --kv-heads"
         )
     vars(arguments).update(sizes)
     if arguments.seq_len > settings.longest:
         raise SystemExit(
-            f"--seq-len {arguments.seq_len} is more than the {settings.longest} positions of {flag} "
+            f"--seq-len {arguments.seq_len} is more than the {settings.longest} positions of --model "
             f"{folder}; use fewer"
         )
 

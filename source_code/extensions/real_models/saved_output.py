@@ -65,7 +65,8 @@ def save_model(job, flag, folder, config, parts, settings, beside=None):
     """Write the model whose layers on this rank are `parts`; all ranks call it.
 
     `config` is the JSON object of config.json. `beside` is the folder that the tokenizer comes from.
-    Returns whether it was written; a model with NaN or infinity is not.
+    Returns False for a model with NaN or infinity, which leaves no file; after a file that could not
+    be written True, since others may be there.
     """
     folder, writers = Path(folder), job.num_ranks
     own, problem = {}, None

@@ -95,9 +95,6 @@ def name_in_file(name):
 class NormInFloat32(nn.RMSNorm):
     """RMSNorm as transformers computes it: in float32, for every dtype of the model."""
 
-    def __init__(self, dim, epsilon):
-        super().__init__(dim, epsilon)
-
     def forward(self, x):
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)

@@ -16,12 +16,12 @@ class TiedEnds:
     """The copies of the matrix on this rank: none, one, or both. `parameters` are this rank's.
 
     `ranks` are those of the first and the last stage, one of the job's groups, or None if the
-    model's ends are two matrices.
+    model's ends are two matrices. `ends` has the names of the two copies.
     """
 
-    def __init__(self, job, parameters, ranks):
-        self.job, self.parameters, self.ranks = job, parameters, ranks
-        copies = [parameters[n] for n in ENDS if n in parameters] if ranks else []
+    def __init__(self, job, parameters, ranks, ends=ENDS):
+        self.job, self.parameters, self.ranks, self.ends = job, parameters, ranks, ends
+        copies = [parameters[n] for n in ends if n in parameters] if ranks else []
         self.copies = [weight for weight in copies if weight.requires_grad]  # both or none
 
     def sum_gradients(self):
@@ -40,7 +40,7 @@ class TiedEnds:
         A sum of squares by name counts them once, and a scaling of gradients scales both.
         """
         return [
-            (ENDS[0] if self.copies and name == ENDS[1] else name, parameter)
+            (self.ends[0] if self.copies and name == self.ends[1] else name, parameter)
             for name, parameter in self.parameters.items()
         ]
 
@@ -54,12 +54,12 @@ def tie_ends_of(job, settings, parameters, schedule, pipelines=1):
         return TiedEnds(job, parameters, None)
     size, own = job.num_ranks // pipelines, None
     last_stage, microbatches = schedule.num_stages - 1, schedule.num_microbatches
-    for pipeline in range(pipelines):
-        first = pipeline * microbatches // pipelines
+    for number in range(pipelines):
+        first = number * microbatches // pipelines
         ends = {schedule.rank_of(stage, first) for stage in (0, last_stage)}
         group = tuple(sorted(ends))
         if len(group) > 1:
             open_groups(job, [group])
-        if job.rank // size == pipeline:
+        if job.rank // size == number:
             own = group
     return TiedEnds(job, parameters, own)

@@ -7,7 +7,7 @@
     embedding, head                split by rows, the vocabulary
     norms                          whole on every rank
 
-The parameters have the names of the model on one rank, and together its weights.
+The parameters have the names of the model on one rank; joined over the group, they are its weights.
 """
 
 import torch

@@ -24,8 +24,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pipeline.collectives import gather
-
 # The names since torch 2.13; the older functions do the same.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -111,12 +109,11 @@ def tensor_group_of(job, mesh, splits_sequence):
 
 
 def describe(arguments, job, schedule, group):
-    """Print the layout of the mesh, and the bytes that a rank has sent in its tensor group."""
-    sent = gather(job, dict(group.sent))
+    """Print the layout of the mesh, and the bytes that rank 0 has sent in its tensor group."""
     if job.rank == 0 and arguments.steps:
         sizes = f"{arguments.replicas} replicas x {schedule.num_stages} stages x {group.size} ranks"
-        bytes_of_rank_0 = ", ".join(f"{name} {count:,}" for name, count in sorted(sent[0].items()))
-        print(f"{sizes}; bytes sent within a layer by rank 0: {bytes_of_rank_0 or 0}", flush=True)
+        own = ", ".join(f"{name} {count:,}" for name, count in sorted(group.sent.items()))
+        print(f"{sizes}; bytes sent within a layer by rank 0: {own or 0}", flush=True)
 
 
 maximum = partial(TensorGroup.all_reduce, operation=dist.ReduceOp.MAX)

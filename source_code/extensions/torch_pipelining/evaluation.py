@@ -13,7 +13,7 @@ from extensions.torch_pipelining.paragraphs import keywords_of
 
 @torch.no_grad()
 def evaluate(arguments, job, schedule, stages):
-    """Print the loss on the held-out text, in nats per byte, on the rank of the last stage."""
+    """Print loss (nats per byte) and perplexity of the held-out text, on the last stage's rank."""
     has_first, has_last = ends_on_this_rank(stages)
     total = 0.0
     for number in range(arguments.evaluate):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generators: each returns one published schedule as data; SCHEDULES has a row for each.
 
-A new schedule is one file here, its import below and one row. Every generator takes the number of
-ranks and of micro-batches, some the number of chunks (the stages of one rank), and the options that
-its row names. It returns a legal `Schedule`, or raises ScheduleError with what it allows.
+A new schedule is one file here, its import below and one row. Every generator but
+`pipedream_round_robin`, which has no row, takes the number of ranks and of micro-batches, some the
+number of chunks (the stages of one rank), and the options that its row names. It returns a legal
+`Schedule`, or raises ScheduleError with what it allows.
 """
 
 from collections.abc import Callable

@@ -19,7 +19,7 @@ def dualpipe_v(num_ranks, num_microbatches, num_chunks=2):
     require_two_chunks("dualpipe-v", num_ranks, num_microbatches, num_chunks)
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            f"dualpipe-v needs at least two micro-batches a rank, {2 * num_ranks} for {num_ranks} "
+            f"dualpipe-v needs at least two micro-batches per rank, {2 * num_ranks} for {num_ranks} "
             f"ranks, not {num_microbatches}; use more micro-batches or fewer ranks"
         )
     orders = []
@@ -56,13 +56,11 @@ def _dualpipe_v_order(rank, num_ranks, num_microbatches):
         order.forward(up)
         order.backward(down)
     # 6, cool-down: backwards on both ways, in the second half gradients only,
-    in_full = rank + 1
-    for way in [up, down] * (rank + 1):
-        if in_full > 0:
+    for number, way in enumerate([up, down] * (rank + 1)):
+        if number <= rank:
             order.backward(way)
         else:
             order.backward_for_input(way)
-        in_full -= 1
     # 7 and 8: and the deferred weight gradients, between the last gradients and at the end.
     for _ in range(behind):
         order.backward_for_weights()

@@ -11,7 +11,7 @@ from pipeline.schedule import KINDS, Action, Schedule, ScheduleError
 from pipeline.schedules.legal import check_legal
 
 LARGEST_CSV = 64 * 2**20  # bytes
-# Of torch's lists with messages: one each way, and the shards of FSDP.
+# Cells of torch's lists that compute nothing: messages, and what FSDP does with its shards.
 NOT_COMPUTED = r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB][0-9]+)"
 
 

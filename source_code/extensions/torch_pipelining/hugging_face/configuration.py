@@ -29,7 +29,7 @@ def model_config(arguments):
     common = {
         "vocab_size": arguments.config.vocabulary,
         "use_cache": False,  # a stage cannot send a cache of keys and values
-        "tie_word_embeddings": False,  # two stages cannot share a matrix; see TiedMatrix
+        "tie_word_embeddings": False,  # two stages cannot share a matrix; see tied_matrix.py
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": PADDING,
@@ -137,7 +137,7 @@ def check_saved_configuration(arguments, folder):
     wanted = {"gpt2-classifier": "gpt2"}.get(arguments.model, arguments.model)
     if found != wanted:
         raise SystemExit(
-            f"--pretrained {folder} holds a {str(found)[:40]}; it fits no --model {wanted}"
+            f"--pretrained {folder} has a {str(found)[:40]}, which does not fit --model {arguments.model}"
         )
     sizes = [value for value in config.values() if isinstance(value, int)]
     if not all(abs(size) < LARGEST_SIZE for size in sizes):
