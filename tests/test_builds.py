@@ -484,7 +484,7 @@ def test_no_mutation_hangs_and_none_is_accepted_that_changes_a_loss(name, seeds,
 
 
 def losses_of(tmp_path, text, name, ranks=None):
-    path = ROOT / "build" / f"{tmp_path.name}.py"
+    path = ROOT / "build" / f"{tmp_path.name}_{os.getpid()}.py"  # two run in two processes
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     try:
