@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
-from lab.flight_log_anywhere import record
+from lab.flight_log_anywhere import NotRecorded, record
 
 WORDS, WIDTH, LENGTH, ROWS, MICROBATCHES, STEPS, RATE = 64, 16, 24, 8, 4, 3, 0.5
 
@@ -68,6 +68,8 @@ def main():
         sys.exit(
             f"the model has two stages, and this job has {num_ranks} ranks; start it with 1 or 2"
         )
+    if arguments.repair and num_ranks == 1:
+        sys.exit("--repair is for two ranks, and one process needs none; leave it out")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     halves = [FirstHalf(), SecondHalf()]
@@ -148,4 +150,7 @@ def loss_of(scores, targets):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except NotRecorded as error:
+        sys.exit(str(error))
