@@ -64,9 +64,9 @@ def main():
     parser.add_argument("--repair", metavar="FILE", help="take run_schedule from FILE")
     arguments = parser.parse_args()
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if num_ranks > 2:
+    if num_ranks > 2 or (arguments.repair and num_ranks < 2):
         sys.exit(
-            f"the model has two stages, and this job has {num_ranks} ranks; start it with 1 or 2"
+            f"the model has two stages; start two ranks in place of {num_ranks}, or one without --repair"
         )
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

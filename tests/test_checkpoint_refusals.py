@@ -5,13 +5,14 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from unittest import mock
 
 import distributed_checkpointing
 import pytest
 from test_bad_input import SCRIPTS, Refusal, options_of, schedule_file
 from torch.distributed.run import get_args_parser
 
-from extensions.checkpointing import checkpoint_folder
+from extensions.checkpointing import checkpoint_arguments, checkpoint_folder
 
 SCRIPT = "distributed_checkpointing"
 MADE_WITH = "--clip 1 --optimizer adamw --warm-up-steps 3 --decay-steps 50"
@@ -188,6 +189,17 @@ def test_a_checkpoint_folder_behind_a_link_is_looked_into(refusal, saved):
     link.symlink_to(saved, target_is_directory=True)
     flags = ["--checkpoints", str(link), "--optimizer", "adamw", "--losses", f"{saved}/latest"]
     assert "lies in --checkpoints" in refusal.check(SCRIPT, *flags, names="--losses")
+
+
+def test_what_the_system_refuses_in_the_folder_has_a_flag_and_a_fix(monkeypatch):
+    class Refused:
+        def __init__(self, *_):
+            self.prepare = lambda: "Is a directory: c/stopped"
+
+    arguments = mock.MagicMock(checkpoints="c", begin=None)
+    monkeypatch.setattr(checkpoint_arguments, "Checkpoints", Refused)
+    with pytest.raises(SystemExit, match="^Is a directory: c/stopped; .* --checkpoints"):
+        checkpoint_arguments.continue_training(arguments, mock.MagicMock(), None)
 
 
 def test_outputs_lie_apart_before_there_is_a_folder(refusal, tmp_path):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from course.launch import SCRIPTS
+from lab.paced_schedule import KINDS
 from planning.confirming import confirm, far_hops_only
 from planning.forecast import forecast, stage_costs
 from planning.machine import Link, Machine
@@ -44,6 +45,10 @@ def test_only_links_between_nodes_are_played():
         (
             {"schedule": "0F0,0B0", "forward": [-1], "backward": [2], "backward_weight": [1]},
             "'forward' holds what is not a time",
+        ),
+        (
+            {"schedule": "0F0,0B0\n1F0,1B0", **dict.fromkeys(KINDS, [1, 1])},
+            "it is for 2 ranks, and this job has 1",
         ),
     ],
 )

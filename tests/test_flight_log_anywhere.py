@@ -1,6 +1,7 @@
 """The flight log of programs that are not the course's: eight faults by their first difference."""
 
 import json
+import runpy
 import shutil
 import sys
 from types import SimpleNamespace
@@ -253,6 +254,16 @@ def test_a_folder_with_a_log_is_refused(tmp_path):
     record(tmp_path, {0: nn.Linear(1, 1)}).close()
     with pytest.raises(NotRecorded, match="has a flight log of rank 0; name a new folder"):
         record(tmp_path, {0: nn.Linear(1, 1)})
+    (tmp_path / "file").touch()
+    with pytest.raises(NotRecorded, match="is a file"):
+        record(tmp_path / "file", {0: nn.Linear(1, 1)})
+
+
+def test_a_repair_of_a_program_without_a_second_rank_is_not_left_unread(monkeypatch):
+    script = str(launch.SCRIPTS / "broken_unknown_program.py")
+    monkeypatch.setattr(sys, "argv", [script, "--repair", "x"])
+    with pytest.raises(SystemExit, match="start two, or one without --repair"):
+        runpy.run_path(script, run_name="__main__")
 
 
 # torch.distributed.pipelining

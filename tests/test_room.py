@@ -399,6 +399,8 @@ def test_the_last_notebook_stops_a_cluster_that_notebooks_started_and_no_other(
     script, running = tmp_path / "local_cluster.sh", tmp_path / "running"
     script.write_text(STAND_IN.format(folder=tmp_path))
     script.chmod(0o755)
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / ".DS_Store").touch()  # of no notebook
     monkeypatch.setattr(cluster_of_lesson, "LOCAL_CLUSTER", script)
     monkeypatch.setattr(cluster_of_lesson, "USERS", tmp_path / "users")
     kernels = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]

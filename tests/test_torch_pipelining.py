@@ -287,6 +287,8 @@ def test_each_listed_schedule_is_legal_on_the_ranks_that_its_placement_says(name
         ),
         ("--documents --split calls", "use --split manual"),
         ("--steps 3 --warm-up 3", "use fewer, or more steps"),
+        ("--evaluate 1000000000", "--evaluate 1000000000: 10,000 are the most"),
+        ("--generate 1000000000", "--generate 1000000000: 10,000 are the most"),
         ("--schedule GPipe1", "--schedule"),
     ],
 )

@@ -103,7 +103,8 @@ def _notebooks_that_use_it():
     """The files of the notebooks that still run; the last one to end stops the cluster."""
     USERS.mkdir(parents=True, exist_ok=True)
     for user in USERS.iterdir():
-        if not psutil.pid_exists(int(user.name)):
+        is_one = re.fullmatch("[1-9][0-9]{0,8}", user.name)  # not a file browser's own
+        if not (is_one and psutil.pid_exists(int(user.name))):
             user.unlink(missing_ok=True)
     return list(USERS.iterdir())
 

@@ -120,7 +120,7 @@ class ProgramLog(FlightLog):
             self.open(folder, rank, run, clock, memory)
         except FileExistsError:
             raise NotRecorded(
-                f"{folder} has a flight log of rank {rank}; name a new folder"
+                f"{folder} is a file, or has a flight log of rank {rank}; name a new folder"
             ) from None
         self.observer = Observer(None, [self, memory, clock])
         self.views, self.modules, self.known_versions = [], [], set()

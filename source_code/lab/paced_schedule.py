@@ -14,6 +14,7 @@ from guard.around_main import guarded
 from guard.inputs import MEBIBYTE, InputError, is_number, read_json
 from lab import attach
 from lab.simulator import Costs
+from pipeline.command_line import ranks_from_environment
 from pipeline.schedule import ScheduleError
 from pipeline.schedules.text_form import from_csv
 from pipeline.split_stage import stage_class_for
@@ -41,8 +42,10 @@ def main():
     arguments = parser.parse_args()
     try:
         schedule, costs = read_times(arguments.times, 1000 * arguments.timeout)
+        if schedule.num_ranks != (ranks := ranks_from_environment()[1]):
+            raise ScheduleError(f"it is for {schedule.num_ranks} ranks, and this job has {ranks}")
     except (InputError, ScheduleError) as error:
-        raise SystemExit(str(error)) from None
+        raise SystemExit(f"TIMES.json: {error}; mend the file, or start other ranks") from None
     arguments.layers = schedule.num_stages
     arguments.batch_size = arguments.microbatches = schedule.num_microbatches
     complete_arguments(parser, arguments)

@@ -147,7 +147,8 @@ def continue_training(arguments, job, training):
             problem = checkpoints.restore(training)
         if problem:
             job.leave()
-            raise SystemExit(problem)
+            fix = "" if "; " in problem else "; mend that, or use another --checkpoints folder"
+            raise SystemExit(problem + fix)
     if training.step and job.rank == 0:
         print(f"continues after {training.step} steps, from {arguments.begin.path}", flush=True)
     return checkpoints

@@ -4,6 +4,8 @@
 from extensions.torch_pipelining.library import LIBRARY_SCHEDULES, ONE_STAGE, complaint_about
 from pipeline.command_line import positive_integer, positive_number
 
+MOST_FORWARDS = 10_000  # of --evaluate and of --generate, each of the whole pipeline
+
 
 def add_library_flags(parser):
     """Add the flags to a training script's parser, and their check."""
@@ -33,6 +35,9 @@ def check_library_flags(arguments):
             f"--documents with --split {arguments.split}: the tracer would send the mask through "
             "all stages, and the library has no backward for that; use --split manual"
         )
+    for flag, count in (("evaluate", arguments.evaluate), ("generate", arguments.generate)):
+        if (count or 0) > MOST_FORWARDS:
+            raise SystemExit(f"--{flag} {count}: {MOST_FORWARDS:,} are the most; use fewer")
     if arguments.warm_up and arguments.warm_up >= arguments.steps:
         raise SystemExit(
             f"--warm-up {arguments.warm_up} leaves none of --steps {arguments.steps} for the "

@@ -137,7 +137,8 @@ def check_saved_configuration(arguments, folder):
     wanted = {"gpt2-classifier": "gpt2"}.get(arguments.model, arguments.model)
     if found != wanted:
         raise SystemExit(
-            f"--pretrained {folder} has a {str(found)[:40]}, which does not fit --model {arguments.model}"
+            f"--pretrained {folder} has model_type {str(found)[:40]}, which is not that of --model "
+            f"{arguments.model}; name a folder with a {wanted}, or another --model"
         )
     sizes = [value for value in config.values() if isinstance(value, int)]
     if not all(abs(size) < LARGEST_SIZE for size in sizes):
