@@ -262,7 +262,7 @@ def test_a_folder_with_a_log_is_refused(tmp_path):
 def test_a_repair_of_a_program_without_a_second_rank_is_not_left_unread(monkeypatch):
     script = str(launch.SCRIPTS / "broken_unknown_program.py")
     monkeypatch.setattr(sys, "argv", [script, "--repair", "x"])
-    with pytest.raises(SystemExit, match="start two, or one without --repair"):
+    with pytest.raises(SystemExit, match="or one without --repair"):
         runpy.run_path(script, run_name="__main__")
 
 
