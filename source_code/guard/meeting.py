@@ -22,7 +22,6 @@ except ImportError:  # Windows
 from guard.ending import end_process
 from guard.launcher import LauncherError, meeting_point, whole_number
 from guard.siblings import end_siblings, stopped_among
-from pipeline.command_line import launcher_keeps_the_store
 from pipeline.job import GRACE, SLOW_START, of_this_attempt, store_of_one
 
 LEAST = {  # that a rank needs: two ranks open more than 32 files, and torch maps 0.7 GB
@@ -141,6 +140,10 @@ def ended_after(seconds, end, *arguments):
         yield
     finally:
         timer.cancel()
+
+
+def launcher_keeps_the_store():
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def open_store(address, port, is_keeper, limit):

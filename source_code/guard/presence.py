@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from guard.agreement import Disagreement, Missing, agree, ranks_text
 from guard.ending import end_process, name_losses
-from guard.meeting import find_store
+from guard.meeting import find_store, launcher_keeps_the_store
 from guard.siblings import end_siblings, launcher_lives, stopped_among
 from guard.watch import attach_watch
-from pipeline.command_line import launcher_keeps_the_store
 from pipeline.job import GRACE, SLOW_START
 
 SIGN_OF_LIFE = 0.25  # seconds between two signs

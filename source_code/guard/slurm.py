@@ -8,8 +8,6 @@ import os
 import re
 import socket
 
-from pipeline.command_line import launcher_keeps_the_store
-
 FIRST_PORT, PORTS = 10_000, 20_000  # below those that the system hands out
 
 
@@ -33,7 +31,7 @@ def rank_in_node_order(rank, local_rank, local_ranks, num_ranks, whole_number):
     env, nodes = os.environ, os.environ.get("GROUP_WORLD_SIZE", "1")
     one_per_node = nodes == env.get("SLURM_STEP_NUM_NODES") == env.get("SLURM_STEP_NUM_TASKS")
     # Rank 0 must be where the store is, unless torchrun itself keeps the store.
-    if nodes == "1" or not one_per_node or not launcher_keeps_the_store():
+    if nodes == "1" or not one_per_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return rank
     last_node = (num_ranks - 1 - local_rank) // local_ranks
     return whole_number("SLURM_NODEID", most=last_node) * local_ranks + local_rank

@@ -83,10 +83,5 @@ def ranks_from_environment():
 
 def restarts_from_environment():
     """Return how often torchrun has restarted the ranks that meet in its store; else 0."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return int(count) if launcher_keeps_the_store() else 0
-
-
-def launcher_keeps_the_store():
-    """Return whether torchrun keeps the store through which ranks meet; else rank 0 does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if of_launcher else 0
