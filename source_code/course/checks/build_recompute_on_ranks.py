@@ -10,9 +10,8 @@ from weakref import finalize
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from course.building.messages import received, tell
+from course.building.messages import received, tell, tensors_like
 from small.pipeline import DIM, LENGTH, batch, build_stage, loss_of
 
 RANKS, MICROBATCHES, SIZE = 3, 4, 2
@@ -75,11 +74,7 @@ def run_step(stage, step, order, backward):
 def in_memory(inputs):
     """The micro-batches whose input, or a copy of it, is in a tensor other than these `inputs`."""
     own = set(map(id, [*inputs, *received]))
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-    alike = [
-        each for each in tensors if each.shape == inputs[0].shape and each.dtype == inputs[0].dtype
-    ]
-    others = [each for each in alike if id(each) not in own]
+    others = [each for each in tensors_like(inputs[0]) if id(each) not in own]
     return [k for k, x in enumerate(inputs) if any(torch.equal(x, other) for other in others)]
 
 

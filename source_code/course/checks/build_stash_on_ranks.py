@@ -5,16 +5,14 @@ Version t of a stage's weights is its first weights after t updates. In PipeDrea
 the gradient of mini-batch k is taken at version max(0, k - (p - 1 - s)) of stage s of p.
 """
 
-import gc
 import sys
 import weakref
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.func import functional_call
 
-from course.building.messages import own_frames, tell
+from course.building.messages import own_frames, tell, tensors_like
 from course.checks.answer import number_in
 from small import pipeline as my_pipeline
 from small import weight_stash as stash
@@ -159,11 +157,9 @@ class Versions:
         ]
         counted = [*seen, *own, *self.in_variables(sys._getframe(2)), *stage.parameters()]
         places = {tensor.data_ptr() for tensor in counted}
-        tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-        alike = [each for each in tensors if (each.shape, each.dtype) == (first.shape, first.dtype)]
         found = {
             each.data_ptr()
-            for each in alike
+            for each in tensors_like(first)
             if any((each - version[name]).abs().max() <= EXACT for version in self.known)
         }
         return len(found - places)
