@@ -11,7 +11,9 @@ PROGRAM = "course.checks.build_stash_on_ranks.main"
 RUNS = [(4, 8, 0.5), (4, 2, 0.5), (2, 5, 0.3)]  # ranks, mini-batches, learning rate
 
 
-@checked("each backward has the weights of its forward, and rank r keeps p - r versions, no more.")
+@checked(
+    "each backward has the weights of its forward, and rank r keeps tensors of p - r versions only."
+)
 def pipedream_run(function):
     """Check `pipedream_run(stage, inputs, targets, rate)` in each of RUNS."""
     request = request_of(function, program=PROGRAM)
