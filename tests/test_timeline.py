@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -205,6 +206,20 @@ def test_two_timelines_share_one_scale_and_start_at_the_same_left_edge():
     assert long_f[3] == pytest.approx(2 * short_f[3], abs=0.02)
     assert long_b[3] == pytest.approx(2 * short_b[3], abs=0.02)
     assert short_f[2] < long_f[2]  # the first of the dictionary lies above
+
+
+def test_the_times_of_an_axis_do_not_touch_beside_a_timeline_that_is_six_times_as_long():
+    short, long = (simulate(gpipe(2, 2), Costs(each, each)) for each in (64, 384))
+    root = ElementTree.fromstring(draw_timelines({"predicted": short, "performed": long}).svg)
+    texts = list(root.iter(f"{SVG}text"))
+    heights = [text.get("y") for text in texts if text.text == "0 ms"]
+    assert len(heights) == 2
+    for height in heights:
+        times = [text for text in texts if text.get("y") == height]
+        assert len(times) >= 2
+        for left, right in pairwise(times):
+            digits = (len(left.text) + len(right.text)) / 2
+            assert float(right.get("x")) - float(left.get("x")) > 8 * digits  # 8: the widest one
 
 
 def test_rank_0_is_on_top_and_time_runs_to_the_right():

@@ -30,6 +30,7 @@ WAITING = f'fill="{TEXT}" fill-opacity="0.24" stroke="{TEXT}" stroke-width="0.7"
 WHITE_NUMBER = "paint-order: stroke; stroke: #000; stroke-opacity: 0.5; stroke-width: 2px"
 MOST_NUMBERS = 400
 READING = 16  # the height of a line of a block's story
+LABEL = 45  # the least distance from one time of an axis to the next
 SHADE = 0.24  # difference in shade between the blocks of two consecutive stages of a rank
 
 PATH = (  # the line of a longest path
@@ -278,7 +279,7 @@ def draw_longest_path(place):
 
 
 def _draw_axis(timeline, top, x, unit):
-    step = round_step(timeline.makespan / 8)
+    step = round_step(max(timeline.makespan / 8, LABEL / (x(1) - x(0))))
     parts = []
     time = 0.0
     while time <= timeline.makespan * 1.0001:
