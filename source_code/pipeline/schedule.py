@@ -122,6 +122,11 @@ class Schedule:
         return 1 + max(action.microbatch for order in self.orders for action in order)
 
     @cached_property
+    def kinds(self):
+        """The letters of all kinds of action in it, as a set."""
+        return {action.kind for order in self.orders for action in order}
+
+    @cached_property
     def rank_of_passage(self):
         """{(stage, micro-batch): rank} for every stage and micro-batch."""
         return {

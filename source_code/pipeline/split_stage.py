@@ -105,5 +105,4 @@ def weight_gradient(inputs, gradient):
 
 def stage_class_for(schedule):
     """SplitStage where the schedule has backwards in two halves, else Stage."""
-    splits = any(action.kind == "I" for order in schedule.orders for action in order)
-    return SplitStage if splits else Stage
+    return SplitStage if "I" in schedule.kinds else Stage

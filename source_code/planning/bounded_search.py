@@ -137,8 +137,7 @@ def known_schedules(question):
 
 def fits(schedule, question):
     """Whether a schedule has the question's stages and kinds of backward, and fits its room."""
-    kinds = {action.kind for order in schedule.orders for action in order}
-    if not question.split and kinds & {"I", "W"}:
+    if not question.split and schedule.kinds & {"I", "W"}:
         return False
     if schedule.num_stages != len(question.rank_of_stage):
         return False

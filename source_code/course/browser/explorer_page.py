@@ -4,7 +4,7 @@
 from dataclasses import fields
 from functools import lru_cache
 
-from course.views.explorer_view import WORK, Settings, View, can_choose_chunks, is_split, reasons
+from course.views.explorer_view import WORK, Settings, View, can_choose_chunks, reasons
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from lab.drawing import LEFT, ROW, WIDTH, arrange, draw_cursor
 from lab.figures import draw_timelines
@@ -152,6 +152,6 @@ def without_effect(view):
     if not any(map(can_choose_chunks, chosen)):
         names += ["chunks"]
     # A refusal may be about the weights' part, so this slider stays movable then.
-    if not view.refusal and not any(is_split(each.schedule) for each in view.predictions):
+    if not view.refusal and not any("W" in each.schedule.kinds for each in view.predictions):
         names += ["weight"]
     return names

@@ -13,7 +13,7 @@ from functools import partial
 
 import ipywidgets as widgets
 
-from course.views.explorer_view import WORK, Settings, View, can_choose_chunks, is_split
+from course.views.explorer_view import WORK, Settings, View, can_choose_chunks
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from course.views.stepping import STYLE, Shown, Stepper
 from pipeline.schedule import Schedule
@@ -205,7 +205,7 @@ class Panel(Stepper):
         made = any(isinstance(choice, str) for choice in chosen)
         self.controls["ranks"].disabled = self.controls["microbatches"].disabled = not made
         self.controls["chunks"].disabled = not any(map(can_choose_chunks, chosen))
-        split = any(is_split(each.schedule) for each in self.view.predictions)
+        split = any("W" in each.schedule.kinds for each in self.view.predictions)
         # A refusal may be about the weights' part, so this slider stays movable then.
         self.controls["weight"].disabled = not split and not self.view.refusal
 

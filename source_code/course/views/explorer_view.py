@@ -143,7 +143,7 @@ def predict(settings):
         for label, choice in chosen.items()
         if choice is not None
     }
-    split = any(is_split(schedule) for schedule in schedules.values())
+    split = any("W" in schedule.kinds for schedule in schedules.values())
     if split and settings.weight >= settings.backward:
         raise ScheduleError(
             f"the weights' part, {short(settings.weight)} ms, must be less than the backward, "
@@ -181,11 +181,6 @@ def work_of(name, num_microbatches):
     return tuple(each * num_microbatches / sum(shape) for each in shape)
 
 
-def is_split(schedule):
-    """Whether the schedule has backwards for the weights as separate actions."""
-    return any(action.kind == "W" for order in schedule.orders for action in order)
-
-
 def schedule_of(settings):
     """The Schedule of `settings.schedule`, which may be its name. Raises ScheduleError."""
     name = settings.schedule
@@ -213,7 +208,7 @@ def problem(sentence):
 def figures_table(predictions):
     """An HTML table with the figures of one or several Predictions, side by side."""
     timelines = [each.timeline for each in predictions]
-    split = any(is_split(each.schedule) for each in predictions)
+    split = any("W" in each.schedule.kinds for each in predictions)
     rows = {
         "makespan": [f"{short(each.makespan)} ms" for each in timelines],
         "ideal (the busiest rank's work)": [f"{short(each.ideal)} ms" for each in timelines],

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from html import escape
 from typing import NamedTuple
 
-from course.views.explorer_view import is_split, predict, table_of
+from course.views.explorer_view import predict, table_of
 from lab.curves import (
     CHOSEN,
     COMPARED,
@@ -165,9 +165,9 @@ class MemoryAndTime:
         said = (
             f"{prediction.timeline.name}: {who} {short(most)} GiB of {short(limit)}, {fits}: "
             f"{held} micro-batches at {short(self.sizes.kept)} GiB, and {short(self.sizes.states)} "
-            f"GiB of weights, gradients and optimizer{until * is_split(prediction.schedule)}"
+            f"GiB of weights, gradients and optimizer{until * ('W' in prediction.schedule.kinds)}"
         )
-        return said + "; without stored weight versions" * updates_early(prediction.schedule)
+        return said + "; without stored weight versions" * ("U" in prediction.schedule.kinds)
 
     @cached_property
     def curves(self):
@@ -290,8 +290,3 @@ def tell_need(need, limit):
 
 def name_of(choice):
     return choice.name if isinstance(choice, Schedule) else choice
-
-
-def updates_early(schedule):
-    """Whether the schedule has updates before its end, so that ranks store several versions."""
-    return any(action.kind == "U" for order in schedule.orders for action in order)

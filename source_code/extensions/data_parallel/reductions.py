@@ -18,8 +18,7 @@ def add_reduction_flags(parser):
 
 def check_reduction(arguments, schedule):
     """Reject unsupported combinations of flags. Returns the schedule that will be performed."""
-    splits = any(action.kind == "I" for order in schedule.orders for action in order)
-    if arguments.reduce == "ddp" and splits:
+    if arguments.reduce == "ddp" and "I" in schedule.kinds:
         raise SystemExit(
             f"--reduce ddp with --schedule {arguments.schedule}: a backward in two halves passes "
             "by the hooks of DDP, which would sum nothing and say nothing; use all-reduce or fsdp2"

@@ -25,7 +25,7 @@ def check_compile(arguments, schedule):
     a = arguments
     if a.compile is None:
         return
-    if any(action.kind == "I" for order in schedule.orders for action in order):
+    if "I" in schedule.kinds:
         raise SystemExit(
             f"--compile with --schedule {a.schedule}: a compiled backward does not come in halves; "
             "use a schedule whose backwards are whole, or leave --compile out"

@@ -70,7 +70,7 @@ def read_schedule(path, num_ranks):
         raise SystemExit(
             f"{path} cannot be read ({reason}); name a CSV file with a row of actions per rank"
         ) from None
-    if any(action.kind == "U" for order in schedule.orders for action in order):
+    if "U" in schedule.kinds:
         raise SystemExit(
             f"{path} has updates (U) in the middle of the step; only pipedream.py performs those"
         )
