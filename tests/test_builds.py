@@ -328,6 +328,13 @@ WRONG = {
              ("while later:\n        later.popleft()()", "while later:\n        later.popleft()")],
             "an I ran on rank 3, but no W: call what backward_input returned for it",
         ),
+        (
+            [("        later.append(backward_input(stage, k, held, sends))\n        if len(later) > rank:"
+              "\n            later.popleft()()", "        backward(stage, k, held, sends)"),
+             ("        later.append(backward_input(stage, k, held, sends))\n        later.popleft()()\n",
+              "        backward(stage, k, held, sends)\n")],
+            "backward in its place returns nothing to call",
+        ),
         ([("dist.get_world_size() - 1 - rank)", "rank)")], "deadlock: rank 0 waits at line 10"),
         (
             [("    while later:\n        later.popleft()()",

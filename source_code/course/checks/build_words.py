@@ -138,7 +138,10 @@ class Words(TransportWords):
                 if len(results[rank]["gradients"]) > 1:
                     on = f"on rank {rank}, stage {found['stage']},"
                 if found["none"] and any(event.get("kind") == "I" for event in events[rank]):
-                    return f"an I ran {on}, but no W: call what backward_input returned for it"
+                    return (
+                        f"an I ran {on}, but no W: call what backward_input returned for it; "
+                        "backward in its place returns nothing to call"
+                    )
                 if found["none"] and any(event.get("kind") == "B" for event in events[rank]):
                     return (
                         f"a backward ran {on} but its weights have no gradient at the end: has "
