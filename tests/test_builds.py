@@ -660,6 +660,7 @@ def test_dots_above_code_do_nothing():
     assert holes("def f(x):\n    ...\n    return x\n") == []
     assert holes("def f(x):\n    if x:\n        ...  # room\n        x += 1\n    ...\n") == [5]
     assert holes("def f(x):\n    y = 2\n    ...\n    return y\n") == [3]
+    assert holes("def f(x):\n    return x\n    ...\n") == []
 
 
 def test_an_empty_class_and_an_abstract_method_are_no_stubs():

@@ -193,16 +193,18 @@ def holes(text):
 
 
 def _left(block):
-    """The statements `...` of a block that stand above code of the reader's.
+    """The statements `...` of a block that stand above code of the reader's, or below its return.
 
     In a stub, one can also stand below given code: last, or before the `return`.
     """
     code = [node for node in block if not _is_only(str, node)]
+    dead = []
     while code and _is_only(type(...), code[-1]):
-        code.pop()
+        dead.append(code.pop())
     dots = [node for node in code if _is_only(type(...), node)]
     given = [node for node, below in zip(code[1:], code[2:]) if isinstance(below, ast.Return)]
-    return [node for node in dots if node not in given]
+    never_run = dead if code and isinstance(code[-1], ast.Return) else []
+    return [node for node in dots if node not in given] + never_run
 
 
 def _needs_no_code(node):
