@@ -331,6 +331,15 @@ RIGHT = {
         [PIECES, edited(GPIPE, ("for k in range(len(inputs)):\n        backward",
                                 "for k in reversed(range(len(inputs))):\n        backward"))],
     ),
+    "a loss as a fraction": (
+        "gpipe_step",
+        ["from fractions import Fraction", PIECES,
+         edited(GPIPE, ("sum(shares)", "sum(map(Fraction, shares))"))],
+    ),
+    "a loss as an array without dimensions": (
+        "gpipe_step",
+        ["import numpy", PIECES, edited(GPIPE, ("sum(shares)", "numpy.array(sum(shares))"))],
+    ),
     "sends as pairs": (
         "gpipe_step",
         [
@@ -506,6 +515,16 @@ WRONG = {
                         ".detach().requires_grad_() for name, weight in weights.items()}\n"
                         "    for send in sends"))],
         "ends with weights that no sequence of updates makes: is there one update for each",
+    ),
+    "a loss with six decimals": (
+        "gpipe_step",
+        [PIECES, edited(GPIPE, ("sum(shares)", "round(sum(shares), 6)"))],
+        r"is off by \de-07: was it rounded\?",
+    ),
+    "a loss that is not a number": (
+        "gpipe_step",
+        [PIECES, edited(GPIPE, ("sum(shares)", "float('nan')"))],
+        "is nan, not that of the batch, 5.",
     ),
     "a loss that is written down": (
         "naive_step",

@@ -328,6 +328,13 @@ WRONG = {
              ("while later:\n        later.popleft()()", "while later:\n        later.popleft()")],
             "an I ran on rank 3, but no W: call what backward_input returned for it",
         ),
+        (
+            [("        later.append(backward_input(stage, k, held, sends))\n        if len(later) > rank:"
+              "\n            later.popleft()()", "        backward(stage, k, held, sends)"),
+             ("        later.append(backward_input(stage, k, held, sends))\n        later.popleft()()\n",
+              "        backward(stage, k, held, sends)\n")],
+            "backward in its place returns nothing to call",
+        ),
         ([("dist.get_world_size() - 1 - rank)", "rank)")], "deadlock: rank 0 waits at line 10"),
         (
             [("    while later:\n        later.popleft()()",
@@ -631,6 +638,14 @@ def test_what_fills_a_container_goes_with_it(tmp_path):
     assert sources["steps"] == "steps = {}\nsteps['B'] = backward\nsteps |= {'F': forward}"
 
 
+def test_a_loop_that_fills_a_container_defines_its_own_variable(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace("backward(stage, k, held", "STEPS[0](stage, k, held", 2)
+    text = text.replace("def STEPS[0]", "def backward")
+    text += "\n\n\nSTEPS = []\nfor step in (backward, forward):\n    STEPS.append(step)\n"
+    sources = dict(request_of(written(tmp_path, text, "gpipe_step"))["sources"])
+    assert list(sources) == ["backward", "forward", "STEPS", "gpipe_step"]
+
+
 def test_functions_that_decorators_put_into_a_table_go_with_it(tmp_path):
     text = SOLUTIONS["gpipe_step"].replace("backward(stage, k, held", "TABLE[0](stage, k, held", 2)
     text = text.replace("def TABLE[0]", "@into_table\ndef backward")
@@ -645,6 +660,14 @@ def test_dots_above_code_do_nothing():
     assert holes("def f(x):\n    ...\n    return x\n") == []
     assert holes("def f(x):\n    if x:\n        ...  # room\n        x += 1\n    ...\n") == [5]
     assert holes("def f(x):\n    y = 2\n    ...\n    return y\n") == [3]
+    assert holes("def f(x):\n    return x\n    ...\n") == []
+
+
+def test_an_empty_class_and_an_abstract_method_are_no_stubs():
+    assert holes("class Stop(Exception): ...\n") == []
+    method = "class Step(ABC):\n    @abc.abstractmethod\n    def order(self, m): ...\n"
+    assert holes(method) == []
+    assert holes(method.replace("    @abc.abstractmethod\n", "")) == [2]
 
 
 def test_the_readers_functions_take_the_place_of_the_courses(tmp_path):

@@ -58,6 +58,14 @@ def test_an_untouched_number_is_not_attempted_yet(capsys):
     assert answer_to(lesson_00.memory_wall, capsys, ..., 2) == NOT_ATTEMPTED
 
 
+def test_none_is_an_answer_and_not_called_untouched(capsys):
+    for check, answers in (
+        (lesson_07.order_of_a_save, [["rename", "write"].sort()]),
+        (lesson_00.memory_wall, [12, None]),
+    ):
+        assert answer_to(check, capsys, *answers).startswith("Not yet: the answer is None")
+
+
 def test_an_answer_that_raises_gets_its_own_error_and_no_traceback(capsys):
     answer = answer_to(lesson_02.enough_microbatches, capsys, lambda p, m: 1 / 0)
     assert answer == "Not yet: <lambda>(5, 0.25) raised ZeroDivisionError: division by zero"
@@ -461,6 +469,10 @@ def counted_up(p, x, m=1):
     return m if (p - 1) / (m + p - 1) <= x else counted_up(p, x, m + 1)
 
 
+def doubled_until_enough(p, x, m=1):
+    return m if (p - 1) / (m + p - 1) <= x else doubled_until_enough(p, x, 2 * m)
+
+
 @pytest.mark.parametrize(
     "needed",
     [
@@ -484,6 +496,7 @@ def test_enough_microbatches_is_right_in_any_style(needed, capsys):
         (lambda p, x: max(1, math.floor((p - 1) * (1 - x) / x) - 1), "too much"),
         (lambda p, x: math.ceil((p - 1) * (1 - x) / x - 1e-9), "a batch has at least one"),
         (lambda p, x: 1000, "12 would do"),
+        (doubled_until_enough, "16 micro-batches, whose bubble is 0.2000; 12 would do"),
         (lambda p, x: math.ceil(p * (1 - x) / x), "15 micro-batches, whose bubble is 0.2105; 12"),
     ],
 )
@@ -502,6 +515,14 @@ def test_enough_microbatches_explains(needed, sentence, capsys):
         ),
         (lambda s, p, room, m: m, "holds every micro-batch before its first backward"),
         (lambda s, p, room, m: m if s == "1f1b" else min(room, m), "has no room for 8"),
+        (
+            lambda s, p, room, m: m if s == "1f1b" and room >= p - 1 else min(room, m),
+            "8 ranks, room for 7, 64 available: you say 64, but rank 0 holds min(m, p) and has no",
+        ),
+        (
+            lambda s, p, room, m: m if s == "1f1b" and not room < p <= m else min(room, m),
+            "room for 5, 7 available: you say 7, but rank 0 holds min(m, p) and has no room for 7",
+        ),
         (lambda s, p, room, m: m * (room >= p) if s == "1f1b" else min(room, m), "4 fit into its"),
         (lambda s, p, room, m: room if s == "gpipe" or room < p else m, "more than there are"),
         (
@@ -777,7 +798,10 @@ def test_order_of_a_save_explains(order, sentence, capsys):
     assert answer.startswith("Not yet: ") and sentence in answer
 
 
-@pytest.mark.parametrize("form", [list, tuple, iter, dict.fromkeys, deque, numpy.array, ", ".join])
+@pytest.mark.parametrize(
+    "form",
+    [list, tuple, iter, dict.fromkeys, deque, numpy.array, ", ".join, "\n".join, " -> ".join],
+)
 def test_order_of_a_save_knows_the_right_one_in_any_form(form, capsys):
     assert answer_to(lesson_07.order_of_a_save, capsys, form(WRITE)).startswith("Right: ")
 
@@ -807,6 +831,15 @@ def test_files_to_open_knows_the_right_ones(capsys):
     [
         (lambda r, n, s, k: [r], "you open [0]: in the file of rank 1 lie layers 2 to 3"),
         (lambda r, n, s, k: list(range(s)), "that is every file"),
+        (
+            lambda r, n, s, k: range(*cut_evenly(k, n)[r]),
+            "the file of rank 2 has none of its layers",
+        ),
+        (
+            lambda r, n, s, k: [each in overlapping(r, n, s, k) for each in range(s)],
+            "return a list of ranks, not [True, True, False, False]",
+        ),
+        (lambda r, n, s, k: [f"rank-{r}.pt"], "return a list of ranks, not ['rank-0.pt']"),
         (
             lambda r, n, s, k: overlapping(r, n, s, k)[-1:],
             "in the file of rank 0 lie layers 0 to 1",

@@ -101,6 +101,10 @@ def with_rounded_up(x, gate, up, down):
     return (F.relu(x @ gate.T) * (1 + (x @ up.T).round())) @ down.T
 
 
+def with_a_root(x, gate, up, down):
+    return ((x @ gate.T).sqrt() * (x @ up.T)) @ down.T
+
+
 def without_gradient(x, gate, up, down):
     return squared_relu(x, gate, up, down).detach()
 
@@ -152,6 +156,7 @@ def stub(x, gate, up, down):
                 with_rounded_up,
                 "no gradient comes back to up: your layer leaves it out, or its deriv",
             ),
+            (with_a_root, "Not yet: your layer returns a nan or an infinite number"),
             (without_gradient, "nothing leads from your layer's result to x"),
             (narrow, "your layer returns torch.float32 for x of torch.float64"),
             (narrow_inside, "or your layer rounds to fewer digits than x has"),

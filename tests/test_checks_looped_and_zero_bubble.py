@@ -42,9 +42,25 @@ def with_simulator(p, m, forward, backward, transfer):
     return min((1, 2, 4), key=seconds)
 
 
+def best_of(costs_of):
+    """The number of chunks that is best with the costs `costs_of(forward, backward, chunks)`."""
+
+    def best(p, m, forward, backward, transfer):
+        def milliseconds(v):
+            schedule = one_f_one_b(p, m) if v == 1 else interleaved_1f1b(p, m, v)
+            costs = Costs(*costs_of(forward, backward, v), transfer=transfer)
+            return simulate(schedule, costs).makespan
+
+        return min((1, 2, 4), key=milliseconds)
+
+    return best
+
+
 @pytest.mark.parametrize(
     ("best", "sentence"),
     [
+        (best_of(lambda f, b, v: (f // v, b // v)), "3 and 17 ms, 7 ms a message: you say 2"),
+        (best_of(lambda f, b, v: [(f + b) / v / 2] * 2), "3 and 17 ms, 7 ms a message: you say 2"),
         (lambda *sizes: 4, "since a rank waits for fewer messages"),
         (lambda *sizes: 1, "since the bubble is shorter"),
         (lambda p, m, forward, backward, transfer: 4 if transfer < 3 else 2, "with 1 it is 480"),

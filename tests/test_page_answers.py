@@ -106,6 +106,24 @@ def test_the_own_check_of_the_lesson_answers_and_a_right_schedule_is_drawn_and_n
 
 
 @pytest.mark.parametrize(
+    ("lesson", "call", "code"),
+    [
+        ("lesson_02", "check.own_gpipe(own_gpipe)", f"own_gpipe = lambda p, m: {rows}")
+        for rows in ("gpipe(p, m)", "to_csv(gpipe(p, m))", "gpipe(p, m).orders")
+    ]
+    + [
+        ("lesson_09", "check.fill_the_bubble(rows)", f"rows = {rows}")
+        for rows in ("zb_h1(3, 4)", "to_csv(zb_h1(3, 4))", "zb_h1(3, 4).orders")
+    ],
+)
+def test_right_rows_are_drawn_in_any_form(lesson, call, code):
+    imports = "from pipeline.schedules import gpipe, zb_h1\n"
+    imports += "from pipeline.schedules.text_form import to_csv\n"
+    right = checked(imports + code, call, lesson)
+    assert right["right"] and "longest-path" in right["svg"]
+
+
+@pytest.mark.parametrize(
     ("code", "sentence"),
     [
         ("x = (1\n", "Not yet: line 1: '(' was never closed"),

@@ -15,7 +15,6 @@ from course.views.explorer_view import reasons
 from lab.drawing import WIDTH
 from lab.known_schedules import tell_name
 from lab.simulator import Costs, simulate
-from pipeline.schedules.text_form import from_csv
 
 NOT_ATTEMPTED = "Not attempted yet: replace the ... above, then check."
 NOT_BEGUN = "Not attempted yet."
@@ -52,8 +51,8 @@ def check(lesson, call, code, setup="", width=WIDTH):
     drawn = {}
     if right and (lesson, name) in DRAWN:
         sizes, costs = DRAWN[lesson, name]
-        rows = namespace[argument](*sizes) if sizes else namespace[argument]
-        drawn = explained(from_csv("\n".join(rows), "your schedule"), costs, width=width)
+        rows = answers.call(namespace[argument], *sizes) if sizes else namespace[argument]
+        drawn = explained(answers.read_rows(rows, "your schedule"), costs, width=width)
     return {"said": said, "right": right, **drawn}
 
 

@@ -21,6 +21,7 @@ from pipeline.schedules.text_form import from_csv
 
 LONGEST = 120  # seconds of processor time for one call of the learner's function
 MOST_VALUES = 1_000_000  # of a generator
+NOTHING = "the answer is None: methods such as sort() change a list and return nothing"
 NOT_ATTEMPTED = "Not attempted yet: replace the ... in the cell above, run it, then run this cell."
 
 
@@ -51,8 +52,10 @@ def checked(praise, name=None):
 
 def _line_on(check, praise, answers):
     """The line that a check prints."""
-    if any(value is None or value is ... for value in answers):
+    if any(value is ... for value in answers):
         return NOT_ATTEMPTED
+    if any(value is None for value in answers):
+        return f"Not yet: {NOTHING}"
     try:
         complaint = check(*answers)
     except NotAttempted:

@@ -35,7 +35,7 @@ def main(request, function):
 
 
 def complaint_of(function):
-    """The sentence about an output of another shape, no change, or an input without gradient, or None."""
+    """The sentence about a wrong output, about no change, or an input without gradient, or None."""
     x = torch.randn(2, 3, 4, dtype=torch.float64)
     weights = [torch.randn(shape, dtype=torch.float64) for shape in ((6, 4), (6, 4), (4, 6))]
     for weight in (x, *weights):
@@ -47,6 +47,11 @@ def complaint_of(function):
         return f"your layer returns {shape} for x of {tuple(x.shape)}; return the shape of x"
     if made.dtype != x.dtype:
         return f"your layer returns {made.dtype} for x of {x.dtype}; return the dtype of x"
+    if not made.isfinite().all():
+        return (
+            "your layer returns a nan or an infinite number: is there the root or the logarithm of a "
+            "negative number, or a division by zero?"
+        )
     gate, up, down = weights
     if torch.allclose(made, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T):
         return "that is the feed-forward network that the model has already; change something in it"

@@ -49,7 +49,7 @@ def collect(function):
     name, known, module = name_of(function), known_to(function), module_of(function)
     sources, imports, seen = [], [], {name}
 
-    def add(name, value):
+    def add(name, value, user=""):
         text = text_of(name, value, module)
         if text is None and hasattr(builtins, name):
             return  # Jupyter puts an `open` of its own into the notebook; a rank has Python's
@@ -57,6 +57,8 @@ def collect(function):
             raise WrongAnswer(f"the text of {name} cannot be found; run its cell")
         if text is None or text in [earlier for _, earlier in sources]:
             return
+        if text in user:
+            return  # as that of a variable of the loop that uses it
         if text.startswith(("import ", "from ")):
             imports.append(text)
             return
@@ -67,7 +69,7 @@ def collect(function):
             used = known[other]
             line = line_of(other, used, module)
             if line is None:
-                add(other, used)
+                add(other, used, text)
             elif line:
                 imports.append(line)
         sources.append((name, text))
@@ -177,28 +179,39 @@ def pairs_of(nodes):
 def holes(text):
     """The numbers of the lines that still have a stub's `...`.
 
-    A `...` that was left above code does nothing and does not count.
+    A `...` that was left above code, or that is all that a class has, does not count.
     """
     nodes = list(ast.walk(ast.parse(text)))
     indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]  # as in x[..., 0]
     indices += [value for index in indices for value in getattr(index, "elts", [])]
     blocks = [getattr(node, field, None) for node in nodes for field in ("body", "orelse")]
     left = [each.value for block in blocks if isinstance(block, list) for each in _left(block)]
+    bodies = [each for node in nodes if _needs_no_code(node) for each in node.body]
+    left += [each.value for each in bodies if _is_only(type(...), each)]
     values = [node for node in nodes if isinstance(node, ast.Constant) and node.value is ...]
     return sorted(value.lineno for value in values if value not in indices + left)
 
 
 def _left(block):
-    """The statements `...` of a block that stand above code of the reader's.
+    """The statements `...` of a block that stand above code of the reader's, or below its return.
 
     In a stub, one can also stand below given code: last, or before the `return`.
     """
     code = [node for node in block if not _is_only(str, node)]
+    dead = []
     while code and _is_only(type(...), code[-1]):
-        code.pop()
+        dead.append(code.pop())
     dots = [node for node in code if _is_only(type(...), node)]
     given = [node for node, below in zip(code[1:], code[2:]) if isinstance(below, ast.Return)]
-    return [node for node in dots if node not in given]
+    never_run = dead if code and isinstance(code[-1], ast.Return) else []
+    return [node for node in dots if node not in given] + never_run
+
+
+def _needs_no_code(node):
+    """Whether `...` is a whole body: that of an empty class or of an abstract method."""
+    decorators = getattr(node, "decorator_list", [])
+    names = {getattr(each, "attr", getattr(each, "id", "")) for each in decorators}
+    return isinstance(node, ast.ClassDef) or bool(names & {"abstractmethod", "overload"})
 
 
 def _is_only(kind, node):

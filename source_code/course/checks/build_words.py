@@ -138,7 +138,10 @@ class Words(TransportWords):
                 if len(results[rank]["gradients"]) > 1:
                     on = f"on rank {rank}, stage {found['stage']},"
                 if found["none"] and any(event.get("kind") == "I" for event in events[rank]):
-                    return f"an I ran {on}, but no W: call what backward_input returned for it"
+                    return (
+                        f"an I ran {on}, but no W: call what backward_input returned for it; "
+                        "backward in its place returns nothing to call"
+                    )
                 if found["none"] and any(event.get("kind") == "B" for event in events[rank]):
                     return (
                         f"a backward ran {on} but its weights have no gradient at the end: has "
@@ -209,12 +212,11 @@ class Words(TransportWords):
             return f"the gradients are right, but rank {last} returns {said}; it has the loss"
         case = f"the gradients are right, but the loss that rank {last} returns"
         if EXACT * 10 < abs(loss - wanted) < 1e-5:
-            return (
-                f"{case} is off by {abs(loss - wanted):.0e}: was it rounded to float32 on its way?"
-            )
+            how = "rounded" if loss == round(loss, 8) else "rounded to float32 on its way"
+            return f"{case} is off by {abs(loss - wanted):.0e}: was it {how}?"
         if not abs(loss - wanted) <= EXACT * 10:
             factor = short(loss / wanted)
-            times = "not" if factor == "1" else f"{factor} times"
+            times = "not" if factor in ("1", "nan") else f"{factor} times"
             return f"{case} is {loss:.6f}, {times} that of the batch, {wanted:.6f}"
         if result["kind"] == "graph":
             return f"{case} still has its whole graph behind it: detach() it, or take its item()"

@@ -60,7 +60,8 @@ def enough_microbatches(microbatches_needed):
         if answer < 1:
             return f"{case}, but a batch has at least one"
         bubble = (num_ranks - 1) / (answer + num_ranks - 1)
-        if answer == math.ceil((num_ranks - 1) / largest - 1e-9):
+        others = [call_for_number(microbatches_needed, p, x) for p, x in CASES[:3]]
+        if others == [math.ceil((p - 1) / x - 1e-9) for p, x in CASES[:3]]:
             return (
                 f"{case}: that bounds idle / busy, (p - 1) / m; the question is idle / total, "
                 "(p - 1) / (m + p - 1)"

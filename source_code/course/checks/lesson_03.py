@@ -12,6 +12,7 @@ def most_microbatches(most):
     most `available` micro-batches.
     """
     cases = [(4, 4, 64), (4, 16, 64), (8, 4, 64), (4, 100, 64), (8, 6, 5), (4, 6, 63)]
+    cases += [(8, 7, 64), (8, 5, 7)]  # one place too few, for all ranks and for a small batch
     for num_ranks, room, available in cases:
         for schedule in ("gpipe", "1f1b"):
             answer = call_for_number(most, schedule, num_ranks, room, available)
@@ -30,7 +31,7 @@ def most_microbatches(most):
             if schedule == "gpipe":
                 return f"{case}; rank 0 holds every micro-batch before its first backward"
             if answer > right:
-                return f"{case}, but rank 0 holds min(m, p) and has no room for {num_ranks}"
+                return f"{case}, but rank 0 holds min(m, p) and has no room for {min(answer, num_ranks):g}"
             if answer < room < num_ranks:
                 return f"{case}; rank 0 holds min(m, p), and {right} fit into its memory"
             return f"{case}; rank 0 never holds more than {num_ranks}, however many there are"

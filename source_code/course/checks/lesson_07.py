@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 07: the order of the calls in a save, and the files that each rank reads."""
 
+import re
+from numbers import Real
+
 from course.checks.answer import WrongAnswer, call, checked, in_a_list, number_in
 from pipeline.model import cut_evenly
 
@@ -15,7 +18,7 @@ def order_of_a_save(order):
     synced its file only after rank 0 has waited for it.
     """
     try:
-        order = [call.strip() for call in order.split(",")] if isinstance(order, str) else order
+        order = re.split(r" *(?:,|;|\n|->) *", order.strip()) if isinstance(order, str) else order
         order = [str(call) for call in in_a_list(order)]
     except TypeError:
         raise WrongAnswer(f"write the six calls as strings in a list, as in {CALLS[:2]}") from None
@@ -62,16 +65,13 @@ def files_to_open(files):
     for layers, saved_by, num_ranks in SAVED:
         saved = cut_evenly(layers, saved_by)
         for rank, (first, last) in enumerate(cut_evenly(layers, num_ranks)):
-            answer = call(files, rank, num_ranks, saved_by, layers)
-            try:
-                answer = sorted(map(number_in, answer))
-            except TypeError:
-                raise WrongAnswer(f"return a list of ranks, not {answer!r}") from None
+            answer = _opened(files, rank, num_ranks, saved_by, layers)
             wanted = [s for s, (low, high) in enumerate(saved) if low < last and first < high]
             if answer == wanted:
                 continue
             case = f"{layers} layers saved by {saved_by} ranks, rank {rank} of {num_ranks}"
-            if answer == list(range(saved_by)):
+            last_too = _opened(files, num_ranks - 1, num_ranks, saved_by, layers)
+            if answer == list(range(saved_by)) == last_too:
                 hint = "that is every file: it needs those only in which its own layers lie"
             elif set(wanted) - set(answer):
                 missing = min(set(wanted) - set(answer))
@@ -83,3 +83,15 @@ def files_to_open(files):
                     hint = f"the file of rank {extra} has none of its layers"
             return f"{case} has layers {first} to {last - 1}, and you open {answer}: {hint}"
     return None
+
+
+def _opened(files, *sizes):
+    """The ranks that the learner's function names, in ascending order."""
+    answer = call(files, *sizes)
+    try:
+        ranks = sorted(map(number_in, answer))
+    except TypeError:
+        ranks = [None]
+    if any(isinstance(rank, bool) or not isinstance(rank, Real) for rank in ranks):
+        raise WrongAnswer(f"return a list of ranks, not {answer!r}")
+    return ranks

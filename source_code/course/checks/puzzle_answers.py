@@ -4,7 +4,15 @@
 This file needs only the standard library, so the puzzles also run in a browser.
 """
 
-from course.checks.answer import NotAttempted, WrongAnswer, call, checked, many, read_rows
+from course.checks.answer import (
+    NOTHING,
+    NotAttempted,
+    WrongAnswer,
+    call,
+    checked,
+    many,
+    read_rows,
+)
 from course.checks.puzzles import PUZZLES
 from lab.drawing import WIDTH
 from lab.figures import draw_timelines
@@ -63,8 +71,10 @@ _judge = checked(_praise, "puzzle")(complaint_of)
 
 def schedule_of(number, answer):
     """The answer as a legal Schedule of the puzzle's size. Raises NotAttempted or WrongAnswer."""
-    if answer is None or answer is ...:
+    if answer is ...:
         raise NotAttempted
+    if answer is None:
+        raise WrongAnswer(NOTHING)
     if number not in list(PUZZLES):
         raise WrongAnswer(f"there is no puzzle {number!r}; they are 1 to {len(PUZZLES)}")
     given = PUZZLES[number]
