@@ -76,8 +76,7 @@ def best(model, machine, name, plan):
 def as_way(name, model, machine, found, problem=""):
     sent = bytes_per_gpu(model, machine, found.plan)
     leaving = bytes_per_node(model, machine, found.plan)
-    idle = found.bubble_over_ideal / (1 + found.bubble_over_ideal)
-    return Way(name, found.plan, found.memory, sent, leaving, idle, found.update, problem)
+    return Way(name, found.plan, found.memory, sent, leaving, found.idle, found.update, problem)
 
 
 def settings(model, plan):

@@ -65,7 +65,6 @@ def cells_of(model, machine, one):
     plan = one.plan
     schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
     mfu = f"{one.utilisation(model, machine):.1%}" if model.model_flops else NO_FIGURE
-    idle = max(0.0, one.bubble_over_ideal / (1 + one.bubble_over_ideal))
     least, most = range_of(machine, one)
     return {
         "layout": layout_of(plan),
@@ -77,7 +76,7 @@ def cells_of(model, machine, one):
         "tokens/s": f"{one.tokens_per_second(model):,.0f}",
         "MFU": mfu,
         "GB": f"{one.memory / 1e9:.1f}",
-        "idle": f"{idle:.1%}",
+        "idle": f"{one.idle:.1%}",
         "to expect": "" if machine.measured else f"{least:.3g} to {most:.3g} s",
         "limit": limit_of(model, machine, one),
         "remark": remark(plan, tight=one.memory > TIGHT * machine.memory),
