@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plan.py prints: tables of plans, the error to expect, the reasons of a plan, its memory."""
+"""What plan.py prints: tables of plans, the error to expect, the reasons of a plan."""
 
 from planning.expected_error import (
     enough,
@@ -14,9 +14,8 @@ from planning.expected_error import (
     weighted_mean,
 )
 from planning.forecast import stage_costs
-from planning.microbatches_held import held_by
 from planning.narrow import WIDTH, columns, lines_of
-from planning.plan_memory import TIGHT, memory_per_rank
+from planning.plan_memory import TIGHT
 from planning.published import DEEPSPEED, error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
@@ -168,17 +167,6 @@ def reason_lines(model, machine, found):
         fits = "" if needed <= machine.memory else "  does not fit"
         change = other.update / found.update - 1
         lines.append(f"  {change:+10.1%}  {needed / 1e9:6.1f} GB  {what}{fits}")
-    return lines
-
-
-def memory_lines(model, machine, found):
-    """A heading, and a line for each rank of a plan with its bytes."""
-    plan = found.plan
-    held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
-    needed = memory_per_rank(model, machine, plan)
-    lines = ["  rank      GB  holds"]
-    for rank, (size, count) in enumerate(zip(needed, held)):
-        lines.append(f"  {rank:4}  {size / 1e9:6.1f}  {count:g} (stage, micro-batch) pairs")
     return lines
 
 
