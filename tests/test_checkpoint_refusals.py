@@ -1,6 +1,5 @@
 """A folder that does not fit is refused on every rank before the first message, and left alone."""
 
-import argparse
 import json
 import shlex
 import sys
@@ -9,8 +8,7 @@ from unittest import mock
 
 import distributed_checkpointing
 import pytest
-from test_bad_input import SCRIPTS, Refusal, options_of, schedule_file
-from torch.distributed.run import get_args_parser
+from test_bad_input import Refusal, schedule_file
 
 from extensions.checkpointing import checkpoint_arguments, checkpoint_folder
 
@@ -278,19 +276,3 @@ def test_a_folder_that_is_not_there_yet_is_made_by_the_training_and_not_by_a_loo
     found = parse(monkeypatch, "--checkpoints", str(tmp_path / "new"))
     assert (found.begin, found.run) == (None, "run-0001")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_no_flag_is_a_prefix_of_one_of_torchruns(monkeypatch, script):
-    """torchrun takes abbreviations of its own flags, also after the script's name."""
-    taken = {
-        option
-        for action in get_args_parser()._actions
-        if not isinstance(action, argparse._HelpAction)
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-    own = options_of(monkeypatch, script)
-    assert {"--steps"} | ({"--save-every"} if script == SCRIPT else set()) <= own
-    assert "--log-dir" in taken
-    assert [flag for flag in own if any(option.startswith(flag) for option in taken)] == []
