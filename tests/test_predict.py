@@ -280,14 +280,6 @@ def test_an_illegal_file_is_refused_with_its_rank_and_step(tmp_path, capsys, wha
     assert refusal(capsys, path) == f"{path}: {sentence}"
 
 
-def test_a_process_of_its_own_refuses_an_illegal_file_without_a_traceback(tmp_path):
-    text, sentence = ILLEGAL["order"]
-    path = tmp_path / "mine.csv"
-    path.write_text(text)
-    called = call(path)
-    assert sentence_of(called.returncode, called.stdout, called.stderr) == f"{path}: {sentence}"
-
-
 @pytest.mark.parametrize("flag", ["--ranks", "--microbatches"])
 @pytest.mark.parametrize("value", ["0", "-4", "2.5", "four", ""])
 def test_a_number_of_ranks_or_microbatches_that_is_no_positive_whole_number(capsys, flag, value):
