@@ -24,14 +24,12 @@ from extensions.torch_pipelining.library import (
     LOOPS,
     V_SHAPED,
     complaint_about,
-    join_library_job,
     schedule_as_data,
     stages_of_rank,
     without_messages_to_itself,
 )
 from extensions.torch_pipelining.optimizer import build_optimizer_and_rates
 from extensions.torch_pipelining.paragraphs import LINE_END, paragraph_mask
-from lab import attach
 from lab.simulator import Costs, simulate
 from pipeline import schedules
 from pipeline.command_line import ranks_from_environment
@@ -342,28 +340,6 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
         join("cuda")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert join("auto") == "auto"
-
-
-def has_bar(rank):
-    """Whether this rank of a V on 2 ranks shows a progress bar, its stderr being a terminal.
-
-    First with losses that go into a file, then with losses on the terminal, too.
-    """
-    arguments = arguments_of(f"{SMALL} --schedule ZBVZeroBubble")
-    job = join_library_job(arguments)
-    sys.stderr.isatty = lambda: True
-    found = []
-    for also in (False, True):
-        sys.stdout.isatty = lambda: also  # noqa: B023
-        lab = attach.observe(arguments, job, [], schedule_as_data("ZBVZeroBubble", 2, 8, 2))
-        found.append(lab.report.bar is not None and lab.report.bar.total)
-    job.leave()
-    return found
-
-
-def test_a_terminal_without_losses_on_the_rank_of_the_last_stage_gets_a_progress_bar():
-    shown = [[4, False], [False, False]]
-    assert run_on_ranks(has_bar, 2) == shown, "in a V the last stage is on rank 0"
 
 
 # The free-form network, and Hugging Face
