@@ -130,7 +130,7 @@ class View:
         return [{w.event: w for w in waits_of(each)} for each in self.timelines.values()]
 
     def moment(self, time):
-        """HTML: what every rank does and holds at `time`, in the timelines' unit."""
+        """HTML: what every rank does and holds at `time`, in milliseconds."""
         both = zip(self.timelines.values(), self.waits)
         return "".join(moment_table(timeline, waits, time) for timeline, waits in both)
 
@@ -247,12 +247,12 @@ def _with_heads(rows):
     return [[head, *cells] for head, cells in rows.items()]
 
 
-def reasons(timeline, unit="ms"):
+def reasons(timeline):
     """HTML: the longest path in a sentence, and a table with a row for every bubble."""
-    return f"<p>{escape(tell_path(longest_path(timeline), unit))}</p>{bubble_table(timeline, unit)}"
+    return f"<p>{escape(tell_path(longest_path(timeline)))}</p>{bubble_table(timeline)}"
 
 
-def bubble_table(timeline, unit="ms"):
+def bubble_table(timeline):
     """An HTML table with one row for each idle time of a rank, and its cause."""
     rows = [
         [
@@ -260,23 +260,23 @@ def bubble_table(timeline, unit="ms"):
             short(bubble.start - timeline.start),
             short(bubble.end - timeline.start),
             short(bubble.length),
-            tell_bubble(bubble, timeline, unit),
+            tell_bubble(bubble, timeline),
         ]
         for bubble in bubbles_of(timeline)
     ]
     if not rows:
         return "<p>No rank is ever idle.</p>"
     name = f"Why each bubble of {timeline.name} is there"
-    heads = ["", f"from, {unit}", f"to, {unit}", "long", "why"]
+    heads = ["", "from, ms", "to, ms", "long", "why"]
     return (
         f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
         f"{table_of(name, heads, rows)}</div>"
     )
 
 
-def action_table(timeline, unit="ms"):
+def action_table(timeline):
     """The text equivalent of a drawing: one row per block, rank by rank in the order of time."""
-    stories = dict(zip(timeline.events, stories_of(timeline, unit)))
+    stories = dict(zip(timeline.events, stories_of(timeline)))
     rows = []
     for rank, events in enumerate(timeline.by_rank):
         for event in events:
@@ -284,7 +284,7 @@ def action_table(timeline, unit="ms"):
             start, end = short(event.start - timeline.start), short(event.end - timeline.start)
             why = stories[event][1]
             rows.append([f"rank {rank}", KINDS[kind], stage, microbatch, start, end, why])
-    heads = ["", "does", "stage", "micro-batch", f"from, {unit}", f"to, {unit}", "why then"]
+    heads = ["", "does", "stage", "micro-batch", "from, ms", "to, ms", "why then"]
     name = escape(f"What {timeline.name} does, block by block")
     return (
         f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{name}" '
@@ -293,7 +293,7 @@ def action_table(timeline, unit="ms"):
     )
 
 
-def moment_table(timeline, waits, time, unit="ms"):
+def moment_table(timeline, waits, time):
     """HTML: what every rank of a timeline does and holds at `time`, and why.
 
     `waits` is {event: its Wait}.
@@ -304,20 +304,20 @@ def moment_table(timeline, waits, time, unit="ms"):
     for moment, later in zip(moments_at(timeline, time), until_weight):
         cells = [tell_held(moment.held), *([tell_held(later.held)] if split else [])]
         if moment.doing:
-            told = (tell(waits[event], timeline, unit) for event in moment.doing)
+            told = (tell(waits[event], timeline) for event in moment.doing)
             does = ". Then: ".join("; ".join(story) for story in told)
         elif moment.next is None:
             does = "has done everything"
         else:
-            does = tell_wait(waits[moment.next], timeline, unit)
+            does = tell_wait(waits[moment.next], timeline)
         rows.append([f"rank {moment.rank}", *cells, does])
     holds = ["holds micro-batches", *(["and until W has ended"] if split else [])]
-    caption = f"{timeline.name} at {short(time - timeline.start)} {unit}"
+    caption = f"{timeline.name} at {short(time - timeline.start)} ms"
     return table_of(caption, ["", *holds, "does"], rows)
 
 
-def tell_wait(wait, timeline, unit):
-    until = f"until {short(wait.event.start - timeline.start)} {unit}"
+def tell_wait(wait, timeline):
+    until = f"until {short(wait.event.start - timeline.start)} ms"
     what = f" for {name_of_message(wait.source)}" if wait.for_message else ""
     return f"waits{what}, {until}"
 
