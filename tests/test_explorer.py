@@ -31,9 +31,9 @@ def view_of(schedule="gpipe", **changed):
     return View(replace(SETTINGS, schedule=schedule, **changed))
 
 
-def story_of(timeline, action, unit="ms"):
+def story_of(timeline, action):
     """The story of one action, named as in 0F3."""
-    for event, story in zip(timeline.events, stories_of(timeline, unit)):
+    for event, story in zip(timeline.events, stories_of(timeline)):
         if str(event.action) == action:
             return "; ".join(story)
     raise KeyError(action)
