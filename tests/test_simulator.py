@@ -314,27 +314,6 @@ def test_the_updates_of_pipedream_cost_nothing_and_delay_nothing():
 
 # Links that serve one message at a time
 
-FAR = {"transfer": {(1, 2): 30, (2, 1): 30}}
-NARROW = {"occupancy": {(1, 2): 30, (2, 1): 30}}
-
-
-@pytest.mark.parametrize(
-    ("make", "m", "far", "narrow"),
-    [
-        (gpipe, 8, 390, 600),
-        (gpipe, 16, 630, 1080),
-        (gpipe, 32, 1110, 2040),
-        (one_f_one_b, 8, 570, 570),
-        (one_f_one_b, 16, 1050, 1050),
-        (one_f_one_b, 32, 2010, 2010),
-    ],
-)
-def test_over_a_far_hop_of_30_gpipe_takes_390_and_1f1b_570_over_a_narrow_one_600_and_570(
-    make, m, far, narrow
-):
-    assert simulate(make(4, m), Costs(10, 20, **FAR)).makespan == far
-    assert simulate(make(4, m), Costs(10, 20, **NARROW)).makespan == narrow
-
 
 @pytest.mark.parametrize("m", [8, 16, 32])
 @pytest.mark.parametrize("kind", ["transfer", "occupancy"])
