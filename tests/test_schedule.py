@@ -40,11 +40,6 @@ def test_naive_has_one_microbatch_unless_told():
     assert rows(naive(3)) == ["0F0,0B0", "1F0,1B0", "2F0,2B0"]
 
 
-def test_with_one_microbatch_gpipe_is_naive():
-    for num_ranks in range(1, 9):
-        assert gpipe(num_ranks, 1).orders == naive(num_ranks, 1).orders
-
-
 @pytest.mark.parametrize("num_ranks, num_microbatches", SIZES)
 def test_naive_ends_each_microbatch_before_the_next_starts(num_ranks, num_microbatches):
     for rank, order in enumerate(naive(num_ranks, num_microbatches).orders):
@@ -442,69 +437,6 @@ def test_a_schedule_that_lacks_an_action_is_played_up_to_there():
         "rank 0 cannot take step 1 (0B0) before the backward of micro-batch 0 on stage 1, which "
         "no rank takes"
     )
-
-
-# Validity is playability
-
-
-def plays_to_the_end(schedule):
-    """Whether ranks that only wait for what they need come to the end: tried round by round.
-
-    Works out what an action needs by itself, and asks for no other rule.
-    """
-    kinds_of_input_gradient = ("B", "I")
-    last_stage = schedule.num_stages - 1
-    done, step, moved = set(), [0] * schedule.num_ranks, True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.orders):
-            if step[rank] == len(order):
-                continue
-            stage, kind, k = action = order[step[rank]]
-            if kind == "F":
-                can_start = stage == 0 or (stage - 1, "F", k) in done
-            elif kind == "W":
-                can_start = (stage, "I", k) in done
-            else:
-                can_start = (stage, "F", k) in done and (
-                    stage == last_stage
-                    or any((stage + 1, kind, k) in done for kind in kinds_of_input_gradient)
-                )
-            if can_start:
-                done.add(tuple(action))
-                step[rank] += 1
-                moved = True
-    return all(step[rank] == len(order) for rank, order in enumerate(schedule.orders))
-
-
-def is_valid(schedule):
-    try:
-        check_legal(schedule)
-    except ScheduleError:
-        return False
-    return True
-
-
-def every_order(*actions_of_each_rank):
-    """Every schedule in which the ranks take these actions, in whatever order."""
-    each = [itertools.permutations(from_csv(row).orders[0]) for row in actions_of_each_rank]
-    return [Schedule("custom", orders) for orders in itertools.product(*each)]
-
-
-@pytest.mark.parametrize(
-    "actions, num_playable",
-    [
-        (["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1"], 26),
-        (["0F0,0I0,0W0", "1F0,1I0,1W0"], 1),
-        (["0F0,0B0,2F0,2B0", "1F0,1B0"], 1),
-        (["0F0,1F0,0F1,1F1,0B0,1B0,1B1,0B1"], 70),
-    ],
-)
-def test_of_all_orders_exactly_those_that_can_be_played_are_valid(actions, num_playable):
-    schedules = every_order(*actions)
-    playable = [schedule for schedule in schedules if plays_to_the_end(schedule)]
-    assert [schedule for schedule in schedules if is_valid(schedule)] == playable
-    assert len(playable) == num_playable
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe"])
