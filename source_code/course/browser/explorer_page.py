@@ -4,7 +4,7 @@
 from dataclasses import fields
 from functools import lru_cache
 
-from course.views.explorer_view import WORK, Settings, View, can_choose_chunks, is_split, reasons
+from course.views.explorer_view import WORK, Settings, View, reasons, without_effect
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from lab.drawing import LEFT, ROW, WIDTH, arrange, draw_cursor
 from lab.figures import draw_timelines
@@ -141,17 +141,3 @@ def _view(items):
     if chosen["schedule"] == OWN:
         chosen["schedule"] = check_legal(from_csv(settings["rows"], "yours"))
     return View(Settings(**chosen))
-
-
-def without_effect(view):
-    """The names of the sliders that have no effect at the view's settings."""
-    chosen = (view.settings.schedule, view.settings.compare)
-    names = []
-    if not any(isinstance(choice, str) for choice in chosen):
-        names += ["ranks", "microbatches"]
-    if not any(map(can_choose_chunks, chosen)):
-        names += ["chunks"]
-    # A refusal may be about the weights' part, so this slider stays movable then.
-    if not view.refusal and not any(is_split(each.schedule) for each in view.predictions):
-        names += ["weight"]
-    return names

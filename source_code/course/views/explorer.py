@@ -13,7 +13,7 @@ from functools import partial
 
 import ipywidgets as widgets
 
-from course.views.explorer_view import WORK, Settings, View, can_choose_chunks, is_split
+from course.views.explorer_view import WORK, Settings, View, without_effect
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from course.views.stepping import STYLE, Shown, Stepper
 from pipeline.schedule import Schedule
@@ -201,13 +201,9 @@ class Panel(Stepper):
         self.curves.value = both.picture.svg + both.table if shown else ""
 
     def disable_what_does_not_count(self):
-        chosen = (self.settings.schedule, self.settings.compare)
-        made = any(isinstance(choice, str) for choice in chosen)
-        self.controls["ranks"].disabled = self.controls["microbatches"].disabled = not made
-        self.controls["chunks"].disabled = not any(map(can_choose_chunks, chosen))
-        split = any(is_split(each.schedule) for each in self.view.predictions)
-        # A refusal may be about the weights' part, so this slider stays movable then.
-        self.controls["weight"].disabled = not split and not self.view.refusal
+        names = without_effect(self.view)
+        for name in ("ranks", "microbatches", "chunks", "weight"):
+            self.controls[name].disabled = name in names
 
 
 def _by_name(*choices):

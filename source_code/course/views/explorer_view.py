@@ -205,6 +205,20 @@ def can_choose_chunks(choice):
     return bool(SCHEDULES[choice].chunks) and not SCHEDULES[choice].fixed_chunks
 
 
+def without_effect(view):
+    """The names of the sliders that have no effect at the view's settings."""
+    chosen = (view.settings.schedule, view.settings.compare)
+    names = []
+    if not any(isinstance(choice, str) for choice in chosen):
+        names += ["ranks", "microbatches"]
+    if not any(map(can_choose_chunks, chosen)):
+        names += ["chunks"]
+    # A refusal may be about the weights' part, so this slider stays movable then.
+    if not view.refusal and not any(is_split(each.schedule) for each in view.predictions):
+        names += ["weight"]
+    return names
+
+
 def problem(sentence):
     """HTML that is shown in place of the picture if there is nothing to draw."""
     return f'<p role="alert" style="font-size:14px;padding:24px 0"><b>{escape(sentence)}</b></p>'
