@@ -34,6 +34,17 @@ WORK = {
     "from long to short": lambda i, m: 3 - 2 * i / max(1, m - 1),
     "from short to long": lambda i, m: 1 + 2 * i / max(1, m - 1),
 }
+# (label, least, most, step) of each slider, by the name of the setting
+SLIDERS = {
+    "ranks": ("ranks", 1, 8, 1),
+    "microbatches": ("micro-batches", 1, 64, 1),
+    "chunks": ("stages per rank", 2, 4, 1),
+    "forward": ("forward of a rank, ms", 0.5, 50, 0.5),
+    "backward": ("backward of a rank, ms", 1, 100, 0.5),
+    "weight": ("backward for weights, ms", 0.5, 99, 0.5),
+    "transfer": ("transfer, ms", 0, 60, 0.5),
+    "occupancy": ("occupancy of a link, ms", 0, 60, 0.5),
+}
 
 
 @dataclass(frozen=True)
