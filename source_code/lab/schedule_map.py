@@ -6,9 +6,7 @@
 as the last line of a notebook's cell. All schedules train the same model on the same batch.
 """
 
-from html import escape
-
-from lab.drawing import FILL, FONT, OUTLINE, TEXT, draw_text
+from lab.drawing import FILL, FONT, OUTLINE, TEXT, draw_text, wrap
 from lab.figures import Picture
 from lab.held_curve import fullest_rank
 from lab.simulator import Costs, simulate
@@ -92,13 +90,7 @@ def draw_map(ranks=4, microbatches=8):
     alt = (
         f"Idle share over micro-batches held, {ranks} ranks, {microbatches} micro-batches: {words}."
     )
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {TALL}" width="{WIDE}" '
-        f'height="{TALL}" style="max-width:100%;height:auto" role="img" '
-        f'aria-label="{escape(alt)}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">'
-        f"<title>{escape(alt)}</title>{''.join(parts)}</svg>\n"
-    )
-    return Picture(svg, alt)
+    return Picture(wrap(parts, TALL, alt, width=WIDE), alt)
 
 
 def _axes(x, y, most, highest):
