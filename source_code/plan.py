@@ -44,7 +44,6 @@ from planning.performed_runs import (
 from planning.plan_commands import command_of, further_lines, own_text_is_enough
 from planning.plan_tables import (
     error_lines,
-    memory_lines,
     not_told_apart,
     performed_lines,
     published_lines,
@@ -139,7 +138,6 @@ def parse_arguments():
     add("--precision", help="of the layers' matrix products; bf16 unless given", **precisions)
     add("--count", default=8, help="plans to show", **count)
     add("--why", type=positive_integer, metavar="PLAN", help="say what the time of this plan is")
-    add("--bytes", type=positive_integer, metavar="PLAN", help="say what each of its ranks holds")
     add(
         "--confirm",
         help="train by the best N plans, and by the worst, on a measured machine",
@@ -165,7 +163,7 @@ def parse_arguments():
         if arguments.model and os.path.lexists(arguments.model):
             check_apart("--save", arguments.save, "MODEL", arguments.model)
         check_file("--save", arguments.save)
-    for flag in ("why", "bytes", "confirm"):
+    for flag in ("why", "confirm"):
         if arguments.json and getattr(arguments, flag):
             raise SystemExit(
                 f"--{flag} prints a table, and --json only JSON; leave one of them out"
@@ -280,14 +278,13 @@ def in_words(arguments, model, machine, ours, others):
         lines.append("Not proven: a plan that was not played could be faster.")
     if machine.error > UNSURE:
         lines.append("This machine did something else while it was measured: measure it again.")
-    for flag, more in (("why", reason_lines), ("bytes", memory_lines)):
-        number = getattr(arguments, flag)
-        if number and number > len(best):
-            raise SystemExit(
-                f"--{flag} {number}: {len(best)} plans are shown; use one of them, or a larger --count"
-            )
-        if number:
-            lines += ["", f"Plan {number}:", *more(model, machine, best[number - 1])]
+    number = arguments.why
+    if number and number > len(best):
+        raise SystemExit(
+            f"--why {number}: {len(best)} plans are shown; use one of them, or a larger --count"
+        )
+    if number:
+        lines += ["", f"Plan {number}:", *reason_lines(model, machine, best[number - 1])]
     return lines
 
 

@@ -77,7 +77,7 @@ def encode_all(arguments, out, writers):
         raise SystemExit(
             f"--tokenizer {arguments.tokenizer}: {num_tokens - 1:,} is too large a token"
         )
-    writers |= {part: TokenWriter(out, part, width, arguments.shard_tokens) for part in TOKEN_PARTS}
+    writers |= {part: TokenWriter(out, part, width) for part in TOKEN_PARTS}
     held_out_bytes = documents = 0
     for documents, document in enumerate(documents_in(arguments), 1):
         part = "held_out" if documents % arguments.hold_out == 0 else "training"
@@ -288,10 +288,10 @@ def pieces_of(text):
 def check(folder):
     """Compare a folder with its checksums. Returns the exit status."""
     try:
-        description = check_folder(folder)
+        check_folder(folder)
     except InputError as error:
         raise SystemExit(f"--check: {error}; make the folder anew") from None
-    print(f"{folder} is whole: {sum(map(len, description['files'].values()))} files of tokens")
+    print(f"{folder} is whole")
     return 0
 
 
@@ -312,7 +312,6 @@ def read_flags():
     add("--tokenizer", metavar="FILE", help="a tokenizer.json, else one is trained on the text")
     add("--sample-characters", default=10_000_000, help="of the text for its training", **count)
     add("--hold-out", default=10, help="every Nth document is held out", **count)
-    add("--shard-tokens", default=2**28, help="most tokens of a file", **count)
     add("--out", metavar="FOLDER", help="where the tokens go; a new folder")
     add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")
     arguments = parser.parse_args()

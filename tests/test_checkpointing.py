@@ -423,14 +423,6 @@ def test_a_full_disk_is_a_sentence_and_the_old_file_stays(tmp_path, monkeypatch)
     assert file.read_text() == "old" and os.listdir(tmp_path) == ["model.pt"]
 
 
-@pytest.mark.parametrize("flags", [{"--dim": "x"}, {"--heads": 0}, {"--seq-len": -1}])
-def test_sizes_that_are_no_counts_are_no_description_of_a_checkpoint(flags):
-    for configuration, expected in (({"--dim": 8}, True), ({"--dim": 8, **flags}, False)):
-        value = {"step": 0, "configuration": configuration, "files": {".metadata": [4000, 0]}}
-        value["checksum"] = checkpoint_folder.checksum_of_description(value)
-        assert checkpoint_folder.is_description(value, 0) is expected
-
-
 @pytest.mark.parametrize(
     "flags",
     [

@@ -271,7 +271,7 @@ def test_a_folder_with_the_lab_measures_and_pins_what_it_imports(tmp_path):
     shown = subprocess.check_output(run, cwd=tmp_path / "mine", text=True, timeout=60)
     assert "predicted" in shown
     pins = (tmp_path / "mine" / "requirements.txt").read_text().splitlines()
-    assert {pin.split("==")[0] for pin in pins} == {"numpy", "psutil", "torch", "tqdm"}
+    assert {pin.split("==")[0] for pin in pins} == {"numpy", "psutil", "torch"}
     assert set(pins) <= set((ROOT / "requirements.txt").read_text().splitlines())
 
 

@@ -151,7 +151,6 @@ def train_here(rank, flags, broken):
     """The script on this rank, with one thing broken. Returns its losses."""
     losses = []
     patches = {
-        "split backwards may meet DDP": allow_every_schedule,
         "the norm of a shard": lambda: mock.patch.object(clipping, "whole_sum", local_part),
         "every replica for itself": lambda: mock.patch.object(AllReduce, "start", do_not_start),
         "mean of means": lambda: mock.patch.object(script, "ShareOfLoss", MeanOfMeans),
@@ -190,9 +189,6 @@ class MeanOfMeans(ShareOfLoss):
 @pytest.mark.parametrize(
     ("broken", "flags"),
     [
-        pytest.param(
-            "split backwards may meet DDP", "--reduce ddp --schedule zb-h1", marks=SOAK
-        ),  # the test below finds the gradients of which this comes
         ("the norm of a shard", "--reduce fsdp2"),
         ("every replica for itself", ""),
         ("mean of means", ""),

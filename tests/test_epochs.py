@@ -21,11 +21,11 @@ PARTS = [torch.arange(first, first + length) for first, length in [(0, 9), (20, 
 
 
 def corpora():
-    files = MappedTokens([TOKENS[:90], TOKENS[90:150], TOKENS[150:]], [Path()] * 3)
+    mapped = MappedTokens(TOKENS.to(torch.int32), Path())
     ends = torch.tensor(list(accumulate([20] * 10)))
     return {
         "a text": (Corpus(TOKENS, TOKENS), 28),
-        "files": (Corpus(files, files), 28),
+        "a file": (Corpus(mapped, mapped), 28),
         "packed": (PackedDocuments(TOKENS, TOKENS, ends=(ends, ends)), 28),
         "prompts": (Completions(TOKENS, TOKENS, rows=tuple(PARTS), lengths=(1,) * 15), 15),
     }

@@ -12,7 +12,7 @@ from course.views.stepping import STORED
 from lab.simulator import Costs, simulate
 from lab.story import moments_at, short, stories_of, times_of, waits_of
 from lab.timeline import Event, Timeline
-from pipeline.schedule import KINDS, ScheduleError, message_of
+from pipeline.schedule import KINDS, message_of
 from pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -31,9 +31,9 @@ def view_of(schedule="gpipe", **changed):
     return View(replace(SETTINGS, schedule=schedule, **changed))
 
 
-def story_of(timeline, action, unit="ms"):
+def story_of(timeline, action):
     """The story of one action, named as in 0F3."""
-    for event, story in zip(timeline.events, stories_of(timeline, unit)):
+    for event, story in zip(timeline.events, stories_of(timeline)):
         if str(event.action) == action:
             return "; ".join(story)
     raise KeyError(action)
@@ -335,12 +335,6 @@ def test_what_a_generator_refuses_stands_in_the_pictures_place_in_its_own_words(
         assert "Error" not in view.refusal
     assert view.alt == f"No picture: {view.refusal}"
     assert view.cursor(0) == view.moment(0) == ""
-
-
-def test_the_refusal_is_the_generators_own_sentence():
-    with pytest.raises(ScheduleError) as refused:
-        build_schedule("dualpipe-v", 4, 7)
-    assert view_of("dualpipe-v", microbatches=7).refusal == str(refused.value)
 
 
 def test_the_stages_of_a_rank_are_chosen_in_a_loop_and_are_two_in_a_v():

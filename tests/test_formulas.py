@@ -13,21 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from extensions.pretraining.throughput import flops_per_token
-from extensions.pretraining.weight_count import count_weights
 from lab.longest_path import longest_path
 from lab.simulator import Costs, simulate
-from pipeline.model import ModelConfig, cut_evenly
 from pipeline.schedules import (
     gpipe,
     interleaved_1f1b,
     naive,
-    noam,
     one_f_one_b,
-    pipedream_round_robin,
-    zb_h1,
 )
-from planning.counted_memory import predict_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [(p, m) for p, m in product((2, 3, 4, 7), (8, 12, 32)) if m >= p]
@@ -141,47 +134,3 @@ def test_of_the_messages_of_gpipe_2_p_minus_1_lie_on_the_longest_path_whatever_m
     for p, m in SIZES:
         path = longest_path(simulate(gpipe(p, m), Costs(1, 2, transfer=0.01)))
         assert sum(step.by_message for step in path) == 2 * (p - 1)
-
-
-def test_recomputing_takes_4_thirds_of_the_time_and_leaves_3_quarters_of_the_throughput():
-    assert "to 4/3, and the throughput falls by a quarter, to 3/4" in prose_of("06")
-    kept, again = (simulate(gpipe(4, 8), Costs(1, 2, recompute=x)).makespan for x in (0, 1))
-    assert Fraction(int(again), int(kept)) == Fraction(4, 3)
-
-
-def test_zb_h1_has_a_third_of_the_idle_time_if_the_three_are_equal():
-    assert "only a third of 1F1B's idle time is left" in prose_of("09")
-    idle = [simulate(make(4, 8), Costs(1, 2)).makespan - 24 for make in (zb_h1, one_f_one_b)]
-    assert 3 * idle[0] == idle[1]
-
-
-def test_two_chunks_need_2_33_times_as_many_messages_and_four_chunks_5_times():
-    page = prose_of("05")
-    assert "two chunks need 2.33 times as many" in page and "four chunks need 5 times" in page
-    once = len(one_f_one_b(4, 8).messages)
-    ratios = [len(interleaved_1f1b(4, 8, v).messages) / once for v in (2, 4)]
-    assert ratios == pytest.approx([2.33, 5], abs=0.005)
-
-
-def test_noam_counts_for_each_replica_of_the_input_stage():
-    assert "each replica of the input stage" in prose_of("glossary")
-    for replicas in ([2, 1, 1], [3, 1], [1, 1, 1], [4, 2, 1]):
-        orders = pipedream_round_robin(replicas, 24).orders[: replicas[0]]
-        admitted = [[action.kind for action in order].index("B") for order in orders]
-        assert admitted == [noam(replicas)] * replicas[0]
-
-
-def test_a_weight_costs_18_bytes_in_bfloat16_with_adamw_and_16_in_float32():
-    assert "That makes 18 bytes" in prose_of("12c")
-    config = ModelConfig(layers=4)
-    for width, count in ((2, 18), (4, 16)):
-        ranks = predict_memory(config, gpipe(2, 4), cut_evenly(4, 2), 1, width=width)
-        each = sum(m.total - m.activations for m in ranks) / count_weights(config)[0]
-        assert each == pytest.approx(count, abs=0.01)  # AdamW also counts its steps
-
-
-def test_a_token_takes_6_n_plus_12_l_d_t_operations():
-    assert "**6 N**" in prose_of("12c") and "**12 L d T**" in prose_of("12c")
-    config = ModelConfig(layers=3, dim=16, heads=2, kv_heads=2, seq_len=8)
-    more = ModelConfig(layers=3, dim=16, heads=2, kv_heads=2, seq_len=16)
-    assert flops_per_token(more) - flops_per_token(config) == 12 * 3 * 16 * 8

@@ -161,10 +161,6 @@ def simulated(name):
     return simulate(make_images.schedule_of(name), Costs(10, 20, 10))
 
 
-def test_the_same_run_is_drawn_into_the_same_file_byte_by_byte(monkeypatch):
-    assert redrawn("zb-v", monkeypatch) == redrawn("zb-v", monkeypatch)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_words_for_a_figure_have_the_numbers_that_are_predicted(name):
     text = (ROOT / "images" / "README.md").read_text()

@@ -16,12 +16,12 @@ import pytest
 import torch
 import zero_bubble
 from message_queues import EmptyStage, blocked, issued_by, most_posted_ahead
+from test_planted_faults import AllPostedAtTheStart
 
 from extensions.data_parallel.replicas import DataParallelWorker, last_backwards, replicate
 from extensions.pretraining.forward_only import forwards_of
 from pipeline.job import Job
 from pipeline.message import Message
-from pipeline.receives import OrderedReceives
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import SCHEDULES, build_schedule, pipedream_round_robin
 from pipeline.worker import Worker
@@ -202,12 +202,7 @@ def test_1f1b_hangs_where_neighbours_both_send_first():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1"])
 def test_receives_posted_all_at_the_start_hang(name):
-    class PostedAtOnce(OrderedReceives):
-        def post_before(self, action):
-            while self.expected:
-                self.post_next()
-
-    with mock.patch("pipeline.worker.OrderedReceives", PostedAtOnce):
+    with mock.patch("pipeline.worker.OrderedReceives", AllPostedAtTheStart):
         assert len(blocked(issued_by_worker(build_schedule(name, 4, 8)))) == 4
 
 

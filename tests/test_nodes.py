@@ -24,9 +24,7 @@ from guard.meeting import find_store
 from guard.one_sentence import in_one_sentence
 from guard.slurm import first_node
 from lab import slow_network, variables
-from lab.simulator import Costs, simulate
 from pipeline.job import Job
-from pipeline.schedules import gpipe
 
 SMALL = "--layers 4 --dim 16 --heads 2 --kv-heads 2 --seq-len 8"
 SLURM_VARIABLES = {
@@ -208,14 +206,6 @@ def test_a_narrow_link_between_nodes_lets_one_message_through_after_the_other():
         # The second was made long before the link had served the first.
         assert events[second].start - events[first].start >= 390
     assert events["1F1"].end < events["2F0"].start
-
-
-def test_the_simulator_takes_a_latency_for_each_pair_of_ranks():
-    across = {(1, 2): 30.0, (2, 1): 30.0}
-    # One slow boundary on the way of the last micro-batch, forward and back.
-    assert simulate(gpipe(4, 8), Costs(10, 20, transfer=across)).makespan == 330 + 2 * 30
-    every = simulate(gpipe(4, 8), Costs(10, 20, transfer=30.0))
-    assert every.makespan == 330 + 2 * 3 * 30
 
 
 @pytest.mark.parametrize(

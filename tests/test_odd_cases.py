@@ -291,13 +291,6 @@ def test_python_that_may_not_look_beside_a_script_needs_pythonpath():
     assert ended.returncode == 0 and "--microbatches" in ended.stdout
 
 
-@further
-@pytest.mark.processes
-def test_without_docstrings_a_program_has_its_flags_all_the_same():
-    ended = started("-OO", SCRIPT.with_name("prepare_data.py"), "--help")
-    assert (ended.returncode, ended.stderr) == (0, "") and "--shard-tokens" in ended.stdout
-
-
 @pytest.mark.processes
 def test_an_installed_package_of_the_same_name_does_not_take_the_place_of_the_core(tmp_path):
     (tmp_path / "pipeline").mkdir()

@@ -37,7 +37,7 @@ def printed(flags, capsys):
     "flags",
     first_of(
         [
-            "llama-3-8b --gpus 16 --why 8 --bytes 8",
+            "llama-3-8b --gpus 16 --why 8",
             "1b --gpus 16 --batch-size 512 --seq-len 2048 --why 1 --count 12",
             "llama-2-7b --gpus 72 --batch-size 72 --machine gb200 --precision fp8 --count 4",
             "layers=12,hidden=1000,vocabulary=9000,heads=8 --gpus 8 --batch-size 7",

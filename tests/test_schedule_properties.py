@@ -5,6 +5,7 @@ another rank. The verdict is compared with a player that works by itself, round 
 the simulator's.
 """
 
+import itertools
 import os
 import re
 
@@ -148,6 +149,28 @@ def verdict(judge, schedule):
     except ScheduleError as error:
         return str(error)
     return None
+
+
+def every_order(*actions_of_each_rank):
+    """Every schedule in which the ranks take these actions, in whatever order."""
+    each = [itertools.permutations(from_csv(row).orders[0]) for row in actions_of_each_rank]
+    return [Schedule("custom", orders) for orders in itertools.product(*each)]
+
+
+@pytest.mark.parametrize(
+    "actions, num_playable",
+    [
+        (["0F0,0F1,0B0,0B1", "1F0,1F1,1B0,1B1"], 26),
+        (["0F0,0I0,0W0", "1F0,1I0,1W0"], 1),
+        (["0F0,0B0,2F0,2B0", "1F0,1B0"], 1),
+        (["0F0,1F0,0F1,1F1,0B0,1B0,1B1,0B1"], 70),
+    ],
+)
+def test_of_all_orders_exactly_those_that_can_be_played_are_valid(actions, num_playable):
+    schedules = every_order(*actions)
+    playable = [schedule for schedule in schedules if can_be_played(schedule)]
+    assert [one for one in schedules if verdict(check_legal, one) is None] == playable
+    assert len(playable) == num_playable
 
 
 @MANY

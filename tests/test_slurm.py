@@ -292,14 +292,6 @@ def test_a_killed_rank_fails_the_job_within_15_seconds_and_is_named(cluster, lon
     assert re.search(r"ends with exit status (?!0)\d+\n\Z", output)
 
 
-@pytest.mark.soak  # the same script runs above; by their names, ranks of srun alone meet below
-def test_srun_alone_prints_the_same_six_decimals(cluster, one_machine):
-    job = cluster.submit("slurm/train_srun.sbatch", "gpipe.py", "--steps", 3, *SMALL)
-    output = cluster.wait_for_end(job)
-    assert losses_of(output) == one_machine
-    assert "0: gpipe: 4 ranks on cpu of nodes pp9 pp9 pp10 pp10, gloo messages" in output
-
-
 @pytest.mark.parametrize(
     ("request_", "words"),
     [

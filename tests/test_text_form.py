@@ -10,7 +10,6 @@ from further import first_of
 from test_equals_one_process import SGD, one_process
 from torch_orders import torch_order
 
-from course.failed_run import RunFailed
 from course.launch import PRELOAD, run
 from pipeline.schedules import build_schedule
 from pipeline.schedules.text_form import from_csv, to_csv
@@ -71,17 +70,6 @@ def test_our_worker_performs_torchs_order_and_takes_the_step_of_one_process(
     path.write_text(torch_order(name, ranks, microbatches, chunks))
     losses = train("train.py", path, ranks, tmp_path)
     assert largest_difference(losses, microbatches) <= 1e-12
-
-
-def test_torch_2_13s_wrong_1f1b_order_is_refused_with_rank_step_and_reason(tmp_path):
-    path = tmp_path / "theirs.csv"
-    path.write_text(torch_order("1F1B", 2, 4, 1))
-    with pytest.raises(RunFailed) as failure:
-        run(f"train.py {path} {SGD}", 2, warm=True, show=False, limit=60)
-    assert (
-        "rank 1 runs the backward of micro-batch 0 on stage 1 at step 1, but never the forward of "
-        "micro-batch 0 on stage 1"
-    ) in str(failure.value)
 
 
 def test_torchs_cells_of_two_actions_are_read_as_one_after_the_other():

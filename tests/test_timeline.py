@@ -190,13 +190,6 @@ def test_every_event_is_a_block_that_tells_its_story():
     ]
 
 
-@pytest.mark.parametrize("make, p, m", [(naive, 1, 1), (gpipe, 4, 8), (gpipe, 8, 32)])
-def test_there_are_as_many_blocks_as_events(make, p, m):
-    timeline = simulate(make(p, m), Costs(1, 2, transfer=0.5))
-    root = ElementTree.fromstring(draw_timelines({"predicted": timeline}).svg)
-    assert len(blocks_of(root)) == len(timeline.events) == 2 * p * m
-
-
 def test_two_timelines_share_one_scale_and_start_at_the_same_left_edge():
     short = timeline_of("0F0 5-6, 0B0 6-8", name="short")
     long = timeline_of("0F0 0-2, 0B0 2-6", name="long")

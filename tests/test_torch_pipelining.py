@@ -24,14 +24,12 @@ from extensions.torch_pipelining.library import (
     LOOPS,
     V_SHAPED,
     complaint_about,
-    join_library_job,
     schedule_as_data,
     stages_of_rank,
     without_messages_to_itself,
 )
 from extensions.torch_pipelining.optimizer import build_optimizer_and_rates
 from extensions.torch_pipelining.paragraphs import LINE_END, paragraph_mask
-from lab import attach
 from lab.simulator import Costs, simulate
 from pipeline import schedules
 from pipeline.command_line import ranks_from_environment
@@ -344,28 +342,6 @@ def test_ranks_that_would_share_a_gpu_take_the_cpu_or_are_refused(script, monkey
     assert join("auto") == "auto"
 
 
-def has_bar(rank):
-    """Whether this rank of a V on 2 ranks shows a progress bar, its stderr being a terminal.
-
-    First with losses that go into a file, then with losses on the terminal, too.
-    """
-    arguments = arguments_of(f"{SMALL} --schedule ZBVZeroBubble")
-    job = join_library_job(arguments)
-    sys.stderr.isatty = lambda: True
-    found = []
-    for also in (False, True):
-        sys.stdout.isatty = lambda: also  # noqa: B023
-        lab = attach.observe(arguments, job, [], schedule_as_data("ZBVZeroBubble", 2, 8, 2))
-        found.append(lab.report.bar is not None and lab.report.bar.total)
-    job.leave()
-    return found
-
-
-def test_a_terminal_without_losses_on_the_rank_of_the_last_stage_gets_a_progress_bar():
-    shown = [[4, False], [False, False]]
-    assert run_on_ranks(has_bar, 2) == shown, "in a V the last stage is on rank 0"
-
-
 # The free-form network, and Hugging Face
 
 
@@ -385,18 +361,6 @@ def test_a_hugging_face_model_on_4_ranks_equals_the_unchanged_model_to_1e_12(fla
     output = run(f"{GPT2} {TINY} {flags}", 4, warm=True, show=False).output
     assert KEPT in output
     assert len(re.findall(r"^stage \d  +[\d,]+ parameters, \S+ to \S+$", output, re.M)) == 4
-
-
-@pytest.mark.soak  # lesson 08 runs the same with 1F1B, and its output has the same numbers
-def test_twelve_layers_of_width_64_are_cut_in_168384_149952_149952_and_166464_parameters():
-    output = run(f"{GPT2} --steps 2 --verify --schedule GPipe", 4, warm=True, show=False).output
-    assert KEPT in output
-    assert re.findall(r"^stage \d +([\d,]+) parameters", output, re.M) == [
-        "168,384",
-        "149,952",
-        "149,952",
-        "166,464",
-    ]
 
 
 def train_traced(rank, model):

@@ -19,7 +19,7 @@ from course.failed_run import RunFailed
 from course.followed_run import follow
 
 SUMMARY = re.compile(
-    r"^.* ([\d.]+) ms \(predicted ([\d.]+) ms\)  idle ([\d.]+)% \(predicted ([\d.]+)%\)  "
+    r"^.* ([\d.]+) ms \(predicted ([\d.]+) ms\)  idle ([\d.]+)% \(predicted [\d.]+%\)  "
     r"peak memory ([\d. ]+) MiB, of it held for backwards ([\d. ]+) MiB",
     re.MULTILINE,
 )
@@ -127,12 +127,11 @@ class Part:
 
 def summary_of(output):
     """The numbers of a script's summary line in a dict: milliseconds, per cent, lists of MiB."""
-    step, predicted, idle, predicted_idle, peaks, held = SUMMARY.search(output).groups()
+    step, predicted, idle, peaks, held = SUMMARY.search(output).groups()
     return {
         "step": float(step),
         "predicted": float(predicted),
         "idle": float(idle),
-        "predicted_idle": float(predicted_idle),
         "peaks": peaks,
         "held": held,
     }

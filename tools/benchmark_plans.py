@@ -1,11 +1,8 @@
 """How far off plan.py's forecasts are: plans that were not fitted, performed at full speed and paced.
 
-    python tools/benchmark_plans.py [full|paced|search]
-
 The machine is measured first, with all its ranks at work. Then each plan trains a few steps of a
 model whose sizes were not measured. The second half is paced: 4 and 8 ranks, uneven stages, slow
-links. The last part counts the CPU seconds of a search among 100,000 plans. A part of benchmark.py;
-by itself it prints its own table, in twelve minutes or less.
+links. The last part counts the CPU seconds of a search among 100,000 plans. benchmark.py prints them.
 """
 
 import math
@@ -18,7 +15,6 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "source_code"))
 
-from pipeline.command_line import Parser  # noqa: E402
 from planning.candidates import all_plans, search_plans  # noqa: E402
 from planning.confirming import confirm  # noqa: E402
 from planning.known_models import find_model, of_the_course  # noqa: E402
@@ -91,34 +87,6 @@ class Confirmed(NamedTuple):
     def inside(self):
         """1 if the run took what the interval says, 0 if not, None without an interval."""
         return None if self.interval is None else int(abs(self.error) <= self.interval)
-
-
-def main():
-    parts = {"full": full_speed, "paced": lambda: {"one run": paced()}}
-    parser = Parser(__doc__)
-    parser.add_argument("part", nargs="?", choices=[*parts, "search"], help="all unless given")
-    part = parser.parse_args().part
-    tables = [
-        (f"{title}, {which}", found)
-        for title in parts
-        if part in (None, title)
-        for which, found in parts[title]().items()
-    ]
-    for title, found in tables:
-        print(f"{title}: {summary(found)}")
-        for one in found:
-            inside = {1: "inside", 0: "OUTSIDE", None: ""}[one.inside]
-            print(
-                f"  {one.name:44} forecast {1000 * one.forecast:7.0f} ms, performed "
-                f"{1000 * one.seconds:7.0f} ms  {one.error:+6.1%}  {inside}".rstrip()
-            )
-        for bar, (wanted, value) in bars(found).items():
-            print(f"  {bar:60} {value:6.1%}  wanted {wanted}", flush=True)
-    if part in (None, "search"):
-        compared, played, seconds = search_large()
-        print(
-            f"search: {compared:,} plans, {played} forecasts, {seconds:.1f} s of CPU, wanted 60 s"
-        )
 
 
 def bars(found):
@@ -217,20 +185,3 @@ def describe(plan):
     shape += f", {plan.microbatch} rows"
     shape += f", cut {','.join(map(str, plan.cut))}" if plan.cut else ""
     return shape + (", recomputed" if plan.recompute == "full" else "")
-
-
-def summary(found):
-    """Median and ninth tenth of the absolute errors, and how many the interval holds, in words."""
-    errors = sorted(abs(one.error) for one in found)
-    words = (
-        f"{len(found)} plans, median error {statistics.median(errors):.1%}, nine tenths within "
-        f"{errors[nine_tenths(found) - 1]:.1%}"
-    )
-    if found[0].interval is None:
-        return words
-    inside = sum(one.inside for one in found)
-    return f"{words}, {inside} inside the interval of +-{found[0].interval:.0%}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """Writes docs/certificates.md: the proven optimum of small pipelines, beside the named schedules.
 
-python tools/certificates.py                 # all, in some minutes
-python tools/certificates.py --ranks 2       # some, on standard output only
+python tools/certificates.py                 # in some minutes
 """
 
 import sys
@@ -12,18 +11,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
-from search_schedule import check_size  # noqa: E402
-
 from guard.files import not_written, write_whole  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
 from lab.known_schedules import TITLES  # noqa: E402
 from lab.simulator import Costs  # noqa: E402
-from pipeline.command_line import Parser, positive_integer, positive_number  # noqa: E402
+from pipeline.command_line import Parser  # noqa: E402
 from planning.bounded_search import Question, search  # noqa: E402
 
 PAGE = ROOT / "docs" / "certificates.md"
 MOST_RANKS, MOST_MICROBATCHES = 4, 8
+SECONDS = 10.0  # to search, for each cell
 TOP = """# Certificates: how good the named schedules are
 
 Which schedule is best for a given number of ranks, number of micro-batches and amount of memory?
@@ -49,25 +47,15 @@ same search with costs of your own.
 @in_one_sentence()
 def main():
     keep_running_unheard()
-    parser = Parser(__doc__)
-    count = {"type": positive_integer, "metavar": "N"}
-    parser.add_argument("--ranks", help="of these pipelines only", **count)
-    parser.add_argument("--most", default=MOST_MICROBATCHES, help="micro-batches", **count)
-    parser.add_argument("--seconds", type=positive_number, default=10.0, help="for each cell")
-    arguments = parser.parse_args()
-    ranks = [arguments.ranks] if arguments.ranks else range(2, MOST_RANKS + 1)
-    check_size(2 * max(ranks), arguments.most)  # two stages per rank are the most
-    page = TOP + "".join(part(p, arguments.most, arguments.seconds) for p in ranks)
-    if arguments.ranks:
-        print(page)
-    else:
-        with naming_files(PAGE):
-            write_whole(PAGE, page)
+    Parser(__doc__).parse_args()
+    page = TOP + "".join(map(part, range(2, MOST_RANKS + 1)))
+    with naming_files(PAGE):
+        write_whole(PAGE, page)
     return int(bool(not_written))
 
 
-def part(p, most, seconds):
-    """The tables of pipelines of `p` ranks with up to `most` micro-batches."""
+def part(p):
+    """The tables of pipelines of `p` ranks."""
     tables = [
         ("whole backwards", range(1, p + 1), partial(question_in_line, p, split=False)),
         ("split backwards", range(1, 2 * p), partial(question_in_line, p, split=True)),
@@ -82,8 +70,8 @@ def part(p, most, seconds):
         text += f"\n## {p} ranks, {title}\n\n"
         text += "| micro-batches |" + "".join(f" room {room} |" for room in rooms) + "\n"
         text += "|---|" + "---|" * len(rooms) + "\n"
-        for m in range(1, most + 1):
-            cells = row([question(m, room) for room in rooms], seconds)
+        for m in range(1, MOST_MICROBATCHES + 1):
+            cells = row([question(m, room) for room in rooms], SECONDS)
             text += f"| {m} |" + "".join(f" {one} |" for one in cells) + "\n"
             print(f"{p} ranks, {title}, {m} micro-batches", file=sys.stderr, flush=True)
     return text

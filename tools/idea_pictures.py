@@ -97,16 +97,13 @@ def cut_graph():
         text(20, 284, "fills .grad of the weights of stage 0", "start"),
         text(796, 284, "fills .grad of the weights of stage 1", "end"),
     ]  # fmt: skip
-    return Picture(*_wrapped(parts, 306, (
+    alt = (
         "A step over two processes. Forward: stage 0 makes its output on rank 0, where the graph "
         "ends; the numbers travel as a message; on rank 1 requires_grad_() begins a new graph with "
         "what was received. Backward: loss.backward() fills received.grad on rank 1; that gradient "
         "travels back as a message; on rank 0 output.backward(gradient) continues."
-    )))  # fmt: skip
-
-
-def _wrapped(parts, height, alt):
-    return wrap(parts, height, alt), alt
+    )
+    return Picture(wrap(parts, 306, alt), alt)
 
 
 def bubble():

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FETCHED = "fetched_course"  # the folder into which the first cell fetches the course
 # What lessons and their ranks import beside torch; requirements.txt has the versions.
-NEEDED = ("numpy", "matplotlib", "ipywidgets", "psutil", "tqdm", "tokenizers", "transformers")
+NEEDED = ("numpy", "matplotlib", "ipywidgets", "psutil", "tokenizers", "transformers")
 KEPT = ("torch", "numpy", "matplotlib")  # a host's own, which pip may not replace
 # The oldest and the newest version with which the tests were run.
 TESTED = {

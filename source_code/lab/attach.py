@@ -111,22 +111,17 @@ class Laboratory:
                 )
             further.append(self.log)
         further += [self.memory, self.clock]
-        steps = arguments.steps - first_step if what == "step" else 0
         if arguments.profile:
             # The first of several steps includes work that is done once, so it is left out.
+            steps = arguments.steps - first_step if what == "step" else 0
             self.profile = Profile(job, self.clock, int(steps > 1))
             further.append(self.profile)
-        bar = steps if steps and self.has_loss() else 0
-        self.report = Report(job, self.schedule, self.clock, self.memory, self.network, what, bar)
-        self.observer.add(*further, self.report)
+        self.report = Report(job, self.schedule, self.clock, self.memory, self.network, what)
+        self.observer.add(*further)
         if self.profile:
             self.profile.begin()
         self.files = arguments.timeline, arguments.profile
         self.leave_job, job.leave = job.leave, self.leave
-
-    def has_loss(self):
-        """Whether this rank has the last stage, which prints the losses."""
-        return self.job.rank == self.schedule.rank_of(self.schedule.num_stages - 1, 0)
 
     def leave(self):
         """Write the requested files, print the summary, leave the job."""

@@ -73,9 +73,8 @@ def longest_path(timeline):
     return path[::-1]
 
 
-def tell_path(path, unit="ms"):
-    """The longest path in a sentence: its length and its parts."""
-    unit = f" {unit}" if unit else ""
+def tell_path(path):
+    """The longest path in a sentence: its length and its parts, in milliseconds."""
     busy = {}
     for step in path:
         busy.setdefault(step.event.rank, []).append(step.event.end - step.event.start)
@@ -85,14 +84,14 @@ def tell_path(path, unit="ms"):
     other = sum(step.gap for step in path if not step.by_message)
     smallest = 1e-9 * total
     parts = [
-        f"{short(sum(map(sum, busy.values())))}{unit} of work ({work})",
-        *([f"{short(travels)}{unit} of messages on their way"] if travels > smallest else []),
-        *([f"{short(other)}{unit} between a rank's actions"] if other > smallest else []),
+        f"{short(sum(map(sum, busy.values())))} ms of work ({work})",
+        *([f"{short(travels)} ms of messages on their way"] if travels > smallest else []),
+        *([f"{short(other)} ms between a rank's actions"] if other > smallest else []),
     ]
     changes = sum(step.by_message for step in path)
     way = "stays on one rank" if not changes else f"changes rank {changes} times"
     way = way.replace("1 times", "once") if changes == 1 else way
-    return f"The longest path takes {short(total)}{unit}: {' and '.join(parts)}. It {way}."
+    return f"The longest path takes {short(total)} ms: {' and '.join(parts)}. It {way}."
 
 
 def bubbles_of(timeline):
@@ -154,7 +153,7 @@ def ready_times(timeline, waits):
     }
 
 
-def tell_bubble(bubble, timeline, unit="ms"):
+def tell_bubble(bubble, timeline):
     """A sentence on why the rank is idle there, and which action it could have run instead."""
     wait = bubble.wait
     if wait is None:
@@ -165,8 +164,7 @@ def tell_bubble(bubble, timeline, unit="ms"):
     told = f"{wait.event.action} waits for {name_of_message(wait.source)}"
     sent = wait.source.end
     if bubble.end - sent > smallest_time(timeline):
-        unit = f" {unit}" if unit else ""
-        told += f", sent at {short(sent - timeline.start)}{unit}"
+        told += f", sent at {short(sent - timeline.start)} ms"
     if bubble.instead:
         instead = bubble.instead.action
         more = ", and hold one more activation" if instead.kind == "F" else ""

@@ -21,18 +21,12 @@ allow(Event, Action)  # ranks gather what they performed
 class Report:
     """Prints how a job runs when it starts, and a summary when it ends. All ranks make one.
 
-    `what` is the name of one pass through `schedule`. A progress bar shows `bar` steps if the losses
-    go into a file and the errors to a terminal; 0 shows none. The lines of losses would break it.
+    `what` is the name of one pass through `schedule`.
     """
 
-    def __init__(self, job, schedule, clock, memory, network, what="step", bar=0):
+    def __init__(self, job, schedule, clock, memory, network, what):
         self.job, self.schedule, self.what = job, schedule, what
         self.clock, self.memory, self.network = clock, memory, network
-        self.bar = None
-        if bar and sys.stderr.isatty() and not sys.stdout.isatty():
-            from tqdm import tqdm  # needed only there
-
-            self.bar = tqdm(total=bar, unit="pass")
         if job.rank == 0:
             print(f"{schedule.name}: {self.describe()}", flush=True)
 
@@ -47,14 +41,8 @@ class Report:
         mode = getattr(dist.group.WORLD, "mode", None)
         return f"{how}, {job.backend} messages" + (f", rehearsing NCCL ({mode})" if mode else "")
 
-    def pass_ended(self):
-        if self.bar is not None:
-            self.bar.update()
-
     def finish(self, timeline_file=None):
         """Print the summary on rank 0, and write the last timeline. All ranks call it."""
-        if self.bar is not None:
-            self.bar.close()
         passes = gather(self.job, self.clock.passes)
         memory = gather(self.job, (peak_memory(self.job.device), self.memory.peak))
         if self.job.rank == 0 and passes[0]:

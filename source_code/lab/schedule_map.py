@@ -6,9 +6,7 @@
 as the last line of a notebook's cell. All schedules train the same model on the same batch.
 """
 
-from html import escape
-
-from lab.drawing import FILL, FONT, OUTLINE, TEXT
+from lab.drawing import FILL, FONT, OUTLINE, TEXT, draw_text, wrap
 from lab.figures import Picture
 from lab.held_curve import fullest_rank
 from lab.simulator import Costs, simulate
@@ -19,6 +17,7 @@ WIDE, TALL = 480, 330  # in the drawing's own units; the letters can be read on 
 LEFT, TOP, RIGHT, BOTTOM = 48, 34, 16, 46
 WHOLE, SPLIT = "#0072B2", FILL["W"]  # dots: schedules with whole backwards, and with split ones
 DOT = 6
+BOLD = f'font-size="{FONT}" font-weight="bold"'
 
 
 def same_work(name, ranks, microbatches):
@@ -70,9 +69,11 @@ def draw_map(ranks=4, microbatches=8):
         return TALL - BOTTOM - idle / (1.1 * highest) * (TALL - TOP - BOTTOM)
 
     parts = [*_axes(x, y, most, highest)]
-    parts.append(_text(4, FONT, "share of a step in which a rank is idle", "start"))
+    parts.append(draw_text(4, FONT, "share of a step in which a rank is idle", "start"))
     parts.append(
-        _text(WIDE - RIGHT, TALL - 8, "micro-batches that the fullest rank holds at most", "end")
+        draw_text(
+            WIDE - RIGHT, TALL - 8, "micro-batches that the fullest rank holds at most", "end"
+        )
     )
     dots = {name: (x(held), y(idle)) for name, (held, idle) in found.items()}
     for name, (across, down) in dots.items():
@@ -89,13 +90,7 @@ def draw_map(ranks=4, microbatches=8):
     alt = (
         f"Idle share over micro-batches held, {ranks} ranks, {microbatches} micro-batches: {words}."
     )
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {TALL}" width="{WIDE}" '
-        f'height="{TALL}" style="max-width:100%;height:auto" role="img" '
-        f'aria-label="{escape(alt)}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">'
-        f"<title>{escape(alt)}</title>{''.join(parts)}</svg>\n"
-    )
-    return Picture(svg, alt)
+    return Picture(wrap(parts, TALL, alt, width=WIDE), alt)
 
 
 def _axes(x, y, most, highest):
@@ -104,9 +99,9 @@ def _axes(x, y, most, highest):
     for step in range(int(1.1 * highest / down) + 1):
         idle = step * down
         yield f'<path d="M{LEFT} {y(idle):.1f}H{WIDE - RIGHT}" stroke="{TEXT}" stroke-opacity="0.4"/>'
-        yield _text(LEFT - 8, y(idle) + 4.5, f"{idle:.0%}".replace("%", " %"), "end")
+        yield draw_text(LEFT - 8, y(idle) + 4.5, f"{idle:.0%}".replace("%", " %"), "end")
     for held in range(0, int(1.08 * most) + 1, across):
-        yield _text(x(held), y(0) + 18, held, "middle")
+        yield draw_text(x(held), y(0) + 18, str(held), "middle")
 
 
 def _names(dots):
@@ -123,16 +118,9 @@ def _names(dots):
         free = [box for box in boxes if box[2] < WIDE and not any(_overlap(box, t) for t in taken)]
         left, _, _, bottom = (free or boxes)[0]
         taken.append((free or boxes)[0])
-        parts.append(_text(left, bottom - 3, name, "start", ' font-weight="bold"'))
+        parts.append(draw_text(left, bottom - 3, name, "start", BOLD))
     return parts
 
 
 def _overlap(one, other):
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
-def _text(x, y, words, anchor, weight=""):
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
-        f'fill="{TEXT}"{weight}>{words}</text>'
-    )

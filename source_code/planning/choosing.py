@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from planning.bound import lower_bound, memory_bound
+from planning.bound import memory_bound
 from planning.bytes_sent import bytes_per_gpu, bytes_per_node
+from planning.candidates import forecasts
 from planning.forecast import forecast
 from planning.training_plan import Plan, balanced_cut
 
@@ -57,27 +58,19 @@ def best(model, machine, name, plan):
     problem = cannot(model, machine, plan)
     if problem:
         return Way(name, plan, 0.0, 0.0, 0.0, 0.0, float("inf"), problem)
-    plans = sorted(settings(model, plan), key=lambda one: lower_bound(model, machine, one))
-    fit = [one for one in plans if memory_bound(model, machine, one) <= machine.memory]
-    if not fit:
-        smallest = min(plans, key=lambda one: memory_bound(model, machine, one))
-        found = forecast(model, machine, smallest)
-        return as_way(name, model, machine, found, f"{found.memory / 1e9:.0f} GB do not fit")
-    fastest = None
-    for one in fit:
-        if fastest and lower_bound(model, machine, one) >= fastest.update:
-            break
-        found = forecast(model, machine, one)
-        if fastest is None or found.update < fastest.update:
-            fastest = found
-    return as_way(name, model, machine, fastest)
+    plans = list(settings(model, plan))
+    fastest = forecasts(model, machine, plans, 1)
+    if fastest:
+        return as_way(name, model, machine, fastest[0])
+    smallest = min(plans, key=lambda one: memory_bound(model, machine, one))
+    found = forecast(model, machine, smallest)
+    return as_way(name, model, machine, found, f"{found.memory / 1e9:.0f} GB do not fit")
 
 
 def as_way(name, model, machine, found, problem=""):
     sent = bytes_per_gpu(model, machine, found.plan)
     leaving = bytes_per_node(model, machine, found.plan)
-    idle = found.bubble_over_ideal / (1 + found.bubble_over_ideal)
-    return Way(name, found.plan, found.memory, sent, leaving, idle, found.update, problem)
+    return Way(name, found.plan, found.memory, sent, leaving, found.idle, found.update, problem)
 
 
 def settings(model, plan):

@@ -25,7 +25,8 @@ from planning.training_plan import Plan
 
 SOURCE = Path(__file__).resolve().parents[1]
 STEP = 3000.0  # milliseconds that a performed step should take
-LIMIT = 120.0  # seconds of a run
+LIMIT = 300.0  # seconds of a run
+PACED = "-m", "lab.paced_schedule"
 LEAST = 4.0  # milliseconds of the shortest action; below it, Python's overhead shows
 
 
@@ -78,7 +79,7 @@ def perform_schedule(schedule, costs):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"
         file.write_text(json.dumps(times_of(schedule, costs, 1.0)))
-        output = launch(file, schedule.num_ranks, dict(os.environ))
+        output = launch([*PACED, str(file)], schedule.num_ranks)
     return float(re.search(r"^step ([\d.]+) ms", output, re.MULTILINE)[1])
 
 
@@ -112,23 +113,26 @@ def times_of(schedule, costs, factor):
 def perform(file, plan, machine, costs, factor):
     """Run the actions of `file` with the plan's links between nodes; return the output."""
     step = plan.tensor * (1 if plan.neighbours == "stages" else plan.replicas)
-    environment = dict(os.environ)
+    variables = {}
     if costs.transfer:
-        environment |= {
+        variables = {
             PRETENDED_VARIABLE: str(max(machine.gpus_per_node // step, 1)),
             DELAY_VARIABLE: str(factor * max(costs.transfer.values())),
             OCCUPANCY_VARIABLE: str(factor * max(costs.occupancy.values())),
         }
-    return launch(file, plan.ranks, environment)
+    return launch([*PACED, str(file)], plan.ranks, variables)
 
 
-def launch(file, ranks, environment):
-    """Run the actions of `file` on `ranks` ranks; return the output.
+def launch(words, ranks, variables=None):
+    """Start a program on `ranks` ranks of this machine with torchrun; return its output.
 
-    Raises subprocess.SubprocessError if the run fails or takes more than LIMIT seconds.
+    `variables` are added to the environment. Raises subprocess.SubprocessError if the run fails or
+    takes more than LIMIT seconds.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "-m", "lab.paced_schedule", str(file)]
+    command += ["--nproc-per-node", str(ranks), *words]
+    # As torchrun does, with a warning.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
     done = subprocess.run(
         command, cwd=SOURCE, env=environment, timeout=LIMIT, capture_output=True, text=True
     )

@@ -42,6 +42,11 @@ class Forecast:
     def tokens_per_second(self, model):
         return model.batch * model.length / self.update
 
+    @property
+    def idle(self):
+        """The fraction of the schedule's time in which an average rank waits."""
+        return max(0.0, self.bubble_over_ideal / (1 + self.bubble_over_ideal))
+
     def utilisation(self, model, machine):
         """MFU: model operations per second over the peak of the data sheet."""
         return model.model_flops / self.plan.gpus / self.update / machine.peak

@@ -9,8 +9,6 @@ that no confirmed plan has.
 import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import NamedTuple
 import psutil
 
 from guard.inputs import parse_json, read_json, read_text
-from planning.confirming import SOURCE, first_sentence
+from planning.confirming import launch
 from planning.forecast import forecast
 from planning.known_models import of_the_course
 from planning.machine import machine_from
@@ -30,7 +28,6 @@ from planning.training_plan import Plan
 STEPS = 9  # steps of a training run; the first two are not counted
 STEPS_BESIDES = 30  # steps of each short training run in `besides`; the first two are not counted
 BESIDES = 64  # width of the model that measures the remaining time of a step and a message
-LIMIT = 300.0  # seconds of a run
 LEAST_ERROR = 0.1  # of a step: most runs of tools/benchmark_plans.py are within it
 MANY = "interleaved-1f1b"  # sends many messages
 COUNTED = re.compile(r"^rank \d+ +measured .* ([\d.]+)$", re.MULTILINE)
@@ -118,19 +115,3 @@ def perform_here(model, machine, plan, steps=STEPS):
     needed = memory_per_rank(model, machine, plan) * plan.replicas
     found = forecast(model, machine, plan).update
     return Performed(found, statistics.median(seconds), needed, counted)
-
-
-def launch(words, ranks):
-    """Start a program on `ranks` ranks of this machine with torchrun; return its output.
-
-    Raises subprocess.SubprocessError if the run fails or takes too long.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun does, with a warning
-    done = subprocess.run(
-        command, cwd=SOURCE, env=environment, timeout=LIMIT, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise subprocess.SubprocessError(first_sentence(done.stderr))
-    return done.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plan.py prints: tables of plans, the error to expect, the reasons of a plan, its memory."""
+"""What plan.py prints: tables of plans, the error to expect, the reasons of a plan."""
 
 from planning.expected_error import (
     enough,
@@ -14,9 +14,8 @@ from planning.expected_error import (
     weighted_mean,
 )
 from planning.forecast import stage_costs
-from planning.microbatches_held import held_by
 from planning.narrow import WIDTH, columns, lines_of
-from planning.plan_memory import TIGHT, memory_per_rank
+from planning.plan_memory import TIGHT
 from planning.published import DEEPSPEED, error_of, published_runs
 from planning.reasons import changes, limit_of, parts_of, rank_work
 
@@ -65,7 +64,6 @@ def cells_of(model, machine, one):
     plan = one.plan
     schedule = plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else "")
     mfu = f"{one.utilisation(model, machine):.1%}" if model.model_flops else NO_FIGURE
-    idle = max(0.0, one.bubble_over_ideal / (1 + one.bubble_over_ideal))
     least, most = range_of(machine, one)
     return {
         "layout": layout_of(plan),
@@ -77,7 +75,7 @@ def cells_of(model, machine, one):
         "tokens/s": f"{one.tokens_per_second(model):,.0f}",
         "MFU": mfu,
         "GB": f"{one.memory / 1e9:.1f}",
-        "idle": f"{idle:.1%}",
+        "idle": f"{one.idle:.1%}",
         "to expect": "" if machine.measured else f"{least:.3g} to {most:.3g} s",
         "limit": limit_of(model, machine, one),
         "remark": remark(plan, tight=one.memory > TIGHT * machine.memory),
@@ -169,17 +167,6 @@ def reason_lines(model, machine, found):
         fits = "" if needed <= machine.memory else "  does not fit"
         change = other.update / found.update - 1
         lines.append(f"  {change:+10.1%}  {needed / 1e9:6.1f} GB  {what}{fits}")
-    return lines
-
-
-def memory_lines(model, machine, found):
-    """A heading, and a line for each rank of a plan with its bytes."""
-    plan = found.plan
-    held = held_by(plan.schedule, plan.ranks, plan.chunks, plan.microbatches(model))
-    needed = memory_per_rank(model, machine, plan)
-    lines = ["  rank      GB  holds"]
-    for rank, (size, count) in enumerate(zip(needed, held)):
-        lines.append(f"  {rank:4}  {size / 1e9:6.1f}  {count:g} (stage, micro-batch) pairs")
     return lines
 
 

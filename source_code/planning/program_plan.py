@@ -74,7 +74,7 @@ def print_seconds(arguments, schedule, machine, name):
         f"on {plan.gpus} GPUs of {name}{inside}: {seconds:.3g} s per update "
         f"({expected_error(machine, plan).text}),",
         f"{whole.batch * whole.length / seconds:,.0f} tokens per second, "
-        f"MFU {rate / machine.peak:.1%}, idle {idle(found):.1%}, "
+        f"MFU {rate / machine.peak:.1%}, idle {found.idle:.1%}, "
         f"limited by {limit_of(model, machine, found)}",
     )
     print("\n".join(line for text in said for line in lines_of(text)))
@@ -82,10 +82,6 @@ def print_seconds(arguments, schedule, machine, name):
         print(f"the seconds are those of {8 * machine.bytes_per_value} bits per number")
     if arguments.option:
         print("the seconds are those of the schedule without --option")
-
-
-def idle(found):
-    return max(0.0, found.bubble_over_ideal / (1 + found.bubble_over_ideal))
 
 
 def machine_of(gpus, name):

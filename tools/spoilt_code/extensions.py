@@ -316,9 +316,9 @@ FAULTS = [
     ),
     Fault(
         "held-out-read-with-training",
-        "extensions/pretraining/token_files.py::map_part",
-        'description["files"][part]',
-        'description["files"]["training"]',
+        "extensions/pretraining/token_files.py::load_tokens",
+        "map_part(folder, description, part)",
+        "map_part(folder, description, TOKEN_PARTS[0])",
         "The held-out loss is that of tokens which the model has learnt.",
         "test_token_files.py",
         ("test_every_byte_of_every_document_is_in_one_part_and_every_tenth_document_is_held_out",),

@@ -162,7 +162,7 @@ FAULTS = [
         "schedule.playable_order  # noqa",
         "len(steps)  # noqa",
         "A schedule whose ranks wait for each other counts as legal.",
-        "test_schedule.py",
+        "test_schedule_properties.py",
         ("test_of_all_orders_exactly_those_that_can_be_played_are_valid",),
     ),
     Fault(

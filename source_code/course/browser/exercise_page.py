@@ -65,10 +65,10 @@ def _say(error):
     return f"{where}{type(error).__name__}: {error}"
 
 
-def explained(schedule, costs, unit="ms", width=WIDTH):
+def explained(schedule, costs, width=WIDTH):
     """A dictionary with the drawing of a finished schedule, its name and the cause of each bubble.
 
-    The drawing shows the longest path. `costs` are in `unit`.
+    The drawing shows the longest path. `costs` are in milliseconds.
     """
     timeline = simulate(schedule, costs)
     picture = draw_answer(timeline, longest_path=True, width=width)
@@ -76,7 +76,7 @@ def explained(schedule, costs, unit="ms", width=WIDTH):
         "svg": picture.svg,
         "alt": picture.alt,
         "name": tell_name(schedule),
-        "reasons": reasons(timeline, unit),
+        "reasons": reasons(timeline),
     }
 
 

@@ -4,7 +4,7 @@
 from dataclasses import fields
 from functools import lru_cache
 
-from course.views.explorer_view import WORK, Settings, View, can_choose_chunks, reasons
+from course.views.explorer_view import SLIDERS, WORK, Settings, View, reasons, without_effect
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from lab.drawing import LEFT, ROW, WIDTH, arrange, draw_cursor
 from lab.figures import draw_timelines
@@ -18,17 +18,6 @@ from pipeline.schedules.text_form import from_csv
 OWN = "your own rows"  # the choice of a schedule that is written in the page
 NOTHING = "nothing"
 CHOICES = {"schedule": [*SCHEDULES, OWN], "compare": [NOTHING, *SCHEDULES], "work": [*WORK]}
-# (label, least, most, step) of each slider, by the name of the setting
-SLIDERS = {
-    "ranks": ("ranks", 1, 8, 1),
-    "microbatches": ("micro-batches", 1, 64, 1),
-    "chunks": ("stages per rank", 2, 4, 1),
-    "forward": ("forward of a rank, ms", 0.5, 50, 0.5),
-    "backward": ("backward of a rank, ms", 1, 100, 0.5),
-    "weight": ("backward for weights, ms", 0.5, 99, 0.5),
-    "transfer": ("transfer, ms", 0, 60, 0.5),
-    "occupancy": ("occupancy of a link, ms", 0, 60, 0.5),
-}
 START = {
     "schedule": "gpipe",
     "compare": "1f1b",
@@ -141,17 +130,3 @@ def _view(items):
     if chosen["schedule"] == OWN:
         chosen["schedule"] = check_legal(from_csv(settings["rows"], "yours"))
     return View(Settings(**chosen))
-
-
-def without_effect(view):
-    """The names of the sliders that have no effect at the view's settings."""
-    chosen = (view.settings.schedule, view.settings.compare)
-    names = []
-    if not any(isinstance(choice, str) for choice in chosen):
-        names += ["ranks", "microbatches"]
-    if not any(map(can_choose_chunks, chosen)):
-        names += ["chunks"]
-    # A refusal may be about the weights' part, so this slider stays movable then.
-    if not view.refusal and not any("W" in each.schedule.kinds for each in view.predictions):
-        names += ["weight"]
-    return names

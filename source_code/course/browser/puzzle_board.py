@@ -12,11 +12,11 @@ from lab.drawing import (
     LEFT,
     RIGHT,
     ROW,
-    TEXT,
     WIDTH,
     Placement,
     draw_legend,
     draw_place,
+    draw_text,
     wrap,
 )
 from lab.figures import Picture
@@ -124,7 +124,7 @@ def draw_board(given, written, width=WIDTH):
             f'<path d="M{at:.1f} {TOP - 4}V{place.bottom + 2}" stroke="{STUCK}" stroke-width="2" '
             f'stroke-dasharray="6 4"/>'
         )
-        parts.append(_text(at, TOP - 7, "target", "end"))
+        parts.append(draw_text(at, TOP - 7, "target", "end"))
     stuck = stuck_actions(given, written, orders)
     parts += draw_stuck(place, stuck, given.costs)
     if timeline.events:
@@ -156,7 +156,7 @@ def draw_stuck(place, stuck, costs):
             f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="none" '
             f'stroke="{STUCK}" stroke-width="2" stroke-dasharray="4 3"/>'
         )
-        parts.append(_text(left + width / 2, top + ROW / 2 + 4.5, str(each.action), "middle"))
+        parts.append(draw_text(left + width / 2, top + ROW / 2 + 4.5, str(each.action), "middle"))
         if each.maker != each.rank:
             down = each.maker > each.rank
             x1 = left + (width + 8 if down else 8)
@@ -169,10 +169,3 @@ def draw_stuck(place, stuck, costs):
                 f'L{x2 + 5:.1f} {y2 + tip}" fill="none" stroke="{STUCK}" stroke-width="2"/>'
             )
     return parts
-
-
-def _text(x, y, words, anchor):
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{FONT}" '
-        f'fill="{TEXT}">{words}</text>'
-    )

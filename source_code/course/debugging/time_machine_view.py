@@ -95,7 +95,7 @@ class RecordedView:
                 continue
             if moment.next:
                 event = moment.next
-                does = tell_wait(self.waits[label][event], timeline, "ms")
+                does = tell_wait(self.waits[label][event], timeline)
                 does += f"; then {event.action} {self.weights(label, event)}"
             elif last and moment.rank in unanswered:
                 wait = unanswered[moment.rank]

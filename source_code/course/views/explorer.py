@@ -13,7 +13,7 @@ from functools import partial
 
 import ipywidgets as widgets
 
-from course.views.explorer_view import WORK, Settings, View, can_choose_chunks
+from course.views.explorer_view import SLIDERS, WORK, Settings, View, without_effect
 from course.views.memory_and_time import AXES, SIZE_SLIDERS, MemoryAndTime, Sizes
 from course.views.stepping import STYLE, Shown, Stepper
 from pipeline.schedule import Schedule
@@ -122,19 +122,10 @@ class Panel(Stepper):
         self.controls = {
             "schedule": _dropdown("schedule", names, first),
             "compare": _dropdown("compare with", [NOTHING, *names], second or NOTHING),
-            "ranks": _whole("ranks", chosen.ranks, 1, 8),
-            "microbatches": _whole("micro-batches", chosen.microbatches, 1, 64),
-            "chunks": _whole("stages per rank", chosen.chunks, 2, 4),
-            "forward": _time("forward of a rank, ms", chosen.forward, 0.5, 50),
-            "backward": _time("backward of a rank, ms", chosen.backward, 1, 100),
-            "weight": _time("backward for weights, ms", chosen.weight, 0.5, 99),
-            "transfer": _time("transfer, ms", chosen.transfer, 0, max(20, 3 * chosen.transfer)),
-            "occupancy": _time(
-                "occupancy of a link, ms", chosen.occupancy, 0, max(20, 3 * chosen.occupancy)
-            ),
+            **{name: _slider(name, getattr(chosen, name)) for name in SLIDERS},
             "work": _dropdown("work of micro-batches", list(WORK), chosen.work),
         }
-        self.size_controls = {name: _size(name, value) for name, value in self.sizes.items()}
+        self.size_controls = {name: _slider(name, value) for name, value in self.sizes.items()}
         self.figures, self.verdict, self.curves, self.held = (widgets.HTML() for _ in range(4))
 
     def arrange(self):
@@ -201,13 +192,9 @@ class Panel(Stepper):
         self.curves.value = both.picture.svg + both.table if shown else ""
 
     def disable_what_does_not_count(self):
-        chosen = (self.settings.schedule, self.settings.compare)
-        made = any(isinstance(choice, str) for choice in chosen)
-        self.controls["ranks"].disabled = self.controls["microbatches"].disabled = not made
-        self.controls["chunks"].disabled = not any(map(can_choose_chunks, chosen))
-        split = any("W" in each.schedule.kinds for each in self.view.predictions)
-        # A refusal may be about the weights' part, so this slider stays movable then.
-        self.controls["weight"].disabled = not split and not self.view.refusal
+        names = without_effect(self.view)
+        for name in ("ranks", "microbatches", "chunks", "weight"):
+            self.controls[name].disabled = name in names
 
 
 def _by_name(*choices):
@@ -224,19 +211,12 @@ def _dropdown(description, options, value):
     return widgets.Dropdown(options=options, value=value, **_named(description))
 
 
-def _whole(description, value, least, most):
-    limits = {"min": min(least, value), "max": max(most, value)}
-    return widgets.IntSlider(value=value, **limits, **_named(description))
-
-
-def _time(description, value, least, most):
-    limits = {"min": min(least, value), "max": max(most, value), "step": 0.5}
-    return widgets.FloatSlider(value=value, readout_format="", **limits, **_named(description))
-
-
-def _size(name, value):
-    description, least, most, step = SIZE_SLIDERS[name]
+def _slider(name, value):
+    """A slider of SLIDERS or SIZE_SLIDERS, which goes on to `value` if that lies beyond its ends."""
+    description, least, most, step = (SLIDERS | SIZE_SLIDERS)[name]
     limits = {"min": min(least, value), "max": max(most, value), "step": step}
+    if name in ("ranks", "microbatches", "chunks"):
+        return widgets.IntSlider(value=value, **limits, **_named(description))
     return widgets.FloatSlider(value=value, readout_format="", **limits, **_named(description))
 
 

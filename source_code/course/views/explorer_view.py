@@ -34,6 +34,17 @@ WORK = {
     "from long to short": lambda i, m: 3 - 2 * i / max(1, m - 1),
     "from short to long": lambda i, m: 1 + 2 * i / max(1, m - 1),
 }
+# (label, least, most, step) of each slider, by the name of the setting
+SLIDERS = {
+    "ranks": ("ranks", 1, 8, 1),
+    "microbatches": ("micro-batches", 1, 64, 1),
+    "chunks": ("stages per rank", 2, 4, 1),
+    "forward": ("forward of a rank, ms", 0.5, 50, 0.5),
+    "backward": ("backward of a rank, ms", 1, 100, 0.5),
+    "weight": ("backward for weights, ms", 0.5, 99, 0.5),
+    "transfer": ("transfer, ms", 0, 60, 0.5),
+    "occupancy": ("occupancy of a link, ms", 0, 60, 0.5),
+}
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ class View:
         return [{w.event: w for w in waits_of(each)} for each in self.timelines.values()]
 
     def moment(self, time):
-        """HTML: what every rank does and holds at `time`, in the timelines' unit."""
+        """HTML: what every rank does and holds at `time`, in milliseconds."""
         both = zip(self.timelines.values(), self.waits)
         return "".join(moment_table(timeline, waits, time) for timeline, waits in both)
 
@@ -200,6 +211,20 @@ def can_choose_chunks(choice):
     return bool(SCHEDULES[choice].chunks) and not SCHEDULES[choice].fixed_chunks
 
 
+def without_effect(view):
+    """The names of the sliders that have no effect at the view's settings."""
+    chosen = (view.settings.schedule, view.settings.compare)
+    names = []
+    if not any(isinstance(choice, str) for choice in chosen):
+        names += ["ranks", "microbatches"]
+    if not any(map(can_choose_chunks, chosen)):
+        names += ["chunks"]
+    # A refusal may be about the weights' part, so this slider stays movable then.
+    if not view.refusal and not any("W" in each.schedule.kinds for each in view.predictions):
+        names += ["weight"]
+    return names
+
+
 def problem(sentence):
     """HTML that is shown in place of the picture if there is nothing to draw."""
     return f'<p role="alert" style="font-size:14px;padding:24px 0"><b>{escape(sentence)}</b></p>'
@@ -242,12 +267,12 @@ def _with_heads(rows):
     return [[head, *cells] for head, cells in rows.items()]
 
 
-def reasons(timeline, unit="ms"):
+def reasons(timeline):
     """HTML: the longest path in a sentence, and a table with a row for every bubble."""
-    return f"<p>{escape(tell_path(longest_path(timeline), unit))}</p>{bubble_table(timeline, unit)}"
+    return f"<p>{escape(tell_path(longest_path(timeline)))}</p>{bubble_table(timeline)}"
 
 
-def bubble_table(timeline, unit="ms"):
+def bubble_table(timeline):
     """An HTML table with one row for each idle time of a rank, and its cause."""
     rows = [
         [
@@ -255,23 +280,23 @@ def bubble_table(timeline, unit="ms"):
             short(bubble.start - timeline.start),
             short(bubble.end - timeline.start),
             short(bubble.length),
-            tell_bubble(bubble, timeline, unit),
+            tell_bubble(bubble, timeline),
         ]
         for bubble in bubbles_of(timeline)
     ]
     if not rows:
         return "<p>No rank is ever idle.</p>"
     name = f"Why each bubble of {timeline.name} is there"
-    heads = ["", f"from, {unit}", f"to, {unit}", "long", "why"]
+    heads = ["", "from, ms", "to, ms", "long", "why"]
     return (
         f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
         f"{table_of(name, heads, rows)}</div>"
     )
 
 
-def action_table(timeline, unit="ms"):
+def action_table(timeline):
     """The text equivalent of a drawing: one row per block, rank by rank in the order of time."""
-    stories = dict(zip(timeline.events, stories_of(timeline, unit)))
+    stories = dict(zip(timeline.events, stories_of(timeline)))
     rows = []
     for rank, events in enumerate(timeline.by_rank):
         for event in events:
@@ -279,7 +304,7 @@ def action_table(timeline, unit="ms"):
             start, end = short(event.start - timeline.start), short(event.end - timeline.start)
             why = stories[event][1]
             rows.append([f"rank {rank}", KINDS[kind], stage, microbatch, start, end, why])
-    heads = ["", "does", "stage", "micro-batch", f"from, {unit}", f"to, {unit}", "why then"]
+    heads = ["", "does", "stage", "micro-batch", "from, ms", "to, ms", "why then"]
     name = escape(f"What {timeline.name} does, block by block")
     return (
         f'<div class="pipeline-scroll" tabindex="0" role="region" aria-label="{name}" '
@@ -288,7 +313,7 @@ def action_table(timeline, unit="ms"):
     )
 
 
-def moment_table(timeline, waits, time, unit="ms"):
+def moment_table(timeline, waits, time):
     """HTML: what every rank of a timeline does and holds at `time`, and why.
 
     `waits` is {event: its Wait}.
@@ -299,20 +324,20 @@ def moment_table(timeline, waits, time, unit="ms"):
     for moment, later in zip(moments_at(timeline, time), until_weight):
         cells = [tell_held(moment.held), *([tell_held(later.held)] if split else [])]
         if moment.doing:
-            told = (tell(waits[event], timeline, unit) for event in moment.doing)
+            told = (tell(waits[event], timeline) for event in moment.doing)
             does = ". Then: ".join("; ".join(story) for story in told)
         elif moment.next is None:
             does = "has done everything"
         else:
-            does = tell_wait(waits[moment.next], timeline, unit)
+            does = tell_wait(waits[moment.next], timeline)
         rows.append([f"rank {moment.rank}", *cells, does])
     holds = ["holds micro-batches", *(["and until W has ended"] if split else [])]
-    caption = f"{timeline.name} at {short(time - timeline.start)} {unit}"
+    caption = f"{timeline.name} at {short(time - timeline.start)} ms"
     return table_of(caption, ["", *holds, "does"], rows)
 
 
-def tell_wait(wait, timeline, unit):
-    until = f"until {short(wait.event.start - timeline.start)} {unit}"
+def tell_wait(wait, timeline):
+    until = f"until {short(wait.event.start - timeline.start)} ms"
     what = f" for {name_of_message(wait.source)}" if wait.for_message else ""
     return f"waits{what}, {until}"
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of tokens, written once by one process and read by every rank where it needs them.
 
-    FOLDER/tokens.json         what is in the folder; its checksum, and one of each file
-    FOLDER/tokenizer.json      what made the tokens, unless they are bytes
-    FOLDER/training-00000.bin  tokens, two or four bytes each, little-endian, without a header
-    FOLDER/held_out-00000.bin
-    FOLDER/training-ends.bin   where each document ends, eight bytes each; held_out-ends.bin
+    FOLDER/tokens.json        what is in the folder; its checksum, and one of each file
+    FOLDER/tokenizer.json     what made the tokens, unless they are bytes
+    FOLDER/training.bin       tokens, two or four bytes each, little-endian, without a header
+    FOLDER/held_out.bin
+    FOLDER/training-ends.bin  where each document ends, eight bytes each; held_out-ends.bin
 
 The files are mapped into memory: the system reads only the pages that are used, shares them among
 all ranks of a machine, and frees them when memory is short. So a rank's own memory does not grow
@@ -15,7 +15,6 @@ with the text, and the first batch does not wait until the whole text is read.
 import hashlib
 import os
 import sys
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -27,7 +26,6 @@ from guard.inputs import (
     MEBIBYTE,
     InputError,
     is_count,
-    is_file_name,
     is_number,
     open_input,
     read_json,
@@ -36,46 +34,36 @@ from pipeline.data import DataError
 
 TOKENS_FILE, TOKENIZER = "tokens.json", "tokenizer.json"
 TOKEN_PARTS = "training", "held_out"
+TOKEN_FILES = *TOKEN_PARTS, *(f"{part}-ends" for part in TOKEN_PARTS)
 DTYPE_OF_WIDTH = {2: torch.uint16, 4: torch.int32}  # bytes of a token -> how torch maps it
 MOST_TOKENS = {2: 2**16, 4: 2**31}
 LARGEST_TOKENS_FILE = 16 * MEBIBYTE
-MOST_SHARDS = 10_000  # files of a part; each is mapped into memory
 LEAST_BYTES = 1e-6  # per token
 CHECKED_AT_ONCE = 2**22  # tokens, which are compared with the vocabulary
 CHECKED_AT_OPENING = 2**30  # tokens per part: 0.25 s per rank where the file is in memory
 
 
 class MappedTokens:
-    """The tokens of several files, one after the other; a slice is a tensor of int64.
+    """The tokens of a file; a slice is a tensor of int64.
 
-    `shards` are one-dimensional tensors, each mapped from a file, and `paths` are these files. A
-    program that reads beyond the end of a file that has become shorter is killed by the system, so
-    the sizes of the files are looked at again before each run is read.
+    `tokens` is a one-dimensional tensor that is mapped from the file `path`. A program that reads
+    beyond the end of a file that has become shorter is killed by the system, so the size of the
+    file is looked at again before each run is read.
     """
 
-    def __init__(self, shards, paths):
-        self.shards, self.paths = shards, paths
-        self.ends = list(accumulate(map(len, shards)))
+    def __init__(self, tokens, path):
+        self.tokens, self.path = tokens, path
 
     def __len__(self):
-        return self.ends[-1] if self.ends else 0
+        return len(self.tokens)
 
     def __getitem__(self, wanted):
-        start, stop, step = wanted.indices(len(self))
-        if step != 1:
-            raise IndexError("tokens are read in one run")
-        parts = []
-        for shard, end, path in zip(self.shards, self.ends, self.paths):
-            first = end - len(shard)
-            part = shard[max(start - first, 0) : max(stop - first, 0)]
-            if len(part):
-                if path.is_file() and path.stat().st_size < shard.nbytes:
-                    raise SystemExit(
-                        f"{path} has become shorter since it was opened; make the tokens again with "
-                        "prepare_data.py"
-                    )
-                parts.append(part.to(torch.int64))
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        if self.path.is_file() and self.path.stat().st_size < self.tokens.nbytes:
+            raise SystemExit(
+                f"{self.path} has become shorter since it was opened; make the tokens again with "
+                "prepare_data.py"
+            )
+        return self.tokens[wanted].to(torch.int64)
 
 
 def is_token_folder(path):
@@ -158,7 +146,6 @@ def read_tokens_file(folder):
     if not isinstance(found, dict) or found.get("checksum") != checksum_of_tokens_file(found):
         raise InputError(f"{path} has been changed or is not whole")
     width, files = found.get("bytes_per_number"), found.get("files")
-    ends = found.get("ends", {})
     whole = (
         is_count(width)
         and width in DTYPE_OF_WIDTH
@@ -166,27 +153,21 @@ def read_tokens_file(folder):
         and is_number(found.get("bytes_per_token"), LEAST_BYTES)
         and isinstance(found.get("tokenizer"), bool)
         and isinstance(files, dict)
-        and set(files) == set(TOKEN_PARTS)
-        and all(
-            isinstance(shards, list) and len(shards) <= MOST_SHARDS and all(map(is_shard, shards))
-            for shards in files.values()
-        )
-        and isinstance(ends, dict)
-        and all(map(is_shard, ends.values()))
+        and set(files) == set(TOKEN_FILES)
+        and all(map(is_entry, files.values()))
     )
     if not whole:
         raise InputError(f"{path} does not describe tokens")
     return found
 
 
-def is_shard(shard):
-    """Return whether a value from JSON has the name, number of tokens and checksum of a file."""
+def is_entry(entry):
+    """Return whether a value from JSON has the length and the checksum of a file."""
     return (
-        isinstance(shard, dict)
-        and isinstance(shard.get("file"), str)
-        and is_file_name(shard["file"])
-        and is_count(shard.get("tokens"))
-        and isinstance(shard.get("sha256"), str)
+        isinstance(entry, dict)
+        and is_count(entry.get("numbers"))
+        and entry["numbers"] > 0
+        and isinstance(entry.get("sha256"), str)
     )
 
 
@@ -195,16 +176,19 @@ def checksum_of_tokens_file(description):
     return hashlib.sha256(to_json(rest, sort_keys=True).encode()).hexdigest()
 
 
+def place_of_tokens(folder, name):
+    """Return the path of the file of that name, one of TOKEN_FILES."""
+    return Path(folder) / f"{name}.bin"
+
+
 def map_part(folder, description, part):
     """Return the MappedTokens of "training" or "held_out"."""
-    dtype = DTYPE_OF_WIDTH[description["bytes_per_number"]]
-    shards = [shard for shard in description["files"][part] if shard["tokens"]]
-    mapped, left = [], CHECKED_AT_OPENING
-    for shard in shards:
-        mapped.append(map_file(folder, shard, dtype))
-        check_ids(folder / shard["file"], mapped[-1][:left], description["num_tokens"])
-        left = max(0, left - len(mapped[-1]))
-    return MappedTokens(mapped, [folder / shard["file"] for shard in shards])
+    path = place_of_tokens(folder, part)
+    tokens = map_file(
+        path, description["files"][part], DTYPE_OF_WIDTH[description["bytes_per_number"]]
+    )
+    check_ids(path, tokens[:CHECKED_AT_OPENING], description["num_tokens"])
+    return MappedTokens(tokens, path)
 
 
 def check_ids(path, tokens, num_tokens):
@@ -218,26 +202,22 @@ def check_ids(path, tokens, num_tokens):
 
 def map_ends(folder, description, part, length):
     """Return the ends of the documents of a part of `length` tokens, as PackedDocuments has them."""
-    shard = description.get("ends", {}).get(part)
-    if shard is None:
-        raise InputError(f"{folder} does not say where its documents end")
-    ends = map_file(folder, shard, torch.int64)
-    if not len(ends) or ends[0] < 0 or ends[-1] > length or bool((ends[1:] < ends[:-1]).any()):
-        raise InputError(f"{folder / shard['file']} does not say where documents end")
+    path = place_of_tokens(folder, f"{part}-ends")
+    ends = map_file(path, description["files"][f"{part}-ends"], torch.int64)
+    if ends[0] < 0 or ends[-1] > length or bool((ends[1:] < ends[:-1]).any()):
+        raise InputError(f"{path} does not say where documents end")
     return ends
 
 
-def map_file(folder, shard, dtype):
+def map_file(path, entry, dtype):
     """Return the numbers of one file as a tensor that is mapped into memory."""
-    path, wanted = folder / shard["file"], shard["tokens"] * dtype.itemsize
+    wanted = entry["numbers"] * dtype.itemsize
     if sys.byteorder != "little":
-        raise InputError(f"{folder} is little-endian, and this machine is not")
+        raise InputError(f"{path} is little-endian, and this machine is not")
     with open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
     if size != wanted:
         raise InputError(f"{path} has {size:,} bytes instead of {wanted:,}")
-    if not size:
-        return torch.empty(0, dtype=dtype)
     try:
         storage = torch.UntypedStorage.from_file(str(path), False, size)
     except UnicodeEncodeError:

@@ -97,7 +97,7 @@ def stored(path, data, name, entry):
 def write_tensors(path, tensors):
     """Write a safetensors file with `tensors`, {name: tensor}, atomically.
 
-    Copies one tensor at a time to the CPU. Returns the number of bytes of all tensors.
+    Copies one tensor at a time to the CPU.
     """
     header, total = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
@@ -119,4 +119,3 @@ def write_tensors(path, tensors):
                 file.write(memoryview(plain.numpy()))
 
     replace_file(path, write)
-    return total
