@@ -13,16 +13,18 @@ import re
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from further import SEEDS, first_of
 from mutated import mutated
 from ranks import run_on_ranks
 from readers_answers import RIGHT
 
 from course import launch
-from course.building import own_file
+from course.building import messages, own_file
 from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
@@ -467,6 +469,15 @@ def test_where_processes_cannot_be_forked_torchrun_starts_the_ranks(tmp_path, ca
     assert answer_to(tmp_path, capsys, "naive_step").startswith("Right: ")
     edit = ("        dist.irecv(gradient, rank + 1).wait()\n", "")
     assert "a receive is missing" in answer_to(tmp_path, capsys, "naive_step", edit)
+
+
+def test_a_message_is_reported_before_it_begins_since_gloo_may_end_the_process(monkeypatch):
+    order, ours = [], messages.Messages(None)
+    monkeypatch.setattr(messages, "tell", lambda event, **_: order.append(event))
+    ours.begin = {"receive": lambda *_, **__: order.append("torch begins it")}
+    monkeypatch.setattr(ours, "name_of", lambda peer, what: peer)
+    ours.start("receive", torch.zeros(1), 1, None, SimpleNamespace(group_name="0"), 0)
+    assert order == ["begins", "torch begins it"]
 
 
 STEPS = {"naive_step": "naive", "gpipe_step": "gpipe", "one_f_one_b_step": "1f1b",

@@ -263,9 +263,9 @@ class Messages:
         begin = partial(self.begin[what], travels, peer, group=group, tag=tag)
         if self.queue:
             return self.queue.put(QueuedMessage(self.queue, begin, name, about, arrive))
+        tell("begins", message=name, **about)  # first: gloo ends a process whose room is too small
         work = begin()
         self.works.append(work)  # a Work that is freed would end while its message travels
-        tell("begins", message=name, **about)
         return Watched(work, name, at, arrive)
 
     def name_of(self, peer, what):
