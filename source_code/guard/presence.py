@@ -139,7 +139,9 @@ class Presence(threading.Thread):
         reason = str(error).splitlines()[0].split("] ", 1)[-1]
         silent = self.find_silent()
         who = ranks_text(silent) if silent else "the other ranks"
-        advice = "" if silent else "; look at the network, and at the variables GLOO_... and NCCL_..."
+        advice = (
+            "" if silent else "; look at the network, and at the variables GLOO_... and NCCL_..."
+        )
         self.end(f"rank {self.rank} could not join {who} ({reason}){advice}", silent)
 
     def end(self, sentence, silent):
