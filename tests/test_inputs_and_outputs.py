@@ -227,11 +227,6 @@ def test_a_file_that_cannot_be_written_is_named_and_not_its_unfinished_copy(tmp_
     assert raised.value.filename == str(tmp_path / "gone" / "b")
 
 
-def test_a_file_may_have_the_longest_name_of_a_folder(tmp_path):
-    write_whole(tmp_path / ("x" * 255), "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["x" * 255]
-
-
 def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "slurm"))
     collect_sweep = importlib.import_module("collect_sweep")

@@ -76,7 +76,7 @@ def new_file_beside(path):
     Its name cannot be guessed, and the file is new: in a folder that everybody may write to,
     somebody could have put a link at a known name, and the link would be followed.
     """
-    beside = Path(path).with_name(f".{Path(path).name[:50]}.{secrets.token_hex(4)}")
+    beside = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}")
     try:
         os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except OSError as error:
