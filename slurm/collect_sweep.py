@@ -27,7 +27,7 @@ def main():
     for path in folder.glob("*.json"):
         if re.fullmatch("[1-9][0-9]{0,8}", path.stem):
             try:
-                timelines[int(path.stem)] = read_timeline(path)
+                timelines[int(path.stem)] = timeline_of(int(path.stem), path)
             except TimelineError as error:
                 print(f"skipped: {error}; run that element again", file=sys.stderr)
     if not timelines:
@@ -38,6 +38,15 @@ def main():
         write_whole(folder / "sweep.svg", figure_of(timelines).svg)
     print(table, end="")
     return int(bool(not_written))
+
+
+def timeline_of(m, path):
+    """The Timeline of an element with `m` micro-batches; each replica of a job has as many."""
+    timeline = read_timeline(path)
+    found = len({event.action.microbatch for event in timeline.events})
+    if found % m:
+        raise TimelineError(f"{path} has {found} micro-batches, and not {m} as its name says")
+    return timeline
 
 
 def table_of(timelines):

@@ -67,6 +67,7 @@ if [ -n "$COURSE_INTERFACE" ]; then
     export GLOO_SOCKET_IFNAME=$COURSE_INTERFACE NCCL_SOCKET_IFNAME=$COURSE_INTERFACE
 fi
 
+: "${SLURM_JOB_ID:?is not set: start a job script with sbatch, as in: sbatch slurm/train.sbatch gpipe.py}"
 RANKS_PER_NODE=${COURSE_RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-2}}
 # The first node of the list. The ranks of a pipeline are numbered along it.
 HEAD=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}

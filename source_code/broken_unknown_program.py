@@ -64,10 +64,10 @@ def main():
     parser.add_argument("--repair", metavar="FILE", help="take run_schedule from FILE")
     arguments = parser.parse_args()
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if arguments.record == "" or os.path.exists(arguments.record or ""):
+        parser.error("argument --record: name a folder that is not there yet")
     if num_ranks > 2 or (arguments.repair and num_ranks < 2):
-        sys.exit(
-            f"the model has two stages; start two ranks in place of {num_ranks}, or one without --repair"
-        )
+        parser.error("the model has two stages; start two ranks, or one without --repair")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     halves = [FirstHalf(), SecondHalf()]

@@ -33,6 +33,7 @@ from pipeline.message import Message
 from pipeline.training import complete_model, cut_layers, model_parser
 
 MOST_GROUPS = 1024  # enough for a pipeline of that many ranks
+MOST_SLOTS = 4096
 MOST_PASSES = 1_000_000  # planned in a few seconds
 
 
@@ -214,8 +215,10 @@ def read_flags():
     arguments.groups = arguments.groups or ranks_from_environment()[1]
     if arguments.groups > MOST_GROUPS:
         raise SystemExit(
-            f"--groups {arguments.groups}: at most {MOST_GROUPS} have a rank to keep busy"
+            f"--groups {arguments.groups}: at most {MOST_GROUPS} have a rank to keep busy; use fewer"
         )
+    if arguments.slots > MOST_SLOTS:
+        raise SystemExit(f"--slots {arguments.slots}: {MOST_SLOTS:,} are the most; use fewer")
     # The guard's memory check uses the number of requests at a time, and that of a group.
     arguments.batch_size = arguments.groups * arguments.slots
     arguments.microbatch_size = arguments.slots

@@ -43,7 +43,7 @@ from guard.files import not_written
 from guard.free_port import free_port
 from guard.launcher import ranks_set, read_ranks
 from guard.meeting import check_limits, ended_after
-from guard.one_sentence import in_one_sentence
+from guard.one_sentence import WAIT, in_one_sentence
 from guard.printing import keep_running_unheard
 from lab.message_checks import Check, check_two_ranks, checks_of_job
 from pipeline.command_line import Parser, positive_number
@@ -70,7 +70,7 @@ def main():
         print(HEADER, flush=True)
     statuses = []
     # Within the margin of 2 s the ranks' watch can name the rank that does not answer.
-    with ended_after(arguments.timeout + 2, give_up, arguments.timeout, prints):
+    with ended_after(arguments.timeout + 2, give_up, arguments.timeout, prints, as_text):
         for check in run_checks(arguments.timeout, arguments.messages_only):
             statuses.append(check.status)
             if prints:
@@ -104,12 +104,13 @@ def parse_arguments():
     return arguments
 
 
-def give_up(timeout, prints):
+def give_up(timeout, prints, as_text):
+    """End this rank with a last line. Rank 0 has it, unless there is no rank 0."""
     advice = "look for a disk, a driver or a rank that does not answer, or raise --timeout"
-    if prints:
-        print(
-            as_row(Check("(next)", f"no answer within {timeout:g} s", "FAIL", advice)), flush=True
-        )
+    if not prints:
+        time.sleep(WAIT)  # a launcher ends all ranks when rank 0 ends
+    last = Check("(next)", f"no answer within {timeout:g} s", "FAIL", advice)
+    print(as_text(last), flush=True)
     os._exit(1)
 
 

@@ -223,7 +223,8 @@ def documents_of_lines(path, field):
             raise InputError(f"{path}, line {number} has more than {LARGEST_DOCUMENT:,} bytes")
         if not line.strip():
             continue
-        row = parse_json(as_text(line, path), f"{path}, line {number}")
+        # Files of Windows may begin with a mark of their encoding.
+        row = parse_json(as_text(line, path).removeprefix("\ufeff"), f"{path}, line {number}")
         document = row.get(field) if isinstance(row, dict) else None
         if not isinstance(document, str):
             raise InputError(f"{path}, line {number} has no text under --field {field}")

@@ -107,6 +107,11 @@ def test_a_submission_is_made_of_the_notebooks_that_can_be_read(
     assert "skipped: Untitled.ipynb is not a notebook" in capsys.readouterr().out
     written = grade_submissions.read(tmp_path / "build" / "submission_ada.json")
     assert [answer["exercise"] for answer in written["answers"]] == ["puzzle 1"]
+    found = [], ["12_small.ipynb is not a notebook"]
+    with pytest.raises(SystemExit):
+        make_submission.main()
+    assert "no exercise was found" in capsys.readouterr().err
+    assert grade_submissions.read(tmp_path / "build" / "submission_ada.json") == written
 
 
 @pytest.mark.processes

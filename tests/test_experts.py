@@ -45,7 +45,7 @@ LAYOUTS = [
     (4, "--replicas 2 --experts 2 --top 1 --capacity 0.5 --padding --optimizer adamw"),
     (4, "--replicas 1 --experts 4 --schedule zb-h1"),
     (4, "--replicas 4 --microbatches 1 --experts 8 --padding"),
-    (4, "--replicas 4 --microbatches 1 --experts 4 --expert-ranks 2 --auxiliary 0"),
+    (4, "--replicas 4 --microbatches 1 --experts 4 --expert-ranks 2 --auxiliary 0.0"),
     (4, "--replicas 2 --experts 8 --schedule interleaved-1f1b --padding --rehearse strict"),
     (4, "--replicas 2 --experts 2 --rehearse eager"),
     (4, "--replicas 4 --microbatches 1 --experts 2 --padding --rehearse lazy"),

@@ -259,11 +259,23 @@ def test_a_folder_with_a_log_is_refused(tmp_path):
         record(tmp_path / "file", {0: nn.Linear(1, 1)})
 
 
-def test_a_repair_of_a_program_without_a_second_rank_is_not_left_unread(monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("--repair x", "or one without --repair"),  # there is no second rank
+        ("--record=", "--record: name a folder"),
+        ("--record .", "--record: name a folder"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_ends_a_program_that_is_not_the_courses(
+    monkeypatch, tmp_path, capsys, flags, advice
+):
+    monkeypatch.chdir(tmp_path)
     script = str(launch.SCRIPTS / "broken_unknown_program.py")
-    monkeypatch.setattr(sys, "argv", [script, "--repair", "x"])
-    with pytest.raises(SystemExit, match="or one without --repair"):
+    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+    with pytest.raises(SystemExit):
         runpy.run_path(script, run_name="__main__")
+    assert advice in capsys.readouterr().err
 
 
 # torch.distributed.pipelining

@@ -195,6 +195,7 @@ def test_chunks_of_one_prompt_follow_each_other_and_fill_the_pipeline_without_ot
             ("--checkpoints /nowhere/at/all", ["--checkpoints", "no checkpoint"]),
             ("--model /nowhere/at/all", ["--model", "config.json"]),
             ("--model a --checkpoints b", ["--model and --checkpoints"]),
+            ("--slots 2147483647", ["--slots 2147483647", "use fewer"]),
         ],
         4,
     ),

@@ -25,6 +25,8 @@ from guard.files import write_output, write_whole
 from guard.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
 from guard.paths import can_be_written
 from guard.printing import Output
+from lab.simulator import Costs, simulate
+from lab.timeline import to_chrome_trace
 from pipeline.command_line import Parser
 from pipeline.schedule import ScheduleError
 from pipeline.schedules import MOST_ACTIONS, build_schedule, gpipe
@@ -216,18 +218,30 @@ def test_an_empty_text_without_a_flag_or_a_name_is_named_all_the_same():
         parser.parse_args(["02", ""])
 
 
+def test_a_file_that_cannot_be_written_is_named_and_not_its_unfinished_copy(tmp_path):
+    with pytest.raises(FileNotFoundError) as raised:
+        files.replace_file(tmp_path / "b", lambda partial: partial.unlink())
+    assert str(raised.value.filename) == str(tmp_path / "b")
+    with pytest.raises(FileNotFoundError) as raised:
+        files.replace_file(tmp_path / "gone" / "b", lambda partial: None)
+    assert raised.value.filename == str(tmp_path / "gone" / "b")
+
+
 def test_a_sweep_of_something_else_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "slurm"))
     collect_sweep = importlib.import_module("collect_sweep")
     (tmp_path / "4.json").write_text("{}")
+    (tmp_path / "8.json").write_text(
+        to_chrome_trace(simulate(build_schedule("gpipe", 2, 4), Costs()))
+    )
     for words in ([], [""], [str(tmp_path / "nowhere")], [str(tmp_path)]):
         monkeypatch.setattr(sys, "argv", ["collect_sweep.py", *words])
         with pytest.raises(SystemExit) as end:
             collect_sweep.main()
         assert "name the folder" in end.value.code or "holds no timeline" in end.value.code
-    assert (
-        "skipped: " in (said := capsys.readouterr().err) and "4.json: it is not a timeline" in said
-    )
+    said = capsys.readouterr().err
+    assert "skipped: " in said and "4.json: it is not a timeline" in said
+    assert "8.json has 4 micro-batches, and not 8" in said
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,14 @@ def test_a_store_that_is_gone_before_the_first_sign_of_life_ends_the_rank_in_one
             pass
 
 
+def test_a_rank_that_fails_to_join_without_the_fault_of_another_says_where_to_look(monkeypatch):
+    monkeypatch.setattr(presence, "end_process", lambda sentence, *_: sys.exit(sentence))
+    monkeypatch.setattr(presence.Presence, "find_silent", lambda self: [])
+    alone = presence.Presence(1, 2, TIMEOUT)
+    with pytest.raises(SystemExit, match=r"the other ranks \(unsupported\); look at .*GLOO_"):
+        alone.explain_failure(RuntimeError("[x.cpp:1] unsupported"))
+
+
 def stop_before_watch(rank, victim):
     import gpipe
 

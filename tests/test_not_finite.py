@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from extensions.checkpointing import checkpoint_folder
 from extensions.optimization.clipping import norm_of
 from extensions.optimization.finite import find_not_finite
 from extensions.tensor_parallel import sharded_training
-from guard import around_main
 from guard.files import json_line
+from guard.sizes import check_rate
 from pipeline.job import join_job
-from pipeline.one_process import build_optimizer
+from pipeline.one_process import LEARNING_RATES, build_optimizer
+from pipeline.training import DTYPES
 
 SIZES = "--layers 4 --dim 8 --heads 2 --kv-heads 1 --seq-len 8 --batch-size 8 --microbatches 2"
 FLAGS = f"{SIZES} --device cpu --dtype float64 --optimizer sgd --steps 8"
@@ -230,22 +232,16 @@ def test_so_does_one_process_with_several_stages():
     assert status == 1 and re.match(r"the loss of step \d is (nan|inf): ", said)
 
 
-@pytest.mark.processes
-def test_a_rate_that_is_no_number_of_the_weights_type_ends_the_training_as_one_that_diverged(
-    monkeypatch,
-):
-    def end_process(sentence):
-        raise SystemExit(sentence)
-
-    monkeypatch.setattr(around_main, "end_process", end_process)
-    weight = torch.ones(1, requires_grad=True)
-    weight.grad = torch.ones(1)
-    for name in ("sgd", "momentum", "adamw"):
-        with pytest.raises(
-            SystemExit, match="the training diverged; use a smaller --learning-rate"
-        ):
-            with around_main.naming_what_fails():
-                build_optimizer(name, [weight], 1e300).step()
+def test_no_update_overflows_with_the_largest_rate_that_is_taken():
+    """The weights' type limits the rate, and AdamW divides the first one by 0.1."""
+    for dtype in DTYPES:
+        flags = SimpleNamespace(dtype=dtype, torch_dtype=DTYPES[dtype])
+        flags.learning_rate = torch.finfo(flags.torch_dtype).max / 11
+        check_rate(flags)
+        for name in LEARNING_RATES:
+            weight = torch.ones(1, requires_grad=True, dtype=flags.torch_dtype)
+            weight.grad = torch.ones_like(weight)
+            build_optimizer(name, [weight], flags.learning_rate).step()
 
 
 def test_a_loss_that_is_large_ends_nothing():

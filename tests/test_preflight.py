@@ -105,6 +105,14 @@ def test_a_check_that_hangs_ends_the_program_with_a_line_that_fails():
     assert run.stdout.split("FAIL")[-1].strip().startswith("> look for a disk")
 
 
+def test_a_rank_without_rank_0_says_that_it_gives_up_and_as_json_if_asked_to(monkeypatch, capsys):
+    monkeypatch.setattr(preflight.os, "_exit", lambda status: None)
+    monkeypatch.setattr(preflight.time, "sleep", lambda seconds: print(seconds))
+    preflight.give_up(1.0, False, preflight.as_json)
+    waited, line = capsys.readouterr().out.splitlines()
+    assert float(waited) == preflight.WAIT and json.loads(line)["status"] == "FAIL"
+
+
 @pytest.mark.further
 def test_a_rank_that_never_comes_is_not_waited_for():
     port = str(preflight.free_port())

@@ -426,6 +426,25 @@ def test_every_wrong_site_value_is_named(tmp_path, name, value, why):
     assert re.search(rf"site.env: {name}={value} is wrong: .*{why}", ended.stderr), ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "advice"),
+    [("train.sbatch", "start a job script with sbatch"), ("program.sbatch", "name a program")],
+)
+def test_a_job_script_without_a_job_or_a_program_says_what_to_do(tmp_path, script, advice):
+    text = (ROOT / "slurm/site.env").read_text()
+    (tmp_path / "site.env").write_text(f"{text}\nCOURSE_PYTHON={sys.executable}\n")
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    ended = subprocess.run(
+        ["bash", ROOT / "slurm" / script],
+        cwd=ROOT,
+        env={**outside, "COURSE_SITE": str(tmp_path / "site.env"), "SLURM_SUBMIT_DIR": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.returncode != 0 and advice in ended.stderr.splitlines()[-1]
+
+
 def test_a_job_that_names_no_script_says_so(cluster):
     job = cluster.submit("slurm/train.sbatch", "gpip.py")
     assert "there is no source_code/gpip.py" in cluster.wait_for_end(job)

@@ -224,6 +224,12 @@ def test_data_that_is_named_twice_is_all_read_and_a_folder_may_have_a_space(make
     assert command[command.index("--data") + 1] == str(folder)
 
 
+def test_json_lines_may_begin_with_the_mark_of_an_encoding(make, tmp_path):
+    (tmp_path / "of_windows.jsonl").write_text('\ufeff{"text": "a"}\r\n{"text": "b"}\r\n')
+    status, said, _ = make("--data", tmp_path / "of_windows.jsonl", "--hold-out", 2)
+    assert status == 0 and said.startswith("2 documents: 3 training, 3 held_out tokens")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

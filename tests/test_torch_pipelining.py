@@ -1,6 +1,7 @@
 """torch.distributed.pipelining trains the course's model, and Hugging Face's, as one process does."""
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -411,11 +412,11 @@ def test_weights_from_a_local_folder_are_those_that_are_trained(model, tmp_path)
     assert "use --layers 4 --dim 16 --heads 2" in end.value.code
 
 
-def saved_model(folder, model):
+def saved_model(folder, model, **settings):
     """A folder as Hugging Face saves one: configuration and random weights; GPT-2's are tied."""
     arguments = arguments_of(f"{TINY} --model {model}", torch_pipelining_gpt2)
     config = arguments.model_config
-    config.tie_word_embeddings = model == "gpt2"
+    config.update({"tie_word_embeddings": model == "gpt2", **settings})
     torch.manual_seed(7)
     configuration.model_class(arguments)(config).save_pretrained(folder)
     return folder
@@ -455,6 +456,15 @@ def test_the_hugging_face_script_refuses_in_one_sentence(flags, sentence, monkey
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=sentence):
         arguments_of(flags, torch_pipelining_gpt2)
+
+
+def test_a_saved_model_that_is_not_taken_is_named_with_what_to_take(tmp_path):
+    saved_model(tmp_path, "gpt2", vocab_size=100)
+    with pytest.raises(SystemExit, match="holds no bytes; name a folder with a tokenizer"):
+        arguments_of(f"{TINY} --pretrained {tmp_path}", torch_pipelining_gpt2)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 2**70}))
+    with pytest.raises(SystemExit, match=f"has a size of {2**70}; name another folder"):
+        arguments_of(f"{TINY} --pretrained {tmp_path}", torch_pipelining_gpt2)
 
 
 def test_nothing_is_asked_of_the_network():

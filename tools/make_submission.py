@@ -71,6 +71,11 @@ def main():
             right = sum(answer["said"].startswith("Right: ") for answer in found)
             print(f"lesson {lesson_of(path)}: {right} of {len(found)} right", flush=True)
             answers += found
+    if not answers:
+        sys.exit(
+            f"make_submission.py: no exercise was found in {NOTEBOOKS}, and nothing was written; name "
+            "other lessons, or get these back with: git checkout notebooks"
+        )
     made = time.strftime("%Y-%m-%d %H:%M")
     content = {"form": FORM, "name": name_of_person(), "made": made, "answers": answers}
     with naming_files(file):

@@ -20,7 +20,7 @@ from guard.one_sentence import in_one_sentence, tell_launcher
 from guard.paths import attributes_of, check_paths
 from guard.presence import guarded_meeting
 from guard.printing import keep_running_unheard
-from guard.sizes import check_duration, check_memory
+from guard.sizes import check_duration, check_memory, check_rate
 from guard.unpickling import restrict_ranks
 from pipeline.job import joining
 from pipeline.training import checks, writing
@@ -50,8 +50,7 @@ def naming_what_fails():
     """A context in which a lack of memory ends this rank with one sentence.
 
     So does a lack of a folder for temporary files, which torch's optimizers need, and a file that
-    has changed, or cannot be read any more, since the flags were checked. An update that is larger
-    than any number of the weights' type is the end of a training that diverged.
+    has changed, or cannot be read any more, since the flags were checked.
     """
     try:
         yield
@@ -65,10 +64,6 @@ def naming_what_fails():
             "be written, and has room"
         )
     except (MemoryError, RuntimeError) as error:
-        if str(error).endswith("without overflow"):  # a learning rate that the weights' type lacks
-            end_process(
-                f"rank {read_ranks()[0]}: {error}: the training diverged; use a smaller --learning-rate"
-            )
         reason = str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
         if not isinstance(error, NO_MEMORY) and not reason.startswith(SAID_WITHOUT_MEMORY):
             raise
@@ -99,7 +94,7 @@ def attached():
     joining.append(meeting)
     told.append(tell_launcher)
     writing.append(write_whole)
-    before, checks[:] = list(checks), [*checks, check_memory, check_duration]
+    before, checks[:] = list(checks), [*checks, check_rate, check_memory, check_duration]
     try:
         yield
     finally:

@@ -35,6 +35,10 @@ def replace_file(path, write):
         with open(partial, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:
+        if str(error.filename) == str(partial):
+            error.filename = str(path)  # the one that a user knows
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -73,7 +77,10 @@ def new_file_beside(path):
     somebody could have put a link at a known name, and the link would be followed.
     """
     beside = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(4)}")
-    os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    try:
+        os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     return beside
 
 

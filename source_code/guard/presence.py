@@ -139,7 +139,10 @@ class Presence(threading.Thread):
         reason = str(error).splitlines()[0].split("] ", 1)[-1]
         silent = self.find_silent()
         who = ranks_text(silent) if silent else "the other ranks"
-        self.end(f"rank {self.rank} could not join {who} ({reason})", silent)
+        advice = (
+            "" if silent else "; look at the network, and at the variables GLOO_... and NCCL_..."
+        )
+        self.end(f"rank {self.rank} could not join {who} ({reason}){advice}", silent)
 
     def end(self, sentence, silent):
         """End this rank, and silent ranks of this machine, which ignore a launcher's request."""

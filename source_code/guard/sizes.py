@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejects models and batches that no machine could hold, or compute within an hour per step."""
+"""Rejects models, batches and rates that no machine could hold, or compute within an hour."""
 
 import torch
 
@@ -8,6 +8,16 @@ from guard.inputs import memory_of_machine
 OBJECTS_OF_A_LAYER, OBJECTS_OF_A_ROW = 50_000, 500  # bytes, measured
 LEAST_PER_LAYER = 2e-4  # seconds of a forward and a backward of the narrowest layer
 FASTEST_CPU, FASTEST_GPU = 2e11, 2.5e15  # operations per second of a thread, of a device
+
+
+def check_rate(arguments):
+    """Reject a learning rate that the weights' type cannot compute with; AdamW multiplies it by 10."""
+    rate = getattr(arguments, "learning_rate", None) or 0.0
+    most = torch.finfo(arguments.torch_dtype).max / 11
+    if rate > most:
+        raise SystemExit(
+            f"--learning-rate {rate:g} is too large for --dtype {arguments.dtype}; use a smaller one"
+        )
 
 
 def check_memory(arguments):

@@ -25,7 +25,7 @@ def add_expert_flags(parser):
 
 def factor(text):
     """Convert a flag's value to a number, either 0 or positive."""
-    return 0.0 if text.strip() == "0" else positive_number(text)
+    return positive_number(text) if text.strip(" 0.") else float(text)
 
 
 def check_experts(arguments):

@@ -80,7 +80,7 @@ def check_surplus(model):
     if more:
         raise InputError(
             f"{model.folder} has the tensor {more[0][:80]}, and {CONFIG_FILE} says that there are "
-            f"{model.settings.layers} layers"
+            f"{model.settings.layers} layers; use the {CONFIG_FILE} of these weights"
         )
 
 

@@ -95,7 +95,8 @@ def take_pretrained(arguments):
         arguments.text = tokenized(arguments, tokenizer)
     elif config.vocab_size < arguments.config.vocabulary:
         raise SystemExit(
-            f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes"
+            f"--pretrained {folder} has no tokenizer, and its vocabulary holds no bytes; name a "
+            "folder with a tokenizer"
         )
 
 
@@ -142,7 +143,10 @@ def check_saved_configuration(arguments, folder):
         )
     sizes = [value for value in config.values() if isinstance(value, int)]
     if not all(abs(size) < LARGEST_SIZE for size in sizes):
-        raise SystemExit(f"--pretrained {folder}: config.json has a size of {max(sizes, key=abs)}")
+        raise SystemExit(
+            f"--pretrained {folder}: config.json has a size of {max(sizes, key=abs)}; name another "
+            "folder"
+        )
 
 
 def check_sizes(arguments, folder, config):
