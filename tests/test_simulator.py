@@ -38,7 +38,26 @@ WITHOUT_TRANSFER = [
 EVERY_SIZE = [(p, m) for p in RANKS for m in MICROBATCHES]
 
 
-# GPipe
+# Golden values: 4 ranks, 8 micro-batches, F = 1, B = 2
+
+
+def test_gpipe_of_4_ranks_and_8_microbatches_takes_33_and_every_rank_is_idle_for_9():
+    timeline = simulate(gpipe(4, 8), Costs(forward=1, backward=2))
+    assert timeline.makespan == 33
+    assert timeline.idle_per_rank == [9, 9, 9, 9]
+    assert timeline.bubble_over_total == pytest.approx(0.2727, abs=0.00005)
+    assert timeline.bubble_over_ideal == 0.375
+    assert timeline.peak_held_per_rank == [8, 8, 8, 8]
+    assert timeline.span_per_rank == [33, 30, 27, 24]
+
+
+def test_naive_of_4_ranks_and_8_microbatches_takes_96_and_every_rank_is_idle_for_72():
+    timeline = simulate(naive(4, 8), Costs(forward=1, backward=2))
+    assert timeline.makespan == 96
+    assert timeline.idle_per_rank == [72, 72, 72, 72]
+    assert timeline.bubble_over_total == 0.75
+    assert timeline.bubble_over_ideal == 3
+    assert timeline.peak_held_per_rank == [1, 1, 1, 1]
 
 
 def test_gpipe_of_2_ranks_and_2_microbatches_event_by_event():
@@ -54,6 +73,9 @@ def test_gpipe_of_2_ranks_and_2_microbatches_event_by_event():
         "0B0": (6, 8),
         "0B1": (8, 10),
     }
+
+
+# GPipe
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -92,6 +114,23 @@ def test_gpipe_holds_all_m_microbatches_on_every_rank_whatever_things_cost(costs
         timeline = simulate(gpipe(p, m), costs)
         assert timeline.peak_held_per_rank == [m] * p
         assert timeline.peak_held_until_weight_per_rank == [m] * p
+
+
+def test_with_one_microbatch_gpipe_is_idle_as_long_as_naive():
+    for p in RANKS:
+        gpiped, passed = simulate(gpipe(p, 1), Costs()), simulate(naive(p, 1), Costs())
+        assert gpiped.events == passed.events
+        assert gpiped.bubble_over_total == pytest.approx((p - 1) / p)
+
+
+def test_gpipe_bubble_is_below_a_fifth_from_4_microbatches_a_rank_on_gpipe_section_2_3():
+    # The paper calls it negligible when M >= 4K; (K - 1)/(5K - 1) is the largest it is there.
+    for p in RANKS:
+        bubbles = [
+            simulate(gpipe(p, m), Costs()).bubble_over_total for m in range(4 * p, 4 * p + 9)
+        ]
+        assert max(bubbles) == bubbles[0] == pytest.approx((p - 1) / (5 * p - 1))
+        assert bubbles[0] < 0.2
 
 
 # Naive
@@ -142,6 +181,15 @@ def test_gpipe_takes_one_passage_and_m_minus_1_paces_of_the_slowest_stages(costs
         first = sum(costs.forward) + sum(costs.backward) + 2 * (p - 1) * costs.transfer
         further = (m - 1) * (max(costs.forward) + max(costs.backward))
         assert simulate(gpipe(p, m), costs).makespan == first + further
+
+
+def test_one_stage_of_twice_the_cost_makes_4_ranks_and_8_microbatches_take_57_instead_of_33():
+    # 15 for the first micro-batch to pass forward and back, then 7 paces of 6 of the slow stage.
+    even = simulate(gpipe(4, 8), Costs(forward=1, backward=2))
+    uneven = simulate(gpipe(4, 8), Costs(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]))
+    assert (even.makespan, uneven.makespan) == (33, 57)
+    assert uneven.busy_per_rank == [24, 24, 48, 24]
+    assert uneven.ideal == 48
 
 
 @pytest.mark.parametrize("costs", UNEVEN, ids=str)
@@ -265,6 +313,27 @@ def test_the_updates_of_pipedream_cost_nothing_and_delay_nothing():
 
 
 # Links that serve one message at a time
+
+FAR = {"transfer": {(1, 2): 30, (2, 1): 30}}
+NARROW = {"occupancy": {(1, 2): 30, (2, 1): 30}}
+
+
+@pytest.mark.parametrize(
+    ("make", "m", "far", "narrow"),
+    [
+        (gpipe, 8, 390, 600),
+        (gpipe, 16, 630, 1080),
+        (gpipe, 32, 1110, 2040),
+        (one_f_one_b, 8, 570, 570),
+        (one_f_one_b, 16, 1050, 1050),
+        (one_f_one_b, 32, 2010, 2010),
+    ],
+)
+def test_over_a_far_hop_of_30_gpipe_takes_390_and_1f1b_570_over_a_narrow_one_600_and_570(
+    make, m, far, narrow
+):
+    assert simulate(make(4, m), Costs(10, 20, **FAR)).makespan == far
+    assert simulate(make(4, m), Costs(10, 20, **NARROW)).makespan == narrow
 
 
 @pytest.mark.parametrize("m", [8, 16, 32])
