@@ -79,7 +79,7 @@ def test_a_transfer_is_told_by_when_the_message_was_sent():
 
 
 def test_a_message_that_was_on_its_way_when_the_rank_became_free_was_waited_for():
-    # Rank 1 is free at 13 + 8, when the message sent at 20 has still 2 of its 3 ms to go.
+    # Rank 1 is free at 13 + 8, when the message sent at 20 still has 2 of its 3 ms to go.
     timeline = simulate(gpipe(2, 2), Costs([10, 8], 20, transfer=3))
     assert story_of(timeline, "1F1").endswith(
         "waited 2 ms for the activation of micro-batch 1 from rank 0, sent at 20 ms"

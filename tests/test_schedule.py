@@ -383,41 +383,41 @@ DEADLOCKS = {
     "two ranks in opposite orders": (
         "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
         "deadlock: rank 0 cannot take step 1 (0B0) before the backward of micro-batch 0 on stage "
-        "1, which rank 1 has still ahead of it; rank 1 cannot take step 1 (1F1) before the forward "
-        "of micro-batch 1 on stage 0, which rank 0 has still ahead of it",
+        "1, which rank 1 still has ahead of it; rank 1 cannot take step 1 (1F1) before the forward "
+        "of micro-batch 1 on stage 0, which rank 0 still has ahead of it",
     ),
     "ranks 1 and 2 block each other, rank 0 and rank 3 only wait": (
         "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n2F0,2F1,2B0,2B1\n3F0,3F1,3B0,3B1",
         "deadlock: rank 1 cannot take step 1 (1B0) before the backward of micro-batch 0 on stage "
-        "2, which rank 2 has still ahead of it; rank 2 cannot take step 1 (2F1) before the forward "
-        "of micro-batch 1 on stage 1, which rank 1 has still ahead of it",
+        "2, which rank 2 still has ahead of it; rank 2 cannot take step 1 (2F1) before the forward "
+        "of micro-batch 1 on stage 1, which rank 1 still has ahead of it",
     ),
     "a rank that waits for itself": (
         "1F0,0F0,1B0,0B0",
         "deadlock: rank 0 cannot take step 0 (1F0) before the forward of micro-batch 0 on stage "
-        "0, which rank 0 has still ahead of it",
+        "0, which rank 0 still has ahead of it",
     ),
     "three ranks in a ring": (
         "0F0,3F1,0F1,3F0,3B1,3B0,0B1,0B0\n1F1,1F0,1B1,1B0\n2F1,2F0,2B1,2B0",
         "deadlock: rank 0 cannot take step 1 (3F1) before the forward of micro-batch 1 on stage "
-        "2, which rank 2 has still ahead of it; rank 2 cannot take step 0 (2F1) before the forward "
-        "of micro-batch 1 on stage 1, which rank 1 has still ahead of it; rank 1 cannot take step "
-        "0 (1F1) before the forward of micro-batch 1 on stage 0, which rank 0 has still ahead of "
+        "2, which rank 2 still has ahead of it; rank 2 cannot take step 0 (2F1) before the forward "
+        "of micro-batch 1 on stage 1, which rank 1 still has ahead of it; rank 1 cannot take step "
+        "0 (1F1) before the forward of micro-batch 1 on stage 0, which rank 0 still has ahead of "
         "it",
     ),
     "replicas that wait for each other's gradients before an update": (
         "0F0,0B0,0U0,0F2,0B2,0U2\n0F1,0F3,0B3,0B1,0U1,0U3\n1F0,1B0,1F1,1F2,1B2,1B1,1F3,1B3",
         "deadlock: rank 0 cannot take step 2 (0U0) before the backward of micro-batch 1 on stage "
-        "0, which rank 1 has still ahead of it; rank 1 cannot take step 2 (0B3) before the "
-        "backward of micro-batch 3 on stage 1, which rank 2 has still ahead of it; rank 2 cannot "
-        "take step 3 (1F2) before the forward of micro-batch 2 on stage 0, which rank 0 has still "
+        "0, which rank 1 still has ahead of it; rank 1 cannot take step 2 (0B3) before the "
+        "backward of micro-batch 3 on stage 1, which rank 2 still has ahead of it; rank 2 cannot "
+        "take step 3 (1F2) before the forward of micro-batch 2 on stage 0, which rank 0 still has "
         "ahead of it",
     ),
     "a split backward whose input part comes too late": (
         "0F0,0I0,0F1,0I1,0W0,0W1\n1F0,1F1,1I0,1W0,1I1,1W1",
         "deadlock: rank 0 cannot take step 1 (0I0) before the backward of micro-batch 0 on stage "
-        "1, which rank 1 has still ahead of it; rank 1 cannot take step 1 (1F1) before the forward "
-        "of micro-batch 1 on stage 0, which rank 0 has still ahead of it",
+        "1, which rank 1 still has ahead of it; rank 1 cannot take step 1 (1F1) before the forward "
+        "of micro-batch 1 on stage 0, which rank 0 still has ahead of it",
     ),
 }
 

@@ -275,6 +275,6 @@ def _explain_deadlock(schedule, step, waiting, stuck):
         chain.append(made_by[needed[chain[-1]]])
     cycle = chain[chain.index(chain[-1]) : -1]
     sentences = [
-        f"{waits(rank)}, which rank {made_by[needed[rank]]} has still ahead of it" for rank in cycle
+        f"{waits(rank)}, which rank {made_by[needed[rank]]} still has ahead of it" for rank in cycle
     ]
     return "deadlock: " + "; ".join(sentences)
