@@ -200,7 +200,7 @@ WRONG = {
         ([("dist.isend(inputs.grad, rank - 1).wait()", "pass")], "a send is missing there"),
         (
             [("        output.backward(gradient)\n", "        __import__('os')._exit(3)\n")],
-            "the ranks came to no end: rank 2 ended with exit status 3",
+            "the ranks did not finish: rank 2 ended with exit status 3",
         ),
         ([("loss.item()", "loss")], "still has its whole graph behind it: detach() it"),
         (
@@ -493,7 +493,7 @@ def test_no_mutation_hangs_and_none_is_accepted_that_changes_a_loss(name, seeds,
         CHECKS[name](function)
         said = capsys.readouterr().out.strip().splitlines()[-1]
         assert said.startswith(("Right: ", "Not yet: ")), said
-        assert "came to no end" not in said, f"{said}\n{text}"
+        assert "did not finish" not in said, f"{said}\n{text}"
         if said.startswith("Right: ") and name in STEPS:
             own = own_file.assemble([request_of(function)])
             assert losses_of(tmp_path, own, STEPS[name], 4) == losses_of(

@@ -79,7 +79,7 @@ class TransportWords:
             or self._changed()
             or self._shapes()
             or (self._stuck() if self.observed.stuck else None)
-            or (f"the ranks came to no end: {self.observed.crash}" if self.observed.crash else None)
+            or (f"the ranks did not finish: {self.observed.crash}" if self.observed.crash else None)
             or (self._silent() if self.observed.silent else None)
             or self._unwaited()
         )
