@@ -56,8 +56,8 @@ def group_size(num_microbatches, num_ranks, num_chunks):
     groups = max(1, num_microbatches // num_ranks)
     if num_microbatches % groups:
         raise SystemExit(
-            f"--microbatches {num_microbatches} do not part into {groups} equal groups of at least "
-            f"{num_ranks}; use {groups * num_ranks} or {(groups + 1) * num_ranks}"
+            f"--microbatches {num_microbatches} do not divide into {groups} equal groups of at "
+            f"least {num_ranks}; use {groups * num_ranks} or {(groups + 1) * num_ranks}"
         )
     return num_microbatches // groups
 

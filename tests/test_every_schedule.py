@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_performed_is_refused_before_the_first_message(
             (f"{ANY} --schedule interleaved-1f1b --chunks 1", "at least 2 chunks"),
             (
                 f"{INTERLEAVED} --microbatches 9 --batch-size 9",
-                "--microbatches 9 do not part into 2",
+                "--microbatches 9 do not divide into 2",
             ),
             (f"{INTERLEAVED} --chunks 1", "--chunks 1: interleaving needs at least 2"),
             (f"{INTERLEAVED} --chunks 3", "--layers 8 is too few for 12 stages"),

@@ -193,7 +193,7 @@ REFUSED = {
     ("dualpipe-v", 4, 7, 2): "dualpipe-v needs at least two micro-batches per rank, 8 for 4 ranks, "
     "not 7; use more micro-batches or fewer ranks",
     ("interleaved-1f1b", 4, 9, 2): "interleaved-1f1b takes micro-batches in groups of 4 or more, "
-    "all equally large, and 9 do not part into 2 groups; use 8 or 12",
+    "all equally large, and 9 do not divide into 2 groups; use 8 or 12",
 }
 
 

@@ -46,7 +46,7 @@ def test_a_new_folder_is_one_job_s_until_it_is_released(tmp_path):
         NewFolder("--save", folder)
     (folder / "model").touch()
     first.release()
-    with pytest.raises(ClaimError, match="there is something already"):
+    with pytest.raises(ClaimError, match="something is already there"):
         NewFolder("--save", folder)
     first.give_up(["model"])  # at the end of the process, too late
     assert [path.name for path in folder.iterdir() if path.name != LOCK] == ["model"]
@@ -105,7 +105,7 @@ def test_of_two_that_prepare_data_for_one_folder_one_does_and_one_says_why_not(t
     said = [process.communicate(timeout=60)[1].decode() for process in both]
     assert sorted(process.returncode for process in both) == [0, 2], said
     (sentence,) = filter(None, said)
-    assert "another job is saving there" in sentence or "something already" in sentence
+    assert "another job is saving there" in sentence or "already there" in sentence
     check_folder(tmp_path / "tokens")
 
 
@@ -181,7 +181,7 @@ def test_a_second_fine_tuning_into_one_folder_ends_before_it_trains(tmp_path):
     lock.close()  # as if the first had been killed
     assert run_on_ranks(fine_tune, 2, str(model), str(out)) == [0, 0]
     assert LOCK not in os.listdir(out) and "config.json" in os.listdir(out)
-    with pytest.raises(RunFailed, match="there is something already"):
+    with pytest.raises(RunFailed, match="something is already there"):
         run_on_ranks(fine_tune, 2, str(model), str(out))
 
 

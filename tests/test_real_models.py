@@ -353,7 +353,7 @@ def test_what_a_converted_model_does_not_fit_is_rejected_in_one_sentence(folders
     narrow = write_model(tmp_path / "narrow", dim=20)
     for program, flags, words in [
         ("convert.py", f"--checkpoints {saved}", "use one of them"),
-        ("convert.py", f"--from-hf {model} --checkpoints {saved}", "something already"),
+        ("convert.py", f"--from-hf {model} --checkpoints {saved}", "already there"),
         ("convert.py", f"--from-hf {saved} --checkpoints {tmp_path / 'x'}", "--from-hf: .*config"),
         ("convert.py", f"--from-hf {narrow} --checkpoints {tmp_path / 'x'}", "with finetune.py"),
         ("convert.py", f"--checkpoints {model} --to-hf {tmp_path / 'x'}", "no checkpoint in"),
@@ -651,7 +651,7 @@ def test_flags_that_do_not_fit_the_model_are_rejected(tmp_path, capsys):
     assert "64 positions" in flags_rejected(capsys, *model, "--seq-len", 65)
     assert "name the same file" in flags_rejected(capsys, *model, "--save", folder)
     (tmp_path / "taken" / "notes").mkdir(parents=True)
-    assert "something already" in flags_rejected(capsys, *model, "--save", tmp_path / "taken")
+    assert "already there" in flags_rejected(capsys, *model, "--save", tmp_path / "taken")
     beyond = tmp_path / "no" / "folder"
     assert "does not exist" in flags_rejected(capsys, *model, "--save", beyond)
     inside = folder / "out"

@@ -377,7 +377,7 @@ def test_a_file_that_cannot_be_learnt_from_is_rejected_in_one_sentence(
 def test_flags_that_do_not_fit_are_rejected_and_nothing_is_overwritten(make, tmp_path):
     assert make("--data", DEFAULT_TEXT)[0] == 0
     status, said, folder = make("--data", DEFAULT_TEXT)
-    assert status == 2 and "something already" in said and check_folder(folder)
+    assert status == 2 and "already there" in said and check_folder(folder)
     assert "at least 256" in make("--data", DEFAULT_TEXT, "--vocabulary", 100, out="b")[1]
     assert "at least 2" in make("--data", DEFAULT_TEXT, "--hold-out", 1, out="c")[1]
     assert "cannot be read" in make("--data", tmp_path / "nothing.txt", out="d")[1]

@@ -31,7 +31,7 @@ class NewFolder:
             raise ClaimError(f"{flag} {folder}: the file system {sentence}")
         if content_of(folder):
             self.lock.close()
-            raise ClaimError(f"{flag} {folder}: there is something already; name a new folder")
+            raise ClaimError(f"{flag} {folder}: something is already there; name a new folder")
 
     def release(self):
         """End the claim; the folder is whole."""

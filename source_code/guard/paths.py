@@ -89,7 +89,7 @@ def check_new_folder(flag, folder):
     if not os.path.isdir(parent):
         raise SystemExit(f"{flag} {folder}: the folder {parent} does not exist; make it first")
     if os.path.lexists(whole) and (not os.path.isdir(whole) or content_of(whole)):
-        raise SystemExit(f"{flag} {folder}: there is something already; name a new folder")
+        raise SystemExit(f"{flag} {folder}: something is already there; name a new folder")
     if not can_be_written(os.path.join(whole if os.path.isdir(whole) else parent, ".model")):
         raise SystemExit(f"{flag} {folder} cannot be written; name a folder of yours")
 

@@ -225,8 +225,8 @@ def damage(checkpoint, file, what):
                 f"from the checkpoint before it"
             )
     return CheckpointError(
-        f"{checkpoint.path}: {file} {what}, and no checkpoint stands before it; training with --fresh "
-        "begins anew"
+        f"{checkpoint.path}: {file} {what}, and there is no earlier checkpoint; training with "
+        "--fresh begins anew"
     )
 
 

@@ -44,7 +44,8 @@ def check_family(path, saved):
     family = saved.get("model_type")
     if not isinstance(family, str) or family not in LEFT_OUT:
         raise InputError(
-            f"{path}: the model_type is {str(family)[:40]}, and none of {', '.join(LEFT_OUT)}; {WHOLE}"
+            f"{path}: the model_type is {str(family)[:40]}, which is not one of "
+            f"{', '.join(LEFT_OUT)}; {WHOLE}"
         )
     saved = {**LEFT_OUT[family], **saved}
     built = saved.get("architectures") or ["ForCausalLM"]
@@ -177,9 +178,9 @@ def rotary_in(path, saved):
     if not isinstance(kind, str) or kind not in ROTARY_TYPES:
         known = ", ".join(ROTARY_TYPES)
         raise InputError(
-            f"{path}: the rope_type is {str(kind)[:40]}, and none of {known}; for sequences of up to "
-            "the original_max_position_embeddings, name the folder of the model before it was "
-            "extended, which has none of it"
+            f"{path}: the rope_type is {str(kind)[:40]}, which is not one of {known}; for "
+            "sequences of up to the original_max_position_embeddings, name the folder of the model "
+            "before it was extended, which has none of it"
         )
     if said.get("partial_rotary_factor", saved.get("partial_rotary_factor", 1.0)) != 1.0:
         raise InputError(

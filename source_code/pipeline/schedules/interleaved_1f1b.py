@@ -33,7 +33,7 @@ def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2, more=0)
         least = num_groups * num_ranks
         raise ScheduleError(
             f"interleaved-1f1b takes micro-batches in groups of {num_ranks} or more, all equally "
-            f"large, and {num_microbatches} do not part into {num_groups} groups; "
+            f"large, and {num_microbatches} do not divide into {num_groups} groups; "
             f"use {least} or {least + num_ranks}"
         )
     group = num_microbatches // num_groups
