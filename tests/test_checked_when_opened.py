@@ -323,7 +323,7 @@ def test_a_rope_type_of_any_kind_is_one_sentence(tmp_path, key, kind):
     config = json.loads((folder / "config.json").read_text())
     config[key] = {**(config.get(key) or {}), "rope_type": kind}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="the rope_type is .* and none of default"):
+    with pytest.raises(InputError, match="the rope_type is .* which is not one of default"):
         read_settings(folder, 8)
 
 
