@@ -657,6 +657,14 @@ def test_a_loop_that_fills_a_container_defines_its_own_variable(tmp_path):
     assert list(sources) == ["backward", "forward", "STEPS", "gpipe_step"]
 
 
+def test_a_second_name_goes_along_although_another_line_ends_with_its_text(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace("append(forward(", "append(GO(")
+    text = text.replace("    held, sends, shares", "    LET_GO = forward\n    held, sends, shares")
+    path = written(tmp_path, f"{text}\n\nGO = forward\n", "gpipe_step")
+    sources = dict(request_of(path)["sources"])
+    assert sources["GO"] == "GO = forward" and "LET_GO = forward" in sources["gpipe_step"]
+
+
 def test_functions_that_decorators_put_into_a_table_go_with_it(tmp_path):
     text = SOLUTIONS["gpipe_step"].replace("backward(stage, k, held", "TABLE[0](stage, k, held", 2)
     text = text.replace("def TABLE[0]", "@into_table\ndef backward")

@@ -57,7 +57,7 @@ def collect(function):
             raise WrongAnswer(f"the text of {name} cannot be found; run its cell")
         if text is None or text in [earlier for _, earlier in sources]:
             return
-        if text in user:
+        if f"\n{text}\n" in f"\n{user}\n":
             return  # as that of a variable of the loop that uses it
         if text.startswith(("import ", "from ")):
             imports.append(text)
