@@ -9,6 +9,7 @@ from unittest import mock
 
 import distributed_checkpointing
 import pytest
+from damage import COUNTED
 from test_bad_input import Refusal, schedule_file
 
 from extensions.checkpointing import checkpoint_arguments, checkpoint_folder
@@ -39,7 +40,7 @@ def saved(tmp_path, monkeypatch):
         temporary = checkpoint_folder.begin_writing(folder, "run-0001", step)
         (temporary / "__0_0.distcp").write_bytes(b"tensors")
         files = checkpoint_folder.describe_files(temporary, "__0_")
-        description = {"configuration": configuration, "files": files}
+        description = {**COUNTED, "configuration": configuration, "files": files}
         checkpoint_folder.publish(temporary, folder, "run-0001", step, description, keep=5)
     return folder
 

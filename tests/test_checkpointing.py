@@ -114,12 +114,13 @@ def test_the_losses_are_those_of_one_process_with_the_same_schedule_and_clipping
 
 
 def saved_state(folder):
-    """The newest checkpoint in one dictionary, read by torch alone, without the course's code."""
+    """The newest checkpoint in one dictionary, its tensors read by torch alone."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    path = checkpoint_folder.find_checkpoint(folder / "saved").path
-    dcp_to_torch_save(path, folder / "whole.pt")
-    return torch.load(folder / "whole.pt", weights_only=True)
+    checkpoint = checkpoint_folder.find_checkpoint(folder / "saved")
+    dcp_to_torch_save(checkpoint.path, folder / "whole.pt")
+    plain = {name: checkpoint.description[name] for name in checkpoint_folder.PLAIN}
+    return plain | torch.load(folder / "whole.pt", weights_only=True)
 
 
 def equal(ours, theirs):

@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from damage import COUNTED
 from ranks import run_on_ranks
 from test_bad_input import SCRIPTS, Refusal
 
@@ -360,7 +361,7 @@ def test_a_checkpoint_that_is_saved_is_not_said_to_be_lost_when_an_old_one_stays
         temporary = checkpoint_folder.begin_writing(tmp_path, "run-0001", step)
         (temporary / "__0_0.distcp").write_bytes(b"tensors")
         described = checkpoint_folder.describe_files(temporary, "__0_")
-        description = {"configuration": {}, "files": described}
+        description = {**COUNTED, "configuration": {}, "files": described}
         checkpoint_folder.publish(temporary, tmp_path, "run-0001", step, description, keep=1)
 
     def deny(*arguments, **options):
@@ -387,7 +388,7 @@ def test_many_damaged_checkpoints_are_each_looked_at_once(tmp_path, monkeypatch)
 
 def test_checkpoint_json_says_when_it_was_changed(tmp_path):
     temporary = checkpoint_folder.begin_writing(tmp_path, "run-0001", 1)
-    description = {"configuration": {"--warm-up-steps": 2}, "files": {}}
+    description = {**COUNTED, "configuration": {"--warm-up-steps": 2}, "files": {}}
     checkpoint_folder.publish(temporary, tmp_path, "run-0001", 1, description, keep=1)
     path = checkpoint_folder.find_checkpoint(tmp_path).path / "checkpoint.json"
     path.write_text(path.read_text().replace('"--warm-up-steps": 2', '"--warm-up-steps": 0'))
@@ -682,7 +683,7 @@ def test_a_tokenizer_that_lacks_the_words_of_the_text_is_named(tmp_path):
 @pytest.mark.parametrize("name", ["lock", "latest", "run-0001/step-00000001/checkpoint.json"])
 def test_a_pipe_in_a_folder_of_checkpoints_is_not_waited_for(tmp_path, name):
     temporary = checkpoint_folder.begin_writing(tmp_path, "run-0001", 1)
-    description = {"configuration": {}, "files": {}}
+    description = {**COUNTED, "configuration": {}, "files": {}}
     checkpoint_folder.publish(temporary, tmp_path, "run-0001", 1, description, keep=1)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -698,7 +699,7 @@ def test_a_pipe_in_place_of_an_old_checkpoint_is_not_waited_for_when_it_would_be
     temporary = checkpoint_folder.begin_writing(tmp_path, run.name, 2)
     for name in ("step-00000001", ".writing-step-00000003-abcd"):
         os.mkfifo(run / name)
-    description = {"configuration": {}, "files": {}}
+    description = {**COUNTED, "configuration": {}, "files": {}}
     checkpoint_folder.publish(temporary, tmp_path, run.name, 2, description, keep=1)
     assert "step-00000001 cannot be removed (Not a directory)" in capsys.readouterr().err
     checkpoint_folder.remove_leftovers(tmp_path)

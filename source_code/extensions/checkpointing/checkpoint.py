@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from extensions.checkpointing.checkpoint_folder import (
+    PLAIN,
     CheckpointError,
     begin_writing,
     check_files,
@@ -34,14 +34,12 @@ from extensions.checkpointing.checkpoint_folder import (
     unmark_stopped,
 )
 from extensions.checkpointing.checkpoint_reader import (
-    PlainPlanner,
     PlainReader,
     reason_of,
     reject_other_weights,
 )
 from guard.claims import is_in_place
 from guard.files import sentence_of
-from guard.inputs import is_count
 
 
 @dataclass
@@ -154,8 +152,7 @@ def read_state(job, training, checkpoint, names, group=None):
     reader = PlainReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata
     reject_other_weights(saved, names, checkpoint.path)
-    state = training.state(job)
-    state["optimizer"] = {
+    optimizer = {
         name: room_for(
             saved,
             f"optimizer.{name}.",
@@ -163,26 +160,16 @@ def read_state(job, training, checkpoint, names, group=None):
         )
         for name in training.parameters
     }
-    state["random"] = {}
-    del state["configuration"]  # compared already, in checkpoint.json
+    state = {"model": training.state(job)["model"], "optimizer": optimizer, "random": {}}
     if any(name.startswith(f"random.{random_name(job)}.") for name in saved):
         state["random"] = {
             random_name(job): room_for(saved, f"random.{random_name(job)}.", torch.empty(0))
         }
     try:
-        dcp.load(state, storage_reader=reader, planner=PlainPlanner(), process_group=group)
+        dcp.load(state, storage_reader=reader, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
-    check_counts(state, checkpoint.path)
-    return state
-
-
-def check_counts(state, where):
-    """Raise CheckpointError unless the plain values of a state are those of a training run."""
-    counts = [state["progress"].get("step"), state["progress"].get("batches")]
-    counts.append(state["rate"].get("updates"))
-    if not all(map(is_count, counts)):
-        raise CheckpointError(f"{where} counts steps, batches and updates as {counts}")
+    return state | {name: checkpoint.description[name] for name in PLAIN}
 
 
 def room_for(saved, prefix, like):
@@ -192,9 +179,6 @@ def room_for(saved, prefix, like):
     AdamW's step count is a scalar, and stays on the CPU.
     """
     found = {name[len(prefix) :]: saved[name] for name in saved if name.startswith(prefix)}
-    for kind, entry in found.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"the checkpoint's {prefix}{kind} is not a tensor")
     return {
         kind: torch.empty_like(like, dtype=entry.properties.dtype)
         if entry.size == like.shape
@@ -328,8 +312,8 @@ class Checkpoints:
         temporary = None
         try:
             temporary = self.on_rank_0(self.begin_writing, step)
-            files = self.write_files(state, temporary)
-            description = {"configuration": state["configuration"], "files": files}
+            plain = {name: state.pop(name) for name in PLAIN}
+            description = {**plain, "files": self.write_files(state, temporary)}
             place = self.folder, self.run, step
             path = self.on_rank_0(publish, temporary, *place, description, self.keep)
         except CheckpointError as error:

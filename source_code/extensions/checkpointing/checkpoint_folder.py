@@ -3,8 +3,8 @@
 
     FOLDER/latest                                the newest one's name: run-0001/step-00000020
     FOLDER/run-0001/step-00000020/               whole, because it has this name
-        checkpoint.json                          the run's flags; size and checksum of every file,
-                                                 and a checksum of its own
+        checkpoint.json                          flags, rate and progress of the run; size and
+                                                 checksum of every file, and a checksum of its own
         .metadata  __0_0.distcp  __1_0.distcp    written by torch.distributed.checkpoint
     FOLDER/run-0001/.writing-step-00000030-a1b2  not whole: being written, or left by a crash
 
@@ -36,6 +36,7 @@ from guard.files import replace_file, to_json
 from guard.inputs import MEBIBYTE, InputError, is_count, open_input, read_json, read_text
 
 DESCRIPTION = "checkpoint.json"
+PLAIN = "configuration", "rate", "progress"  # what a training's state has beside tensors
 WRITING, DELETING = ".writing-", ".deleting-"
 LARGEST_DESCRIPTION = 16 * MEBIBYTE
 LONGEST_NAME = 4096  # bytes in the file `latest`
@@ -164,7 +165,7 @@ def look_at(folder, run, step):
         reason = str(error).removeprefix(f"{path} ")
         return checkpoint, (DESCRIPTION, f"has changed since it was written: it {reason}")
     if not is_description(description, step):
-        return checkpoint, (DESCRIPTION, "has changed since it was written")
+        return checkpoint, (DESCRIPTION, "has changed since it was written, or is too old to read")
     for name, (size, _) in description["files"].items():
         try:
             found = os.lstat(checkpoint.path / name)
@@ -182,14 +183,16 @@ def is_description(value, step):
     """Return whether a value from JSON has the form that `publish` writes for that step."""
     if not isinstance(value, dict) or value.get("checksum") != checksum_of_description(value):
         return False
-    files, configuration = value.get("files"), value.get("configuration")
+    if not all(isinstance(value.get(name), dict) for name in ("files", *PLAIN)):
+        return False
+    sizes = [value["configuration"].get(flag, 1) for flag in COUNTS]
+    counts = [value["progress"].get(name) for name in ("step", "batches")]
+    counts += [value["rate"].get("updates"), *sizes]
+    files = value["files"]
     return (
         value.get("step") == step
-        and isinstance(configuration, dict)
-        and all(
-            is_count(configuration.get(flag, 1)) and configuration.get(flag, 1) for flag in COUNTS
-        )
-        and isinstance(files, dict)
+        and all(map(is_count, counts))
+        and all(sizes)
         and all(re.fullmatch(r"\.metadata|__\d+_\d+\.distcp", name) for name in files)
         and all(isinstance(entry, list) and len(entry) == 2 for entry in files.values())
         and all(is_count(number) for entry in files.values() for number in entry)

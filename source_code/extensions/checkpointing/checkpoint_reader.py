@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the files of torch.distributed.checkpoint without running code that they contain.
 
-Torch stores the metadata of a checkpoint, and each value that is not a tensor, as a pickle. This
-reader allows only the classes that the metadata needs, reads the values as torch.load does with
-weights_only, and compares the sizes and file names in the metadata with the files.
+Torch stores the metadata of a checkpoint as a pickle. This reader allows only the classes that the
+metadata needs, compares the sizes and file names in it with the files, and accepts tensors only:
+torch would unpickle every other value.
 """
 
 import pickle
 import traceback
-import zipfile
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _get_layout
 
 from extensions.checkpointing.checkpoint_folder import CheckpointError
 from guard.inputs import MEBIBYTE, InputError, is_count, is_shape, read_bytes
-from guard.unpickling import UNPICKLING_ERRORS, allow, unpickle
+from guard.unpickling import allow, unpickle
 
 METADATA = ".metadata"
 LARGEST_METADATA = 256 * MEBIBYTE
@@ -80,10 +75,9 @@ def check_description(description, sizes):
             path = description.planner_data[name]
             if not all(isinstance(part, str) for part in path) or ".".join(path) != name:
                 raise InputError(f"{name} has another place than its name says")
-            if isinstance(entry, TensorStorageMetadata):
-                check_tensor(name, entry, sum(sizes.values()))
-            elif not isinstance(entry, BytesStorageMetadata):
-                raise InputError(f"{name} is neither a tensor nor a value")
+            if not isinstance(entry, TensorStorageMetadata):
+                raise InputError(f"{name} is not a tensor")
+            check_tensor(name, entry, sum(sizes.values()))
         for index, place in description.storage_data.items():
             end = place.offset + place.length
             inside = is_count(place.offset) and is_count(place.length)
@@ -124,47 +118,8 @@ def reject_other_weights(saved, names, where):
         )
 
 
-class ReadsPlainValues:
-    """A planner's mixin: values that are not tensors are read as torch.load reads weights."""
-
-    def load_bytes(self, read_item, value):
-        check_archive(value, f"{read_item.storage_index.fqn}")
-        plain = torch.load(value, weights_only=True)
-        keys = self.mappings[read_item.dest_index.fqn]
-        target = self.original_state_dict
-        for key in keys[:-1]:
-            target = target.setdefault(key, {})
-        target[keys[-1]] = plain
-
-
-class PlainPlanner(ReadsPlainValues, DefaultLoadPlanner):
-    """Loads the tensors and values that a rank requests."""
-
-
 def reason_of(error):
     """Return in one line the first failure that torch.distributed.checkpoint collected."""
     rank, (failure, _) = min(error.failures.items())
     lines = str(failure).splitlines() or [type(failure).__name__]
     return f"rank {rank}: {lines[0][:500]}"
-
-
-def check_archive(file, name):
-    """Raise InputError unless every entry of a file from torch.save matches its checksum.
-
-    torch.load does not check the checksums, and accepts an entry of any size.
-    """
-    length = file.seek(0, 2)
-    try:
-        with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-            if any(entry.compress_type for entry in entries):
-                raise InputError(f"{name} has compressed parts, which torch.save does not write")
-            if sum(entry.file_size for entry in entries) > length:
-                raise InputError(f"{name} has parts that do not fit into its {length:,} bytes")
-            if damaged := archive.testzip():
-                raise InputError(f"{name} has changed since it was written ({damaged} differs)")
-    except (zipfile.BadZipFile, *UNPICKLING_ERRORS, OSError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{name} cannot be read as what torch.save writes ({error})") from None
-    file.seek(0)

@@ -4,32 +4,21 @@
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from extensions.checkpointing.checkpoint_folder import CheckpointError
-from extensions.checkpointing.checkpoint_reader import (
-    PlainPlanner,
-    PlainReader,
-    ReadsPlainValues,
-    reason_of,
-    reject_other_weights,
-)
-
-
-class WholePlanner(ReadsPlainValues, _EmptyStateDictLoadPlanner):
-    """Loads the whole checkpoint."""
+from extensions.checkpointing.checkpoint_folder import PLAIN, CheckpointError
+from extensions.checkpointing.checkpoint_reader import PlainReader, reason_of, reject_other_weights
 
 
 def read_whole(checkpoint):
     """Return a whole Checkpoint as nested dictionaries, in one process. Raises CheckpointError."""
-    state, reader = {}, PlainReader(checkpoint)
+    state, reader, planner = {}, PlainReader(checkpoint), _EmptyStateDictLoadPlanner()
     reader.read_metadata()  # an older torch would not say why it is rejected
     try:
-        _load_state_dict(state, storage_reader=reader, planner=WholePlanner(), no_dist=True)
+        _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
-    return state
+    return state | {name: checkpoint.description[name] for name in PLAIN}
 
 
 def read_weights(checkpoint, names):
@@ -41,7 +30,7 @@ def read_weights(checkpoint, names):
     weights = {}
     for name in names:
         entry = saved.get(f"model.{name}")
-        if not isinstance(entry, TensorStorageMetadata):
+        if entry is None:
             raise CheckpointError(f"{checkpoint.path} has no weight {name}")
         weights[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     fill_weights(checkpoint, weights, names)
@@ -50,10 +39,10 @@ def read_weights(checkpoint, names):
 
 def fill_weights(checkpoint, weights, names):
     """Fill `weights`, tensors by name, from a Checkpoint, whose model has the `names` and no others."""
-    reader, planner = PlainReader(checkpoint), PlainPlanner()
+    reader = PlainReader(checkpoint)
     # Without this call torch would print a traceback before the sentence.
     reject_other_weights(reader.read_metadata().state_dict_metadata, names, checkpoint.path)
     try:
-        _load_state_dict({"model": weights}, storage_reader=reader, planner=planner, no_dist=True)
+        _load_state_dict({"model": weights}, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
