@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 torch_pipelining_gpt2.py --verify
 
 GPT-2 is cut by torch's tracer. A classifier and a Llama, which the tracer cannot train, are cut by
-hand. Weights are random, drawn from the seed and their names; --pretrained takes those of a folder
-on this machine. Nothing is ever downloaded.
+hand. Weights are random, drawn from the seed and their names. Nothing is ever downloaded; to
+continue a saved model, see finetune.py.
 """
 
 import sys
@@ -16,11 +16,7 @@ from extensions.torch_pipelining.hugging_face.classification import (
     sequence_loss,
     sequences_to_classify,
 )
-from extensions.torch_pipelining.hugging_face.configuration import (
-    MODELS,
-    model_config,
-    take_pretrained,
-)
+from extensions.torch_pipelining.hugging_face.configuration import MODELS, model_config
 from extensions.torch_pipelining.hugging_face.stages import build_own_stage, describe_stages
 from extensions.torch_pipelining.hugging_face.tied_matrix import tie_ends
 from extensions.torch_pipelining.hugging_face.weights import build_whole
@@ -109,8 +105,6 @@ def read_flags():
         help="the library's name of it",
     )
     add("--tied", action="store_true", help="one matrix for embedding and head, as in GPT-2")
-    add("--pretrained", metavar="DIR", help="a local folder with the weights, and a tokenizer")
-    parser.reads.append("--pretrained")
     # GPT-2 itself has 12 layers and width 768.
     parser.set_defaults(layers=12, dim=64, kv_heads=4, optimizer="adamw", learning_rate=0.001)
     attach.add_flags(parser)
@@ -125,8 +119,6 @@ def read_flags():
             f"--tied with --model {arguments.model}: only --model gpt2 ties its matrices"
         )
     arguments.model_config = model_config(arguments)
-    if arguments.pretrained:
-        take_pretrained(arguments)
     return arguments
 
 

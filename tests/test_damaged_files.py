@@ -5,7 +5,6 @@ unchanged or not at all.
 """
 
 import io
-import itertools
 import json
 import resource
 import shutil
@@ -222,31 +221,6 @@ def test_texts(tmp_path):
         return len(text.held_out) >= 9 and int(text.training.max()) < 256
 
     assert all(attack("texts", path, read, (DataError, SystemExit)))
-
-
-def test_configurations(tmp_path):
-    from types import SimpleNamespace
-
-    from extensions.torch_pipelining.hugging_face import configuration
-
-    flags = SimpleNamespace(
-        model="gpt2", layers=2, dim=16, heads=2, kv_heads=2, seq_len=8, pretrained=str(tmp_path),
-        config=SimpleNamespace(vocabulary=256, hidden_dim=32), data=None,
-    )  # fmt: skip
-    saved = configuration.model_config(flags)
-    model = configuration.model_class(flags)(saved)
-    model.save_pretrained(tmp_path / "saved")
-    flags.pretrained = str(tmp_path / "saved")
-
-    calls = itertools.count()
-
-    def read(path):
-        if next(calls) % 10:
-            return configuration.read_configuration(flags, path.parent).num_hidden_layers == 2
-        configuration.take_pretrained(flags)  # with the weights, which takes longer
-        return flags.model_config.num_hidden_layers == 2
-
-    assert all(attack("configurations", tmp_path / "saved" / "config.json", read, SystemExit))
 
 
 # What has checksums: the same to the last bit, or a sentence.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The starting weights of a Hugging Face model: from a checkpoint, or drawn by seed and name."""
+"""The starting weights of a Hugging Face model, drawn by seed and name."""
 
 import zlib
 
@@ -38,9 +38,7 @@ def fill(module, arguments, device):
 
 
 def weight_of(arguments, name, shape):
-    """Return the initial value of a parameter: from the checkpoint, or drawn by seed and name."""
-    if arguments.pretrained:
-        return arguments.weights[name]
+    """Return the initial value of a parameter, drawn by seed and name."""
     if arguments.tied and name == "lm_head.weight":
         name = "transformer.wte.weight"
     if name.endswith("bias"):
