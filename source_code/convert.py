@@ -3,13 +3,11 @@
 
     python source_code/convert.py --from-hf DIR --checkpoints NEW_FOLDER
     python source_code/convert.py --checkpoints FOLDER --to-hf NEW_DIR --tokenizer DIR
-    python source_code/convert.py --checkpoints FOLDER --to-file FILE
 
 The first writes a checkpoint that pretrain_llama.py continues, from a folder with a Llama,
 Mistral, Qwen2 or Qwen3. The second writes the newest checkpoint as a folder that
-AutoModelForCausalLM loads. The third writes all of it as one file of torch.save, which has a state
-dictionary of the whole model under "model". One process does it, with memory for the whole model;
-no weight changes, unless --dtype rounds it.
+AutoModelForCausalLM loads. One process does it, with memory for the whole model; no weight changes,
+unless --dtype rounds it.
 """
 
 import json
@@ -26,9 +24,8 @@ from extensions.checkpointing.checkpoint_folder import (
     CheckpointError,
     check_files,
     find_checkpoint,
-    sync_folder,
 )
-from extensions.checkpointing.whole_checkpoint import read_weights, read_whole
+from extensions.checkpointing.whole_checkpoint import read_weights
 from extensions.inference.saved_model import newest_checkpoint
 from extensions.optimization.learning_rate import ConstantRate
 from extensions.real_models.saved_folder import read_model
@@ -41,9 +38,9 @@ from extensions.real_models.saved_output import (
 from extensions.real_models.saved_part import SavedSettings, fill_part, lay_out
 from extensions.real_models.saved_settings import CONFIG_FILE, SIZE_FLAGS, settings_from
 from guard.around_main import guarded
-from guard.files import not_written, replace_file
+from guard.files import not_written
 from guard.inputs import InputError, parse_json
-from guard.paths import check_file, check_new_folder, check_paths_apart
+from guard.paths import check_new_folder, check_paths_apart
 from pipeline.command_line import Parser, ranks_from_environment
 from pipeline.job import join_job
 from pipeline.model import ModelConfig
@@ -55,9 +52,7 @@ FIRST_RUN = "run-0001"
 @guarded
 def main():
     arguments = read_flags()
-    if arguments.from_hf:
-        return bring_in(arguments)
-    return take_out(arguments) if arguments.to_hf else write_file(arguments)
+    return take_out(arguments) if arguments.from_hf is None else bring_in(arguments)
 
 
 def read_flags():
@@ -66,7 +61,6 @@ def read_flags():
     add("--from-hf", metavar="DIR", help="a saved Llama, Mistral, Qwen2 or Qwen3 of transformers")
     add("--checkpoints", metavar="FOLDER", required=True, help="of pretrain_llama.py")
     add("--to-hf", metavar="DIR", help="write the newest checkpoint there; a new folder")
-    add("--to-file", metavar="FILE", help="write the newest checkpoint as one file of torch.save")
     add("--tokenizer", metavar="DIR", help="the folder whose tokenizer goes into --to-hf")
     add(
         "--dtype", choices=list(DTYPES), help="of the weights in --to-hf, else as in the checkpoint"
@@ -74,26 +68,20 @@ def read_flags():
     arguments = parser.parse_args()
     if ranks_from_environment()[1] > 1:
         raise SystemExit("convert.py is one process; start it with python, and not with torchrun")
-    outputs = {"--from-hf": "checkpoints", "--to-hf": "to_hf", "--to-file": "to_file"}
-    asked = [flag for flag in outputs if getattr(arguments, flag[2:].replace("-", "_")) is not None]
-    if len(asked) != 1:
-        raise SystemExit(
-            "--from-hf brings a model in, and --to-hf or --to-file takes one out; use one of them"
-        )
-    if asked != ["--to-hf"] and (arguments.tokenizer or arguments.dtype):
+    if (arguments.from_hf is None) == (arguments.to_hf is None):
+        raise SystemExit("--from-hf brings a model in, and --to-hf takes one out; use one of them")
+    if arguments.from_hf is not None and (arguments.tokenizer or arguments.dtype):
         raise SystemExit("--tokenizer and --dtype are for --to-hf; leave them out")
     beside = arguments.tokenizer
     if beside and not any(os.path.lexists(os.path.join(beside, name)) for name in BESIDE):
         raise SystemExit(f"--tokenizer {beside} has no tokenizer; name the folder of a model")
-    name = outputs[asked[0]]
-    flag = f"--{name.replace('_', '-')}"
-    read = {"--from-hf": "from_hf", "--checkpoints": "checkpoints", "--tokenizer": "tokenizer"}
-    read.pop(flag, None)
-    check_paths_apart(arguments, {flag: name}, read)
-    if arguments.to_file is None:
+    read = {"--checkpoints": "checkpoints", "--tokenizer": "tokenizer"}
+    written = {"--to-hf": "to_hf"}
+    if arguments.from_hf is not None:
+        read, written = {"--from-hf": "from_hf"}, {"--checkpoints": "checkpoints"}
+    check_paths_apart(arguments, written, read)
+    for flag, name in written.items():
         check_new_folder(flag, getattr(arguments, name))
-    else:
-        check_file(flag, arguments.to_file)
     return arguments
 
 
@@ -129,8 +117,8 @@ def bring_in(arguments):
     return 0
 
 
-def read_newest(folder, read):
-    """Return the newest Checkpoint, whose files all have their checksums, and read() of it.
+def read_newest(folder):
+    """Return the newest Checkpoint, whose files all have their checksums, and read_model_of() it.
 
     A training may save and remove checkpoints there meanwhile. Raises CheckpointError.
     """
@@ -140,40 +128,17 @@ def read_newest(folder, read):
         if checkpoint is None:
             raise SystemExit(f"--checkpoints: there is no checkpoint in {folder}; train first")
         check_files(checkpoint, checkpoint.description["files"])
-        return checkpoint, read(checkpoint)
+        return checkpoint, read_model_of(checkpoint)
 
     return newest_checkpoint(folder, read_checked)
-
-
-def write_file(arguments):
-    """Write the newest checkpoint as one file of torch.save. Returns the exit status."""
-    try:
-        checkpoint, state = read_newest(arguments.checkpoints, read_whole)
-        replace_file(arguments.to_file, lambda partial: save_state(state, partial))
-        sync_folder(os.path.dirname(os.path.realpath(arguments.to_file)))
-    except (CheckpointError, OSError) as error:
-        raise SystemExit(f"--to-file {arguments.to_file}: {error}") from None
-    print(f"{checkpoint.path} is now also in {arguments.to_file}")
-    return 0
-
-
-def save_state(state, path):
-    """Write a state by torch.save, whose error for a full disk has another type."""
-    try:
-        torch.save(state, path)
-    except RuntimeError as error:
-        raise OSError(
-            f"it was not written, as on a full disk ({str(error).splitlines()[0]})"
-        ) from None
 
 
 def take_out(arguments):
     """Write the newest checkpoint as a folder of transformers. Returns the exit status."""
     try:
-        checkpoint, read = read_newest(arguments.checkpoints, read_model_of)
+        checkpoint, (settings, config, part, weights) = read_newest(arguments.checkpoints)
     except CheckpointError as error:
         raise SystemExit(str(error)) from None
-    settings, config, part, weights = read
     for name, layout in part.named_parameters():
         if weights[name].shape != layout.shape:
             raise SystemExit(

@@ -12,8 +12,6 @@ WORDS = (
     b"-1", b"0", b"1e999", b"-0.0", b"1e308", b"NaN", b"-Infinity", b"null", b"true", b"[]", b"{}",
     b'""', b'"\\ud800"', b"4294967296", b"99999999999999999999999", b"9" * 5000, b"0.5", b"\x00",
 )  # fmt: skip
-# What checkpoint.json says of a training after one step, for folders that no training wrote.
-COUNTED = {"rate": {"updates": 1}, "progress": {"step": 1, "batches": 1}}
 
 
 def damaged(content, rng):

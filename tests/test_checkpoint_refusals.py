@@ -9,8 +9,8 @@ from unittest import mock
 
 import distributed_checkpointing
 import pytest
-from damage import COUNTED
 from test_bad_input import Refusal, schedule_file
+from whole_checkpoints import COUNTED
 
 from extensions.checkpointing import checkpoint_arguments, checkpoint_folder
 

@@ -395,33 +395,7 @@ def test_the_rate_warms_up_falls_along_a_cosine_and_stays_at_a_tenth():
     assert shares[4:10] == sorted(shares[4:10], reverse=True)
 
 
-# One file
-
-
-@pytest.mark.parametrize("optimizer", first_of(["adamw", "sgd"], 1))
-def test_one_file_has_the_whole_model_and_its_optimizer(tmp_path, optimizer):
-    train(tmp_path, f"--optimizer {optimizer}", steps=4)
-    file = tmp_path / "model.pt"
-    flags = f"--checkpoints {tmp_path / 'saved'} --to-file {file}"
-    run(f"convert.py {flags}", None, warm=True, show=False)
-    state = torch.load(file)
-    model = build_part(ModelConfig(8, 16, 2, 2, 8), 0, 8)
-    model.load_state_dict(state["model"])
-    assert set(state.get("optimizer", {})) == (
-        set(state["model"]) if optimizer == "adamw" else set()
-    )
-
-
-def test_a_full_disk_is_a_sentence_and_the_old_file_stays(tmp_path, monkeypatch):
-    def save(state, path):
-        raise RuntimeError("[enforce fail] . unexpected pos 64 vs 0\nand a trace")
-
-    file = tmp_path / "model.pt"
-    file.write_text("old")
-    monkeypatch.setattr(convert.torch, "save", save)
-    with pytest.raises(OSError, match=r"full disk .*64 vs 0\)$"):
-        convert.replace_file(file, lambda partial: convert.save_state({}, partial))
-    assert file.read_text() == "old" and os.listdir(tmp_path) == ["model.pt"]
+# Taking a model out
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from damage import INPUTS, damaged, generator, replace
 from further import further
 from saved_models import write_model
 from test_machine_timing import MODEL, text_of_here
+from whole_checkpoints import read_whole
 
 from course import launch, progress
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, check_files
-from extensions.checkpointing.whole_checkpoint import read_whole
 from extensions.pretraining.token_files import load_tokens
 from extensions.pretraining.token_writer import check_folder
 from extensions.pretraining.tokens import load_corpus

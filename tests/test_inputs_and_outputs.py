@@ -15,9 +15,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from damage import COUNTED
 from ranks import run_on_ranks
 from test_bad_input import SCRIPTS, Refusal
+from whole_checkpoints import COUNTED
 
 from broken.pipelines import faults
 from extensions.checkpointing import checkpoint_folder

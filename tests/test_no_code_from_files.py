@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from damage import COUNTED
 from ranks import run_on_ranks
 from torch.distributed.checkpoint.planner import WriteItemType
+from whole_checkpoints import COUNTED, read_whole
 
 from extensions.checkpointing import checkpoint_folder
 from extensions.checkpointing.checkpoint_folder import CheckpointError, find_checkpoint
-from extensions.checkpointing.whole_checkpoint import read_whole
 from guard.around_main import guarded
 from guard.unpickling import UNPICKLING_ERRORS, unpickle
 from pipeline.job import join_job

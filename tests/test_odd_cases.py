@@ -239,7 +239,7 @@ def test_no_rank_is_stuck_in_a_micro_batch_that_is_not_there():
 def test_what_one_process_does_is_not_started_on_two_ranks(monkeypatch, capsys, tmp_path):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    words = "--checkpoints", tmp_path, "--to-file", tmp_path / "file"
+    words = "--checkpoints", tmp_path, "--to-hf", tmp_path / "model"
     assert "convert.py is one process" in rejected(monkeypatch, capsys, "convert", *words)
 
 

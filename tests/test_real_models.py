@@ -358,10 +358,8 @@ def test_what_a_converted_model_does_not_fit_is_rejected_in_one_sentence(folders
         ("convert.py", f"--from-hf {narrow} --checkpoints {tmp_path / 'x'}", "with finetune.py"),
         ("convert.py", f"--checkpoints {model} --to-hf {tmp_path / 'x'}", "no checkpoint in"),
         ("convert.py", f"--checkpoints {saved} --to-hf {saved}/x", "lies in"),
-        ("convert.py", f"--checkpoints {model} --to-file {tmp_path / 'x'}", "no checkpoint in"),
-        ("convert.py", f"--checkpoints {saved} --to-file {saved}/x", "lies in"),
-        ("convert.py", f"--checkpoints {saved} --to-file /proc/file", "--to-file"),
-        ("convert.py", f"--checkpoints {saved} --to-hf {saved}/x --to-file x", "use one of them"),
+        ("convert.py", f"--checkpoints {saved} --to-hf /proc/folder", "--to-hf"),
+        ("convert.py", f"--checkpoints {saved} --to-hf {saved}/x --from-hf x", "use one of them"),
         ("convert.py", f"--checkpoints {saved} --to-hf {tmp_path / 'x'} --dtype 8", "--dtype"),
         (
             "convert.py",

@@ -1,24 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint in one process: all of it, or some weights by their names in the whole model."""
+"""Reads weights of a checkpoint in one process, by their names in the whole model."""
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from extensions.checkpointing.checkpoint_folder import PLAIN, CheckpointError
+from extensions.checkpointing.checkpoint_folder import CheckpointError
 from extensions.checkpointing.checkpoint_reader import PlainReader, reason_of, reject_other_weights
-
-
-def read_whole(checkpoint):
-    """Return a whole Checkpoint as nested dictionaries, in one process. Raises CheckpointError."""
-    state, reader, planner = {}, PlainReader(checkpoint), _EmptyStateDictLoadPlanner()
-    reader.read_metadata()  # an older torch would not say why it is rejected
-    try:
-        _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        raise CheckpointError(f"{checkpoint.path}: {reason_of(error)}") from None
-    return state | {name: checkpoint.description[name] for name in PLAIN}
 
 
 def read_weights(checkpoint, names):
