@@ -5,13 +5,13 @@ from xml.etree import ElementTree
 
 import pytest
 import site_page
+from schedule_map import WHOLE
 
 from course.views.stepping import STYLE
 from lab.curves import CHOSEN, COMPARED
 from lab.drawing import FILL, NUMBER, OUTLINE, TEXT, WHITE_NUMBER, shade_of
 from lab.figures import draw_timelines
 from lab.held_curve import HELD
-from lab.schedule_map import WHOLE
 from lab.simulator import Costs, simulate
 from pipeline.schedules import gpipe
 

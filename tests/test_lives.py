@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from lives import draw_lives, lives_of
 
-from lab.lives import draw_lives, lives_of
 from lab.simulator import Costs, simulate
 from pipeline.schedules import build_schedule
 

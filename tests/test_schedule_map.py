@@ -3,10 +3,10 @@
 import re
 
 import pytest
+from schedule_map import comparable, draw_map, places, same_work
 
 from lab.figures import draw_timelines
 from lab.held_curve import draw_held, fullest_rank, held_over_time
-from lab.schedule_map import comparable, draw_map, places, same_work
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 8), (4, 2)])

@@ -5,6 +5,8 @@ Every picture with a time axis is drawn from a predicted schedule.
 
 from typing import NamedTuple
 
+from lives import draw_lives
+
 from lab.drawing import (
     FILL,
     FONT,
@@ -22,7 +24,6 @@ from lab.drawing import (
     wrap,
 )
 from lab.figures import Picture
-from lab.lives import draw_lives
 from lab.longest_path import bubbles_of
 from lab.simulator import Costs, simulate
 from lab.story import waits_of

@@ -36,11 +36,12 @@ from pygments.lexers import get_lexer_by_name
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "source_code"))
 
+from schedule_map import draw_map  # noqa: E402
+
 from guard.files import new_file_beside, not_written  # noqa: E402
 from guard.inputs import InputError, read_text  # noqa: E402
 from guard.one_sentence import in_one_sentence, naming_files  # noqa: E402
 from guard.printing import keep_running_unheard  # noqa: E402
-from lab.schedule_map import draw_map  # noqa: E402
 from pipeline.command_line import Parser  # noqa: E402
 
 SITE = ROOT / "build" / "site"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
+from schedule_map import same_work
 
 from lab.drawing import FILL
 from lab.held_curve import HELD, fullest_rank, held_over_time
-from lab.schedule_map import same_work
 
 SIZE = 1200, 630  # pixels, which previews expect
 LEFT, WIDTH, ROW, GAP = 60, 880, 30, 5

@@ -6,10 +6,11 @@ enough to be read on a phone.
 
 from html import escape
 
+from schedule_map import comparable, draw_map, same_work
+
 from lab.drawing import FILL, NUMBER, OUTLINE, TEXT, WHITE_NUMBER, shade_of
 from lab.figures import Picture
 from lab.held_curve import HELD, fullest_rank, held_over_time, outline
-from lab.schedule_map import comparable, draw_map, same_work
 
 WIDE = 480  # of a drawing in its own units
 LEFT, RIGHT = 66, 62

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: Apache-2.0
 """Measures how long a rank holds one micro-batch: from its forward to the backward that frees it.
 
 A rank that holds every micro-batch for a time L and starts one in every time T holds L / T

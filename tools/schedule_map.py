@@ -1,9 +1,6 @@
-# SPDX-License-Identifier: Apache-2.0
 """The map of the synchronous schedules: idle share of a step over micro-batches held, a dot for each.
 
-    draw_map(ranks=8, microbatches=32)
-
-as the last line of a notebook's cell. All schedules train the same model on the same batch.
+All schedules train the same model on the same batch.
 """
 
 from lab.drawing import FILL, FONT, OUTLINE, TEXT, draw_text, wrap
