@@ -73,7 +73,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
 
 def test_a_description_that_is_a_command_is_not_run(tmp_path, trace):
     checkpoint = forge(save(tmp_path / "saved", STATE), lambda _: pickle.dumps(Evil(trace)))
-    with pytest.raises(CheckpointError, match="posix.mkdir is none of the classes"):
+    with pytest.raises(CheckpointError, match="posix.mkdir is not one of the classes"):
         read_whole(checkpoint)
 
 
@@ -101,7 +101,7 @@ def exchange_guarded(rank, file):
 @pytest.mark.processes
 def test_a_command_from_another_rank_is_not_run(trace):
     said = run_on_ranks(exchange_guarded, 2, str(trace))
-    assert all("posix.mkdir is none of the classes that are expected" in text for text in said)
+    assert all("posix.mkdir is not one of the classes that are expected" in text for text in said)
 
 
 def exchange_own_class(rank):

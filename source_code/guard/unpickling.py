@@ -55,7 +55,7 @@ class Unpickler(pickle.Unpickler):
         if isinstance(own, type) and issubclass(own, Exception):
             return own
         name = f"{module}.{name}"[:80]
-        raise pickle.UnpicklingError(f"{name} is none of the classes that are expected")
+        raise pickle.UnpicklingError(f"{name} is not one of the classes that are expected")
 
 
 def unpickle(content):

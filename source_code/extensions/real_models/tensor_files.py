@@ -84,7 +84,7 @@ def stored(path, data, name, entry):
     offsets = entry.get("data_offsets")
     if dtype is None:
         known = ", ".join(DTYPE_OF_CODE)
-        raise InputError(f"{path}: the type of {name} is none of {known}")
+        raise InputError(f"{path}: the type of {name} is not one of {known}")
     places = isinstance(offsets, list) and all(map(is_count, offsets))
     if not places or not is_shape(shape):
         raise InputError(f"{path}: the header does not say where {name} lies")
