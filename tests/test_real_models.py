@@ -662,7 +662,7 @@ def test_a_type_that_the_course_does_not_compute_with_is_named(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(2, dtype=torch.int64)}, tmp_path / "file")
-    with pytest.raises(InputError, match="type of a is none of F64"):
+    with pytest.raises(InputError, match="type of a is not one of F64"):
         stored_tensors(tmp_path / "file")
 
 
