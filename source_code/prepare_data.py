@@ -316,6 +316,9 @@ def read_flags():
     add("--out", metavar="FOLDER", help="where the tokens go; a new folder")
     add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")
     arguments = parser.parse_args()
+    for each in parser._actions if arguments.check else []:
+        if each.dest != "check" and getattr(arguments, each.dest, each.default) != each.default:
+            raise SystemExit(f"--check only compares a folder; leave out {each.option_strings[0]}")
     if arguments.dataset and arguments.data:
         raise SystemExit("--dataset and --data both say what to read; use one of them")
     if not arguments.check and not ((arguments.data or arguments.dataset) and arguments.out):
