@@ -63,11 +63,14 @@ def main():
     parser.add_argument("--record", metavar="FOLDER", help="write a flight log")
     parser.add_argument("--repair", metavar="FILE", help="take run_schedule from FILE")
     arguments = parser.parse_args()
-    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if arguments.record == "" or os.path.exists(arguments.record or ""):
         parser.error("argument --record: name a folder that is not there yet")
-    if num_ranks > 2 or (arguments.repair and num_ranks < 2):
+    if ranks not in [("0", "2"), ("1", "2")] + [("0", "1")] * (not arguments.repair):
         parser.error("the model has two stages; start two ranks, or one without --repair")
+    if arguments.repair and not os.path.isfile(arguments.repair):
+        parser.error("argument --repair: name a file with run_schedule")
+    rank, num_ranks = map(int, ranks)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     halves = [FirstHalf(), SecondHalf()]
