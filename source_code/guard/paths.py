@@ -9,9 +9,7 @@ from guard.claims import content_of
 from guard.files import new_file_beside, place_of
 from guard.inputs import memory_of_machine
 
-LONGEST_NAME = (
-    245  # bytes: a file system has names of 255, and an unfinished copy's is longer by 10
-)
+LONGEST_NAME = 245  # bytes: a disk takes 255, and the name of an unfinished copy has 10 more
 
 
 def check_paths(parser, arguments):
