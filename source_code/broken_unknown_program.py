@@ -11,7 +11,6 @@ course it has the three lines of the flight log. Do not read `run_schedule` if y
 import argparse
 import os
 import runpy
-import sys
 from datetime import timedelta
 
 import torch
@@ -63,22 +62,23 @@ def main():
     parser.add_argument("--record", metavar="FOLDER", help="write a flight log")
     parser.add_argument("--repair", metavar="FILE", help="take run_schedule from FILE")
     arguments = parser.parse_args()
-    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if arguments.record == "" or os.path.exists(arguments.record or ""):
         parser.error("argument --record: name a folder that is not there yet")
-    if num_ranks > 2 or (arguments.repair and num_ranks < 2):
+    if (rank, num_ranks) not in [("0", "2"), ("1", "2")] + [("0", "1")] * (not arguments.repair):
         parser.error("the model has two stages; start two ranks, or one without --repair")
+    if arguments.repair and not os.path.isfile(arguments.repair):
+        parser.error("argument --repair: name a file with run_schedule")
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     halves = [FirstHalf(), SecondHalf()]
-    if num_ranks == 1:
+    if num_ranks == "1":
         return train_whole(halves, arguments.record)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     defined = runpy.run_path(arguments.repair) if arguments.repair else globals()
-    train_stage(halves[rank], rank, defined["run_schedule"], arguments.record)
+    train_stage(halves[int(rank)], int(rank), defined["run_schedule"], arguments.record)
     dist.barrier()
     dist.destroy_process_group()
-    return 0
 
 
 def train_stage(half, rank, step_of, folder):
@@ -130,7 +130,6 @@ def train_whole(halves, folder):
             log.end_step()
         optimizer.step()
         print(f"step {step}  loss {sum(losses).item() / MICROBATCHES:.6f}", flush=True)
-    return 0
 
 
 def batch(step):
@@ -148,4 +147,4 @@ def loss_of(scores, targets):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,9 +17,11 @@ from extensions.checkpointing.checkpoint import Training
 from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
+    save_when_due,
     say_if_nothing_is_left,
     status_of_end,
 )
+from extensions.checkpointing.stop_request import StopRequest
 from extensions.data_parallel.reductions import (
     add_reduction_flags,
     build_reduction,
@@ -68,6 +70,7 @@ def main():
     arguments, schedule = read_flags()
     cut = cut_layers(arguments, schedule.num_stages)
     job = start_job(arguments, schedule.pairs)
+    stop_request = StopRequest() if arguments.checkpoints else None
     replicas = form_replicas(job, arguments.replicas)
     reduction = build_reduction(arguments, replicas, schedule)
     parts = build_parts(arguments, job, schedule, cut, reduction)
@@ -80,7 +83,7 @@ def main():
         arguments, schedule.num_stages - 1 in parts and replicas.replica == 0, training.step
     )
 
-    diverged = None
+    stopped = diverged = None
     say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         inputs, targets = microbatches_of_replica(arguments, replicas, step)
@@ -95,17 +98,16 @@ def main():
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        due = training.step % arguments.save_every == 0 or training.step == arguments.steps
-        if checkpoints and due and not diverged:
-            diverged = checkpoints.save(training)
-        if diverged:
+        if not diverged:
+            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if stopped or diverged:
             break
 
     describe_sums(arguments, job, schedule, reduction)
-    status = status_of_end(arguments, job, training, checkpoints, None, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
     reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
-    return log.finish(job.device, reference, not diverged) or status
+    return log.finish(job.device, reference, not (stopped or diverged)) or status
 
 
 def read_flags():

@@ -30,7 +30,7 @@ from guard.inputs import InputError
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_apart, check_file
 from guard.printing import keep_running_unheard
-from pipeline.command_line import Parser, positive_integer, positive_number
+from pipeline.command_line import Parser, check_alone, positive_integer, positive_number
 from planning.bound import lower_bound, memory_bound
 from planning.candidates import check_precision, plans_to_compare, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names
@@ -151,6 +151,7 @@ def parse_arguments():
         help="show forecasts next to published training runs, and exit",
     )
     arguments = parser.parse_args()
+    check_alone(parser, arguments, "published")
     if arguments.model is None and not arguments.published:
         raise SystemExit(f"a model is missing; give {models}")
     if arguments.save and not arguments.this_machine:

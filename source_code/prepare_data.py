@@ -27,7 +27,7 @@ from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
 from guard.printing import keep_running_unheard
-from pipeline.command_line import Parser, positive_integer
+from pipeline.command_line import Parser, check_alone, positive_integer
 from pipeline.data import DataError
 
 PIECE = MEBIBYTE  # letters of text that are encoded at a time
@@ -316,6 +316,7 @@ def read_flags():
     add("--out", metavar="FOLDER", help="where the tokens go; a new folder")
     add("--check", metavar="FOLDER", help="compare a folder with its checksums, and end")
     arguments = parser.parse_args()
+    check_alone(parser, arguments, "check")
     if arguments.dataset and arguments.data:
         raise SystemExit("--dataset and --data both say what to read; use one of them")
     if not arguments.check and not ((arguments.data or arguments.dataset) and arguments.out):

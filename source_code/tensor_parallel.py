@@ -15,9 +15,11 @@ from functools import partial
 from extensions.checkpointing.checkpoint_arguments import (
     check_checkpoint_arguments,
     continue_training,
+    save_when_due,
     say_if_nothing_is_left,
     status_of_end,
 )
+from extensions.checkpointing.stop_request import StopRequest
 from extensions.data_parallel.replica_arguments import add_replica_arguments, check_replicas
 from extensions.data_parallel.replicas import AllReduce, DataParallelWorker, form_replicas
 from extensions.optimization.clipping import clip_gradients
@@ -54,6 +56,7 @@ def main():
     arguments, schedule = read_flags()
     cut = cut_layers(arguments, schedule.num_stages)
     job = start_sharded_job(arguments, schedule)
+    stop_request = StopRequest() if arguments.checkpoints else None
     replicas = form_replicas(job, arguments.replicas)
     mesh = build_mesh(arguments, job)
     group = tensor_group_of(job, mesh, arguments.sequence == "split")
@@ -69,7 +72,7 @@ def main():
     prints = job.rank == schedule.rank_of(schedule.num_stages - 1, 0)
     log = LossLog(arguments, prints, training.step)
 
-    diverged = None
+    stopped = diverged = None
     say_if_nothing_is_left(arguments, job, training)
     for step in range(training.step, arguments.steps):
         batch = arguments.text.batch(step, arguments.batch_size, arguments.seq_len, arguments.seed)
@@ -86,17 +89,16 @@ def main():
             training.optimizer.step()
         training.advance()
         log.add(step, loss)
-        due = training.step % arguments.save_every == 0 or training.step == arguments.steps
-        if checkpoints and due and not diverged:
-            diverged = checkpoints.save(training)
-        if diverged:
+        if not diverged:
+            stopped, diverged = save_when_due(arguments, job, training, checkpoints, stop_request)
+        if stopped or diverged:
             break
 
     describe(arguments, job, schedule, group)
-    status = status_of_end(arguments, job, training, checkpoints, None, diverged)
+    status = status_of_end(arguments, job, training, checkpoints, stopped, diverged)
     job.leave()
     reference = partial(train_one_process, before_update=partial(clip_whole_model, arguments))
-    return log.finish(job.device, reference, not diverged) or status
+    return log.finish(job.device, reference, not (stopped or diverged)) or status
 
 
 def build_stages(arguments, job, schedule, cut, group, loss_function, reduction):

@@ -24,7 +24,8 @@ from ranks import run_on_ranks
 from readers_answers import RIGHT
 
 from course import launch
-from course.building import messages, own_file
+from course.building import messages, on_ranks, own_file
+from course.building.cells import text_of
 from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
@@ -649,6 +650,20 @@ def test_what_fills_a_container_goes_with_it(tmp_path):
     assert sources["steps"] == "steps = {}\nsteps['B'] = backward\nsteps |= {'F': forward}"
 
 
+def test_a_rank_prints_what_a_notebook_would_display(capsys):
+    request = {"functions": ["f"], "imports": [], "sources": [["f", "def f(x):\n    display(x)\n"]]}
+    on_ranks.functions_of(request)[0]("seen")
+    assert capsys.readouterr().out == "seen\n"
+
+
+def test_what_sets_an_attribute_of_a_class_goes_with_it():
+    cells = ["class Room:\n    size = 1\n", "Room.size = 2\nRoom.size += 1\n"]
+    module = SimpleNamespace(_ih=cells)
+    with mock.patch.dict(sys.modules, {"notebook": module}):
+        text = text_of("Room", type("Room", (), {"__module__": "notebook"}), "notebook")
+    assert text.splitlines()[1:] == ["    size = 1", "Room.size = 2", "Room.size += 1"]
+
+
 def test_a_loop_that_fills_a_container_defines_its_own_variable(tmp_path):
     text = SOLUTIONS["gpipe_step"].replace("backward(stage, k, held", "STEPS[0](stage, k, held", 2)
     text = text.replace("def STEPS[0]", "def backward")
@@ -680,6 +695,7 @@ def test_dots_above_code_do_nothing():
     assert holes("def f(x):\n    if x:\n        ...  # room\n        x += 1\n    ...\n") == [5]
     assert holes("def f(x):\n    y = 2\n    ...\n    return y\n") == [3]
     assert holes("def f(x):\n    return x\n    ...\n") == []
+    assert holes("def f(x):\n    if False:\n        ...\n    return x\n") == []
 
 
 def test_an_empty_class_and_an_abstract_method_are_no_stubs():

@@ -4,6 +4,7 @@ Bit for bit on the same cut of the model, to 1e-12 on another, for every optimiz
 """
 
 import functools
+import importlib
 import json
 import os
 import shlex
@@ -420,7 +421,8 @@ def test_flags_that_do_not_fit_the_files_are_rejected_before_a_model_is_laid_out
 
 def stop_rank(rank, flags, victim, number, step):
     """Send this process a signal when its rank has come to `step`."""
-    add = distributed_checkpointing.LossLog.add
+    program = importlib.import_module(flags.partition(".py")[0])
+    add = program.LossLog.add
 
     def add_and_signal(log, at, loss):
         add(log, at, loss)
@@ -428,8 +430,8 @@ def stop_rank(rank, flags, victim, number, step):
             os.kill(os.getpid(), number)
 
     with mock.patch.object(sys, "argv", shlex.split(flags)):
-        with mock.patch.object(distributed_checkpointing.LossLog, "add", add_and_signal):
-            return distributed_checkpointing.main()
+        with mock.patch.object(program.LossLog, "add", add_and_signal):
+            return program.main()
 
 
 @pytest.mark.parametrize("number, victim", first_of([(signal.SIGTERM, 0), (signal.SIGUSR1, 1)], 1))
@@ -446,6 +448,17 @@ def test_a_signal_to_any_rank_lets_the_step_end_saves_and_ends_all_with_75(
     assert sorted(after) == [5, 6, 7, 8] and not marker.exists()
     expected = undisturbed(ranks=2)
     assert after == {step: expected[step] for step in after}
+
+
+@pytest.mark.parametrize(
+    "program", ["pipeline_with_data_parallel.py --replicas 2", "tensor_parallel.py --tensor 2"]
+)
+def test_a_signal_lets_replicas_and_shares_of_a_layer_save_and_end_with_75(tmp_path, program):
+    saved = tmp_path / "saved"
+    flags = f"{program} {SIZES} --device cpu --steps 9 --checkpoints {saved}"
+    assert run_on_ranks(stop_rank, 2, flags, 1, signal.SIGUSR1, 3) == [75, 75]
+    assert (saved / "latest").read_text() == "run-0001/step-00000004\n"
+    assert (saved / "stopped").read_text() == "SIGUSR1 after 4 steps\n"
 
 
 @pytest.mark.further

@@ -260,17 +260,20 @@ def test_a_folder_with_a_log_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "advice"),
+    ("flags", "ranks", "advice"),
     [
-        ("--repair x", "or one without --repair"),  # there is no second rank
-        ("--record=", "--record: name a folder"),
-        ("--record .", "--record: name a folder"),
+        ("--repair x", "1", "or one without --repair"),  # there is no second rank
+        ("--repair x", "2", "--repair: name a file"),
+        ("", "x", "start two ranks"),
+        ("--record=", "1", "--record: name a folder"),
+        ("--record .", "1", "--record: name a folder"),
     ],
 )
 def test_a_flag_that_cannot_be_used_ends_a_program_that_is_not_the_courses(
-    monkeypatch, tmp_path, capsys, flags, advice
+    monkeypatch, tmp_path, capsys, flags, ranks, advice
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
     script = str(launch.SCRIPTS / "broken_unknown_program.py")
     monkeypatch.setattr(sys, "argv", [script, *flags.split()])
     with pytest.raises(SystemExit):

@@ -24,7 +24,7 @@ from extensions.checkpointing import checkpoint_folder
 from guard import ending, files, inputs
 from guard.files import write_output, write_whole
 from guard.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
-from guard.paths import can_be_written
+from guard.paths import LONGEST_NAME, can_be_written, check_file
 from guard.printing import Output
 from lab.simulator import Costs, simulate
 from lab.timeline import to_chrome_trace
@@ -295,6 +295,18 @@ def test_an_output_behind_a_link_is_possible_where_the_link_leads(tmp_path):
     assert possible == {"to a file": True, "to a new file": True, "nowhere": False, "loop": False}
     write_whole(tmp_path / "to a new file", "text")
     assert (tmp_path / "new").read_text() == "text" and (tmp_path / "to a new file").is_symlink()
+
+
+@pytest.mark.parametrize(("name", "advice"), [("-", "./-"), ("x" * 246, "245 bytes")])
+def test_no_output_is_called_as_standard_output_or_has_too_long_a_name(refusal, name, advice):
+    refusal.check("gpipe", "--losses", name, names=advice)
+
+
+def test_an_output_can_have_the_longest_name_that_is_promised(tmp_path):
+    name = str(tmp_path / ("x" * LONGEST_NAME))
+    check_file("--losses", name)
+    write_whole(name, "text")
+    assert Path(name).read_text() == "text"
 
 
 def test_two_names_of_one_file_are_one_path(refusal, tmp_path):

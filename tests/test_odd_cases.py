@@ -165,6 +165,12 @@ def test_what_is_no_notebook_ends_the_process_of_one_notebook_with_a_sentence(
     assert said.startswith(f"--one: {file} ")
 
 
+def test_a_course_without_notebooks_is_told_how_to_get_them_back(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(make_submission, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(make_submission, "read_notebooks", lambda: ([], []))
+    assert "git checkout notebooks" in rejected(monkeypatch, capsys, "make_submission", "02")
+
+
 LONG = ["x" * 5000, "x " * 2500, "x" * 400 + " y" * 2500]
 PROGRAMS = "predict", "wall", "grade_submissions", "make_submission", "write_measurements"
 

@@ -369,6 +369,8 @@ def test_if_nothing_fits_the_answer_says_what_would_have_to_change(capsys):
         ("pretrain_llama.py --plan 8", "unrecognized arguments: --plan 8"),
         ("1b --gpus 0", "--gpus"),
         ("1b --json --why 1", "--why prints a table"),
+        ("1b --published", "MODEL"),
+        ("--published --json", "--json"),
     ],
 )
 def test_bad_input_is_rejected_in_one_sentence(flags, sentence, capsys):

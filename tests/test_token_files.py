@@ -353,6 +353,12 @@ def test_a_flipped_byte_is_found_by_check(make, monkeypatch, capsys):
     assert status == 2 and "held_out" in said and "Traceback" not in said
 
 
+def test_check_takes_no_flag_of_another_task(make, monkeypatch, capsys):
+    folder = make("--data", DEFAULT_TEXT)[2]
+    status, said = prepare(monkeypatch, capsys, ["--check", folder, "--hold-out", "3"])
+    assert status and "--hold-out" in said
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -74,9 +74,9 @@ def main():
     lessons = sorted(NOTEBOOKS.glob("*.ipynb"))
     chosen = [path for path in lessons if not wanted or path.stem.split("_")[0] in wanted]
     if not chosen:
-        sys.exit(
-            f"no lesson {' '.join(wanted)}; there are {' '.join(p.stem.split('_')[0] for p in lessons)}"
-        )
+        there = " ".join(path.stem.split("_")[0] for path in lessons)
+        there = there or "none, get them back with: git checkout notebooks"
+        sys.exit(f"no lesson {' '.join(wanted)}; there are {there}")
     with naming_files():
         write_slides(chosen, lessons)
     return int(bool(not_written))

@@ -101,7 +101,7 @@ def parse_arguments():
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)  # the process of one notebook
     arguments = parser.parse_args()
     known = [lesson_of(path) for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
-    if unknown := set(arguments.lessons) - set(known):
+    if known and (unknown := set(arguments.lessons) - set(known)):
         parser.error(f"{min(unknown)} is not a lesson; the lessons are {' '.join(known)}")
     return arguments
 

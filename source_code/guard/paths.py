@@ -9,6 +9,8 @@ from guard.claims import content_of
 from guard.files import new_file_beside, place_of
 from guard.inputs import memory_of_machine
 
+LONGEST_NAME = 245  # bytes: a disk takes 255, and the name of an unfinished copy has 10 more
+
 
 def check_paths(parser, arguments):
     """Check the values of the flags that a Parser's `reads` and `writes` list, once parsed.
@@ -96,7 +98,11 @@ def check_new_folder(flag, folder):
 
 def check_file(flag, path):
     """Reject a file that cannot be created or replaced."""
-    folder = os.path.dirname(os.path.abspath(path))
+    folder, name = os.path.split(os.path.abspath(path))
+    if path == "-":  # which other programs take for standard output
+        raise SystemExit(f"{flag} - is not standard output here; name a file, as ./- if need be")
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        raise SystemExit(f"{flag}: the file's name has more than {LONGEST_NAME} bytes; shorten it")
     if not os.path.isdir(folder):
         raise SystemExit(f"{flag} {path}: the folder {folder} does not exist; make it first")
     if not can_be_written(path):

@@ -68,6 +68,14 @@ def positive_number(text):
     return value
 
 
+def check_alone(parser, arguments, flag):
+    """Reject what is given beside `--flag`, which is given, too, and would leave it unread."""
+    for each in parser._actions if getattr(arguments, flag) else []:
+        if each.dest != flag and getattr(arguments, each.dest, each.default) != each.default:
+            name = (*each.option_strings, each.metavar)[0]
+            raise SystemExit(f"--{flag} takes no notice of {name}; leave one of them out")
+
+
 def check_same(flag, given, file, has):
     """Reject a number that a flag gives and that is not what a `file` has, which counts."""
     if given not in (None, has):

@@ -129,6 +129,8 @@ def machine_from(text, gpus, name):
             raise InputError(f"{name} has no whole number as '{key}'")
     if further.get("hidden", 0) > 1:
         raise InputError(f"{name} has no fraction of at most 1 as 'hidden'")
+    if values["peak_teraflops"] < values["teraflops"]:  # one of them in another unit
+        raise InputError(f"{name} has a 'peak_teraflops' below its 'teraflops'")
     measured = coefficients_from(text["measured"], name) if "measured" in text else None
     return Machine(
         gpus,

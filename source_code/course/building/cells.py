@@ -27,7 +27,7 @@ def text_of(name, value, module):
     found = None
     for cell in _cells_of(module):
         for text, fills in _definitions(cell, name):
-            if fills and not isinstance(value, CONTAINERS):
+            if fills and not isinstance(value, (*CONTAINERS, type)):
                 continue
             if found and (fills or _uses_itself(text, name)):
                 found += f"\n{text}"
@@ -135,8 +135,11 @@ def _alone(text, node, name):
 
 
 def _is_filled(node, name):
-    """Whether a part of a statement adds something to the container `name`, or sets an element."""
-    if isinstance(node, ast.Subscript):
+    """Whether a part of a statement adds something to the container `name`, or sets an element.
+
+    The attributes of a class count as its elements.
+    """
+    if isinstance(node, (ast.Subscript, ast.Attribute)):
         return isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == name
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.attr in FILLING and getattr(node.func.value, "id", "") == name

@@ -54,7 +54,7 @@ def functions_of(request):
         return []
     module = sys.modules["yours"] = types.ModuleType("yours")  # where a dataclass looks for itself
     names = vars(module)
-    names.update(vars(my_pipeline), __name__="yours")
+    names.update(vars(my_pipeline), __name__="yours", display=print)  # Jupyter has a `display`
     exec("\n".join(request["imports"]), names)
     for name, text in request["sources"]:
         exec(compile(text, f"{YOURS}{name}>", "exec"), names)  # the reader's own program

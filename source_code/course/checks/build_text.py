@@ -179,7 +179,7 @@ def pairs_of(nodes):
 def holes(text):
     """The numbers of the lines that still have a stub's `...`.
 
-    A `...` that was left above code, or that is all that a class has, does not count.
+    A `...` that was left above code or never runs, or that is all that a class has, does not count.
     """
     nodes = list(ast.walk(ast.parse(text)))
     indices = [node.slice for node in nodes if isinstance(node, ast.Subscript)]  # as in x[..., 0]
@@ -208,7 +208,9 @@ def _left(block):
 
 
 def _needs_no_code(node):
-    """Whether `...` is a whole body: that of an empty class or of an abstract method."""
+    """Whether `...` is a whole body: of an empty class, an abstract method or an `if False`."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Constant) and not node.test.value
     decorators = getattr(node, "decorator_list", [])
     names = {getattr(each, "attr", getattr(each, "id", "")) for each in decorators}
     return isinstance(node, ast.ClassDef) or bool(names & {"abstractmethod", "overload"})
