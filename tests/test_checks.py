@@ -339,7 +339,15 @@ def looking_at_the_loss_afterwards(first, second, tokens, targets):
     return received
 
 
-@pytest.mark.parametrize("answer", [with_forward, with_keywords, looking_at_the_loss_afterwards])
+def looking_at_the_scores_first(first, second, tokens, targets):
+    second(first(tokens))
+    return with_forward(first, second, tokens, targets)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [with_forward, with_keywords, looking_at_the_loss_afterwards, looking_at_the_scores_first],
+)
 def test_backward_in_two_pieces_is_right_in_any_style(answer, capsys):
     said = answer_to(lesson_01.backward_in_two_pieces, capsys, answer)
     assert said.startswith("Right: ")
@@ -350,6 +358,30 @@ def in_float32(first, second, tokens, targets):
     received = output.detach().float().double().requires_grad_()
     token_loss(second(received), targets).backward()
     output.backward(received.grad)
+    return received
+
+
+def half_a_stub(first, second, tokens, targets):
+    output = first(tokens)
+    received = ...
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def the_tokens_for_the_second_stage(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(tokens), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def without_a_graph(first, second, tokens, targets):
+    with torch.no_grad():
+        received = first(tokens)
+    received.requires_grad_()
+    token_loss(second(received), targets).backward()
     return received
 
 
@@ -369,6 +401,9 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
+        (half_a_stub, "raised AttributeError: 'ellipsis' object"),
+        (the_tokens_for_the_second_stage, "not implemented for 'Long'"),
+        (without_a_graph, "what detach() or no_grad() makes leads to no weights"),
         (in_float32, "was a tensor rounded to float32 on its way?"),
         (with_two_backwards, "a backward of the loss gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
