@@ -615,7 +615,11 @@ def test_an_array_of_numbers_is_a_cut_too(capsys):
     def list_of_tensors(seconds, num_stages):
         return [torch.tensor(count) for count in cut(seconds, num_stages)]
 
-    assert answer_to(lesson_04b.best_cut, capsys, list_of_tensors).startswith("Right: ")
+    def deque_of_whole_floats(seconds, num_stages):
+        return deque(map(float, cut(seconds, num_stages)))
+
+    for others in (list_of_tensors, deque_of_whole_floats):
+        assert answer_to(lesson_04b.best_cut, capsys, others).startswith("Right: ")
 
     def without_one_layer_per_stage(seconds, num_stages):
         return cut(seconds, num_stages) if num_stages < len(seconds) else [0] * num_stages
@@ -715,7 +719,10 @@ def halved_again_and_again(seconds, num_stages):
         (in_rounded_seconds, "[1.5, 0.25, 1.75, 0.25, 0.5] s in 3 stages: you say"),
         (halved_again_and_again, "[1, 3, 1], and the slowest stage takes 7.0 s; 5.5 s is possible"),
         (lambda seconds, n: len(seconds) // n, "a list with one whole number per stage"),
-        (lambda seconds, n: [len(seconds)], "1 number for 4 stages"),
+        (lambda seconds, n: [len(seconds)], "4 stages: you say [8], 1 number for 4 stages"),
+        (lambda seconds, n: [len(seconds) / n] * n, "of [1, 1, 1, 1, 1, 7] s in 3 stages: you say"),
+        (lambda seconds, n: [len(seconds) / 3] * n, "such as [3, 2, 1], not [2.6666"),
+        (lambda seconds, n: [True] * n, "a list with one whole number per stage"),
     ],
 )
 def test_best_cut_explains(cut, sentence, capsys):
