@@ -190,6 +190,7 @@ WRONG = {
     "training_program": [
         ([("    optimizer.zero_grad()\n", "")], "on 4 ranks the gradients of the step before are"),
         ([("    optimizer.step()\n", "")], "on 4 ranks nothing learns"),
+        ([("PipelineStage(module", "PipelinStage(module")], "name 'PipelinStage' is not defined (on rank"),
         ([("    optimizer.step()\n", "    __import__('os')._exit(0)\n")],
          "ended with exit status 0 and without a report"),
         ([("    if stage.is_last:\n", "    if rank in (0, ranks - 1):\n")],

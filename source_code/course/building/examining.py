@@ -35,6 +35,7 @@ class Rank:
     changed: dict | None = None  # the event of a tensor that changed while it was sent
     raised: dict | None = None
     lost: dict | None = None  # the event of an error caused by the loss of another rank
+    arrived: int = 0  # how many messages it has received and waited for
     joined: list = field(default_factory=list)  # the names of its collectives; "join" is the first
     last: dict | None = None  # its last event
     ended: bool = False  # whether the present step has ended
@@ -90,6 +91,7 @@ class Observed:
         kind, name = event["event"], tuple(event.get("message", ()))
         if kind == "begins":
             what, peer, tag, _ = name
+            event["arrived"] = rank.arrived
             pair = (rank.number, peer) if what == "send" else (peer, rank.number)
             self.begun[(*pair, tag, what)].append(event)
             rank.unwaited[name] = event
@@ -102,6 +104,7 @@ class Observed:
         elif kind == "waited":
             rank.unwaited.pop(name, None)
         elif kind == "goes on":
+            rank.arrived += rank.waits["message"][0] == "receive"
             rank.waits = None
         elif kind == "begins step":
             rank.steps.append([])
