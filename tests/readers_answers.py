@@ -170,6 +170,16 @@ RIGHT = {
                    "to_high(one)")),
         ],
     ),
+    "a class, an object and a function whose attributes are set later": (
+        "there_and_back",
+        [
+            "from types import SimpleNamespace\nclass Peers:\n    pass\nPeers.asks = 0",
+            "settings = SimpleNamespace()\nsettings.size = 3",
+            edited(THERE, ("torch.empty(3)", "torch.empty(settings.size)"),
+                   ("== 0", "== Peers.asks"), ("    return x", "    there_and_back.calls += 1\n"
+                    "    return x\n\nthere_and_back.calls = 0")),
+        ],
+    ),
     "a helper made by a decorator and by a factory": (
         "there_and_back",
         [

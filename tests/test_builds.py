@@ -649,6 +649,16 @@ def test_what_fills_a_container_goes_with_it(tmp_path):
     assert sources["steps"] == "steps = {}\nsteps['B'] = backward\nsteps |= {'F': forward}"
 
 
+def test_the_attributes_that_statements_set_go_along(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace(
+        "held.pop(k)", "held.pop(k - backward.first - Room.size)"
+    )
+    text += "\n\n\nbackward.first = 1\n\n\nclass Room:\n    pass\n\n\nRoom.size = 0\nbackward.first = 0\n"
+    sources = dict(request_of(written(tmp_path, text, "gpipe_step"))["sources"])
+    assert sources["backward"].endswith("\nbackward.first = 1\nbackward.first = 0")
+    assert sources["Room"] == "class Room:\n    pass\n\nRoom.size = 0"
+
+
 def test_a_loop_that_fills_a_container_defines_its_own_variable(tmp_path):
     text = SOLUTIONS["gpipe_step"].replace("backward(stage, k, held", "STEPS[0](stage, k, held", 2)
     text = text.replace("def STEPS[0]", "def backward")
