@@ -514,6 +514,16 @@ WRONG = {
                 "        loss.backward(gradent)"))],
         "NameError: name 'gradent' is not defined",
     ),
+    "a division by zero": (
+        "naive_step",
+        [edited(NAIVE, ("loss = loss_of(y, targets)", "loss = loss_of(y, targets) / (last - rank)"))],
+        "rank 3 runs the backward .* with a gradient that is nan: is something divided by zero",
+    ),
+    "a loop that prints without end": (
+        "naive_step",
+        [edited(NAIVE, ("    y = stage(x)", "    while True:\n        print('step')\n    y = stage(x)"))],
+        "more than 100,000 characters are printed; does a loop print without end",
+    ),
     "a gradient before its wait": (
         "gpipe_step",
         [edited(PIECES, ("irecv(gradient, stage.following).wait()\n    y.backward(gradient)",

@@ -20,6 +20,9 @@ from course.launch import started_ranks
 
 START, LIMIT = 120, 30  # seconds: until the first event, and without any event after it
 LONGEST = 120  # seconds from the first event on
+MOST_PRINTED = (
+    100_000  # characters of all ranks; the reports of a rank come after what it has printed
+)
 SCRIPT = "course/building/on_ranks.py"
 
 
@@ -163,6 +166,9 @@ def _follow(started, observed, show):
         if name == "stdout":
             text, mark, event = line.partition(MARK)  # what the reader prints may end in no newline
             observed.printed += text
+            if len(observed.printed) > MOST_PRINTED:
+                observed.crash = f"more than {MOST_PRINTED:,} characters are printed; does a loop print without end?"
+                return
             if text and show:
                 print(text, end="")
             if mark:
