@@ -349,6 +349,10 @@ WRONG = {
         ([("stash.pop(k)", "newest")], "with other weights than its forward had, at line 11"),
         ([("stash.pop(k)", "stash[k]")], "versions in memory, and 1 is in use there"),
         (
+            [("def pipedream_run(", f"{definition('backward_with')}\n\n\ndef pipedream_run(")],
+            "your cells define backward_with, but the check follows",
+        ),
+        (
             [("        return {\n            name: (weight - rate * gradients[name]).detach()"
               ".requires_grad_()\n            for name, weight in newest.items()\n        }",
               "        for name, weight in newest.items():\n"
