@@ -170,6 +170,16 @@ RIGHT = {
                    "to_high(one)")),
         ],
     ),
+    "a class, an object and a function whose attributes are set later": (
+        "there_and_back",
+        [
+            "from types import SimpleNamespace\nclass Peers:\n    pass\nPeers.asks = 0",
+            "settings = SimpleNamespace()\nsettings.size = 3",
+            edited(THERE, ("torch.empty(3)", "torch.empty(settings.size)"),
+                   ("== 0", "== Peers.asks"), ("    return x", "    there_and_back.calls += 1\n"
+                    "    return x\n\nthere_and_back.calls = 0")),
+        ],
+    ),
     "a helper made by a decorator and by a factory": (
         "there_and_back",
         [
@@ -322,6 +332,12 @@ RIGHT = {
             )
         ],
     ),
+    "a gradient that a hook sends": (
+        "naive_step",
+        [edited(NAIVE, ("requires_grad_()\n", "requires_grad_()\n"
+                        "        x.register_hook(lambda gradient: dist.send(gradient, rank - 1))\n"),
+                ("    if rank > 0:\n        dist.isend(x.grad, rank - 1).wait()\n", ""))],
+    ),
     "the parts of the stage one by one": (
         "naive_step",
         [edited(NAIVE, ("y = stage(x)", "y = x\n    for part in stage:\n        y = part(y)"))],
@@ -401,6 +417,11 @@ RIGHT = {
                 ("gradients = backward_with(stash.pop(k - warm_up),",
                         "old = stash.pop(k - warm_up)\n            gradients = backward_with(old,"))],
     ),
+    "a stash whose functions get names with what they are given": (
+        "pipedream_run",
+        [edited(STASH, ("k, inputs, targets, held))", "k, inputs=inputs, targets=targets, held=held))"),
+                ("k - warm_up, held, sends)", "k - warm_up, held=held, sends=sends)"))],
+    ),
     "a stash that returns a list and a tuple": (
         "pipedream_run",
         [edited(STASH, ("return weights, losses", "return [weights, tuple(losses)]"))],
@@ -430,6 +451,33 @@ WRONG = {
         "there_and_back",
         [edited(THERE, ("return x", "return x.tolist()"))],
         "rank 0 returns something of type list: return the tensor",
+    ),
+    "a double of numbers that have not arrived": (
+        "there_and_back",
+        [edited(THERE, ("        dist.irecv(x, 0).wait()\n        dist.isend(2 * x, 0).wait()",
+                        "        arrives = dist.irecv(x, 0)\n        double = torch.tensor([2.0, 4.0, 6.0])"
+                        "\n        dist.isend(double, 0).wait()\n        arrives.wait()"))],
+        "rank 1 sends at line 10 of there_and_back .* before anything has arrived there",
+    ),
+    "a list that is sent": (
+        "there_and_back",
+        [edited(THERE, ("torch.tensor([1.0, 2.0, 3.0])", "[1.0, 2.0, 3.0]"))],
+        "a send needs a tensor; a list is not one",
+    ),
+    "twice what irecv() returns": (
+        "there_and_back",
+        [edited(THERE, ("        dist.irecv(x, 0).wait()", "        x = dist.irecv(x, 0)\n        x.wait()"))],
+        "'int' and 'Watched'; recv.., irecv.. and wait.. return no tensor",
+    ),
+    "what wait() returns": (
+        "naive_step",
+        [edited(NAIVE, ("        dist.irecv(gradient,", "        gradient = dist.irecv(gradient,"))],
+        "'bool' object is not iterable; recv.., irecv.. and wait.. return no tensor",
+    ),
+    "room of another size": (
+        "naive_step",
+        [edited(NAIVE, ("shape, DIM, dtype", "shape, 2 * DIM, dtype"))],
+        r"rank 0 sends \(2, 8, 16\) in float64 .* rank 1 has made room for \(2, 8, 32\)",
     ),
     "the numbers before the wait": (
         "there_and_back",
@@ -465,6 +513,16 @@ WRONG = {
         [edited(NAIVE, ("        x.requires_grad_()\n", ""), ("        loss.backward()",
                 "        loss.backward(gradent)"))],
         "NameError: name 'gradent' is not defined",
+    ),
+    "a division by zero": (
+        "naive_step",
+        [edited(NAIVE, ("loss = loss_of(y, targets)", "loss = loss_of(y, targets) / (last - rank)"))],
+        "rank 3 runs the backward .* with a gradient that is nan: is something divided by zero",
+    ),
+    "a loop that prints without end": (
+        "naive_step",
+        [edited(NAIVE, ("    y = stage(x)", "    while True:\n        print('step')\n    y = stage(x)"))],
+        "more than 100,000 characters are printed; does a loop print without end",
     ),
     "a gradient before its wait": (
         "gpipe_step",

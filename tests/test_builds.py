@@ -25,7 +25,6 @@ from readers_answers import RIGHT
 
 from course import launch
 from course.building import messages, on_ranks, own_file
-from course.building.cells import text_of
 from course.checks import build_stash
 from course.checks import build_steps as build
 from course.checks.answer import NOT_ATTEMPTED
@@ -350,6 +349,10 @@ WRONG = {
         ([("stash.pop(k)", "newest")], "with other weights than its forward had, at line 11"),
         ([("stash.pop(k)", "stash[k]")], "versions in memory, and 1 is in use there"),
         (
+            [("def pipedream_run(", f"{definition('backward_with')}\n\n\ndef pipedream_run(")],
+            "your cells define backward_with, but the check follows",
+        ),
+        (
             [("        return {\n            name: (weight - rate * gradients[name]).detach()"
               ".requires_grad_()\n            for name, weight in newest.items()\n        }",
               "        for name, weight in newest.items():\n"
@@ -656,12 +659,14 @@ def test_a_rank_prints_what_a_notebook_would_display(capsys):
     assert capsys.readouterr().out == "seen\n"
 
 
-def test_what_sets_an_attribute_of_a_class_goes_with_it():
-    cells = ["class Room:\n    size = 1\n", "Room.size = 2\nRoom.size += 1\n"]
-    module = SimpleNamespace(_ih=cells)
-    with mock.patch.dict(sys.modules, {"notebook": module}):
-        text = text_of("Room", type("Room", (), {"__module__": "notebook"}), "notebook")
-    assert text.splitlines()[1:] == ["    size = 1", "Room.size = 2", "Room.size += 1"]
+def test_the_attributes_that_statements_set_go_along(tmp_path):
+    text = SOLUTIONS["gpipe_step"].replace(
+        "held.pop(k)", "held.pop(k - backward.first - Room.size)"
+    )
+    text += "\n\n\nbackward.first = 1\n\n\nclass Room:\n    pass\n\n\nRoom.size = 0\nbackward.first = 0\n"
+    sources = dict(request_of(written(tmp_path, text, "gpipe_step"))["sources"])
+    assert sources["backward"].endswith("\nbackward.first = 1\nbackward.first = 0")
+    assert sources["Room"] == "class Room:\n    pass\n\nRoom.size = 0"
 
 
 def test_a_loop_that_fills_a_container_defines_its_own_variable(tmp_path):

@@ -155,10 +155,11 @@ WRONG = {
     "recomputing_backward": [
         ([("    if x.is_floating_point():\n        x.requires_grad_()\n", "")],
          "rank 2, backward of micro-batch 0: it returns no gradient of its input"),
+        ([("return x.grad", "x.grad")], "and is its .grad returned?"),
         ([("    return x.grad", "    if gradient is None:\n        return x.grad")],
          "rank 1, backward of micro-batch 0: it returns no gradient of its input"),
         ([("backward(gradient)", "backward()")], "raised RuntimeError: grad can be implicitly"),
-        ([("held.pop(k)", "held[k]")], "its input is still in held afterwards; pop it"),
+        ([("held.pop(k)", "held[k]")], "held still has an entry for it afterwards; pop it"),
         ([("    return x.grad", "    stage(k, x)\n    return x.grad")], "run again more than once"),
         ([("    x = held.pop(k)\n", "    everything = [stage(j, x) for j, x in held.items() if torch.is_grad_enabled()]\n"
            "    x = held.pop(k)\n")], "of insides are there at once"),
@@ -190,6 +191,9 @@ WRONG = {
     "training_program": [
         ([("    optimizer.zero_grad()\n", "")], "on 4 ranks the gradients of the step before are"),
         ([("    optimizer.step()\n", "")], "on 4 ranks nothing learns"),
+        ([("    optimizer.step()", "    if stage.is_last:\n        optimizer.step()")],
+         "so the update after it or the batch of step 1 is different; on every rank the update is plain SGD"),
+        ([("PipelineStage(module", "PipelinStage(module")], "name 'PipelinStage' is not defined (on rank"),
         ([("    optimizer.step()\n", "    __import__('os')._exit(0)\n")],
          "ended with exit status 0 and without a report"),
         ([("    if stage.is_last:\n", "    if rank in (0, ranks - 1):\n")],

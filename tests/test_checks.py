@@ -339,7 +339,15 @@ def looking_at_the_loss_afterwards(first, second, tokens, targets):
     return received
 
 
-@pytest.mark.parametrize("answer", [with_forward, with_keywords, looking_at_the_loss_afterwards])
+def looking_at_the_scores_first(first, second, tokens, targets):
+    second(first(tokens))
+    return with_forward(first, second, tokens, targets)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [with_forward, with_keywords, looking_at_the_loss_afterwards, looking_at_the_scores_first],
+)
 def test_backward_in_two_pieces_is_right_in_any_style(answer, capsys):
     said = answer_to(lesson_01.backward_in_two_pieces, capsys, answer)
     assert said.startswith("Right: ")
@@ -350,6 +358,30 @@ def in_float32(first, second, tokens, targets):
     received = output.detach().float().double().requires_grad_()
     token_loss(second(received), targets).backward()
     output.backward(received.grad)
+    return received
+
+
+def half_a_stub(first, second, tokens, targets):
+    output = first(tokens)
+    received = ...
+    token_loss(second(received), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def the_tokens_for_the_second_stage(first, second, tokens, targets):
+    output = first(tokens)
+    received = output.detach().requires_grad_()
+    token_loss(second(tokens), targets).backward()
+    output.backward(received.grad)
+    return received
+
+
+def without_a_graph(first, second, tokens, targets):
+    with torch.no_grad():
+        received = first(tokens)
+    received.requires_grad_()
+    token_loss(second(received), targets).backward()
     return received
 
 
@@ -369,6 +401,9 @@ def without_backward(first, second, tokens, targets):
         (without_cutting, "detach() what is sent"),
         (with_another_gradient, "must go on from the gradient that came back"),
         (without_backward, "run the backward of the loss"),
+        (half_a_stub, "raised AttributeError: 'ellipsis' object"),
+        (the_tokens_for_the_second_stage, "not implemented for 'Long'"),
+        (without_a_graph, "what detach() or no_grad() makes leads to no weights"),
         (in_float32, "was a tensor rounded to float32 on its way?"),
         (with_two_backwards, "a backward of the loss gives it, one only"),
         (without_a_gradient, "output.backward(received.grad)"),
@@ -580,7 +615,11 @@ def test_an_array_of_numbers_is_a_cut_too(capsys):
     def list_of_tensors(seconds, num_stages):
         return [torch.tensor(count) for count in cut(seconds, num_stages)]
 
-    assert answer_to(lesson_04b.best_cut, capsys, list_of_tensors).startswith("Right: ")
+    def deque_of_whole_floats(seconds, num_stages):
+        return deque(map(float, cut(seconds, num_stages)))
+
+    for others in (list_of_tensors, deque_of_whole_floats):
+        assert answer_to(lesson_04b.best_cut, capsys, others).startswith("Right: ")
 
     def without_one_layer_per_stage(seconds, num_stages):
         return cut(seconds, num_stages) if num_stages < len(seconds) else [0] * num_stages
@@ -680,7 +719,10 @@ def halved_again_and_again(seconds, num_stages):
         (in_rounded_seconds, "[1.5, 0.25, 1.75, 0.25, 0.5] s in 3 stages: you say"),
         (halved_again_and_again, "[1, 3, 1], and the slowest stage takes 7.0 s; 5.5 s is possible"),
         (lambda seconds, n: len(seconds) // n, "a list with one whole number per stage"),
-        (lambda seconds, n: [len(seconds)], "1 number for 4 stages"),
+        (lambda seconds, n: [len(seconds)], "4 stages: you say [8], 1 number for 4 stages"),
+        (lambda seconds, n: [len(seconds) / n] * n, "of [1, 1, 1, 1, 1, 7] s in 3 stages: you say"),
+        (lambda seconds, n: [len(seconds) / 3] * n, "such as [3, 2, 1], not [2.6666"),
+        (lambda seconds, n: [True] * n, "a list with one whole number per stage"),
     ],
 )
 def test_best_cut_explains(cut, sentence, capsys):

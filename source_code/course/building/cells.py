@@ -19,20 +19,21 @@ NOT_RUN = ("writefile", "file")  # cell magics that do not run the text below th
 
 def text_of(name, value, module):
     """The text that defines `name` in a module, which can be a notebook; None if there is none."""
+    own = None
     if _has_own_text(name, value):
         try:
-            return textwrap.dedent(inspect.getsource(value))
+            own = textwrap.dedent(inspect.getsource(value))
         except (OSError, TypeError):
             pass  # Python finds no class of a cell, and no function below %%time
-    found = None
+    if own and not vars(value):
+        return own
+    found = own
     for cell in _cells_of(module):
-        for text, fills in _definitions(cell, name):
-            if fills and not isinstance(value, (*CONTAINERS, type)):
-                continue
+        for text, fills in _definitions(cell, name, isinstance(value, CONTAINERS)):
             if found and (fills or _uses_itself(text, name)):
                 found += f"\n{text}"
             elif not fills:
-                found = text  # the last one counts
+                found = own or text  # the last one counts
     return found
 
 
@@ -94,10 +95,10 @@ def _cells_of(module):
     return [read_source(Path(file))] if file else getattr(module, "_ih", [])
 
 
-def _definitions(text, name):
+def _definitions(text, name, is_container):
     """(statement, False) for those in `text`, outside functions and classes, that define `name`.
 
-    (statement, True) stands for one that adds something to the container of that name.
+    (statement, True) stands for one that sets an attribute of it, or adds something to a container.
     """
     try:
         statements = ast.parse(text).body
@@ -105,7 +106,7 @@ def _definitions(text, name):
         return  # a cell that Python rejected
     for node in statements:
         if below := _below_magic(node):
-            yield from _definitions(below, name)
+            yield from _definitions(below, name, is_container)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             first = min(each.lineno for each in [node, *node.decorator_list])
             yield "\n".join(text.splitlines()[first - 1 : node.end_lineno]), False
@@ -117,7 +118,7 @@ def _definitions(text, name):
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, *BLOCKS)):
             names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
             stored = any(each.id == name and isinstance(each.ctx, ast.Store) for each in names)
-            fills = any(_is_filled(each, name) for each in ast.walk(node))
+            fills = any(_is_filled(each, name, is_container) for each in ast.walk(node))
             if stored or fills:
                 added = fills or isinstance(node, ast.AugAssign)
                 yield _alone(text, node, name), added
@@ -134,14 +135,11 @@ def _alone(text, node, name):
     return ast.get_source_segment(text, node)
 
 
-def _is_filled(node, name):
-    """Whether a part of a statement adds something to the container `name`, or sets an element.
-
-    The attributes of a class count as its elements.
-    """
-    if isinstance(node, (ast.Subscript, ast.Attribute)):
+def _is_filled(node, name, is_container):
+    """Whether a part of a statement sets an attribute of `name`, or adds an element to a container."""
+    if isinstance(node, ast.Attribute) or (isinstance(node, ast.Subscript) and is_container):
         return isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == name
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_container:
         return node.func.attr in FILLING and getattr(node.func.value, "id", "") == name
     return False
 

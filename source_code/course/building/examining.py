@@ -20,6 +20,9 @@ from course.launch import started_ranks
 
 START, LIMIT = 120, 30  # seconds: until the first event, and without any event after it
 LONGEST = 120  # seconds from the first event on
+MOST_PRINTED = (
+    100_000  # characters of all ranks; the reports of a rank come after what it has printed
+)
 SCRIPT = "course/building/on_ranks.py"
 
 
@@ -35,6 +38,7 @@ class Rank:
     changed: dict | None = None  # the event of a tensor that changed while it was sent
     raised: dict | None = None
     lost: dict | None = None  # the event of an error caused by the loss of another rank
+    arrived: int = 0  # how many messages it has received and waited for
     joined: list = field(default_factory=list)  # the names of its collectives; "join" is the first
     last: dict | None = None  # its last event
     ended: bool = False  # whether the present step has ended
@@ -90,6 +94,7 @@ class Observed:
         kind, name = event["event"], tuple(event.get("message", ()))
         if kind == "begins":
             what, peer, tag, _ = name
+            event["arrived"] = rank.arrived
             pair = (rank.number, peer) if what == "send" else (peer, rank.number)
             self.begun[(*pair, tag, what)].append(event)
             rank.unwaited[name] = event
@@ -102,6 +107,7 @@ class Observed:
         elif kind == "waited":
             rank.unwaited.pop(name, None)
         elif kind == "goes on":
+            rank.arrived += rank.waits["message"][0] == "receive"
             rank.waits = None
         elif kind == "begins step":
             rank.steps.append([])
@@ -160,6 +166,9 @@ def _follow(started, observed, show):
         if name == "stdout":
             text, mark, event = line.partition(MARK)  # what the reader prints may end in no newline
             observed.printed += text
+            if len(observed.printed) > MOST_PRINTED:
+                observed.crash = f"more than {MOST_PRINTED:,} characters are printed; does a loop print without end?"
+                return
             if text and show:
                 print(text, end="")
             if mark:

@@ -205,7 +205,7 @@ def watch_messages(strict=False):
     instead = {
         "isend": isend,
         "irecv": irecv,
-        "send": lambda *arguments, **more: isend(*arguments, **more).wait(),
+        "send": lambda *arguments, **more: isend(*arguments, **more).wait() and None,
         "recv": recv,
         "init_process_group": join,
         "destroy_process_group": leave,

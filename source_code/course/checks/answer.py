@@ -199,6 +199,15 @@ def in_a_list(value):
     return list(value)
 
 
+def whole_numbers_in(value):
+    """The list of int that a container has, also one of whole floats. Raises TypeError for others."""
+    values = [number_in(each) for each in in_a_list(value)]
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, numbers.Real) or each % 1:
+            raise TypeError(f"{each!r} is not a whole number")
+    return list(map(int, values))
+
+
 def many(count, thing):
     """A count with its noun: "1 rank", "4 ranks", "1 micro-batch", "8 micro-batches"."""
     plural = "es" if thing.endswith("ch") else "s"

@@ -34,7 +34,7 @@ def wrong_gradient(seen):
         if of == "missing":
             return (
                 "it returns no gradient of its input, which the rank before waits for; does the "
-                "input ask for one, and is it what the second forward was run on?"
+                "input ask for one, is it what the second forward was run on, and is its .grad returned?"
             )
         if of == "right" and factor == 0:
             return "the weights have no gradient; was there a backward through the second forward?"
@@ -66,7 +66,7 @@ def wrong_bytes(seen):
             "afterwards; what still refers to its output?"
         )
     if k in seen["held"]:
-        return "the gradients are right, but its input is still in held afterwards; pop it"
+        return "the gradients are right, but held still has an entry for it afterwards; pop it"
     if len(seen["inputs"]) > 1:
         first, *_, last = seen["inputs"]
         return (

@@ -96,7 +96,7 @@ class Versions:
         close = (made - factor * wanted).abs().max() <= 1e-9
         return None, round(factor, 6) if close else None
 
-    def forward_with(self, weights, stage, k, *more):
+    def forward_with(self, weights, stage, k, *more, **named):
         """Replaces stash.forward_with."""
         version, factor = self.number_of(weights)
         # Mini-batches under way whose forward had the same version, in other memory.
@@ -113,9 +113,9 @@ class Versions:
         found = {"version": version, "factor": factor, "copies": copies}
         found |= self.memory(weights, stage)
         tell("forward", kind="F", **found, stage=dist.get_rank(), k=k)
-        return self.forward(weights, stage, k, *more)
+        return self.forward(weights, stage, k, *more, **named)
 
-    def backward_with(self, weights, stage, k, *more):
+    def backward_with(self, weights, stage, k, *more, **named):
         """Replaces stash.backward_with."""
         found = self.memory(weights, stage)
         if k == len(self.known) - 2:  # the last one: to go through all objects takes long
@@ -126,7 +126,7 @@ class Versions:
         del used, copy
         found |= {"same": same, "kept": kept}
         tell("backward", kind="B", **found, stage=dist.get_rank(), k=k, of=k)
-        return self.backward(weights, stage, k, *more)
+        return self.backward(weights, stage, k, *more, **named)
 
     def memory(self, weights, stage):
         """How many versions are alive, and whether `weights` have a history that keeps others alive.

@@ -90,8 +90,8 @@ def there_and_back(function):
     program = "course.checks.build_steps_on_ranks.run_there_and_back"
     request = request_of(function, program=program)
     observed = examine(request, 2)
-    complaint = Words(observed, request).transport()
-    if complaint:
+    words = Words(observed, request)
+    if complaint := words.transport():
         return complaint
     results = [rank.reports[0] for rank in observed.ranks]
     for rank, (result, wanted) in enumerate(zip(results, [[2.0, 4.0, 6.0], [1.0, 2.0, 3.0]])):
@@ -109,6 +109,13 @@ def there_and_back(function):
     others = [set(rank.joined) <= {"join", "barrier"} for rank in observed.ranks]  # no broadcast
     if len(observed.begun) < 4 and any(others):
         return "the numbers are right, but they did not travel: each rank sends and receives once"
+    begun = observed.begun.items()
+    back = sum((events for (rank, *_, what), events in begun if (rank, what) == (1, "send")), [])
+    if back and not any(event["arrived"] for event in back):
+        return (
+            f"rank 1 sends at {words.at(back[-1]['at'])} before anything has arrived there: it sends "
+            "back what it has received, doubled"
+        )
     if not all(result["left"] for result in results):
         return "everything has arrived; at the end each rank leaves: dist.destroy_process_group()"
 

@@ -9,18 +9,19 @@ from course.checks.answer import many
 from course.checks.build_text import zero_as_none
 
 # The end of an error message of Python or torch as it is shown, and what it means.
+NO_TENSOR = "recv(), irecv() and wait() return no tensor, the numbers are in the one that the receive was given"
 HINTS = {
-    "is not defined": (
-        "each rank gets the functions, classes, imports and assignments of your cells that the "
-        "function uses, and nothing else"
-    ),
     "a send needs a tensor, not None": (
         "a received tensor has a .grad only after the backward, and only if requires_grad_() was "
         "called on it"
     ),
-    "a send needs a tensor": (
-        "irecv() and wait() return no tensor, the numbers are in the one that irecv() was given"
-    ),
+    "a send needs a tensor": f"a list is not one, and {NO_TENSOR}",
+    "'Watched'": NO_TENSOR,
+    **{
+        f"{kind}' object {what}": NO_TENSOR
+        for kind in ("'bool", "'int", "c10d.Work")
+        for what in ("is not iterable", "has no attribute 'requires_grad_'")
+    },
     "does not require grad": (
         "call requires_grad_() on a new tensor whose gradient is needed; and what a forward under "
         "no_grad makes has no backward"
@@ -31,10 +32,16 @@ HINTS = {
         "take each handle out of the list when you wait for it"
     ),
 }
+CELL_HINTS = HINTS | {
+    "is not defined": (
+        "each rank gets the functions, classes, imports and assignments of your cells that the "
+        "function uses, and nothing else"
+    ),
+}
 PER_MICROBATCH = (
     "inputs and targets have one element per micro-batch, and inputs[k] is that of micro-batch k"
 )
-STEP_HINTS = HINTS | {
+STEP_HINTS = CELL_HINTS | {
     "grad can be implicitly created only for scalar outputs": (
         "a stage before the last gives backward() the gradient that it has received"
     ),
@@ -59,6 +66,7 @@ class TransportWords:
         self.observed, self.ranks, self.rows = observed, observed.ranks, rows
         self.sources = {name: text.splitlines() for name, text in request["sources"]}
         self.counts = request.get("microbatches", [])
+        self.is_program = not request.get("functions", True)  # not functions of a cell
         self.chunks = request.get("chunks", 1)
         self.frees = request.get(
             "frees", False
@@ -75,9 +83,9 @@ class TransportWords:
     def transport(self):
         """What kept the ranks from reaching the end, or an error with messages; or None."""
         complaint = (
-            self._raised()
+            self._shapes()
+            or self._raised()
             or self._changed()
-            or self._shapes()
             or (self._stuck() if self.observed.stuck else None)
             or (f"the ranks did not finish: {self.observed.crash}" if self.observed.crash else None)
             or (self._silent() if self.observed.silent else None)
@@ -131,7 +139,8 @@ class TransportWords:
         if said == "tuple index out of range" and rank.steps and self.counts:
             count = self.counts[len(rank.steps) - 1]
             return f"{said}; this step has {many(count, 'micro-batch')}, counted from 0"
-        for part, hint in (STEP_HINTS if self.counts else HINTS).items():
+        hints = HINTS if self.is_program else STEP_HINTS if self.counts else CELL_HINTS
+        for part, hint in hints.items():
             if part in said:
                 return f"{said[: said.index(part) + len(part)]}; {hint}"
         return shorten(said, 140, placeholder=" ...")
@@ -264,7 +273,7 @@ class TransportWords:
                     )
                 return (
                     f"rank {rank.number} never waits for what it sends at {self.at(event['at'])}: "
-                    "keep the handle that is returned, and wait for it before the step ends, or the "
+                    "keep the handle that is returned, and wait for it before the end, or the "
                     "tensor may be gone before it is sent"
                 )
 

@@ -84,10 +84,12 @@ class Words(TransportWords):
         for rank, done in reversed([*enumerate(events)]):
             for event in done:
                 if event.get("empty"):
+                    why = "has not arrived: wait() for its receive first"
+                    if event["stage"] == len(self.ranks) * self.chunks - 1:  # which receives none
+                        why = "is nan: is something divided by zero?"
                     return (
                         f"rank {rank} runs the backward of micro-batch {event['k']} at "
-                        f"{self.at(event['at'])} with a gradient that has not arrived: wait() for "
-                        "its receive first"
+                        f"{self.at(event['at'])} with a gradient that {why}"
                     )
         for rank, done in enumerate(events):
             for event in done:

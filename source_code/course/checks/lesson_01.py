@@ -15,8 +15,8 @@ NOT_CUT = (
 )
 NONE_OF_THE_FIRST = (
     "the first stage has no gradients: hand the gradient of the activation back to the very tensor "
-    "that first(tokens) returned, output.backward(gradient); what detach() makes leads to no weights, "
-    "and detach_() cuts the output itself"
+    "that first(tokens) returned, output.backward(gradient); what detach() or no_grad() makes leads "
+    "to no weights, and detach_() cuts the output itself"
 )
 NO_GRADIENT = (
     "the backward of the first stage got no gradient: after the backward of the loss, hand the one "
@@ -24,7 +24,7 @@ NO_GRADIENT = (
 )
 
 
-@checked("both stages have the gradients of the whole model, and only one tensor crossed the cut.")
+@checked("both stages have the gradients of the whole model, and no graph crossed the cut.")
 def backward_in_two_pieces(gradients_by_hand):
     """Check `gradients_by_hand(first, second, tokens, targets)`, which gives both stages gradients.
 
@@ -47,7 +47,7 @@ def backward_in_two_pieces(gradients_by_hand):
         if not re.search("raised (NameError|UnboundLocalError)", str(error)):
             if received and not any(asked for _, asked in received):
                 return DOES_NOT_ASK
-            if any(asked and not tensor.is_leaf for tensor, asked in received):
+            if was_not_cut(received):
                 return NOT_CUT
         if "grad can be implicitly created" in str(error):
             return NO_GRADIENT
@@ -81,8 +81,11 @@ def watch(stage):
 
     def watched(*arguments, **more):
         tensor = next(iter([*arguments, *more.values()]), None)
-        if torch.is_grad_enabled():  # what is only looked at crosses no cut
-            received.append((tensor, getattr(tensor, "requires_grad", False)))
+        is_activation = torch.is_tensor(tensor) and tensor.is_floating_point()
+        if is_activation and torch.is_grad_enabled():  # what is only looked at crosses no cut
+            received.append((tensor, tensor.requires_grad))
+            if tensor.requires_grad:
+                tensor.retain_grad()  # of an output of the first stage, to see a backward into it
         return forward(*arguments, **more)
 
     stage.forward = watched
@@ -101,8 +104,13 @@ def complaint_of_cut(received, crossed):
         )
     if not any(asks):
         return DOES_NOT_ASK
-    if any(asked and not tensor.is_leaf for tensor, asked in received):
+    if was_not_cut(received):
         return NOT_CUT
+
+
+def was_not_cut(received):
+    """Whether a backward went on from the second stage into what the first stage made."""
+    return any(not tensor.is_leaf and tensor.grad is not None for tensor, _ in received)
 
 
 def complaint_of_missing(first, second, crossed):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of lesson 04b: the cut with the shortest slowest stage, and the stages of spare ranks."""
 
-import numbers
 from itertools import accumulate, combinations
 
-from course.checks.answer import WrongAnswer, call, checked, many, number_in
+from course.checks.answer import WrongAnswer, call, checked, many, whole_numbers_in
 
 
 @checked("your slowest stage is as fast as that of the best of all cuts.")
@@ -26,8 +25,9 @@ def best_cut(cut):
         ([6, 7, 3, 1, 1, 5, 9, 9, 5, 3], 4),
         ([1.5, 0.25, 1.75, 0.25, 0.5], 3),  # not to be rounded
     ):
-        counts = _counts(call(cut, list(seconds), num_stages), num_stages)
-        case = f"layers of {seconds} s in {num_stages} stages: you say {counts}"
+        case = f"layers of {seconds} s in {num_stages} stages"
+        counts = _counts(call(cut, list(seconds), num_stages), num_stages, case)
+        case += f": you say {counts}"
         if sum(counts) != len(seconds):
             return f"{case}, which are {sum(counts)} layers of {len(seconds)}"
         if min(counts) < 1:
@@ -46,22 +46,17 @@ def best_cut(cut):
         return told
 
 
-def _counts(answer, length):
-    if hasattr(answer, "tolist"):
-        answer = answer.tolist()  # of numpy or torch
-    if isinstance(answer, (list, tuple)):
-        answer = list(map(number_in, answer))
-    if not isinstance(answer, (list, tuple)) or not all(map(_is_whole, answer)):
+def _counts(answer, length, case):
+    try:
+        counts = whole_numbers_in(answer)
+    except TypeError:
         raise WrongAnswer(
             f"return a list with one whole number per stage, such as [3, 2, 1], not {answer!r:.60}"
-        )
-    if len(answer) != length:
-        raise WrongAnswer(f"you return {many(len(answer), 'number')} for {length} stages")
-    return [int(count) for count in answer]
-
-
-def _is_whole(value):
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        ) from None
+    if len(counts) != length:
+        numbers = many(len(counts), "number")
+        raise WrongAnswer(f"{case}: you say {counts}, {numbers} for {length} stages")
+    return counts
 
 
 def _seconds_of(seconds, counts):
@@ -103,8 +98,9 @@ def spare_ranks(ranks):
         ([30, 20, 90], 9),
         ([2, 5, 4], 6),  # the seconds per rank are not to be rounded
     ):
-        counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds))
-        case = f"stages of {seconds} s on {num_ranks} ranks: you say {counts}"
+        case = f"stages of {seconds} s on {num_ranks} ranks"
+        counts = _counts(call(ranks, list(seconds), num_ranks), len(seconds), case)
+        case += f": you say {counts}"
         if min(counts) < 1:
             return f"{case}; each stage needs a rank"
         if sum(counts) != num_ranks:

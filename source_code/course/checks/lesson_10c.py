@@ -3,7 +3,7 @@
 
 import math
 
-from course.checks.answer import call, checked, close
+from course.checks.answer import call, checked, close, whole_numbers_in
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
@@ -126,23 +126,14 @@ def best_of(layers, head, stages):
     return best
 
 
-def whole_numbers_of(cut):
-    """`cut` as a list of int, whichever sequence or whole numbers it is made of; else None."""
-    try:
-        cut = [number.item() if hasattr(number, "item") else number for number in cut]
-        return [int(number) for number in cut] if all(n == int(n) for n in cut) else None
-    except (TypeError, ValueError):
-        return None
-
-
 @checked("no cut has a faster slowest stage.")
 def cut_by_cost(function):
     """Check `function(layers, head, stages)`: the layers of each stage; the head is on the last."""
     for layers, head, stages in CASES:
         case = f"{layers} layers, a head of {head}, {stages} stages"
-        cut = call(function, layers, head, stages)
-        cut = whole_numbers_of(cut)
-        if cut is None:
+        try:
+            cut = whole_numbers_in(call(function, layers, head, stages))
+        except TypeError:
             return f"{case}: return a list with the number of layers of each stage"
         if len(cut) != stages:
             return f"{case}: {list(cut)} has {len(cut)} stages"

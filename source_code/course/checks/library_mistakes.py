@@ -71,7 +71,7 @@ def mistake_in(found, num_ranks, clipped):
     clip = f", after the gradients of all ranks were clipped to {LARGEST}" if clipped else ""
     return (
         f"{case}: step {step - 1} is right, so the update after it or the batch of step {step} is "
-        f"different; the update is plain SGD with a learning rate of {RATE}{clip}"
+        f"different; on every rank the update is plain SGD with a learning rate of {RATE}{clip}"
     )
 
 
