@@ -16,7 +16,7 @@ from guard.one_sentence import in_one_sentence
 from guard.paths import check_file
 from guard.printing import keep_running_unheard
 from guard.sizes import check_duration, check_memory
-from pipeline.command_line import Parser, positive_integer, positive_number
+from pipeline.command_line import Parser, check_alone, positive_integer, positive_number
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
 from pipeline.training import DTYPES, complete_arguments
@@ -92,10 +92,7 @@ def parse_arguments():
         )
     if arguments.save:
         check_file("--save", arguments.save)
-    for name in OF_MODEL if arguments.profile else []:
-        if getattr(arguments, name) != parser.get_default(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise SystemExit(f"{flag} is not for --profile, which has its own; leave it out")
+    check_alone(parser, arguments, "profile", OF_MODEL)
     if arguments.profile is None:
         parser.checks += [check_plan_size, check_memory_of_a_layer, check_time_of_all]
         complete_arguments(parser, arguments, read_data=lambda _: None)

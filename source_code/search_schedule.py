@@ -23,7 +23,7 @@ from lab.known_schedules import TITLES
 from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing, costs_in
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, check_same, positive_integer, positive_number
+from pipeline.command_line import Parser, check_alone, check_same, positive_integer, positive_number
 from pipeline.schedules.from_flags import by_name
 from pipeline.schedules.text_form import to_csv
 from planning.bounded_search import Question, search
@@ -32,6 +32,7 @@ PLACEMENTS = {
     "loop": lambda stage, ranks: stage % ranks,
     "v": lambda stage, ranks: stage % ranks if stage < ranks else 2 * ranks - 1 - stage,
 }
+OF_TIMELINE = "chunks", "placement", "forward", "backward", "backward_weight", "split"
 LARGEST = 4096  # actions; with more, the search is too slow to find anything
 
 
@@ -71,20 +72,11 @@ def parse_arguments():
     add("--csv", metavar="FILE", help="write the schedule, for train.py")
     add("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args()
-    if arguments.timeline:
-        check_left_out(parser, arguments)
+    check_alone(parser, arguments, "timeline", OF_TIMELINE)
     check_paths_apart(arguments, {"--csv": "csv"}, {"--timeline": "timeline"})
     if arguments.csv:
         check_file("--csv", arguments.csv)
     return arguments
-
-
-def check_left_out(parser, arguments):
-    """Reject a flag for what --timeline has itself."""
-    for name in ("chunks", "placement", "forward", "backward", "backward_weight", "split"):
-        if getattr(arguments, name) != parser.get_default(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise SystemExit(f"{flag} is not for --timeline, which has its own; leave it out")
 
 
 def rooms(text):

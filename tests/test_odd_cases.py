@@ -62,10 +62,13 @@ def test_what_a_list_gives_twice_is_named(monkeypatch, capsys, words, sentence):
         ("predict a.csv --ranks 3", "--ranks 3 contradicts a.csv, which has 2"),
         ("predict a.csv --microbatches 8", "--microbatches 8 contradicts a.csv, which has 3"),
         ("search_schedule --timeline a.json --ranks 4", "--ranks 4 contradicts --timeline a.json"),
-        ("search_schedule --timeline a.json --backward-weight 1", "--backward-weight is not for"),
+        (
+            "search_schedule --timeline a.json --backward-weight 1",
+            "--timeline takes no notice of --backward-weight",
+        ),
         (
             "plan_partition --profile a --workers 2 --bandwidth 1 --kv-heads 4",
-            "--kv-heads is not for --profile",
+            "--profile takes no notice of --kv-heads",
         ),
         ("inference --model model --layers 3", "--layers 3 contradicts --model model, which has 4"),
     ],

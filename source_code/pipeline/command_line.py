@@ -68,10 +68,12 @@ def positive_number(text):
     return value
 
 
-def check_alone(parser, arguments, flag):
-    """Reject what is given beside `--flag`, which is given, too, and would leave it unread."""
+def check_alone(parser, arguments, flag, others=None):
+    """Reject what is given beside `--flag`, which leaves it unread: of the `others`, or of all."""
     for each in parser._actions if getattr(arguments, flag) else []:
-        if each.dest != flag and getattr(arguments, each.dest, each.default) != each.default:
+        if each.dest == flag or (others is not None and each.dest not in others):
+            continue
+        if getattr(arguments, each.dest, each.default) != each.default:
             name = (*each.option_strings, each.metavar)[0]
             raise SystemExit(f"--{flag} takes no notice of {name}; leave one of them out")
 
