@@ -126,8 +126,8 @@ class TransportWords:
                 )
             if kind == "KeyError" and said.isdigit() and self.counts:
                 said = (
-                    f"{said}; has the forward of micro-batch {said} been run on this rank, and has "
-                    "no other stage taken its entry?"
+                    f"{said}; has a forward on this rank stored an entry under {said}, and has no "
+                    "other backward taken it?"
                 )
             told = f"raised {kind}: {self._with_hint(rank, said)}".removesuffix(": ")
             if where:
