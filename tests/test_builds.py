@@ -561,7 +561,7 @@ def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, cap
     mine = "    # written on a rainy day\n    warm_up = min("
     text = SOLUTIONS["one_f_one_b_step"].replace("    warm_up = min(", mine)
     right, wrong = (
-        written(tmp_path, text, "one_f_one_b_step"),
+        written(tmp_path, text.replace("one_f_one_b_step", "my_step"), "my_step"),
         written(tmp_path, SOLUTIONS["gpipe_step"].replace(" / len(inputs)", ""), "gpipe_step"),
     )
     for check, function in ((build.one_f_one_b_step, right), (build.gpipe_step, wrong)):
