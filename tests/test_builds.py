@@ -270,7 +270,7 @@ WRONG = {
               "dist.get_world_size() - 1 - dist.get_rank()")],
             "this step has 2 micro-batches, counted from 0",
         ),
-        ([(" - 1 - dist.get_rank())", " - 2 - dist.get_rank())")], "has the forward of micro-batch 0"),
+        ([(" - 1 - dist.get_rank())", " - 2 - dist.get_rank())")], "has a forward on this rank stored an entry under 0"),
         (
             [("min(len(inputs), dist.get_world_size() - 1 - dist.get_rank())",
               "min(len(inputs), dist.get_rank())")],
@@ -348,6 +348,7 @@ WRONG = {
     "pipedream_run": [
         ([("stash.pop(k)", "newest")], "with other weights than its forward had, at line 11"),
         ([("stash.pop(k)", "stash[k]")], "versions in memory, and 1 is in use there"),
+        ([("stash[k] =", "stash[k + 1] =")], "has a forward on this rank stored an entry under 0"),
         (
             [("def pipedream_run(", f"{definition('backward_with')}\n\n\ndef pipedream_run(")],
             "your cells define backward_with, but the check follows",
@@ -560,7 +561,7 @@ def test_what_a_check_has_called_right_is_kept_in_the_readers_file(tmp_path, cap
     mine = "    # written on a rainy day\n    warm_up = min("
     text = SOLUTIONS["one_f_one_b_step"].replace("    warm_up = min(", mine)
     right, wrong = (
-        written(tmp_path, text, "one_f_one_b_step"),
+        written(tmp_path, text.replace("one_f_one_b_step", "my_step"), "my_step"),
         written(tmp_path, SOLUTIONS["gpipe_step"].replace(" / len(inputs)", ""), "gpipe_step"),
     )
     for check, function in ((build.one_f_one_b_step, right), (build.gpipe_step, wrong)):

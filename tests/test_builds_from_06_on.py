@@ -168,6 +168,7 @@ WRONG = {
          "bytes of a graph are still there"),
         ([("held.pop(k)", "held.pop(min(held))")],
          "micro-batch 2: the second forward ran on the input of micro-batch 0"),
+        ([("stage(k, x)", "stage(x, k)")], "raised TypeError: linear(): argument"),
         ([("output = stage(k, x)", "output = 2 * stage(k, x)")], "is 2 times the right one"),
         ([("    output = stage(k, x)\n", "    with torch.no_grad():\n        output = stage(k, x)\n")],
          "line 7 of backward (`output.backward(gradient)`) raised RuntimeError: element 0"),

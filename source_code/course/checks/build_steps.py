@@ -11,8 +11,9 @@ from course.checks.build_words import Words, name_of
 from pipeline.schedules import gpipe, interleaved_1f1b, naive, one_f_one_b, zb_h1
 
 RUN_STEPS = "course.checks.build_steps_on_ranks.run_steps"
-# In the reader's file it takes the place of the step that it mends.
-STRICT = {"strict": True, "replaces": "one_f_one_b_step", "frees": True}
+# In the reader's file a function takes the place of the step that `replaces` names.
+ONE_F_ONE_B = {"replaces": "one_f_one_b_step", "frees": True}
+STRICT = {"strict": True, **ONE_F_ONE_B}
 
 
 def perform(function, places, make, cases, chunks=(1, 1), **more):
@@ -123,20 +124,20 @@ def there_and_back(function):
 @checked("four ranks, and loss and gradients are those of one process, to 1e-11.")
 def naive_step(function):
     """Check `naive_step(stage, tokens, targets)` on four ranks and on two."""
-    return perform(function, 3, naive, [1], whole_batch=True)
+    return perform(function, 3, naive, [1], whole_batch=True, replaces="naive_step")
 
 
 @checked("GPipe's order on four ranks, with the loss and the gradients of one process.")
 def gpipe_step(function):
     """Check `gpipe_step(stage, inputs, targets)` on four ranks: five and two micro-batches."""
-    return perform(function, 1, gpipe, [5, 2])
+    return perform(function, 1, gpipe, [5, 2], replaces="gpipe_step")
 
 
 @checked("1F1B's three phases on four ranks, with the loss and the gradients of one process.")
 def one_f_one_b_step(function):
     """Check `one_f_one_b_step(stage, inputs, targets)` on four ranks, also with fewer than four
     micro-batches."""
-    return perform(function, 1, one_f_one_b, [6, 2], frees=True)
+    return perform(function, 1, one_f_one_b, [6, 2], **ONE_F_ONE_B)
 
 
 @checked("1F1B by NCCL's rules: one operation at a time is enough, on four ranks and on two.")
@@ -149,7 +150,8 @@ def one_f_one_b_for_nccl(function):
 def interleaved_step(function):
     """Check `interleaved_step(stages, inputs, targets)` on four ranks with two chunks each, and on
     two with three."""
-    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=(2, 3), frees=True)
+    more = {"replaces": "interleaved_step", "frees": True}
+    return perform(function, 1, interleaved_1f1b, [8, 4], chunks=(2, 3), **more)
 
 
 @checked("ZB-H1 on four ranks: the weights' halves wait, and no gradient is lost or late.")

@@ -8,8 +8,8 @@ from course.building import ANY_RANK, EVERY_RANK
 from course.checks.answer import many
 from course.checks.build_text import zero_as_none
 
-# The end of an error message of Python or torch as it is shown, and what it means.
 NO_TENSOR = "recv(), irecv() and wait() return no tensor, the numbers are in the one that the receive was given"
+# The end of an error message of Python or torch as it is shown, and what it means.
 HINTS = {
     "a send needs a tensor, not None": (
         "a received tensor has a .grad only after the backward, and only if requires_grad_() was "
@@ -126,8 +126,8 @@ class TransportWords:
                 )
             if kind == "KeyError" and said.isdigit() and self.counts:
                 said = (
-                    f"{said}; has the forward of micro-batch {said} been run on this rank, and has "
-                    "no other stage taken its entry?"
+                    f"{said}; has a forward on this rank stored an entry under {said}, and has no "
+                    "other backward taken it?"
                 )
             told = f"raised {kind}: {self._with_hint(rank, said)}".removesuffix(": ")
             if where:
