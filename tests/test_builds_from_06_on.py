@@ -320,6 +320,7 @@ WRONG = {
         ([("start(action.stage)", "start(action.stage + 1)")], "the sum of stage 1; it has [0]"),
         ([("start(action.stage)", "pass")], "is never started, so it leaves at the end of the step"),
         ([("adding[-1]", "adding[8]")], "your function raised IndexError"),
+        ([("start(action.stage)", "start()")], "start() missing 1 required positional argument: 'stage'"),
         ([("adding[-1]", "max(adding, key=lambda each: each.microbatch)")],
          "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
         ([("    if action == adding[-1]", "    m = 1 + max(each.microbatch for each in order)\n"

@@ -73,6 +73,14 @@ WRONG = {
         ["gradient is the softmax alone"],
     ),
     "no mean": (changed("gradient / len(targets)", "gradient"), ["6 times the right one"]),
+    "a mean over the ranks": (
+        changed("gradient / len(targets)", "gradient / 3"),
+        ["gradient is 2 times the right one: the loss is a mean of 6"],
+    ),
+    "a gradient of float32": (
+        changed("gradient / len(targets)", "(gradient / len(targets)).float()"),
+        ["gradient is right to about seven digits only"],
+    ),
     "a sum of losses": (changed(".mean()", ".sum()"), ["return the mean over the positions"]),
     "a softmax of its own": (
         changed("exponentials / total[:, None]", "exponentials / exponentials.sum(1)[:, None]"),
