@@ -78,6 +78,7 @@ class TransportWords:
             self._raised()
             or self._changed()
             or self._shapes()
+            or self._sums()
             or (self._stuck() if self.observed.stuck else None)
             or (f"the ranks did not finish: {self.observed.crash}" if self.observed.crash else None)
             or (self._silent() if self.observed.silent else None)
@@ -168,6 +169,20 @@ class TransportWords:
                         f"rank {source} sends {self._tensor(made)} at {self.at(send['at'])}, and "
                         f"rank {destination} has made room for {self._tensor(room)} at "
                         f"{self.at(receive['at'])}"
+                    )
+
+    def _sums(self):
+        """The sentence about a collective to which two ranks give tensors of different sizes, or None."""
+        for one, *others in zip(*(rank.joined for rank in self.ranks)):
+            for other in others:
+                sizes = {size_of(one), size_of(other)} - {None}
+                if one["name"] == other["name"] and len(sizes) > 1:
+                    ours, theirs = (self._tensor((e["shape"], e["dtype"])) for e in (one, other))
+                    where = "" if one["at"] == other["at"] else f" at {self.at(other['at'])}"
+                    return (
+                        f"rank {one['rank']} gives {ours} to {one['name']} at {self.at(one['at'])}, "
+                        f"and rank {other['rank']} gives {theirs}{where}: all ranks give it tensors "
+                        "of one size and type"
                     )
 
     def _tensor(self, shape_and_dtype):
@@ -267,6 +282,11 @@ class TransportWords:
                     "keep the handle that is returned, and wait for it before the step ends, or the "
                     "tensor may be gone before it is sent"
                 )
+
+
+def size_of(event):
+    """(number of elements, type) of the tensor of a collective; None without one."""
+    return (math.prod(event["shape"]), event["dtype"]) if "shape" in event else None
 
 
 def name_of(event):
