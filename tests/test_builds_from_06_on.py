@@ -228,6 +228,8 @@ WRONG = {
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
+        ([("import batch, build_stage", "import batch")],
+         "name 'build_stage' is not defined; a file has what it imports and defines itself"),
         ([("        weight.grad *= factor\n", "        pass\n")], "nothing has been clipped"),
         ([("min(1.0, 1.3 / square.sqrt().item())", "1.3 / square.sqrt().item()")],
          "is the factor at most 1"),

@@ -258,6 +258,7 @@ def by_search(layers, head, stages):
         (lambda *sizes: [*numpy.array(by_search(*sizes))], "Right"),
         (lambda *sizes: numpy.array(by_search(*sizes)), "Right"),
         (lambda *sizes: map(float, by_search(*sizes)), "Right"),
+        (lambda *sizes: dict(enumerate(by_search(*sizes))), "Right"),
         (lambda *sizes: [n + 0.5 for n in by_search(*sizes)], "return a list"),
         (equal_share_rounded, "a cut with 7.80 exists"),
         (equal_share_rounded_up, "a cut with 4.00 exists"),

@@ -199,6 +199,15 @@ def in_a_list(value):
     return list(value)
 
 
+def whole_numbers_of(value):
+    """`value` as a list of int, whichever container or whole numbers it is made of; else None."""
+    try:
+        found = [number_in(number) for number in in_a_list(value)]
+        return [int(number) for number in found] if all(n == int(n) for n in found) else None
+    except (TypeError, ValueError):
+        return None
+
+
 def many(count, thing):
     """A count with its noun: "1 rank", "4 ranks", "1 micro-batch", "8 micro-batches"."""
     plural = "es" if thing.endswith("ch") else "s"

@@ -31,6 +31,9 @@ HINTS = {
         "take each handle out of the list when you wait for it"
     ),
 }
+OF_A_FILE = {
+    "is not defined": "a file has what it imports and defines itself, not what your cells do"
+}
 PER_MICROBATCH = (
     "inputs and targets have one element per micro-batch, and inputs[k] is that of micro-batch k"
 )
@@ -59,6 +62,8 @@ class TransportWords:
         self.observed, self.ranks, self.rows = observed, observed.ranks, rows
         self.sources = {name: text.splitlines() for name, text in request["sources"]}
         self.counts = request.get("microbatches", [])
+        of_functions = STEP_HINTS if self.counts else HINTS
+        self.hints = of_functions if request.get("functions") else HINTS | OF_A_FILE
         self.chunks = request.get("chunks", 1)
         self.frees = request.get(
             "frees", False
@@ -132,7 +137,7 @@ class TransportWords:
         if said == "tuple index out of range" and rank.steps and self.counts:
             count = self.counts[len(rank.steps) - 1]
             return f"{said}; this step has {many(count, 'micro-batch')}, counted from 0"
-        for part, hint in (STEP_HINTS if self.counts else HINTS).items():
+        for part, hint in self.hints.items():
             if part in said:
                 return f"{said[: said.index(part) + len(part)]}; {hint}"
         return shorten(said, 140, placeholder=" ...")

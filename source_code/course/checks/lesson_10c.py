@@ -3,7 +3,7 @@
 
 import math
 
-from course.checks.answer import call, checked, close
+from course.checks.answer import call, checked, close, whole_numbers_of
 from course.checks.build_text import request_of
 from course.checks.reader_on_ranks import perform
 
@@ -125,15 +125,6 @@ def best_of(layers, head, stages):
         others = -(-(layers - last) // (stages - 1)) if stages > 1 else 0
         best = min(best, max(others, last + head))
     return best
-
-
-def whole_numbers_of(cut):
-    """`cut` as a list of int, whichever sequence or whole numbers it is made of; else None."""
-    try:
-        cut = [number.item() if hasattr(number, "item") else number for number in cut]
-        return [int(number) for number in cut] if all(n == int(n) for n in cut) else None
-    except (TypeError, ValueError):
-        return None
 
 
 @checked("no cut has a faster slowest stage.")
