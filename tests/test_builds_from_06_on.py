@@ -286,9 +286,9 @@ WRONG = {
         ([("    both = torch.stack", "    every = torch.cat([theirs.flatten() for theirs in right])\n"
            "    dist.all_reduce(every)\n    both = torch.stack")],
          "rank 0 gives (6144,) in float64 to all_reduce at line 8 of difference (`dist.all_reduce(every)`), "
-         "and rank 2 gives (8192,) in float64: all ranks"),
+         "and rank 2 gives (8192,) in float64: the size"),
         ([("    both = torch.stack", "    off = 0 * off.long() if off == 0 else off\n    dist.all_reduce(tensor=off)\n"
-           "    both = torch.stack")], "rank 1 gives () in int64: all ranks give it tensors of one size and type"),
+           "    both = torch.stack")], "rank 1 gives () in int64: the size and the type have to be the same"),
         ([("(both[0] / both[1]).item()", "(both[0] / both[1]).nan_to_num(posinf=torch.nan).item()")],
          "rank 0 returns nan, and `difference > 1e-9` is False"),
     ],

@@ -186,8 +186,8 @@ class TransportWords:
                     where = "" if one["at"] == other["at"] else f" at {self.at(other['at'])}"
                     return (
                         f"rank {one['rank']} gives {ours} to {one['name']} at {self.at(one['at'])}, "
-                        f"and rank {other['rank']} gives {theirs}{where}: all ranks give it tensors "
-                        "of one size and type"
+                        f"and rank {other['rank']} gives {theirs}{where}: the size and the type "
+                        "have to be the same on every rank"
                     )
 
     def _tensor(self, shape_and_dtype):
