@@ -493,6 +493,16 @@ def wrong(name):
 
         return run_schedule
 
+    def two_steps():
+        def run_schedule(schedule, rank, tokens, targets, mask, losses):
+            for found in ([], losses):
+                if rank == 0:
+                    schedule.step(tokens, mask=mask)
+                else:
+                    schedule.step(target=targets, losses=found, mask=mask)
+
+        return run_schedule
+
     def raises():
         def tied_gradient(mine, other):
             return mine + missing  # noqa: F821 - the mistake
@@ -516,7 +526,8 @@ def wrong(name):
             (2, "its_number", "a mean loss of 6 gives 0.75, from which no backward leads to the"),
             (3, "not_whole", "you cut [2.75, 2.75, 2.75, 2.75]; return a list with a whole number"),
             (4, "only_kept", "Not yet: keep_activation returned nothing; let it return what"),
-            (9, "evaluated", "no backward runs: each of the two ranks has to call `schedule.step`"),
+            (9, "evaluated", "does not run one whole step: each of the two ranks has to call"),
+            (9, "two_steps", "does not run one whole step: each of the two ranks has to call"),
             (
                 3,
                 "too_many",

@@ -24,7 +24,7 @@ RANKS = 4
 UNKNOWN = 9  # the case of UNKNOWN_SCRIPT: two ranks, compared with one process
 UNKNOWN_SCRIPT = "broken_unknown_program.py"
 NO_END = "with your piece the run does not end: does a loop of yours end?"
-CALLED_ON_BOTH = "each of the two ranks has to call `schedule.step`"
+CALLED_ON_BOTH = "each of the two ranks has to call `schedule.step` once"
 HEAD = (
     "import math",
     "import torch",
@@ -300,7 +300,7 @@ def _explain_unknown(file):
     try:
         first = compare(read_recording(folder), read_recording(healthy))
     except RecordingError:
-        return f"with your piece no backward runs: {CALLED_ON_BOTH}"
+        return f"your piece does not run one whole step: {CALLED_ON_BOTH}"
     if first:
         return f"the first difference from one process: {first.sentence}"
     if run.losses != whole.losses:
