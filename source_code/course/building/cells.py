@@ -27,8 +27,6 @@ def text_of(name, value, module):
     found = None
     for cell in _cells_of(module):
         for text, fills in _definitions(cell, name):
-            if fills and not isinstance(value, CONTAINERS):
-                continue
             if found and (fills or _uses_itself(text, name)):
                 found += f"\n{text}"
             elif not fills:
@@ -97,7 +95,7 @@ def _cells_of(module):
 def _definitions(text, name):
     """(statement, False) for those in `text`, outside functions and classes, that define `name`.
 
-    (statement, True) stands for one that adds something to the container of that name.
+    (statement, True) stands for one that adds something to the value of that name.
     """
     try:
         statements = ast.parse(text).body
@@ -135,12 +133,19 @@ def _alone(text, node, name):
 
 
 def _is_filled(node, name):
-    """Whether a part of a statement adds something to the container `name`, or sets an element."""
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == name
+    """Whether a part of a statement adds something to `name`, or sets its element or attribute."""
+    if isinstance(node, (ast.Subscript, ast.Attribute)):
+        return isinstance(node.ctx, ast.Store) and _owner_of(node) == name
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.attr in FILLING and getattr(node.func.value, "id", "") == name
+        return node.func.attr in FILLING and _owner_of(node.func) == name
     return False
+
+
+def _owner_of(node):
+    """The name with which an expression such as `peers[0].ranks` begins, or ""."""
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return getattr(node, "id", "")
 
 
 def _below_magic(node):
