@@ -239,6 +239,18 @@ RIGHT = {
             "    table[dist.get_rank()](x)\n    dist.destroy_process_group()\n    return x",
         ],
     ),
+    "an object and an array that statements change": (
+        "there_and_back",
+        [
+            "from types import SimpleNamespace\nimport numpy as np\nkept = SimpleNamespace(of={})\n"
+            "kept.factor, numbers = 3, np.zeros(3)",
+            "kept.factor = 2\nkept.of[1] = [0]\nkept.of[1].append(3)\nnumbers[:] = 1, 2, 3",
+            "def there_and_back():\n    dist.init_process_group('gloo')\n    x = torch.empty(kept.of[1][1])\n"
+            "    if dist.get_rank() == 0:\n        dist.send(torch.tensor(numbers).float(), 1)\n"
+            "        dist.recv(x, 1)\n    else:\n        dist.recv(x, 0)\n"
+            "        dist.send(kept.factor * x, 0)\n    dist.destroy_process_group()\n    return x",
+        ],
+    ),
     "a flat room, seen in another shape": (
         "naive_step",
         [edited(NAIVE, ("torch.empty(*tokens.shape, DIM, dtype=torch.float64)\n"

@@ -233,6 +233,8 @@ WRONG = {
     ],
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
+        ([("import batch, build_stage", "import batch")],
+         "name 'build_stage' is not defined; a file has what it imports and defines itself"),
         ([("        weight.grad *= factor\n", "        pass\n")], "nothing has been clipped"),
         ([("min(1.0, 1.3 / square.sqrt().item())", "1.3 / square.sqrt().item()")],
          "is the factor at most 1"),
@@ -286,6 +288,12 @@ WRONG = {
         ([("    dist.all_reduce", "    if both[0] > 1e-9:\n        dist.all_reduce")],
          "until every rank calls all_reduce, and rank 0 has returned without it"),
         ([("    return (both[0] / both[1]).item()", "    both[0]")], "returns None; return a number"),
+        ([("    both = torch.stack", "    every = torch.cat([theirs.flatten() for theirs in right])\n"
+           "    dist.all_reduce(every)\n    both = torch.stack")],
+         "rank 0 gives (6144,) in float64 to all_reduce at line 8 of difference (`dist.all_reduce(every)`), "
+         "and rank 2 gives (8192,) in float64: the size"),
+        ([("    both = torch.stack", "    off = 0 * off.long() if off == 0 else off\n    dist.all_reduce(tensor=off)\n"
+           "    both = torch.stack")], "rank 1 gives () in int64: the size and the type have to be the same"),
         ([("(both[0] / both[1]).item()", "(both[0] / both[1]).nan_to_num(posinf=torch.nan).item()")],
          "rank 0 returns nan, and `difference > 1e-9` is False"),
     ],
@@ -325,6 +333,7 @@ WRONG = {
         ([("start(action.stage)", "start(action.stage + 1)")], "the sum of stage 1; it has [0]"),
         ([("start(action.stage)", "pass")], "is never started, so it leaves at the end of the step"),
         ([("adding[-1]", "adding[8]")], "your function raised IndexError"),
+        ([("start(action.stage)", "start()")], "start() missing 1 required positional argument: 'stage'"),
         ([("adding[-1]", "max(adding, key=lambda each: each.microbatch)")],
          "backwards in reverse order, rank 0: the sum of stage 2 is started after 2B1, and 2B0 still"),
         ([("    if action == adding[-1]", "    m = 1 + max(each.microbatch for each in order)\n"

@@ -923,6 +923,20 @@ def end_of_copied_chain(waits):
     return end_of_chain(dict(waits))
 
 
+def ends_of_recursion(waits):
+    def end(rank):
+        return rank if waits[rank] is None else end(waits[rank])
+
+    try:
+        return {end(rank) for rank in waits}.pop()
+    except RecursionError:
+        return "deadlock"
+
+
+def test_a_ring_of_waits_may_be_known_by_a_recursion_without_end(capsys):
+    assert answer_to(lesson_11.to_blame, capsys, ends_of_recursion).startswith("Right: ")
+
+
 def end_of_last_chain(waits):
     rank = max(waits)
     for _ in waits:

@@ -31,6 +31,13 @@ def test_a_share_may_be_a_tensor_and_a_function_may_empty_its_lists(capsys):
         return torch.tensor(losses).sum() / total
 
     assert answer_to(lesson_10.share_of_loss, capsys, share).startswith("Right: ")
+    ones = lambda *lists: share(*lists).reshape(1)  # noqa: E731
+    assert answer_to(lesson_10.share_of_loss, capsys, ones).startswith("Right: ")
+
+
+def nothing_without_losses(losses, counts):
+    if losses:
+        return sum(losses) / sum(counts)
 
 
 def weighted_mean(losses, counts):
@@ -41,7 +48,12 @@ def weighted_mean(losses, counts):
     ("share", "sentence"),
     [
         (lambda losses, counts: sum(losses) / max(len(losses), 1) / len(counts), "mean of means"),
-        (weighted_mean, "and then it adds 0"),
+        (weighted_mean, "and then adds 0"),
+        (
+            lambda losses, counts: torch.tensor(losses).mean() * len(losses) / sum(counts),
+            "returned nan; is something divided by zero? (a micro-batch may be all padding",
+        ),
+        (nothing_without_losses, "every way through it? (a micro-batch may be all padding"),
         (
             lambda losses, counts: sum(losses) / max(len(losses), 1),
             "as if each micro-batch were a whole batch",

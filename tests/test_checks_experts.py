@@ -131,6 +131,13 @@ def nothing_for_no_tokens(x, chosen, weight, expert, exchange_counts, exchange, 
     return returned[order.argsort()] * weight[:, None], losses.sum() / sequences
 
 
+def a_share_in_a_list(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
+    mixed, share = right(  # noqa: F821
+        x, chosen, weight, expert, exchange_counts, exchange, losses, sequences
+    )
+    return mixed, share.reshape(1)
+
+
 def padded_to_equal_counts(x, chosen, weight, expert, exchange_counts, exchange, losses, sequences):
     room = 8
     rows, place = torch.zeros(2 * room, x.shape[1], dtype=x.dtype), []  # noqa: F821
@@ -213,7 +220,9 @@ def answer_to(function, given, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mix", [right, row_by_row, counts_are_tensors, padded_to_equal_counts])
+@pytest.mark.parametrize(
+    "mix", [right, row_by_row, counts_are_tensors, a_share_in_a_list, padded_to_equal_counts]
+)
 def test_right_answers(mix, capsys):
     assert answer_to(check.dispatch_and_combine, mix, capsys).startswith("Right")
 

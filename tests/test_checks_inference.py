@@ -32,7 +32,7 @@ def right(rank, last, first, count, forward, send, receive):
 
 def texts_in_arrays(rank, last, first, count, forward, send, receive):
     texts = right(rank, last, first, count, forward, send, receive)  # noqa: F821
-    makers = torch.tensor, collections.deque, tuple  # noqa: F821
+    makers = torch.tensor, collections.deque, tuple, list  # noqa: F821
     return {group: make(texts[group]) for group, make in zip(first, makers)}
 
 
@@ -153,6 +153,13 @@ def a_group_for_each_rank(rank, last, first, count, forward, send, receive):
     return right(rank, last, first, count, forward, send, receive)  # noqa: F821
 
 
+def rank_2_is_the_last(rank, last, first, count, forward, send, receive):
+    def receive_from(source):
+        return receive(2 if rank == 0 else source)
+
+    return right(rank, last, first, count, forward, send, receive_from)  # noqa: F821
+
+
 def sends_beyond_the_last_rank(rank, last, first, count, forward, send, receive):
     send(forward(0, receive(rank - 1) if rank else first[0]), rank + 1)
 
@@ -189,7 +196,11 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
             ["line 8 of last_tokens", "until rank 0 receives, and rank 0 has already returned"],
         ),
         (given_token_returned, ["Not yet", "group 0 begins with the token that was given"]),
-        (a_group_for_each_rank, ["Not yet: with 2 groups: line 2 of a_group_for_each_rank"]),
+        (
+            a_group_for_each_rank,
+            ["Not yet: on 2 ranks with 4 groups: the texts have no group 2"],
+        ),
+        (rank_2_is_the_last, ["on 2 ranks with 4 groups: line 3", "receives from rank 2, but"]),
         (sends_beyond_the_last_rank, ["Not yet", "rank 2 sends to rank 3", "for rank 0"]),
         (asks_for_a_group_that_is_not_there, ["Not yet", "line 2", "KeyError: 7"]),
     ],

@@ -99,6 +99,7 @@ def test_job_scripts_that_do_it(capsys, before, after):
             ('"$@"\n', '"$@"\necho done\n', "srun ended with status 3, and your script with 0"),
             ('"$@"\n', '"$@" &\nwait -n\nsrun -m block -K1 "$PYTHON" "$@"\n', "srun 2 times"),
             ('"$PYTHON"', '"$PYTHON" -m torch.distributed.run', "leave out torchrun"),
+            ('"$PYTHON"', "torchrun --nproc-per-node 2", "leave out torchrun"),
             ("--time=10", "--time=1-0", "may hold its nodes for 1440 minutes"),
             ("--time=10", "--time=0", "names no time limit, or none that SLURM reads"),
             ("srun ", "set -e\nls nowhere\nsrun ", "your script ends before it calls srun, with"),
@@ -114,6 +115,16 @@ def test_job_scripts_that_do_not(capsys, before, after, sentence):
     assert before in RIGHT
     answer = answer_to(capsys, RIGHT.replace(before, after, 1))
     assert answer.startswith("Not yet: ") and sentence in answer, answer
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("call", ["sleep 9; srun", "until srun"])
+def test_a_script_without_an_end_is_told_so(capsys, monkeypatch, call):
+    """It may wait before it starts a rank, or start them again for ever."""
+    monkeypatch.setattr(build_job, "SECONDS", 0.5)
+    again = "; do sleep 1; done" if call == "until srun" else ""
+    answer = answer_to(capsys, RIGHT.replace("srun", call).rstrip() + again)
+    assert "takes longer than 0.5 s, although srun ends at once here" in answer
 
 
 def test_a_script_is_a_text_and_a_stub_is_not_attempted(capsys):

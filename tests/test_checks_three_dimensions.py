@@ -98,6 +98,20 @@ def sums_without_the_given_function(all_reduce):
     return ends(sum_of)  # noqa: F821
 
 
+def all_gather_forward(all_reduce):
+    def sum_of(x):
+        parts = [torch.empty_like(x) for _ in range(2)]  # noqa: F821
+        dist.all_gather(parts, x)  # noqa: F821
+        return sum(parts)
+
+    return ends(all_reduce, leave=[sum_of, same])  # noqa: F821
+
+
+def summed_twice_backward(all_reduce):
+    twice = lambda x: all_reduce(all_reduce(x)) / 2  # noqa: E731
+    return ends(all_reduce, enter=[same, twice])  # noqa: F821
+
+
 def no_sum_forward(all_reduce):
     return ends(all_reduce, leave=[same, same])  # noqa: F821
 
@@ -197,6 +211,8 @@ def with_helpers(monkeypatch):
         (a_hook_for_leaves, ["Not yet: ", "post accumulate"]),
         (stub, ["Not attempted yet"]),
         (half_done, ["Not yet: line 8 of half_done still has its ..."]),
+        (all_gather_forward, ["all is right, but with 0 calls of all_reduce forward"]),
+        (summed_twice_backward, ["all is right, but with 2 calls of all_reduce backward"]),
         (no_sum_forward, ["rank 0", "output", "own share", "missing in forward"]),
         (no_sum_backward, ["gradient of the layer's input", "own share", "entering"]),
         (both_ways, ["second matrix", "2 times the right one", "leaving"]),

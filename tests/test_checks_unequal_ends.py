@@ -73,6 +73,14 @@ WRONG = {
         ["gradient is the softmax alone"],
     ),
     "no mean": (changed("gradient / len(targets)", "gradient"), ["6 times the right one"]),
+    "a mean over the ranks": (
+        changed("gradient / len(targets)", "gradient / 3"),
+        ["gradient is 2 times the right one: the loss is a mean of 6"],
+    ),
+    "a gradient of float32": (
+        changed("gradient / len(targets)", "(gradient / len(targets)).float()"),
+        ["gradient is right to about seven digits only"],
+    ),
     "a sum of losses": (changed(".mean()", ".sum()"), ["return the mean over the positions"]),
     "a softmax of its own": (
         changed("exponentials / total[:, None]", "exponentials / exponentials.sum(1)[:, None]"),
@@ -250,6 +258,7 @@ def by_search(layers, head, stages):
         (lambda *sizes: [*numpy.array(by_search(*sizes))], "Right"),
         (lambda *sizes: numpy.array(by_search(*sizes)), "Right"),
         (lambda *sizes: map(float, by_search(*sizes)), "Right"),
+        (lambda *sizes: dict(enumerate(by_search(*sizes))), "Right"),
         (lambda *sizes: [n + 0.5 for n in by_search(*sizes)], "return a list"),
         (equal_share_rounded, "a cut with 7.80 exists"),
         (equal_share_rounded_up, "a cut with 4.00 exists"),

@@ -466,6 +466,43 @@ def wrong(name):
 
         return loss_to_go_back_from
 
+    def its_number():
+        def loss_to_go_back_from(mean_loss, num_microbatches):
+            return mean_loss.item() / num_microbatches
+
+        return loss_to_go_back_from
+
+    def not_whole():
+        def layers_of_stages(num_layers, num_stages):
+            return [num_layers / num_stages] * num_stages
+
+        return layers_of_stages
+
+    def only_kept():
+        def keep_activation(received, buffers):
+            buffers.append(received)
+
+        return keep_activation
+
+    def evaluated():
+        def run_schedule(schedule, rank, tokens, targets, mask, losses):
+            if rank == 0:
+                schedule.eval(tokens, mask=mask)
+            else:
+                schedule.eval(target=targets, losses=losses, mask=mask)
+
+        return run_schedule
+
+    def two_steps():
+        def run_schedule(schedule, rank, tokens, targets, mask, losses):
+            for found in ([], losses):
+                if rank == 0:
+                    schedule.step(tokens, mask=mask)
+                else:
+                    schedule.step(target=targets, losses=found, mask=mask)
+
+        return run_schedule
+
     def raises():
         def tied_gradient(mine, other):
             return mine + missing  # noqa: F821 - the mistake
@@ -486,6 +523,11 @@ def wrong(name):
                 "4 micro-batches with a mean loss of 6: you go back from 0.75, and the shar",
             ),
             (2, "in_place", "your piece changes `mean_loss` itself"),
+            (2, "its_number", "a mean loss of 6 gives 0.75, from which no backward leads to the"),
+            (3, "not_whole", "you cut [2.75, 2.75, 2.75, 2.75]; return a list with a whole number"),
+            (4, "only_kept", "Not yet: keep_activation returned nothing; let it return what"),
+            (9, "evaluated", "does not run one whole step: each of the two ranks has to call"),
+            (9, "two_steps", "does not run one whole step: each of the two ranks has to call"),
             (
                 3,
                 "too_many",
@@ -531,6 +573,15 @@ def test_a_repair_without_an_end_is_told_so(capsys, monkeypatch, tmp_path, case,
     monkeypatch.setattr(check.launch, "run", too_long)
     answer = answer_to(capsys, check.repair, case, in_a_cell(wrong(name), tmp_path))
     assert answer == f"Not yet: {check.NO_END}"
+
+
+def test_a_repair_in_which_one_rank_waits_in_vain_is_told_so(capsys, monkeypatch, tmp_path):
+    def run(*_, **__):
+        raise RunFailed("RuntimeError: Timed out waiting 30000ms for send operation to complete")
+
+    monkeypatch.setattr(check.launch, "run", run)
+    answer = answer_to(capsys, check.repair, 9, in_a_cell(wrong("evaluated"), tmp_path))
+    assert answer.endswith(f"one rank waits for the other in vain: {check.CALLED_ON_BOTH}")
 
 
 def test_the_broken_pieces_are_no_repairs(capsys):

@@ -29,7 +29,7 @@ def text_of(name, value, module):
         return own
     found = own
     for cell in _cells_of(module):
-        for text, fills in _definitions(cell, name, isinstance(value, CONTAINERS)):
+        for text, fills in _definitions(cell, name):
             if found and (fills or _uses_itself(text, name)):
                 found += f"\n{text}"
             elif not fills:
@@ -95,10 +95,10 @@ def _cells_of(module):
     return [read_source(Path(file))] if file else getattr(module, "_ih", [])
 
 
-def _definitions(text, name, is_container):
+def _definitions(text, name):
     """(statement, False) for those in `text`, outside functions and classes, that define `name`.
 
-    (statement, True) stands for one that sets an attribute of it, or adds something to a container.
+    (statement, True) stands for one that adds something to the value of that name.
     """
     try:
         statements = ast.parse(text).body
@@ -106,7 +106,7 @@ def _definitions(text, name, is_container):
         return  # a cell that Python rejected
     for node in statements:
         if below := _below_magic(node):
-            yield from _definitions(below, name, is_container)
+            yield from _definitions(below, name)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             first = min(each.lineno for each in [node, *node.decorator_list])
             yield "\n".join(text.splitlines()[first - 1 : node.end_lineno]), False
@@ -118,7 +118,7 @@ def _definitions(text, name, is_container):
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, *BLOCKS)):
             names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
             stored = any(each.id == name and isinstance(each.ctx, ast.Store) for each in names)
-            fills = any(_is_filled(each, name, is_container) for each in ast.walk(node))
+            fills = any(_is_filled(each, name) for each in ast.walk(node))
             if stored or fills:
                 added = fills or isinstance(node, ast.AugAssign)
                 yield _alone(text, node, name), added
@@ -135,13 +135,20 @@ def _alone(text, node, name):
     return ast.get_source_segment(text, node)
 
 
-def _is_filled(node, name, is_container):
-    """Whether a part of a statement sets an attribute of `name`, or adds an element to a container."""
-    if isinstance(node, ast.Attribute) or (isinstance(node, ast.Subscript) and is_container):
-        return isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == name
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_container:
-        return node.func.attr in FILLING and getattr(node.func.value, "id", "") == name
+def _is_filled(node, name):
+    """Whether a part of a statement adds something to `name`, or sets its element or attribute."""
+    if isinstance(node, (ast.Subscript, ast.Attribute)):
+        return isinstance(node.ctx, ast.Store) and _owner_of(node) == name
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in FILLING and _owner_of(node.func) == name
     return False
+
+
+def _owner_of(node):
+    """The name with which an expression such as `peers[0].ranks` begins, or ""."""
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return getattr(node, "id", "")
 
 
 def _below_magic(node):

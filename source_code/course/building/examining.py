@@ -39,10 +39,15 @@ class Rank:
     raised: dict | None = None
     lost: dict | None = None  # the event of an error caused by the loss of another rank
     arrived: int = 0  # how many messages it has received and waited for
-    joined: list = field(default_factory=list)  # the names of its collectives; "join" is the first
+    joined: list = field(default_factory=list)  # the events of its collectives
     last: dict | None = None  # its last event
     ended: bool = False  # whether the present step has ended
     done: bool = False  # whether the whole program has ended
+
+    @property
+    def collectives(self):
+        """The names of its collectives; "join" is the first."""
+        return [event["name"] for event in self.joined]
 
 
 @dataclass
@@ -81,7 +86,7 @@ class Observed:
 
     def missing_in(self, name, number):
         """The ranks whose collective of this number is another one, or has not begun."""
-        return [rank for rank in self.ranks if rank.joined[number - 1 : number] != [name]]
+        return [rank for rank in self.ranks if rank.collectives[number - 1 : number] != [name]]
 
     def nobody_can_go_on(self):
         left = [rank for rank in self.ranks if not rank.ended]
@@ -99,7 +104,7 @@ class Observed:
             self.begun[(*pair, tag, what)].append(event)
             rank.unwaited[name] = event
         elif kind == "joins in":
-            rank.joined.append(event["name"])
+            rank.joined.append(event)
         elif kind == "waits":
             rank.waits = event
             if event.get("own", True):  # not for an earlier message in the queue

@@ -248,7 +248,7 @@ class Messages:
         key = what, self.name_of(peer, what), sequence
         self.counts[key] = self.counts.get(key, 0) + 1
         name, at = [*key, self.counts[key]], place(sys._getframe(1))
-        about = {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:], "at": at}
+        told = {**about(tensor), "at": at}
         peer = peer if peer is None else int(peer)
         if what == "send":
             sent.append(at)
@@ -262,8 +262,8 @@ class Messages:
             arrive = partial(tensor.data.copy_, travels)
         begin = partial(self.begin[what], travels, peer, group=group, tag=tag)
         if self.queue:
-            return self.queue.put(QueuedMessage(self.queue, begin, name, about, arrive))
-        tell("begins", message=name, **about)  # first: gloo ends a process whose room is too small
+            return self.queue.put(QueuedMessage(self.queue, begin, name, told, arrive))
+        tell("begins", message=name, **told)  # first: gloo ends a process whose room is too small
         work = begin()
         self.works.append(work)  # a Work that is freed would end while its message travels
         return Watched(work, name, at, arrive)
@@ -278,6 +278,11 @@ class Messages:
             return int(peer)
         way = "to" if what == "send" else "from"
         raise ValueError(f"there is no rank {peer!r} to {what} {way}")
+
+
+def about(tensor):
+    """The shape and the type of a tensor, for an event."""
+    return {"shape": [*tensor.shape], "dtype": str(tensor.dtype)[6:]}
 
 
 def tell_change(tensor, copy, at):
@@ -298,7 +303,12 @@ def watched_collective(name, counted):
         if any(each not in (None, dist.group.WORLD) for each in [*groups, more.get("group")]):
             return begin(*arguments, async_op=async_op, **more)
         counted.append(name)
-        tell("joins in", name=name)
+        given = [*arguments, *more.values()]
+        tensor = next((each for each in given if isinstance(each, torch.Tensor)), None)
+        if tensor is None or name == "all_to_all_single":  # whose sizes are each rank's own
+            tell("joins in", name=name)
+        else:  # first: gloo ends a process that is given another size
+            tell("joins in", name=name, **about(tensor))
         work = begin(*arguments, async_op=True, **more)
         at = place(sys._getframe(1))
         watched = Watched(work, [name, EVERY_RANK, 0, len(counted)], at)

@@ -124,7 +124,7 @@ def call_for_number(function, *arguments):
 def require_number(value, name):
     """`value`, if it is a finite number. Raises WrongAnswer otherwise; `name` begins its text.
 
-    A tensor or an array without dimensions is a number, too, and so is a Decimal.
+    A tensor or an array of one element is a number, too, and so is a Decimal.
     """
     value = number_in(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -141,8 +141,8 @@ def require_number(value, name):
 
 
 def number_in(value):
-    """The number that a tensor or an array without dimensions holds; a Decimal as a float."""
-    if getattr(value, "ndim", None) == 0:
+    """The number that a tensor or an array of one element holds; a Decimal as a float."""
+    if math.prod(getattr(value, "shape", (0,))) == 1:
         value = value.item()
     return float(value) if isinstance(value, Decimal) else value
 

@@ -6,14 +6,13 @@ each also computes the gradients of one process. The reader's function then comp
 the fault of the case on one rank.
 """
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import extensions.torch_pipelining.library  # noqa: F401 - allows what its stages tell each other
 from course.building.messages import tell
+from course.checks.answer import number_in
 from small.pipeline import batch, build_stage, loss_of
 
 RANKS, MICROBATCHES = 3, 4
@@ -44,8 +43,7 @@ def main(_, difference):
         given = change(found) if dist.get_rank() == wrong_rank else right
         # Copies, since the reader's function may compute in place.
         say = difference([g if g is None else g.clone() for g in given], [t.clone() for t in right])
-        one = hasattr(say, "item") and math.prod(say.shape) == 1  # of numpy or torch
-        say = say.item() if one else say
+        say = number_in(say)
         told.append(
             [case, say if type(say) in (int, float) else repr(say)[:60], *facts(given, right)]
         )

@@ -18,6 +18,7 @@ NODES, RANKS = 2, 4
 PROGRAM = ["source_code/gpipe.py", "--steps", "2"]
 TRIED = ["source_code/one_f_one_b.py", "--steps", "3"]  # with the stand-in for srun
 LOSSES = [5.929890, 5.242678]  # those of lesson 02, whose model the job trains
+SECONDS = 20  # of a script whose srun ends at once
 LONGEST = 30  # minutes that a job of two steps may ask for
 FAILED = 3  # the status of the srun that stands in for a rank that fails
 SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "m": "distribution"}
@@ -171,13 +172,14 @@ def _complaint_on_call(text):
             f"the ranks were to run '{' '.join(TRIED)}', the words after the script's name, and "
             f"srun was told '... {shlex.join(called[-4:])}'; pass them on with \"$@\""
         )
-    starts = ["python" in Path(word).name or "$PYTHON" in word for word in called[: -len(TRIED)]]
+    words = called[: -len(TRIED)]
+    if re.search(r"torchrun|torch\.distributed\.(run|launch)", " ".join(words)):
+        return "srun starts every rank here: leave out torchrun, which starts ranks of its own"
+    starts = ["python" in Path(word).name or "$PYTHON" in word for word in words]
     if not any(starts):
         return 'srun is to start "$PYTHON" with these words: a .py file is not a program by itself'
     at = starts.index(True)  # the words before it are for srun
     own = options_of(text) | _options_in(called[:at])
-    if re.search(r"torchrun|torch\.distributed\.(run|launch)", " ".join(called[at:])):
-        return "srun starts every rank here: leave out torchrun, which starts ranks of its own"
     if complaint := _complaint_on_sizes(called, own):
         return complaint
     if started > 1:
@@ -237,12 +239,13 @@ def _complaint_on_sizes(called, own):
 def _run(words, environment):
     try:
         return subprocess.run(
-            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=20,
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS,
             stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise WrongAnswer(
-            "your script waits for something without end, before it starts a rank"
+            f"your script takes longer than {SECONDS} s, although srun ends at once here: what does it "
+            "wait for?"
         ) from None
 
 

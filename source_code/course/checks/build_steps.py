@@ -64,7 +64,7 @@ def nothing_travelled(observed):
             for (source, destination, _, what), events in observed.begun.items()
             if rank.number == (source if what == "send" else destination)
         ]
-        if not any(own) and set(rank.joined) <= {"join", "barrier"}:
+        if not any(own) and set(rank.collectives) <= {"join", "barrier"}:
             return (
                 f"the numbers are right, but they did not travel: rank {rank.number} neither sends nor "
                 "receives, so it has computed what other ranks are there for"
@@ -107,7 +107,9 @@ def there_and_back(function):
             return f"rank {rank} returns {result['value']}, and it should be {wanted}{more}"
         if result["came"] and wanted not in result["came"]:
             return f"rank {rank} receives {result['came'][-1]}, and the other should send {wanted}"
-    others = [set(rank.joined) <= {"join", "barrier"} for rank in observed.ranks]  # no broadcast
+    others = [
+        set(rank.collectives) <= {"join", "barrier"} for rank in observed.ranks
+    ]  # no broadcast
     if len(observed.begun) < 4 and any(others):
         return "the numbers are right, but they did not travel: each rank sends and receives once"
     begun = observed.begun.items()

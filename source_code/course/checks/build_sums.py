@@ -49,8 +49,12 @@ def misplaced(after, schedule, rank, order):
     """The error in the moments at which a rank of `schedule` starts its sums, or None."""
     started = []  # (position in order, stage)
     for position, action in enumerate(order):
+
+        def start(stage, at=position):
+            started.append((at, stage))
+
         try:
-            after(action, order, lambda stage: started.append((position, stage)))  # noqa: B023
+            after(action, order, start)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             raise WrongAnswer(

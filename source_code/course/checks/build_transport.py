@@ -38,6 +38,9 @@ CELL_HINTS = HINTS | {
         "function uses, and nothing else"
     ),
 }
+OF_A_FILE = {
+    "is not defined": "a file has what it imports and defines itself, not what your cells do"
+}
 PER_MICROBATCH = (
     "inputs and targets have one element per micro-batch, and inputs[k] is that of micro-batch k"
 )
@@ -66,7 +69,8 @@ class TransportWords:
         self.observed, self.ranks, self.rows = observed, observed.ranks, rows
         self.sources = {name: text.splitlines() for name, text in request["sources"]}
         self.counts = request.get("microbatches", [])
-        self.is_program = not request.get("functions", True)  # not functions of a cell
+        of_functions = STEP_HINTS if self.counts else CELL_HINTS
+        self.hints = of_functions if request.get("functions", True) else HINTS | OF_A_FILE
         self.chunks = request.get("chunks", 1)
         self.frees = request.get(
             "frees", False
@@ -86,6 +90,7 @@ class TransportWords:
             self._shapes()
             or self._raised()
             or self._changed()
+            or self._sums()
             or (self._stuck() if self.observed.stuck else None)
             or (f"the ranks did not finish: {self.observed.crash}" if self.observed.crash else None)
             or (self._silent() if self.observed.silent else None)
@@ -139,8 +144,7 @@ class TransportWords:
         if said == "tuple index out of range" and rank.steps and self.counts:
             count = self.counts[len(rank.steps) - 1]
             return f"{said}; this step has {many(count, 'micro-batch')}, counted from 0"
-        hints = HINTS if self.is_program else STEP_HINTS if self.counts else CELL_HINTS
-        for part, hint in hints.items():
+        for part, hint in self.hints.items():
             if part in said:
                 return f"{said[: said.index(part) + len(part)]}; {hint}"
         return shorten(said, 140, placeholder=" ...")
@@ -177,6 +181,20 @@ class TransportWords:
                         f"rank {source} sends {self._tensor(made)} at {self.at(send['at'])}, and "
                         f"rank {destination} has made room for {self._tensor(room)} at "
                         f"{self.at(receive['at'])}"
+                    )
+
+    def _sums(self):
+        """The sentence about a collective to which two ranks give tensors of different sizes, or None."""
+        for one, *others in zip(*(rank.joined for rank in self.ranks)):
+            for other in others:
+                sizes = {size_of(one), size_of(other)} - {None}
+                if one["name"] == other["name"] and len(sizes) > 1:
+                    ours, theirs = (self._tensor((e["shape"], e["dtype"])) for e in (one, other))
+                    where = "" if one["at"] == other["at"] else f" at {self.at(other['at'])}"
+                    return (
+                        f"rank {one['rank']} gives {ours} to {one['name']} at {self.at(one['at'])}, "
+                        f"and rank {other['rank']} gives {theirs}{where}: the size and the type "
+                        "have to be the same on every rank"
                     )
 
     def _tensor(self, shape_and_dtype):
@@ -276,6 +294,11 @@ class TransportWords:
                     "keep the handle that is returned, and wait for it before the end, or the "
                     "tensor may be gone before it is sent"
                 )
+
+
+def size_of(event):
+    """(number of elements, type) of the tensor of a collective; None without one."""
+    return (math.prod(event["shape"]), event["dtype"]) if "shape" in event else None
 
 
 def name_of(event):

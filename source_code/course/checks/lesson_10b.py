@@ -45,7 +45,8 @@ def layer_ends(ends):
             )
         for way in ("forward", "backward"):
             if report[way] != 1:
-                return f"all is right, but with {report[way]} sums {way}; one is enough"
+                calls = many(report[way], "call")
+                return f"all is right, but with {calls} of all_reduce {way}; it takes exactly one"
 
 
 def complaint_of(name, factor, of):

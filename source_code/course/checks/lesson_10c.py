@@ -19,6 +19,7 @@ LOSSES = {  # the sentence about each loss that a known omission gives
 GRADIENTS = {
     "softmax": "is the softmax alone: the target's score has a gradient of -1 on the rank that has it",
     "own": "is made with the softmax of this rank's rows: divide by the sum over all ranks",
+    "rounded": "is right to about seven digits only: was it a float32?",
     "else": "is not a multiple of the right one: softmax, less 1 at the target, over the positions",
 }
 
@@ -87,8 +88,8 @@ def complaint_of_gradient(what, *more):
         return None
     if what == "shape":
         return f"the gradient has the shape {tuple(more[0])}, and the scores have {tuple(more[1])}"
-    if what == "sum":
-        return f"the gradient is {more[0]} times the right one: the loss is a mean of {more[0]}"
+    if what == "times":
+        return f"the gradient is {more[0]:.4g} times the right one: the loss is a mean of {more[1]}"
     if what == "elsewhere":
         return (
             f"the gradient is wrong at positions {', '.join(map(str, more[0]))} only, whose target "

@@ -89,7 +89,7 @@ def losses_that_might_be(whole, targets, first, last):
 
 
 def compare(gradient, right, whole, targets, first, last):
-    """Classify the gradient: "right", a multiple, right except for one part, or "else"."""
+    """Classify the gradient: "right", "times" a factor, right except for one part, or "else"."""
     if gradient.shape != right.shape:
         return ["shape", list(gradient.shape), list(right.shape)]
     count = len(targets)
@@ -98,8 +98,11 @@ def compare(gradient, right, whole, targets, first, last):
     hit = softmax - count * right  # 1 at the target, 0 elsewhere
     if is_close(gradient, right):
         return ["right"]
-    if is_close(gradient, count * right):
-        return ["sum", count]
+    if is_close(gradient, right, 1e-6):
+        return ["rounded"]
+    factor = ((gradient * right).sum() / (right * right).sum()).item()
+    if factor > 0 and is_close(gradient, factor * right):
+        return ["times", factor, count]
     for share in (1, count):
         if is_close(gradient * share, softmax):
             return ["softmax"]
@@ -112,5 +115,5 @@ def compare(gradient, right, whole, targets, first, last):
     return ["else"]
 
 
-def is_close(a, b):
-    return bool((a - b).abs().max() < 1e-9)
+def is_close(a, b, most=1e-9):
+    return bool((a - b).abs().max() < most)

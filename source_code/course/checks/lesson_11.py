@@ -5,8 +5,8 @@ from course.building.endless_loops import endless_loops_ended
 from course.checks.answer import call, checked
 
 
-class RoundAndRound(Exception):
-    """Raised when a function follows a cycle of waits without end."""
+class RoundAndRound(RecursionError):
+    """Raised when a function follows a cycle of waits without end; it may catch that, as Python's."""
 
 
 class Waits(dict):

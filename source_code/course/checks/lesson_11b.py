@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of lesson 11b: a decode loop on three real ranks, and the number of groups for a chat."""
+"""Checks of lesson 11b: a decode loop on real ranks, and the number of groups for a chat."""
 
 from itertools import accumulate
 
@@ -10,27 +10,26 @@ from extensions.inference.passes import plan_passes, schedule_of
 from extensions.inference.requests import Request
 from lab.simulator import Costs, simulate
 
-RANKS = 3
-CASES = (3, 4), (2, 5)  # groups, new tokens of each
+CASES = (3, 3, 4), (2, 4, 5)  # ranks, groups, new tokens of each
 PROGRAM = "course.checks.lesson_11b_on_ranks.main"
 
 
 @checked("the texts of one process, and rank 0 kept all groups under way.")
 def decode_loop(decode):
-    """Check `decode(rank, last, first, count, forward, send, receive)` on three ranks, with three
-    groups and with two."""
-    for groups, count in CASES:
-        if complaint := wrong_decoding(decode, groups, count):
-            return complaint if groups == CASES[0][0] else f"with {groups} groups: {complaint}"
+    """Check `decode(rank, last, first, count, forward, send, receive)` on three ranks with three
+    groups, and on two ranks with four."""
+    for number, (ranks, groups, count) in enumerate(CASES):
+        if complaint := wrong_decoding(decode, ranks, groups, count):
+            return f"on {ranks} ranks with {groups} groups: {complaint}" if number else complaint
 
 
-def wrong_decoding(decode, groups, count):
+def wrong_decoding(decode, ranks, groups, count):
     """The error in the texts of so many groups, or in the number under way, or None."""
     from course.checks.lesson_11b_on_ranks import texts_of_one_process
 
     request = request_of(decode, program=PROGRAM, groups=groups, count=count)
     try:
-        reports = perform(request, RANKS)
+        reports = perform(request, ranks)
     except WrongAnswer as error:
         return str(error)
     texts, did = reports[0]["texts"], reports[0]["did"]

@@ -9,7 +9,7 @@ from numbers import Integral
 from course import launch
 from course.building import WAITING
 from course.building.cells import names_of
-from course.checks.answer import WrongAnswer, call, checked, close, many
+from course.checks.answer import WrongAnswer, call, checked, close, many, whole_numbers_in
 from course.checks.build_text import request_of
 from course.debugging.cases import BEFORE_UPDATES, CASES, FAULTS, IN_UPDATES
 from course.failed_run import RunFailed
@@ -24,6 +24,7 @@ RANKS = 4
 UNKNOWN = 9  # the case of UNKNOWN_SCRIPT: two ranks, compared with one process
 UNKNOWN_SCRIPT = "broken_unknown_program.py"
 NO_END = "with your piece the run does not end: does a loop of yours end?"
+CALLED_ON_BOTH = "each of the two ranks has to call `schedule.step` once"
 HEAD = (
     "import math",
     "import torch",
@@ -219,14 +220,15 @@ def _run(flags, folder):
 def _uneven(function):
     """The error in a cut, found without training; None if no stage is too large."""
     for num_layers, num_stages in [(11, 4), (8, 4), (10, 4), (7, 2), (9, 8)]:
-        layers = call(function, num_layers, num_stages)
-        case = f"{num_layers} layers on {num_stages} stages: you cut {layers}"
+        answer = call(function, num_layers, num_stages)
         try:
-            layers = list(layers)
-            case = f"{num_layers} layers on {num_stages} stages: you cut {layers}"
-            total, count, least, most = sum(layers), len(layers), min(layers), max(layers)
-        except (TypeError, ValueError):
-            raise WrongAnswer(f"{case}; return a list with a number for each stage") from None
+            layers = whole_numbers_in(answer)
+        except TypeError:
+            layers = []
+        case = f"{num_layers} layers on {num_stages} stages: you cut {layers or answer}"
+        if not layers:
+            return f"{case}; return a list with a whole number for each stage"
+        total, count, least, most = sum(layers), len(layers), min(layers), max(layers)
         if (total, count) != (num_layers, num_stages):
             return f"{case}, which is {count} stages with {total} layers in all"
         if least < 0:
@@ -255,19 +257,21 @@ def _unscaled(function):
     import torch
 
     for count in (8, 4, 5):
-        mean_loss = torch.tensor(6.0, dtype=torch.float64)
+        weight = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        mean_loss = 2 * weight
         answer = call(function, mean_loss, count)
         if mean_loss != 6.0:
             return (
                 "your piece changes `mean_loss` itself, which the run prints; return a new number"
             )
-        try:
-            right = close(float(answer), 6.0 / count)
-        except (TypeError, ValueError):
-            raise WrongAnswer(f"a mean loss of 6 gives {answer!r}; return a number") from None
-        if not right:
+        if getattr(answer, "grad_fn", None) is None:
             return (
-                f"{count} micro-batches with a mean loss of 6: you go back from {float(answer):g}, "
+                f"a mean loss of 6 gives {answer!r}, from which no backward leads to the weights: "
+                "compute with `mean_loss` itself, not with its number"
+            )
+        if not close(answer.item(), 6.0 / count):
+            return (
+                f"{count} micro-batches with a mean loss of 6: you go back from {answer.item():g}, "
                 "and the shares of all have to add up to the mean of the batch"
             )
     return None
@@ -289,12 +293,17 @@ def _explain_unknown(file):
     except RunFailed as failed:
         if "the run took longer" in str(failed):
             return NO_END
+        if "Timed out waiting" in str(failed):
+            return f"with your piece one rank waits for the other in vain: {CALLED_ON_BOTH}"
         raised = re.findall(r"^(\w*(?:Error|Exception): \S.*)$", str(failed), re.MULTILINE)
         # The other rank only finds its connection closed.
         raised = [line for line in raised if "Connection " not in line] or raised
         return f"with your piece a rank ended with {raised[-1] if raised else str(failed)}"
     whole = launch.run(f"{UNKNOWN_SCRIPT} --record {healthy}", 1, warm=True, show=False, limit=60)
-    first = compare(read_recording(folder), read_recording(healthy))
+    try:
+        first = compare(read_recording(folder), read_recording(healthy))
+    except RecordingError:
+        return f"your piece does not run one whole step: {CALLED_ON_BOTH}"
     if first:
         return f"the first difference from one process: {first.sentence}"
     if run.losses != whole.losses:
@@ -308,10 +317,10 @@ def _explain_unknown(file):
 def _explain(number, folder, failed):
     """The remaining error of the repaired pipeline, from its output and its recording."""
     text = str(failed)
-    refused = re.search(r"^--repair: .*", text, re.MULTILINE)
+    refused = re.search(r"^--repair.*: (\w+(?:\(.*\))? returned .*)", text, re.MULTILINE)
     raised = re.findall(r"(?:^|\braised )(\w*(?:Error|Exception)\b.*)$", text, re.MULTILINE)
     if refused:
-        return refused[0]
+        return refused[1]
     if raised and "MORE THAN PROMISED" not in failed.output:
         return f"with your piece a rank ended with {raised[-1]}"
     if "the run took longer" in text:
