@@ -194,7 +194,7 @@ WRONG = {
         ([("    optimizer.step()\n", "")], "on 4 ranks nothing learns"),
         ([("    optimizer.step()", "    if stage.is_last:\n        optimizer.step()")],
          "so the update after it or the batch of step 1 is different; on every rank the update is plain SGD"),
-        ([("PipelineStage(module", "PipelinStage(module")], "name 'PipelinStage' is not defined (on rank"),
+        ([("PipelineStage(module", "PipelinStage(module")], "name 'PipelinStage' is not defined; a file has what it imports and defines itself"),
         ([("    optimizer.step()\n", "    __import__('os')._exit(0)\n")],
          "ended with exit status 0 and without a report"),
         ([("    if stage.is_last:\n", "    if rank in (0, ranks - 1):\n")],
