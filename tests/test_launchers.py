@@ -152,6 +152,8 @@ WHOLE |= {"LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
         ({"RANK": "2"}, "RANK is '2', and has to be a whole number from 0 to 1"),
         ({"RANK": "-1"}, "RANK is '-1'"),
         ({"RANK": "one"}, "RANK is 'one'"),
+        ({"RANK": None}, "RANK is not set"),
+        ({"RANK": None, "WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
         ({"WORLD_SIZE": "2147483647"}, "from 1 to 1000000"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),

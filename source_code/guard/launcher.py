@@ -40,15 +40,16 @@ def read_ranks():
     Raises LauncherError if the environment has no valid rank.
     """
     on_slurm = "SLURM_STEP_NUM_TASKS" in os.environ
-    if "RANK" in os.environ:
-        num_ranks = whole_number("WORLD_SIZE", least=1, most=MOST_RANKS)
-        rank = whole_number("RANK", most=num_ranks - 1)
+    if "RANK" in os.environ or not on_slurm:
+        one = None if "RANK" in os.environ else 1
+        num_ranks = whole_number("WORLD_SIZE", one, least=1, most=MOST_RANKS)
+        rank = whole_number("RANK", 0 if num_ranks == 1 else None, most=num_ranks - 1)
         local_rank = whole_number("LOCAL_RANK", rank, most=num_ranks - 1)
         local = local_rank, whole_number("LOCAL_WORLD_SIZE", 1, 1, num_ranks)
         if on_slurm:
             rank = rank_in_node_order(rank, *local, num_ranks, whole_number)
         return rank, num_ranks, *local
-    if on_slurm and whole_number("SLURM_STEP_NUM_TASKS", least=1, most=MOST_RANKS) > 1:
+    if whole_number("SLURM_STEP_NUM_TASKS", least=1, most=MOST_RANKS) > 1:
         return ranks_from_slurm(whole_number)
     return 0, 1, 0, 1
 
