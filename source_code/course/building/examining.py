@@ -20,9 +20,8 @@ from course.launch import started_ranks
 
 START, LIMIT = 120, 30  # seconds: until the first event, and without any event after it
 LONGEST = 120  # seconds from the first event on
-MOST_PRINTED = (
-    100_000  # characters of all ranks; the reports of a rank come after what it has printed
-)
+# Characters of all ranks: the reports of a rank come after what it has printed.
+MOST_PRINTED = 100_000
 SCRIPT = "course/building/on_ranks.py"
 
 
