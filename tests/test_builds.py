@@ -181,6 +181,7 @@ WRONG = {
     ],
     "naive_step": [
         ([("        inputs.requires_grad_()\n", "")], "call requires_grad_() on what arrived"),
+        ([("inputs.grad", "output.grad")], "a computed one, such as a stage's output, has none"),
         (
             [("        dist.irecv(gradient, rank + 1).wait()\n", "")],
             "until rank 0 receives, and rank 0 has already returned: a receive is missing",
@@ -212,7 +213,7 @@ WRONG = {
             [("dist.isend(inputs.grad, rank - 1)", "dist.isend(inputs.detach(), rank - 1)")],
             "and that on rank 3 is right: look at what rank 3 sends back",
         ),
-        ([("        output.backward(gradient)\n", "")], "has a .grad only after the backward"),
+        ([("        output.backward(gradient)\n", "")], "has a .grad after the backward"),
     ],
     "gpipe_step": [
         ([(" / len(inputs)", "")], "5 times too large: each micro-batch counts as a whole batch"),
@@ -449,8 +450,9 @@ COLLECT = "    [activation] = exchange(outbox, inputs[k], [stage.previous])\n"
         (COLLECT, "    alone = stage.previous is None and len(outbox) < 3\n"
          + COLLECT.replace("exchange(", "[None] if alone else exchange("),
          "when rank 0 takes 0F1, it has not yet sent what 0F0 has made"),
+        ("    outbox.clear()\n", "", "where the schedule has 2F1: was the same tensor sent twice?"),
     ],
-    ids=["each handle is waited for", "what arrives requires grad", "rank 0 sends in time"],
+    ids=["each handle is waited for", "what arrives requires grad", "rank 0 sends in time", "each is sent once"],
 )  # fmt: skip
 def test_by_the_rules_of_nccl_each_slip_is_named(tmp_path, capsys, old, new, sentence):
     cells = cells_of_solution("03_1f1b")

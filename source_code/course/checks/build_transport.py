@@ -12,8 +12,8 @@ NO_TENSOR = "recv(), irecv() and wait() return no tensor, the numbers are in the
 # The end of an error message of Python or torch as it is shown, and what it means.
 HINTS = {
     "a send needs a tensor, not None": (
-        "a received tensor has a .grad only after the backward, and only if requires_grad_() was "
-        "called on it"
+        "a received tensor has a .grad after the backward, if requires_grad_() was called on it; a "
+        "computed one, such as a stage's output, has none"
     ),
     "a send needs a tensor": f"a list is not one, and {NO_TENSOR}",
     "'Watched'": NO_TENSOR,
@@ -261,9 +261,11 @@ class TransportWords:
             return ""
         names = [name_of(event) for event in rank.steps[-1]]
         row = self.rows[len(rank.steps) - 1][rank.number]
-        for name, wanted in zip(names, row):
+        for number, (name, wanted) in enumerate(zip(names, row)):
             if name != wanted:
-                return f"; rank {rank.number} took {name} where the schedule has {wanted}"
+                again = " again" if name in names[:number] else ""
+                twice = ": was the same tensor sent twice?" if again and rank.number else ""
+                return f"; rank {rank.number} took {name}{again} where the schedule has {wanted}{twice}"
         if rank.ended and len(names) < len(row):
             return f"; it never took {row[len(names)]}"
         return ""
