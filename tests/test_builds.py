@@ -184,7 +184,7 @@ WRONG = {
         ([("inputs.grad", "output.grad")], "a computed one, such as a stage's output, has none"),
         (
             [("        dist.irecv(gradient, rank + 1).wait()\n", "")],
-            "until rank 0 receives, and rank 0 has already returned: a receive is missing",
+            "what rank 0 never receives, and rank 0 has already returned: a receive is missing",
         ),
         (
             [("        dist.isend(output.detach(), rank + 1).wait()\n        gradient",

@@ -202,9 +202,9 @@ WRONG = {
         ([("torch.stack(losses).mean()", "torch.stack(losses).sum()")], "not their mean"),
         ([("torch.stack(losses).mean()", "losses[-1]")], "the last micro-batch alone"),
         ([("loss_fn=loss_of)", "loss_fn=loss_of, scale_grads=False)")], "8 times too large"),
-        ([("    else:\n        schedule.step()\n", "")], "until rank 1 receives, and rank 1 has already returned: a receive is missing there"),
+        ([("    else:\n        schedule.step()\n", "")], "what rank 1 never receives, and rank 1 has already returned: a receive is missing there"),
         # Also if the last rank has closed its group long before.
-        ([("    else:\n        schedule.step()\n", ""), ("schedule.step(tokens)", "(__import__('time').sleep(2), schedule.step(tokens))")], "until rank 1 receives, and rank 1 has already returned: a receive is missing there"),
+        ([("    else:\n        schedule.step()\n", ""), ("schedule.step(tokens)", "(__import__('time').sleep(2), schedule.step(tokens))")], "what rank 1 never receives, and rank 1 has already returned: a receive is missing there"),
         ([("range(6)", "range(1, 7)")], "the lines are those of steps [1, 2, 3, 4, 5, 6]"),
         ([("batch(step)", "batch(0)")], "every step learns batch(0)"),
         ([("batch(step)", "batch(step // 2)")], "so the update after it or the batch of step 1 is different"),

@@ -193,7 +193,10 @@ def asks_for_a_group_that_is_not_there(rank, last, first, count, forward, send, 
         (always_the_first_token, ["Not yet", "token", "group 0", "one process chooses"]),
         (
             last_tokens_left_behind,
-            ["line 8 of last_tokens", "until rank 0 receives, and rank 0 has already returned"],
+            [
+                "line 8 of last_tokens",
+                "what rank 0 never receives, and rank 0 has already returned",
+            ],
         ),
         (given_token_returned, ["Not yet", "group 0 begins with the token that was given"]),
         (

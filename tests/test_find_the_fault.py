@@ -228,7 +228,7 @@ def test_the_first_wrong_diagnosis_is_answered_with_a_question_that_tells_nothin
     for fault, ranks in [("micro-batch lost", right.ranks), (right.fault, wrong_rank)]:
         check.wrong.clear()
         first = answer_to(capsys, check.diagnosis, case, fault, ranks)
-        assert first.startswith(f"Not yet: '{fault}' on ") and "shows you that? " in first
+        assert first.startswith(f"Not yet: '{fault}' would show ") and "on which ranks? " in first
         assert not any(told in first for told in (right.shows, right.elsewhere, "The ranks are"))
         assert (
             answer_to(capsys, check.diagnosis, case, fault, ranks) == first

@@ -248,10 +248,13 @@ class TransportWords:
                 f"rank {rank.number} waits {self._wait(rank)}, and rank {other.number} has returned "
                 "without it: a collective is for every rank, so none may go around that line"
             )
-        missing = "a receive" if what == "send" else "a send"
+        done, missing = f"waits {self._wait(rank)}", "a send"
+        if what == "send":  # the wait for it may be later, in code that is not the reader's
+            at, missing = self.at(rank.waits["at"]), "a receive"
+            done = f"sends at {at} what rank {other.number} never receives"
         said = (
-            f"rank {rank.number} waits {self._wait(rank)}, and rank {other.number} has already "
-            f"returned: {missing} is missing there, or this is one too many"
+            f"rank {rank.number} {done}, and rank {other.number} has already returned: {missing} is "
+            "missing there, or this is one too many"
         )
         return said + self._otherwise(other)
 

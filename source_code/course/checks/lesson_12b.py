@@ -111,15 +111,9 @@ def _check_diagnosis(number, fault, ranks):
     if answer != answers[0]:
         return complaint
     return (
-        f"'{fault}' on {_in_words(answer[1])} would show {FAULTS[fault]}. Which action, or which "
-        "number of the run, shows you that? Look again; your next answer is answered with evidence"
+        f"'{fault}' would show {FAULTS[fault]}. Which action, or which number of the run, shows you "
+        "that, and on which ranks? Look again; your next answer is answered with evidence"
     )
-
-
-def _in_words(ranks):
-    if len(ranks) == RANKS:
-        return "all ranks"
-    return f"rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
 
 
 def _complaint_on(number, fault, ranks):
