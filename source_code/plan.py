@@ -26,11 +26,12 @@ from pathlib import Path
 from subprocess import SubprocessError
 
 from guard.files import not_written, to_json, write_output
+from guard.flags import check_alone
 from guard.inputs import InputError
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_apart, check_file
 from guard.printing import keep_running_unheard
-from pipeline.command_line import Parser, check_alone, positive_integer, positive_number
+from pipeline.command_line import Parser, positive_integer, positive_number
 from planning.bound import lower_bound, memory_bound
 from planning.candidates import check_precision, plans_to_compare, search_plans
 from planning.known_models import SIZES_TEXT, find_model, names

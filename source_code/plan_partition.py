@@ -12,11 +12,12 @@ what was measured, for --profile or as the MODEL of plan.py.
 import sys
 
 from guard.files import not_written, to_json, write_output
+from guard.flags import check_alone
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file
 from guard.printing import keep_running_unheard
 from guard.sizes import check_duration, check_memory
-from pipeline.command_line import Parser, check_alone, positive_integer, positive_number
+from pipeline.command_line import Parser, positive_integer, positive_number
 from pipeline.job import choose_device
 from pipeline.model import ModelConfig
 from pipeline.training import DTYPES, complete_arguments

@@ -23,11 +23,12 @@ from extensions.pretraining.token_writer import TokenWriter, check_folder, write
 from extensions.pretraining.tokens import BYTES, encode, numbers_of, read_tokenizer
 from guard.claims import ClaimError, NewFolder
 from guard.files import not_written
+from guard.flags import check_alone
 from guard.inputs import MEBIBYTE, InputError, open_input, parse_json
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_new_folder
 from guard.printing import keep_running_unheard
-from pipeline.command_line import Parser, check_alone, positive_integer
+from pipeline.command_line import Parser, positive_integer
 from pipeline.data import DataError
 
 PIECE = MEBIBYTE  # letters of text that are encoded at a time

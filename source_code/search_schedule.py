@@ -16,6 +16,7 @@ from pathlib import Path
 from shlex import quote
 
 from guard.files import not_written, to_json, write_output
+from guard.flags import check_alone
 from guard.one_sentence import in_one_sentence
 from guard.paths import check_file, check_paths_apart
 from guard.printing import keep_running_unheard
@@ -23,7 +24,7 @@ from lab.known_schedules import TITLES
 from lab.report import measured_costs
 from lab.simulator import Costs, cost, cost_or_nothing, costs_in
 from lab.timeline import TimelineError, read_timeline
-from pipeline.command_line import Parser, check_alone, check_same, positive_integer, positive_number
+from pipeline.command_line import Parser, check_same, positive_integer, positive_number
 from pipeline.schedules.from_flags import by_name
 from pipeline.schedules.text_form import to_csv
 from planning.bounded_search import Question, search

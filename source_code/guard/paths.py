@@ -9,7 +9,7 @@ from guard.claims import content_of
 from guard.files import new_file_beside, place_of
 from guard.inputs import memory_of_machine
 
-LONGEST_NAME = 245  # bytes: a disk takes 255, and the name of an unfinished copy has 10 more
+LONGEST_FILE_NAME = 245  # bytes: a disk takes 255, and the name of an unfinished copy has 10 more
 
 
 def check_paths(parser, arguments):
@@ -101,8 +101,10 @@ def check_file(flag, path):
     folder, name = os.path.split(os.path.abspath(path))
     if path == "-":  # which other programs take for standard output
         raise SystemExit(f"{flag} - is not standard output here; name a file, as ./- if need be")
-    if len(os.fsencode(name)) > LONGEST_NAME:
-        raise SystemExit(f"{flag}: the file's name has more than {LONGEST_NAME} bytes; shorten it")
+    if len(os.fsencode(name)) > LONGEST_FILE_NAME:
+        raise SystemExit(
+            f"{flag}: the file's name has more than {LONGEST_FILE_NAME} bytes; shorten it"
+        )
     if not os.path.isdir(folder):
         raise SystemExit(f"{flag} {path}: the folder {folder} does not exist; make it first")
     if not can_be_written(path):
