@@ -24,7 +24,7 @@ from extensions.checkpointing import checkpoint_folder
 from guard import ending, files, inputs
 from guard.files import write_output, write_whole
 from guard.inputs import InputError, is_count, is_number, read_bytes, read_json, read_text
-from guard.paths import LONGEST_NAME, can_be_written, check_file
+from guard.paths import LONGEST_FILE_NAME, can_be_written, check_file
 from guard.printing import Output
 from lab.simulator import Costs, simulate
 from lab.timeline import to_chrome_trace
@@ -303,7 +303,7 @@ def test_no_output_is_called_as_standard_output_or_has_too_long_a_name(refusal, 
 
 
 def test_an_output_can_have_the_longest_name_that_is_promised(tmp_path):
-    name = str(tmp_path / ("x" * LONGEST_NAME))
+    name = str(tmp_path / ("x" * LONGEST_FILE_NAME))
     check_file("--losses", name)
     write_whole(name, "text")
     assert Path(name).read_text() == "text"
