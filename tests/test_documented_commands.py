@@ -60,6 +60,10 @@ KINDS = [
         r"PYTHONPATH=source_code torchrun .* build/08_mine\.py$",
         "the checks of lesson 08 run the reader's program",
     ),
+    (
+        r"python -m torch\.distributed\.checkpoint\.format_utils dcp_to_torch ",
+        "test_checkpointing.py reads checkpoints by the function that it calls",
+    ),
     (r"python( -I)?$", "is only a part of a command"),
     (r"make hosted\b", "tests/test_hosted.py makes it on a copy"),
     (
