@@ -118,7 +118,7 @@ def bring_in(arguments):
 
 
 def read_newest(folder):
-    """Return the newest Checkpoint, whose files all have their checksums, and read_model_of() it.
+    """Return the newest Checkpoint whose files all have their checksums, and its read_model_of().
 
     A training may save and remove checkpoints there meanwhile. Raises CheckpointError.
     """

@@ -479,12 +479,12 @@ WRONG = {
     "twice what irecv() returns": (
         "there_and_back",
         [edited(THERE, ("        dist.irecv(x, 0).wait()", "        x = dist.irecv(x, 0)\n        x.wait()"))],
-        "'int' and 'Watched'; recv.., irecv.. and wait.. return no tensor",
+        "'int' and 'Watched'; recv.., irecv.. and wait.. do not return the tensor",
     ),
     "what wait() returns": (
         "naive_step",
         [edited(NAIVE, ("        dist.irecv(gradient,", "        gradient = dist.irecv(gradient,"))],
-        "'bool' object is not iterable; recv.., irecv.. and wait.. return no tensor",
+        "'bool' object is not iterable; recv.., irecv.. and wait.. do not return the tensor",
     ),
     "room of another size": (
         "naive_step",

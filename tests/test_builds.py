@@ -166,7 +166,7 @@ WRONG = {
         (
             [("        dist.irecv(received, 0).wait()", "        got = dist.irecv(received, 0).wait()"),
              ("2 * received", "2 * got")],
-            "irecv() and wait() return no tensor",
+            "irecv() and wait() do not return the tensor",
         ),
         ([("3.0]), 1)", "3.0]), 0)")], "rank 0 is this rank itself"),
         ([('    dist.init_process_group("gloo")\n', "")], "belongs to no group at line 3"),
@@ -271,7 +271,7 @@ WRONG = {
               "dist.get_world_size() - 1 - dist.get_rank()")],
             "this step has 2 micro-batches, counted from 0",
         ),
-        ([(" - 1 - dist.get_rank())", " - 2 - dist.get_rank())")], "has a forward on this rank stored an entry under 0"),
+        ([(" - 1 - dist.get_rank())", " - 2 - dist.get_rank())")], "did a forward on this rank store an entry under 0"),
         (
             [("min(len(inputs), dist.get_world_size() - 1 - dist.get_rank())",
               "min(len(inputs), dist.get_rank())")],
@@ -349,10 +349,10 @@ WRONG = {
     "pipedream_run": [
         ([("stash.pop(k)", "newest")], "with other weights than its forward had, at line 11"),
         ([("stash.pop(k)", "stash[k]")], "versions in memory, and 1 is in use there"),
-        ([("stash[k] =", "stash[k + 1] =")], "has a forward on this rank stored an entry under 0"),
+        ([("stash[k] =", "stash[k + 1] =")], "did a forward on this rank store an entry under 0"),
         (
             [("def pipedream_run(", f"{definition('backward_with')}\n\n\ndef pipedream_run(")],
-            "your cells define backward_with, but the check follows",
+            "your cells define backward_with, but the check can follow only",
         ),
         (
             [("        return {\n            name: (weight - rate * gradients[name]).detach()"

@@ -194,7 +194,7 @@ WRONG = {
         ([("    optimizer.step()\n", "")], "on 4 ranks nothing learns"),
         ([("    optimizer.step()", "    if stage.is_last:\n        optimizer.step()")],
          "so the update after it or the batch of step 1 is different; on every rank the update is plain SGD"),
-        ([("PipelineStage(module", "PipelinStage(module")], "name 'PipelinStage' is not defined; a file has what it imports and defines itself"),
+        ([("PipelineStage(module", "PipelinStage(module")], "name 'PipelinStage' is not defined; a file can use only what it imports and defines itself"),
         ([("    optimizer.step()\n", "    __import__('os')._exit(0)\n")],
          "ended with exit status 0 and without a report"),
         ([("    if stage.is_last:\n", "    if rank in (0, ranks - 1):\n")],
@@ -234,7 +234,7 @@ WRONG = {
     "clipping_program": [
         ([("    dist.all_reduce(square)\n", "")], "by the norm of its own stage"),
         ([("import batch, build_stage", "import batch")],
-         "name 'build_stage' is not defined; a file has what it imports and defines itself"),
+         "name 'build_stage' is not defined; a file can use only what it imports and defines itself"),
         ([("        weight.grad *= factor\n", "        pass\n")], "nothing has been clipped"),
         ([("min(1.0, 1.3 / square.sqrt().item())", "1.3 / square.sqrt().item()")],
          "is the factor at most 1"),

@@ -523,7 +523,7 @@ def wrong(name):
                 "4 micro-batches with a mean loss of 6: you go back from 0.75, and the shar",
             ),
             (2, "in_place", "your piece changes `mean_loss` itself"),
-            (2, "its_number", "a mean loss of 6 gives 0.75, from which no backward leads to the"),
+            (2, "its_number", "a mean loss of 6 gives 0.75, and a backward from it does not"),
             (3, "not_whole", "you cut [2.75, 2.75, 2.75, 2.75]; return a list with a whole number"),
             (4, "only_kept", "Not yet: keep_activation returned nothing; let it return what"),
             (9, "evaluated", "does not run one whole step: each of the two ranks has to call"),

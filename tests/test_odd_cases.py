@@ -64,11 +64,11 @@ def test_what_a_list_gives_twice_is_named(monkeypatch, capsys, words, sentence):
         ("search_schedule --timeline a.json --ranks 4", "--ranks 4 contradicts --timeline a.json"),
         (
             "search_schedule --timeline a.json --backward-weight 1",
-            "--timeline takes no notice of --backward-weight",
+            "--timeline ignores --backward-weight",
         ),
         (
             "plan_partition --profile a --workers 2 --bandwidth 1 --kv-heads 4",
-            "--profile takes no notice of --kv-heads",
+            "--profile ignores --kv-heads",
         ),
         ("inference --model model --layers 3", "--layers 3 contradicts --model model, which has 4"),
     ],

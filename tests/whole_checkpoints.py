@@ -1,4 +1,4 @@
-"""All of a checkpoint in one process, through the course's reader, and what a short one says."""
+"""Reads a whole checkpoint in one process, through the course's reader."""
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejects flags that another flag of the same command leaves unread."""
+"""Rejects flags that a program would ignore because of another flag."""
 
 
 def check_alone(parser, arguments, flag, others=None):
-    """Reject what is given beside `--flag`, which leaves it unread: of the `others`, or of all."""
+    """Reject a flag that `--flag` makes the program ignore: one of `others`, or any other flag."""
     for each in parser._actions if getattr(arguments, flag) else []:
         if each.dest == flag or (others is not None and each.dest not in others):
             continue
         if getattr(arguments, each.dest, each.default) != each.default:
             name = (*each.option_strings, each.metavar)[0]
-            raise SystemExit(f"--{flag} takes no notice of {name}; leave one of them out")
+            raise SystemExit(f"--{flag} ignores {name}; leave one of them out")

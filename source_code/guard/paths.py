@@ -100,7 +100,9 @@ def check_file(flag, path):
     """Reject a file that cannot be created or replaced."""
     folder, name = os.path.split(os.path.abspath(path))
     if path == "-":  # which other programs take for standard output
-        raise SystemExit(f"{flag} - is not standard output here; name a file, as ./- if need be")
+        raise SystemExit(
+            f"{flag} - is not standard output here; name a file, or write ./- for a file of that name"
+        )
     if len(os.fsencode(name)) > LONGEST_FILE_NAME:
         raise SystemExit(
             f"{flag}: the file's name has more than {LONGEST_FILE_NAME} bytes; shorten it"

@@ -183,6 +183,9 @@ def watch_messages(strict=False):
     def irecv(tensor, src=None, group=None, tag=0, group_src=None):
         return messages.start("receive", tensor, src, group_src, group, tag)
 
+    def send(*arguments, **more):
+        isend(*arguments, **more).wait()
+
     def recv(*arguments, **more):
         message = irecv(*arguments, **more)
         message.wait()
@@ -205,7 +208,7 @@ def watch_messages(strict=False):
     instead = {
         "isend": isend,
         "irecv": irecv,
-        "send": lambda *arguments, **more: isend(*arguments, **more).wait() and None,
+        "send": send,
         "recv": recv,
         "init_process_group": join,
         "destroy_process_group": leave,
@@ -263,7 +266,8 @@ class Messages:
         begin = partial(self.begin[what], travels, peer, group=group, tag=tag)
         if self.queue:
             return self.queue.put(QueuedMessage(self.queue, begin, name, told, arrive))
-        tell("begins", message=name, **told)  # first: gloo ends a process whose room is too small
+        # Reported before it begins, since gloo aborts a process whose room is too small.
+        tell("begins", message=name, **told)
         work = begin()
         self.works.append(work)  # a Work that is freed would end while its message travels
         return Watched(work, name, at, arrive)
@@ -305,10 +309,10 @@ def watched_collective(name, counted):
         counted.append(name)
         given = [*arguments, *more.values()]
         tensor = next((each for each in given if isinstance(each, torch.Tensor)), None)
-        if tensor is None or name == "all_to_all_single":  # whose sizes are each rank's own
-            tell("joins in", name=name)
-        else:  # first: gloo ends a process that is given another size
-            tell("joins in", name=name, **about(tensor))
+        # In all_to_all_single each rank has sizes of its own, so they are not compared.
+        compared = tensor is not None and name != "all_to_all_single"
+        # Reported before it begins, since gloo aborts a process whose size differs.
+        tell("joins in", name=name, **(about(tensor) if compared else {}))
         work = begin(*arguments, async_op=True, **more)
         at = place(sys._getframe(1))
         watched = Watched(work, [name, EVERY_RANK, 0, len(counted)], at)

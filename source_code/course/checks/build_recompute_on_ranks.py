@@ -97,7 +97,8 @@ class StageOfMicrobatch:
         return getattr(self.stage, name)
 
     def __call__(self, k, x):
-        output = self.stage(x)  # first: what is no tensor raises the layers' own error
+        # Before x is compared: if x is not a tensor, the reader sees the error of the layers.
+        output = self.stage(x)
         same = [j for j, other in enumerate(self.inputs) if torch.equal(x, other)]
         self.calls.append(same[0] if same else None)
         self.asked.append(k if isinstance(k, int) else None)

@@ -43,7 +43,7 @@ def complaint_of(request, num_ranks):
     copied = {"forward_with", "backward_with"} & words.sources.keys()
     if left and copied:
         names = " and ".join(sorted(copied))
-        return f"your cells define {names}, but the check follows those of small.weight_stash: import them"
+        return f"your cells define {names}, but the check can follow only those of small.weight_stash; import them"
     if left and (complaint or transport):  # the order is why versions differ, or a wait is missing
         return left.removeprefix("the losses agree, but ")
     return left or complaint

@@ -8,7 +8,10 @@ from course.building import ANY_RANK, EVERY_RANK
 from course.checks.answer import many
 from course.checks.build_text import zero_as_none
 
-NO_TENSOR = "recv(), irecv() and wait() return no tensor, the numbers are in the one that the receive was given"
+NO_TENSOR = (
+    "recv(), irecv() and wait() do not return the tensor: the numbers arrive in the one that was "
+    "passed to the receive"
+)
 # The end of an error message of Python or torch as it is shown, and what it means.
 HINTS = {
     "a send needs a tensor, not None": (
@@ -39,7 +42,7 @@ CELL_HINTS = HINTS | {
     ),
 }
 OF_A_FILE = {
-    "is not defined": "a file has what it imports and defines itself, not what your cells do"
+    "is not defined": "a file can use only what it imports and defines itself, and no name of your cells"
 }
 PER_MICROBATCH = (
     "inputs and targets have one element per micro-batch, and inputs[k] is that of micro-batch k"
@@ -131,8 +134,8 @@ class TransportWords:
                 )
             if kind == "KeyError" and said.isdigit() and self.counts:
                 said = (
-                    f"{said}; has a forward on this rank stored an entry under {said}, and has no "
-                    "other backward taken it?"
+                    f"{said}; did a forward on this rank store an entry under {said}, and did another "
+                    "backward remove it?"
                 )
             told = f"raised {kind}: {self._with_hint(rank, said)}".removesuffix(": ")
             if where:

@@ -85,7 +85,9 @@ class Words(TransportWords):
             for event in done:
                 if event.get("empty"):
                     why = "has not arrived: wait() for its receive first"
-                    if event["stage"] == len(self.ranks) * self.chunks - 1:  # which receives none
+                    if (
+                        event["stage"] == len(self.ranks) * self.chunks - 1
+                    ):  # the last stage receives none
                         why = "is nan: is something divided by zero?"
                     return (
                         f"rank {rank} runs the backward of micro-batch {event['k']} at "

@@ -260,8 +260,8 @@ def _unscaled(function):
             )
         if getattr(answer, "grad_fn", None) is None:
             return (
-                f"a mean loss of 6 gives {answer!r}, from which no backward leads to the weights: "
-                "compute with `mean_loss` itself, not with its number"
+                f"a mean loss of 6 gives {answer!r}, and a backward from it does not reach the "
+                "weights: compute with `mean_loss` itself, not with its number"
             )
         if not close(answer.item(), 6.0 / count):
             return (
