@@ -161,7 +161,7 @@ class Refusal:
     def __init__(self, monkeypatch, capsys):
         self.monkeypatch, self.capsys = monkeypatch, capsys
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        # The other ranks of a node wait before they leave, which needs no time here.
+        # The other ranks of a node wait before they speak, which needs no time here.
         monkeypatch.setattr(one_sentence, "WAIT", 0.0)
         for name in [name for name in os.environ if name.startswith(("SLURM_", "LOCAL_"))]:
             monkeypatch.delenv(name)
@@ -249,13 +249,11 @@ def test_good_flags_are_accepted(refusal, monkeypatch, tmp_path, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("flags", ["--layers 3", "--cut 4,4", "--steps 0", "--seed -1"])
-def test_only_the_first_rank_of_a_node_speaks_and_all_leave_with_the_same_status(
-    refusal, script, flags
-):
+def test_all_ranks_leave_with_the_same_sentence_and_status(refusal, script, flags):
     words = [*flags.split(), *(["--tensor", "1"] if "tensor_parallel" in script else [])]
-    refusal.check(script, *words, names=words[0], ranks=4)
+    sentence = refusal.check(script, *words, names=words[0], ranks=4)
     for rank in (1, 3):
-        assert refusal(script, *words, rank=rank, ranks=4) == (2, "")
+        assert refusal(script, *words, rank=rank, ranks=4) == (2, sentence)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -104,10 +104,7 @@ def environment(monkeypatch):
 
 
 def place_of():
-    """(ranks, meeting point) that a rank takes, or None: then one sentence, or none, said why not.
-
-    None is said by a rank that is not the first of its node.
-    """
+    """(ranks, meeting point) that a rank takes, or None: then one sentence has said why not."""
     errors = io.StringIO()  # takes any character, as standard error does
     try:
         with contextlib.redirect_stderr(errors), in_one_sentence():
@@ -119,7 +116,7 @@ def place_of():
     except SystemExit as end:
         said = errors.getvalue()
         assert end.code == 2
-        assert said.count("\n") <= 1 and (said == "" or len(said) > 20), said
+        assert said.count("\n") == 1 and len(said) > 20, said
         return None
 
 

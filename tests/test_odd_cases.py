@@ -359,17 +359,19 @@ def test_a_rehearsal_rejects_what_no_launcher_sets(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("started", ["by hand", "by a launcher"])
-def test_a_rank_that_was_started_by_hand_says_why_it_ends(monkeypatch, capsys, started):
-    """It may be the only one on its node."""
-    monkeypatch.setattr(one_sentence, "WAIT", 0)
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in variables.items():
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_rank_that_no_launcher_ends_says_why_it_ends(monkeypatch, capsys, local_rank):
+    """The others of a node leave a launcher the time to end them, so that a sentence comes once."""
+    heard_before = []
+    monkeypatch.setattr(
+        one_sentence.time, "sleep", lambda _: heard_before.append(capsys.readouterr().err)
+    )
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**variables, "LOCAL_RANK": str(local_rank)}.items():
         monkeypatch.setenv(name, value)
-    if started == "by hand":
-        monkeypatch.delenv("LOCAL_RANK")
     one_sentence.say("no place to meet")
-    assert ("no place to meet" in capsys.readouterr().err) == (started == "by hand")
+    assert capsys.readouterr().err == "no place to meet\n"
+    assert heard_before == [""] * local_rank
 
 
 def test_a_copy_that_does_not_fit_on_the_disk_names_what_is_left(monkeypatch, capsys, tmp_path):

@@ -14,7 +14,7 @@ from guard.launcher import LauncherError, read_ranks
 
 LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
 LONGEST = 3000  # letters of a sentence; a longer one has a name of many words
-WAIT = 5.0  # a launcher ends all ranks when the first one ends, so the first one prints
+WAIT = 5.0  # seconds: a launcher ends all ranks when the first one ends, so the first one prints
 
 
 @contextmanager
@@ -72,21 +72,20 @@ def check_current_folder():
 
 
 def say(sentence):
-    """Print a sentence on the first rank of this node; the others wait to be ended."""
+    """Print a sentence, on the first rank of a node at once.
+
+    The others wait to be ended, which a launcher does at once. Whoever is still there then says it
+    as well: its rank was started by hand, or has failed alone.
+    """
     try:
-        first = read_ranks()[2] == 0 or is_started_by_hand()
+        first = read_ranks()[2] == 0
     except LauncherError:
         first = True
     if not first:
-        return time.sleep(WAIT)
+        time.sleep(WAIT)
     sentence = shortened(sentence)
     print(sentence, file=sys.stderr, flush=True)
     tell_launcher(sentence)
-
-
-def is_started_by_hand():
-    """Return whether the rank's number is all there is: the first rank may be on another node."""
-    return "RANK" in os.environ and "LOCAL_RANK" not in os.environ
 
 
 def tell_launcher(sentence):
