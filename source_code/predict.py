@@ -155,7 +155,8 @@ def schedule_of(arguments):
         check_same("--microbatches", arguments.microbatches, name, schedule.num_microbatches)
         return schedule
     except ScheduleError as error:
-        raise SystemExit(f"{name}{sizes if name in SCHEDULES else ''}: {error}") from None
+        where, fix = (name + sizes, "") if name in SCHEDULES else (name, "; mend that row")
+        raise SystemExit(f"{where}: {error}{fix}") from None
     except InputError as error:
         names = ", ".join(SCHEDULES)
         why = f": {error}" if os.path.lexists(name) else ""

@@ -261,7 +261,7 @@ def test_an_illegal_file_is_refused_with_its_rank_and_step(tmp_path, capsys, wha
     text, sentence = ILLEGAL[what]
     path = tmp_path / "mine.csv"
     path.write_text(text)
-    assert refusal(capsys, path) == f"{path}: {sentence}"
+    assert refusal(capsys, path) == f"{path}: {sentence}; mend that row"
 
 
 @pytest.mark.parametrize("flag", ["--ranks", "--microbatches"])
