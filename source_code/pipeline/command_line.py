@@ -20,8 +20,8 @@ class Parser(argparse.ArgumentParser):
     """Ends with one sentence about a bad flag. `checks` are called with the parsed arguments.
 
     `reads` and `writes` are the flags whose values are paths of files or folders that a run reads
-    and writes; whoever adds such a flag adds its name to one of them.
-    --help shows the first line of `description`, a script's docstring; python -OO has none.
+    and writes; whoever adds such a flag adds its name to one of them. `description` is a script's
+    docstring, whose first line --help shows; python -OO removes it.
     """
 
     def __init__(self, description=None, **options):
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, *words):
         """Parse flags; reject an empty value, such as that of a shell variable that is not set.
 
-        argparse makes an empty list of a second `--` in place of an argument.
+        For a second `--` in place of an argument, argparse returns an empty list.
         """
         arguments = super().parse_args(*words)
         for action in self._actions:
@@ -69,7 +69,7 @@ def positive_number(text):
 
 
 def check_same(flag, given, file, has):
-    """Reject a number that a flag gives and that is not what a `file` has, which counts."""
+    """Reject a flag's number that differs from the one in `file`, which takes precedence."""
     if given not in (None, has):
         raise SystemExit(f"{flag} {given} contradicts {file}, which has {has}; leave the flag out")
 
@@ -82,6 +82,6 @@ def ranks_from_environment():
 
 
 def restarts_from_environment():
-    """Return how often torchrun has restarted the ranks that meet in its store; else 0."""
+    """Return how often torchrun has restarted the ranks; 0 if they do not meet in its store."""
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if of_launcher else 0

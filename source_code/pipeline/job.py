@@ -24,7 +24,7 @@ from pipeline.command_line import ranks_from_environment, restarts_from_environm
 from pipeline.message import Message
 
 SLOW_START = 60.0  # least seconds that ranks have to find each other
-GRACE = 5.0  # seconds after the longest wait, when the transport ends it
+GRACE = 5.0  # seconds past a wait's timeout, after which the transport fails
 joining = []  # contexts in which a job of this process is joined; the last one counts
 
 
@@ -54,8 +54,8 @@ class Job:
         return torch.device("cpu") if self.backend == "gloo" else self.device
 
     def send(self, tensor, destination, message):
-        """Send without waiting. Raises ValueError for an activation or gradient of another shape,
-        of which the receiver would take a part for the whole, or wait for ever."""
+        """Send without waiting. Raises ValueError for an activation or gradient of another shape:
+        the receiver would take a part of it for the whole tensor, or wait for ever."""
         declared = self.shape and getattr(message, "what", None) in ("activation", "gradient")
         if declared and (tensor.shape, tensor.dtype) != (self.shape_of(message), self.dtype):
             made, wanted = f"{tuple(tensor.shape)} in {tensor.dtype}", self.shape_of(message)
@@ -74,7 +74,7 @@ class Job:
         """Return the shape of an activation or a gradient."""
         if not callable(self.shape):
             return self.shape
-        # The gradient that stage s makes is that of what stage s - 1 has handed to it.
+        # Stage s makes the gradient of the activation that stage s - 1 has sent.
         return tuple(self.shape(message.stage - (message.what == "gradient")))
 
     def release_sent(self, message):
@@ -112,7 +112,7 @@ class Job:
         return nullcontext()
 
     def waiting_for_all(self, what):
-        """Return the context of a call that needs every rank, for which the next one stands."""
+        """Return the context of a call that needs every rank; messages name only the next one."""
         return self.waiting((self.rank + 1) % self.num_ranks, what)
 
     def leave(self):
@@ -120,8 +120,8 @@ class Job:
         with self.waiting_for_all("the end of the job"):
             dist.barrier()
         dist.destroy_process_group()
-        # The groups' threads end with the last reference; one that outlives Python aborts it. The
-        # rest is frozen: Python would search it again when it ends, which takes 0.4 s.
+        # A group's threads end with the last reference to it, and one that outlives Python aborts it.
+        # Without freeze(), Python would search all objects again when it ends, which takes 0.4 s.
         atexit.register(lambda: (time.sleep(0.02), gc.collect(), gc.freeze()))
 
 
@@ -150,8 +150,8 @@ def join_job(device="auto", timeout=60.0, pairs=None, shape=None, dtype=None):
     """Meet the other ranks and open the channels. Returns the Job.
 
     `pairs` are the (source, destination), or (source, destination, what), that exchange messages;
-    by default each rank and the next, in both directions. They are equal on all ranks.
-    If `joining` has a context, ranks find each other in it, and not as in `meet`.
+    by default each rank and the next, in both directions. They are equal on all ranks. If `joining`
+    has a context, ranks find each other in that context instead of in `meet`.
     """
     rank, num_ranks, local_rank, _ = ranks_from_environment()
     torch.set_num_threads(1)  # the same digits on every machine
@@ -194,7 +194,7 @@ def open_channels(job, pairs):
     job.backend = common_backend(job)
     backends, device = "gloo", None
     if job.backend == "nccl":
-        backends, device = "cpu:gloo,cuda:nccl", job.device  # or torch guesses it from the rank
+        backends, device = "cpu:gloo,cuda:nccl", job.device  # torch would guess it
     ranks = {"rank": rank, "world_size": job.num_ranks}
     dist.init_process_group(backends, store=job.store, **ranks, timeout=limit, device_id=device)
     if pairs is None:

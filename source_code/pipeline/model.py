@@ -21,7 +21,7 @@ RMSNorm = partial(nn.RMSNorm, eps=1e-6)  # Zhang and Sennrich 2019, 1910.07467
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; `kv_heads` divides `heads`, `heads` divides `dim` into even parts."""
+    """Sizes of the model; `kv_heads` divides `heads`, and `heads` cuts `dim` into even widths."""
 
     layers: int = 8
     dim: int = 32
@@ -204,6 +204,6 @@ def cut_evenly(num_layers, num_stages):
 
 
 def cut_as(layers_per_stage):
-    """Return the same for a given number of layers per stage, e.g. [3, 3, 2]."""
+    """Return each stage's (first, last) layer for given layers per stage, e.g. [3, 3, 2]."""
     ends = list(accumulate(layers_per_stage))
     return list(zip([0, *ends], ends))

@@ -7,10 +7,11 @@ from pipeline.model import build_part, token_loss
 
 LEARNING_RATES = {"sgd": 0.2, "momentum": 0.05, "adamw": 0.003}
 # Largest difference from one process: absolute in the first ten steps, relative to the loss up to
-# step 200. Narrow types have a tolerance, and no digits are promised.
+# step 200. For narrow types no digits are promised, only a tolerance.
 TOLERANCES = {"float64": (1e-12, 1e-9), "float32": (1e-4, 1e-3), "bfloat16": (5e-2, 5e-2)}
-# That holds within these settings. Beyond them rounding may grow from layer to layer and from step
-# to step until no digit is left: a model of width 2 then differs from itself with another batch cut.
+# The tolerances hold within these settings. Beyond them, rounding may grow from layer to layer and
+# from step to step until no digit is left: a model of width 2 gets other losses if only the cut of
+# the batch changes.
 NARROWEST, DEEPEST, FASTEST, LONGEST_RUN = 16, 32, 3, 200
 
 
@@ -35,8 +36,8 @@ def losses_agree(dtype, losses, expected, first_step=0, promised=True):
     verdict = "as promised" if agree else "MORE THAN PROMISED"
     if not promised:
         verdict = (
-            f"and nothing is promised here, but from --dim {NARROWEST} on, up to {DEEPEST} layers "
-            f"and {FASTEST} times the --learning-rate of the optimizer"
+            f"and nothing is promised for these flags, only from --dim {NARROWEST} on, up to {DEEPEST} "
+            f"layers and {FASTEST} times the optimizer's own --learning-rate"
         )
     print(f"largest difference from one process: {largest:.1e}, {verdict}", flush=True)
     return agree or not promised
@@ -80,7 +81,7 @@ def build_optimizer(name, parameters, learning_rate, **options):
     On a GPU AdamW updates many weights in one kernel, without copies of them (`fused`).
     """
     parameters = list(parameters)
-    if name == "sgd" or not parameters:  # torch's optimizers need one at least
+    if name == "sgd" or not parameters:  # torch's optimizers need at least one
         return SGD(parameters, learning_rate)
     if name == "momentum":
         return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)

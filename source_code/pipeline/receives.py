@@ -14,10 +14,10 @@ earliest place of those that have not arrived. Its sender reaches the send, and 
 the receive, because both wait only for messages with earlier places, which have arrived. No other
 operation is under way before it at either end. So it arrives, and then so does the next one.
 
-On every transport, this posts the receive of a message that is made during an action before that
-action, and the message travels while the rank computes. A receive is not posted earlier than that,
-so a rank has buffers only for messages that exist by then in the simulation: at most 2 for GPipe
-and 1F1B, 3 for zero bubble, and 4 for interleaved 1F1B with a multiple of p micro-batches.
+On every transport, if a message is made while its receiver computes, the receive has been posted
+before, so the message travels during the computation. No receive is posted earlier than that, so a
+rank has buffers only for messages that exist by then in the simulation: at most 2 for GPipe and
+1F1B, 3 for zero bubble, and 4 for interleaved 1F1B with a multiple of p micro-batches.
 """
 
 from collections import deque

@@ -73,9 +73,9 @@ def needs_of(action, num_stages, replicas=1):
     """The messages that must exist before `action` can start, as a list.
 
     A backward needs the activation of its own stage, too. W and U need the gradient that the
-    backward of their own stage makes: it leaves the deferred weight gradient, or the gradient of
-    the weights. `replicas` is the number of ranks that have the stage: each update adds up the
-    gradients of as many consecutive micro-batches, one from each replica.
+    backward of their own stage makes: the same backward leaves what W computes with, or the weight
+    gradient that U applies. `replicas` is the number of ranks that have the stage: each update adds
+    up the gradients of as many consecutive micro-batches, one from each replica.
     """
     stage, kind, microbatch = action
     if kind == "F":

@@ -64,8 +64,8 @@ class SplitStage(Stage):
 def is_plain(module):
     """Whether a module computes what nn.Linear does, with a weight that is a parameter.
 
-    A subclass with another forward, and a weight that is made from other parameters before each
-    forward, such as that of a weight norm, stay with autograd: I runs their whole backward.
+    Autograd keeps a subclass with another forward, and a weight that is made from other parameters
+    before each forward, as by weight norm: there, I runs the whole backward.
     """
     computes = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     if not computes or "weight" not in module._parameters:

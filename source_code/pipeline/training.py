@@ -40,7 +40,7 @@ def training_parser(description):
     add("--steps", default=10, help="updates to train", **count)
     add("--batch-size", default=16, help="sequences per step", **count)
     add("--microbatches", default=8, help="parts of a batch", **count)
-    add("--learning-rate", type=positive_number, metavar="X", help=f"step size, else {rates}")
+    add("--learning-rate", type=positive_number, metavar="X", help=f"step size, by default {rates}")
     add("--optimizer", choices=list(LEARNING_RATES), default="sgd", help="update rule")
     add("--losses", metavar="FILE", help="write the losses, one JSON object per line")
     parser.writes.append("--losses")
@@ -200,7 +200,7 @@ def train(arguments, job, stages, run_step, reference=None):
 
 
 class LossLog:
-    """The losses of a run, on the rank that has them; `first_step` is above 0 if continued."""
+    """The losses of a run, on the rank that has them; `first_step` > 0 if the run is continued."""
 
     def __init__(self, arguments, has_loss, first_step=0):
         self.arguments, self.has_loss, self.first_step = arguments, has_loss, first_step

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Performs a rank's list of actions, with real tensors and real messages.
 
-Receives are posted in the one order of messages that follows from the schedule: see receives.py.
-The buffer of a sent message is kept until a message arrives that was made after the receiver has
-used the sent one: by the receiver, or by a rank that has heard from it since.
+Receives are posted in the one order of messages that follows from the schedule: see receives.py. A
+rank keeps the buffer of a sent message until another message shows that the receiver has used it: a
+message from the receiver, or from a rank that has heard from it since.
 """
 
 from pipeline.message import Message
@@ -19,14 +19,14 @@ class Worker:
 
     def __init__(self, job, schedule, stages):
         self.job, self.schedule, self.stages = job, schedule, stages
-        # The step at which its rank takes an action: it says when a sent message has been used.
+        # Message -> the step at which its rank makes it, and so has used the message that it needs.
         self.step_of = {
             message_of(action): step
             for order in schedule.orders
             for step, action in enumerate(order)
             if action.kind in "FBI"
         }
-        # Looked up, because working it out between two actions would delay a message.
+        # Computed in advance, because computing it between two actions would delay a message.
         self.routes_after = {a: schedule.routes_after(a) for a in schedule.orders[job.rank]}
 
     def run_step(self, inputs, targets):

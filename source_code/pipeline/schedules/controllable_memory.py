@@ -6,7 +6,7 @@ Controllable Memory: Qi et al. 2024, arXiv 2405.15362.
 A building block says in which time slots a micro-batch passes each rank. It is repeated every six
 slots, since a rank has six actions per micro-batch: F, I and W of two stages. A rank holds a
 micro-batch from its F to its W, so the shorter the block, the fewer are held at once. Rank i has
-stage i, `down`, and, counted from the end, stage i again, `up`.
+stage i from the start, `down`, and stage i from the end, `up`.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ def v_half(num_ranks, num_microbatches, num_chunks=2):
     6p + 5 if p is even.
     """
     require_two_chunks("v-half", num_ranks, num_microbatches, num_chunks)
-    p, shift = num_ranks, 0 if num_ranks % 2 else 3  # else I down and F up would share a slot
+    p, shift = num_ranks, 0 if num_ranks % 2 else 3  # 0 would put I down and F up in one slot
 
     def slots(rank):
         turn = 3 * p - 1
@@ -44,7 +44,7 @@ def v_min(num_ranks, num_microbatches, num_chunks=2):
     micro-batch.
     """
     require_two_chunks("v-min", num_ranks, num_microbatches, num_chunks)
-    p, shift = num_ranks, 0 if num_ranks % 3 else 2  # else I up would meet F down in a slot
+    p, shift = num_ranks, 0 if num_ranks % 3 else 2  # 0 would put I up and F down in one slot
 
     def slots(rank):
         return rank, 2 * p - 1 - rank, 2 * p + shift + rank, 4 * p - 1 + shift - rank
@@ -96,8 +96,8 @@ def _pulled_forward(orders, limit):
     """Move a later action forward if a rank would wait and the action's inputs exist.
 
     The blocks leave slots empty before the first gradient arrives and after the last forward. All
-    ranks advance slot by slot together. Each stage keeps the order of the micro-batches, and the
-    rest of a rank's order never holds more than `limit` micro-batches.
+    ranks advance slot by slot together. Each stage keeps the order of the micro-batches, and no
+    forward moves if its rank would then hold more than `limit` micro-batches.
     """
     orders, places = [list(order) for order in orders], [_places_in(order) for order in orders]
     performed, held, made = [[] for _ in orders], [0] * len(orders), set()
@@ -129,7 +129,7 @@ def _places_in(order):
 
 
 def _take(order, places, place):
-    """Take an action out of `order`, where None stays."""
+    """Replace an action in `order` by None, and remove its index from `places`."""
     kind = order[place][:2]
     places[kind].popleft()
     if not places[kind]:
@@ -138,7 +138,7 @@ def _take(order, places, place):
 
 
 def _possible(order, places, made, room, num_stages):
-    """Yield the indices in `order` of the actions that can run now: of each stage and kind the next."""
+    """Yield the index in `order` of each stage and kind's next action, if it can run now."""
     following = sorted(queue[0] for queue in places.values())
     for place in following:
         if made.issuperset(needs_of(order[place], num_stages)):

@@ -55,13 +55,13 @@ def _dualpipe_v_order(rank, num_ranks, num_microbatches):
         order.backward(up)
         order.forward(up)
         order.backward(down)
-    # 6, cool-down: backwards on both ways, in the second half gradients only,
+    # 6, cool-down: backwards on both ways, in the second half gradients only.
     for number, way in enumerate([up, down] * (rank + 1)):
         if number <= rank:
             order.backward(way)
         else:
             order.backward_for_input(way)
-    # 7 and 8: and the deferred weight gradients, between the last gradients and at the end.
+    # 7 and 8: the deferred weight gradients, between the last gradients and at the end.
     for _ in range(behind):
         order.backward_for_weights()
         order.backward_for_input(down)

@@ -15,12 +15,13 @@ def interleaved_1f1b(num_ranks, num_microbatches, num_chunks=2, ahead=2, more=0)
     """1F1B with several chunks per rank (Megatron-LM: Narayanan et al. 2021, section 2.2.2).
 
     Micro-batches go through the chunks in groups: all of a group through one chunk, then all
-    through the next. In the paper a group has one micro-batch for each rank, so their number is a
-    multiple of the ranks. Larger groups work too, as in torch.distributed.pipelining, as long as
-    all are equally large. `ahead` is the number of forwards in the warm-up for each later rank:
-    2 in Megatron-LM, so that messages travel while ranks work. With 1 a rank holds less, and the
-    step is as short while messages take no time. With `more` = 1 every rank runs one more forward
-    in its warm-up, so that a forward and a backward after it can run together (see pairs.py).
+    through the next. In the paper a group has one micro-batch per rank, so the number of
+    micro-batches is a multiple of the number of ranks. Larger groups work too, as in
+    torch.distributed.pipelining, as long as all are equally large. `ahead` is the number of
+    forwards in the warm-up for each later rank: 2 in Megatron-LM, so that messages travel while
+    ranks work. With 1 a rank holds fewer activations, and the step is as short if messages take no
+    time. With `more` = 1 every rank runs one more forward in its warm-up, so that a forward and the
+    backward after it can run together (see pairs.py).
     """
     require_positive(num_ranks, num_microbatches)
     require_several_chunks("interleaved-1f1b", num_chunks, "1f1b")

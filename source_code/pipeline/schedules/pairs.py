@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards and backwards in pairs, of which each computes while the other waits for an all-to-all.
+"""Forwards and backwards in pairs: each computes while the other waits for an all-to-all.
 
 A layer of experts waits for other ranks in the middle of an action (expert_group.py). If a rank has
 a forward and a backward that do not need each other, it can run both at the same time. DeepSeek's
@@ -20,7 +20,8 @@ class PairedSchedule(Schedule):
     """A Schedule with `partners`: {forward: the backward after it on its rank, run together}.
 
     A pair starts when both have their messages, and sends the results of both when both have ended.
-    So a schedule that is legal action by action can deadlock in pairs; `playable_order` says so.
+    So a schedule that is legal action by action can deadlock in pairs; `playable_order` then raises
+    ScheduleError.
     """
 
     partners: dict = field(default_factory=dict, hash=False)

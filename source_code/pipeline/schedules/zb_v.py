@@ -23,13 +23,13 @@ def zb_v(num_ranks, num_microbatches, num_chunks=2):
     for rank in range(num_ranks):
         down, up = rank, 2 * num_ranks - 1 - rank
         order = Order()
-        # Warm-up: forwards until the first comes back from the turn, then both ways in turn,
+        # Warm-up: forwards until the first comes back from the turn, then on both ways alternately,
         for _ in range(2 * (num_ranks - rank) - 1):
             order.forward(down)
         for _ in range(rank):
             order.forward(up)
             order.forward(down)
-        # and backwards on the way up until the first one comes for the way down.
+        # then both passes on the way up, until the first gradient for the way down arrives.
         for _ in range(num_ranks - rank):
             order.forward(up)
             order.backward_for_input(up)
