@@ -314,7 +314,7 @@ def test_a_rank_that_another_program_answers_ends_with_one_sentence():
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
-    assert f"rank 1 has no answer of rank 0 at 127.0.0.1:{port}" in ended.stderr
+    assert f"rank 1 has no answer from rank 0 at 127.0.0.1:{port}" in ended.stderr
 
 
 def test_a_torchrun_on_a_loaded_machine_may_answer_as_late_as_a_rank_may_start(monkeypatch):

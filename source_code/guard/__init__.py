@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard: surrounds a program's main() and keeps its user from harm."""
+"""The guard: checks what a program is given, and ends it with one sentence if a rank is lost."""

@@ -16,8 +16,8 @@ import torch
 from guard.inputs import InputError, open_input
 
 PACKAGES = ("pipeline", "guard", "lab", "extensions", "planning", "broken")
-MOST_FILES = 1000  # of a folder
-SAMPLES, SAMPLE = 64, 4096  # pieces of a file, and their bytes
+MOST_FILES = 1000  # compared of a folder
+SAMPLES, SAMPLE = 64, 4096  # pieces read of a file, and bytes per piece
 
 
 class Disagreement(Exception):
@@ -70,7 +70,7 @@ def difference_text(rank, settings, others):
     parts = [f"{name} is {settings.get(name)} there and {others.get(name)} here" for name in names]
     more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
     return (
-        f"rank {rank} was started otherwise than rank 0 (here): {', '.join(parts[:3])}{more}; give "
+        f"rank {rank} was started differently from rank 0 (here): {', '.join(parts[:3])}{more}; give "
         "all ranks the same command, text, torch and copy of the course"
     )
 
@@ -90,10 +90,10 @@ def version():
 
 def settings_of(arguments, read=None):
     """{name: value} of what must be equal on all ranks: the flags, the text, and the files that the
-    flags in `read`, {flag: attribute}, name, of which each node may have its own.
+    flags in `read`, {flag: attribute}, name: each node may have its own copies.
 
     --device may differ. --data may also differ, since a node may have another path; the content of
-    the text is compared. The checkpoint of --checkpoints has a checksum, which is among the flags.
+    the text is compared. Of --checkpoints, the identity of the newest checkpoint is compared.
     """
     plain = (str, int, float, list, tuple, type(None))
     own = {name: value for name, value in vars(arguments).items() if isinstance(value, plain)}
@@ -111,9 +111,9 @@ def settings_of(arguments, read=None):
 
 
 def digest_of(path):
-    """A digest of a file, or of the files in a folder, in milliseconds also for a large model.
+    """A digest of a file, or of the files in a folder, in milliseconds even for a large model.
 
-    It has each file's name and size, and its content at SAMPLES places, all of it if it is short.
+    It covers each file's name and size, and its content at SAMPLES places: all of a short file.
     """
     digest = hashlib.sha256()
     folder = os.path.isdir(path)

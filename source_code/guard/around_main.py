@@ -49,8 +49,8 @@ def guarded(main):
 def naming_what_fails():
     """A context in which a lack of memory ends this rank with one sentence.
 
-    So does a lack of a folder for temporary files, which torch's optimizers need, and a file that
-    has changed, or cannot be read any more, since the flags were checked.
+    So do a missing folder for temporary files, which torch's optimizers need, and a file that has
+    changed or become unreadable since the flags were checked.
     """
     try:
         yield
@@ -75,7 +75,7 @@ def naming_what_fails():
 
 @contextmanager
 def attached():
-    """A context in which jobs are joined guarded, and the flags that a program parses are checked."""
+    """A context in which the guard joins jobs, and checks the flags that a program parses."""
     parsed = []  # (arguments, {flag: attribute} of what is read); the ranks compare the last ones
     parse_args = argparse.ArgumentParser.parse_args
 

@@ -6,7 +6,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-LOCK = "lock"  # the empty file whose lock is the claim; it ends with the process, however that ends
+LOCK = "lock"  # an empty file; the lock on it is the claim, and ends with the process in every case
 
 
 class ClaimError(Exception):
@@ -25,7 +25,7 @@ class NewFolder:
             self.folder.mkdir()
             self.is_new = True
         self.lock, is_held = lock_folder(flag, folder)
-        if not is_held:  # without locks, a file that somebody else has made is as good as one
+        if not is_held:  # without locks, a file that another job has made counts as a lock
             self.lock.close()
             sentence = f"has no locks; if no other job saves there, remove {self.folder / LOCK}"
             raise ClaimError(f"{flag} {folder}: the file system {sentence}")
@@ -34,12 +34,12 @@ class NewFolder:
             raise ClaimError(f"{flag} {folder}: something is already there; name a new folder")
 
     def release(self):
-        """End the claim; the folder is whole."""
+        """End the claim on a folder that is complete."""
         if self.lock is None:
             return
         if os.name == "nt":  # where an open file cannot be removed
             self.lock.close()
-        with suppress(OSError):  # what is in its place belongs to somebody else
+        with suppress(OSError):  # if it cannot be removed, another user has replaced it
             (self.folder / LOCK).unlink()
         self.lock.close()
         self.lock = None
@@ -58,7 +58,7 @@ class NewFolder:
 
 
 def content_of(folder):
-    """Return the names in a folder, but for the lock that a job which was killed has left."""
+    """Return the names in a folder, except the empty lock that a killed job has left."""
     left = Path(folder) / LOCK
     known = {LOCK} if left.is_file() and not left.stat().st_size else set()
     return set(os.listdir(folder)) - known
@@ -68,7 +68,8 @@ def lock_folder(flag, folder):
     """Make a folder if needed, and lock it until the process ends or the lock's file is closed.
 
     Returns the open file, and whether the claim is certain; without locks, as on Windows, it is
-    only if the file is new. Raises ClaimError when another running job has locked the folder.
+    certain only if the file is new. Raises ClaimError when another running job has locked the
+    folder.
     """
     lock, is_new = Path(folder) / LOCK, True
     how = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -91,7 +92,7 @@ def lock_folder(flag, folder):
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Who held it until now may have removed it, and a third job made another.
+        # The last holder may have removed it, and a third job made another.
         taken = not is_in_place(file, folder)
     except BlockingIOError:
         taken = True

@@ -12,7 +12,7 @@ from functools import partial
 import torch.distributed as dist
 
 ending = threading.Lock()
-told = []  # functions that hear the sentence with which this process ends
+told = []  # functions called with the sentence with which this process ends
 
 
 def end_process(sentence, before_leaving=lambda: None):

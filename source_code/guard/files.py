@@ -10,7 +10,7 @@ import stat
 import sys
 from pathlib import Path
 
-MOST_LINKS = 40  # that lead from one to the next, as Linux counts
+MOST_LINKS = 40  # followed one after the other, as in Linux
 not_written = []  # flags of outputs that could not be written; if any, the run ends with status 1
 
 
@@ -44,11 +44,12 @@ def replace_file(path, write):
 
 
 def place_of(path):
-    """Return the path at which an output is written: links to it are followed, so that they stay.
+    """Return the path at which an output is written: its links are followed, so that they stay.
 
-    Raises OSError for a link in a folder that others may write to, whoever made it: it may lead to
-    any file of this user. What they put there later is replaced, and not followed. On the way to
-    the file's folder, only links that others made are rejected: a link to another disk is usual.
+    Raises OSError for a link in a folder that others may write to, whoever made the link: it may
+    lead to any file of this user. What others put there later is replaced, not followed. On the
+    way to the file's folder, only links that others made are rejected: a link to another disk is
+    usual.
     """
     path = Path(path)
     for folder in path.absolute().parents:

@@ -25,7 +25,7 @@ class InputError(ValueError):
 def open_input(path):
     """A context with a regular file to read bytes from.
 
-    Raises InputError for anything else, and where a read fails, as on a damaged disk.
+    Raises InputError for anything else, and if a read fails, as on a damaged disk.
     """
     try:
         file = open(path, "rb", opener=open_at_once)
@@ -67,7 +67,7 @@ def read_bytes(path, most=LARGEST):
 
 
 def read_text(path, most=LARGEST):
-    """Return the same as text, UTF-8 in every locale, without a byte order mark."""
+    """Return such a file's text, as UTF-8 in every locale, without a byte order mark."""
     try:
         return read_bytes(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:

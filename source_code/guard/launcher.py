@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher says in the environment: the ranks, and where they meet; of torchrun or of srun."""
+"""Reads a rank's number and the meeting point from the environment, set by torchrun or srun."""
 
 import os
 import re
@@ -17,7 +17,7 @@ class LauncherError(ValueError):
 
 @contextmanager
 def ranks_set():
-    """A context in which torchrun's variables have the rank, whoever started it, or none is set."""
+    """A context in which torchrun's variables have the numbers of several ranks, also under srun."""
     try:
         ranks = read_ranks()
     except LauncherError as error:

@@ -24,7 +24,7 @@ from guard.launcher import LauncherError, meeting_point, whole_number
 from guard.siblings import end_siblings, stopped_among
 from pipeline.job import GRACE, SLOW_START, of_this_attempt, store_of_one
 
-LEAST = {  # that a rank needs: two ranks open more than 32 files, and torch maps 0.7 GB
+LEAST = {  # limits for a rank: two ranks open more than 32 files, and torch maps 0.7 GB
     "RLIMIT_NOFILE": (64, "open files", "-n"),
     "RLIMIT_AS": (2**30, "bytes of memory", "-v"),
 }
@@ -41,7 +41,7 @@ def find_store(job):
     if job.num_ranks == 1:
         return store_of_one()
     try:
-        whole_number("TORCHELASTIC_RESTART_COUNT", 0)  # which names the part of the store
+        whole_number("TORCHELASTIC_RESTART_COUNT", 0)  # it names this attempt's part of the store
         address, port = meeting_point()
         check_known(address)
     except LauncherError as error:
@@ -57,7 +57,7 @@ def find_store(job):
         if not is_keeper:  # torchrun listens before it starts ranks, so it must answer
             wait_for_listener(job, address, port, GRACE if of_launcher else limit)
         # torch's store waits for ever if another program listens at its port and says nothing.
-        asked = f"rank {job.rank} has no answer of {keeper} at {address}:{port}"
+        asked = f"rank {job.rank} has no answer from {keeper} at {address}:{port}"
         advice = "if another program is there, set MASTER_PORT"
         with ended_after(limit + GRACE, end_process, f"{asked}; {advice}"):
             return of_this_attempt(open_store(address, port, is_keeper, limit))
@@ -74,7 +74,7 @@ def check_limits():
         size = os.environ.get(name, "")
         if size and not re.fullmatch("[0-9]{1,9}", size):
             raise SystemExit(
-                f"{name} is {size}, and has to be a whole number; set it to one, or leave it out"
+                f"{name} is {size}, and has to be a whole number; correct it, or leave it out"
             )
     known = [name for _, name in socket.if_nameindex()]
     given = os.environ.get("GLOO_SOCKET_IFNAME")

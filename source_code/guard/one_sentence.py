@@ -12,14 +12,14 @@ from guard.files import not_written
 from guard.inputs import InputError
 from guard.launcher import LauncherError, read_ranks
 
-LONGEST_WORD = 500  # letters of a word in a sentence of ours; a longer one is a slip
-LONGEST = 3000  # letters of a sentence; a longer one has a name of many words
-WAIT = 5.0  # seconds: a launcher ends all ranks when the first one ends, so the first one prints
+LONGEST_WORD = 500  # letters of a word that is printed whole; a longer one comes from a slip
+LONGEST = 3000  # letters of a sentence that is printed whole; a longer one contains a long name
+WAIT = 5.0  # seconds for the launcher to end the other ranks after the first, which prints
 
 
 @contextmanager
 def in_one_sentence():
-    """A context, and the decorator of a main(), in which SystemExit(sentence) ends a program so."""
+    """A context, or a decorator of main(), in which SystemExit(sentence) prints the sentence."""
     try:
         check_that_it_ends()
         check_current_folder()
@@ -38,8 +38,8 @@ def in_one_sentence():
 def naming_files(path=None, fix="mend that, and start again"):
     """A context in which a file that cannot be read or written ends a program with one sentence.
 
-    It names the file `path`, or else the one at which the system failed, and ends with the `fix`. A
-    file with something else than it should have is an InputError, whose text names it.
+    The sentence names the file `path`, or the one at which the system failed, and ends with the
+    `fix`. A file with wrong content raises InputError, whose text names the file.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -52,9 +52,9 @@ def naming_files(path=None, fix="mend that, and start again"):
 
 
 def check_that_it_ends():
-    """End at once with PYTHONINSPECT, with which Python would ask for commands at the end.
+    """End at once if PYTHONINSPECT is set: Python would ask for commands at the end.
 
-    No rank would end then, and the status would be lost. With `python -i` that is what was asked for.
+    No rank would end then, and the status would be lost. With `python -i` the user wants that.
     """
     if sys.flags.inspect and os.environ.get("PYTHONINSPECT"):
         say("PYTHONINSPECT is set, so that Python asks for commands at the end; unset it")
@@ -67,15 +67,15 @@ def check_current_folder():
         os.getcwd()
     except OSError as error:
         raise SystemExit(
-            f"the current folder cannot be used ({error.strerror}); change to one that is there"
+            f"the current folder cannot be used ({error.strerror}); change to one that exists"
         ) from None
 
 
 def say(sentence):
-    """Print a sentence, on the first rank of a node at once.
+    """Print a sentence: on the first rank of a node at once, on others after a wait.
 
-    The others wait to be ended, which a launcher does at once. Whoever is still there then says it
-    as well: its rank was started by hand, or has failed alone.
+    A launcher ends the others during the wait. A rank that still runs after it prints the sentence,
+    too: it was started by hand, or has failed alone.
     """
     try:
         first = read_ranks()[2] == 0
@@ -89,16 +89,16 @@ def say(sentence):
 
 
 def tell_launcher(sentence):
-    """Let torchrun, which prints half a page when a rank fails, end it with this sentence."""
+    """Make this sentence the end of the half page that torchrun prints when a rank fails."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         reason = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with suppress(OSError):  # whoever reads the sentence has seen it on standard error
+        with suppress(OSError):  # the sentence is on standard error already
             Path(file).write_text(json.dumps({"message": reason}))
 
 
 def shortened(sentence):
-    """Return a sentence on one line, without most of what is longer than any name in it."""
+    """Return a sentence on one line, with words and a line that are too long cut short."""
     words = (
         word if len(word) <= LONGEST_WORD else f"{word[:40]}... ({len(word):,} letters)"
         for word in sentence.split()

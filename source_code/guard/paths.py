@@ -15,8 +15,8 @@ LONGEST_FILE_NAME = 245  # bytes: a disk takes 255, and the name of an unfinishe
 def check_paths(parser, arguments):
     """Check the values of the flags that a Parser's `reads` and `writes` list, once parsed.
 
-    What is read is a file or a folder, what is written can be written, and no output is on or in
-    another path of the run.
+    Each input is a file or a folder, each output can be written, and no output overwrites another
+    path of the run or lies in it.
     """
     read, written = attributes_of(parser, parser.reads), attributes_of(parser, parser.writes)
     check_paths_apart(arguments, written, read)
@@ -29,7 +29,7 @@ def check_paths(parser, arguments):
 
 
 def attributes_of(parser, flags):
-    """{flag: attribute of its value} of `flags`; an argument without a flag has its metavar."""
+    """{flag: attribute of its value} of `flags`; a positional argument is listed by its metavar."""
     dests = {name: each.dest for each in parser._actions for name in each.option_strings}
     dests |= {each.metavar: each.dest for each in parser._actions if not each.option_strings}
     return {flag: dests[flag] for flag in flags}
@@ -71,7 +71,7 @@ def same_file(path, other):
 
 
 def check_input(flag, path):
-    """Reject what is there and no file or folder, or a file that is larger than the memory.
+    """Reject a path that is neither file nor folder, or a file that is larger than the memory.
 
     A read from a named pipe may wait for ever.
     """

@@ -81,7 +81,7 @@ class Presence(threading.Thread):
         self.parent = os.getppid()
         self.store = None  # the store, while this rank joins
         self.signs = self.asked = self.joined = None  # connections to the store
-        self.arrived = set()  # the ranks that have said how they were started
+        self.arrived = set()  # the ranks whose settings this rank has read
         self.processes = {}  # rank -> process id, of the ranks on this machine
         self.looking = threading.Lock()
 

@@ -17,8 +17,8 @@ class Output(io.TextIOWrapper):
     """Text output to a file descriptor, written in whole lines, because several ranks may write to
     one pipe.
 
-    If it cannot be written, it is dropped, and one line on standard error says so. Standard error is
-    dropped in silence, but for a pipe without a reader, which ends the run. Characters that the
+    If it cannot be written, it is dropped, and one line on standard error says so. Standard error
+    is dropped in silence, except that a pipe without a reader ends the run. Characters that the
     encoding lacks are written as escapes.
     """
 
@@ -47,7 +47,7 @@ class Output(io.TextIOWrapper):
             yield
         except OSError as error:
             if self is sys.stderr and isinstance(error, BrokenPipeError):
-                raise  # who started this run is gone, such as a notebook's kernel: end, too
+                raise  # the process that started this run is gone, such as a kernel: end, too
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -58,9 +58,9 @@ class Output(io.TextIOWrapper):
 def keep_running_unheard():
     """Make standard output and error Outputs, unless a notebook or a test has replaced them.
 
-    What the process that started this one has closed becomes what nobody reads. Else sentences would
-    be printed to standard output, between the lines that another program may read there. An
-    interrupt ends the program with one word.
+    A stream that the parent process has closed is opened on /dev/null. Otherwise `print` would put
+    sentences for standard error into standard output, between lines that a program may read there.
+    An interrupt ends the program with one word.
     """
     take_standard_numbers()
     end_quietly_when_interrupted()
@@ -73,7 +73,7 @@ def keep_running_unheard():
 
 
 def take_standard_numbers():
-    """Open numbers 0 to 2 that are closed: a file that gets one would get what torch prints, too."""
+    """Open descriptors 0 to 2 if closed: a file that got one would also get what torch prints."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)

@@ -46,9 +46,9 @@ def check_memory(arguments):
 def check_duration(arguments):
     """Reject sizes for which one step would take more than an hour on any machine.
 
-    Every layer takes at least LEAST_PER_LAYER for each micro-batch, and 6 operations per weight and
-    token and, for half of all pairs of tokens, 12 per number of the width: in this rank's share of
-    the layers.
+    Each layer of this rank's share takes at least LEAST_PER_LAYER per micro-batch. In addition, it
+    takes 6 operations per weight and token, and 12 per unit of width for half of all pairs of
+    tokens.
     """
     config, batch = arguments.config, arguments.batch_size
     layers = -(-config.layers // arguments.num_ranks)

@@ -243,7 +243,7 @@ class Watch(threading.Thread):
             complete.set()
 
     def _store_is_with_rank_0(self):
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else with torchrun
+        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # or torchrun has it
 
     def end_rank(self, rank):
         """End a silent rank if it is on this machine."""
