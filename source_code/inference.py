@@ -195,7 +195,7 @@ def verify(arguments, requests, texts):
 def read_flags():
     parser = model_parser(__doc__)
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add("--requests", default=8, help="beginnings of the held-out text to be continued", **count)
+    add("--requests", default=8, help="passages of the held-out text to be continued", **count)
     add("--prompt", action="append", metavar="TEXT", help="continue this instead; may be repeated")
     add("--tokens", default=16, help="tokens to write for each request", **count)
     add("--groups", help="groups of requests in flight, else as many as ranks", **count)

@@ -121,7 +121,7 @@ def read_flags():
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
     parser.reads.append("--checkpoints")
-    add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
+    add("--save-every", type=positive_integer, metavar="N", help="steps between saves; default 5")
     parser.set_defaults(microbatches=4, keep=None, asynchronous=False, fresh=False, from_step=None)
     attach.add_flags(parser)
     arguments = parse_arguments(parser)

@@ -45,15 +45,15 @@ class Pieces:
     """A stage divided into `num_pieces` pieces of layers, which keeps only their inputs.
 
     Its backward goes through the pieces from the last to the first, and runs each piece's forward
-    again before its backward. So the activations inside one piece of one micro-batch exist at a
-    time. In a split backward the weight gradients need the recomputed inputs of the matrices, too,
-    which are kept until then as those of a first forward would be.
+    again before its backward. So at any time only the activations inside one piece of one
+    micro-batch exist. In a split backward the weight gradients need the recomputed inputs of the
+    matrices, too, which are kept until then as those of a first forward would be.
     """
 
     def __init__(self, num_pieces, part, index, num_stages, loss_function):
         super().__init__(part, index, num_stages, loss_function)
         self.pieces = cut_evenly(len(part.layers), num_pieces)
-        self.generators = {}  # micro-batch -> their states before each piece
+        self.generators = {}  # micro-batch -> the generators' states before each piece
 
     def run_forward(self, microbatch, inputs, targets):
         """As that of Stage, without a graph: `held` has the input of every piece."""
@@ -130,7 +130,7 @@ class PiecewiseSplitStage(Pieces, SplitStage):
 
 
 def recompute_attention(stage):
-    """Let every attention of `stage` keep queries, keys and values, and mix them again.
+    """Let each attention of `stage` keep queries, keys, values, and mix them again in its backward.
 
     The scores of all positions with all others, which a plain implementation keeps, grow with the
     square of the length and are cheap to work out (Korthikanti et al. 2022, section 5).
@@ -155,5 +155,5 @@ def checkpointed(stage, mix, *inputs):
             return stage.run_again(mix, *inputs)
 
     calls = iter((first, again))
-    options = {"use_reentrant": False, "preserve_rng_state": False}  # `again` sees to it
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # `again` restores it
     return checkpoint(lambda *inputs: next(calls)(*inputs), *inputs, **options)

@@ -11,7 +11,7 @@ def add_recompute_flags(parser, default="none"):
     """Add --recompute and --pieces."""
     kept = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
     parser.add_argument("--recompute", choices=list(MODES), default=default, help=kept)
-    helped = "of a stage, whose inputs --recompute stage keeps; 1 unless given"
+    helped = "pieces of a stage whose inputs --recompute stage keeps, by default 1"
     parser.add_argument("--pieces", type=positive_integer, metavar="C", help=helped)
 
 

@@ -103,7 +103,7 @@ class Training:
         return tensor
 
     def take(self, job, state):
-        """Continue from `state`, whose tensors for the model are this rank's own."""
+        """Continue from `state`; the model's weights in it have been read into this rank's own."""
         for name, kinds in state["optimizer"].items():
             own = {kind: self.from_file(tensor) for kind, tensor in kinds.items()}
             if getattr(self.optimizer, "defaults", {}).get("fused"):  # step count is on the device
@@ -145,9 +145,9 @@ def set_random_state(device, states):
 def read_state(job, training, checkpoint, names, group=None):
     """The state in a Checkpoint for the parameters of this rank; the model's go straight into them.
 
-    `names` are those of all ranks' parameters. Raises CheckpointError if they are not the saved ones.
-    The optimizer has no state before its first step, so there is nothing that could be filled:
-    what is there to load is asked of the checkpoint, by name.
+    `names` are those of all ranks' parameters. Raises CheckpointError if they are not the saved
+    ones. The optimizer has no state before its first step, so the checkpoint's names and sizes tell
+    which of its tensors to make and fill.
     """
     reader = PlainReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata

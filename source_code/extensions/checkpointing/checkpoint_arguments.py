@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that save and continue a training run, their checks, and the steps that follow from them.
 
-Whatever the names, sizes and flags in a folder reveal is checked before the first message.
+All errors that the names, sizes and flags in a folder reveal are found before the first message.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ def add_checkpoint_arguments(parser):
     """Add the flags to a parser made by `training_parser`."""
     add = parser.add_argument
     add("--checkpoints", metavar="FOLDER", help="save there, and continue from what is there")
-    add("--save-every", type=positive_integer, metavar="N", help="steps from save to save, else 5")
-    add("--keep", type=positive_integer, metavar="K", help="newest checkpoints that stay, else 2")
+    add("--save-every", type=positive_integer, metavar="N", help="steps between saves; default 5")
+    add("--keep", type=positive_integer, metavar="K", help="newest checkpoints kept; default 2")
     add("--asynchronous", action="store_true", help="train on while a checkpoint is written")
     add("--fresh", action="store_true", help="begin anew beside what is there, which stays")
     add("--from-step", type=positive_integer, metavar="N", help="continue from an older checkpoint")
@@ -59,7 +59,7 @@ def check_checkpoint_arguments(arguments, further):
     if saved.get("--settings") and "settings" not in further:
         raise SystemExit(f"{where} came in with convert.py; continue it with pretrain_llama.py")
     arguments.configuration = configuration_of(arguments, further, saved)
-    if where and not arguments.begin.step:  # convert.py knows the model only
+    if where and not arguments.begin.step:  # a checkpoint from convert.py has only the model
         saved = {**arguments.configuration, **saved}
     if where and (sentence := first_difference(saved, where, arguments.configuration)):
         raise SystemExit(sentence)

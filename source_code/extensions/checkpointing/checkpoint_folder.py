@@ -40,7 +40,7 @@ PLAIN = "configuration", "rate", "progress"  # what a training's state has besid
 WRITING, DELETING = ".writing-", ".deleting-"
 LARGEST_DESCRIPTION = 16 * MEBIBYTE
 LONGEST_NAME = 4096  # bytes in the file `latest`
-# As they are written: another folder, such as a step with a zero more, would be read by a wrong name.
+# Only names as they are written: step-000000020 would count as step 20, which has another name.
 STEP, RUN = "step-([0-9]{8}|[1-9][0-9]{8,15})", "run-([0-9]{4}|[1-9][0-9]{4,15})"
 COUNTS = "--layers", "--dim", "--heads", "--kv-heads", "--vocabulary", "--seq-len"
 
@@ -101,7 +101,7 @@ def entries_of(folder):
 
 
 def current_run(folder):
-    """Return the run that `latest` names, else the last run with a checkpoint, else None.
+    """Return the run that `latest` names, or the last run with a checkpoint, or None.
 
     After a crash between the rename of a run's first checkpoint and the move of `latest`, `latest`
     is missing or names the previous run. Both folders are complete.
@@ -236,8 +236,8 @@ def damage(checkpoint, file, what):
 def first_difference(saved, where, configuration):
     """Return a sentence about the first flag that differs from the run in `where`, or None.
 
-    `saved` and `configuration` are {flag: value}. A flag that `saved` lacks, because the program had
-    none of that name when it saved, is one that was not given: None, False or 0.
+    `saved` and `configuration` are {flag: value}. A flag that `saved` lacks, because the program
+    had no such flag when it saved, counts as not given: None, False or 0.
     """
     for flag, value in configuration.items():
         if saved[flag] != value if flag in saved else value:
@@ -323,7 +323,7 @@ def remove_checkpoint(run_folder, name):
     """
     doomed = run_folder / f"{DELETING}{name}-{secrets.token_hex(2)}"
     try:
-        if not os.access(run_folder / name, os.W_OK):  # else only a part would be removed
+        if not os.access(run_folder / name, os.W_OK):  # otherwise rmtree would remove only a part
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if not os.path.isdir(run_folder / name):  # rmtree would open it, and wait at a pipe
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))

@@ -26,7 +26,7 @@ METADATA = ".metadata"
 LARGEST_METADATA = 256 * MEBIBYTE
 NUMBER_TYPES = "bool bfloat16 float16 float32 float64 int8 int16 int32 int64 uint8".split()
 
-# What is in a description, and what ranks tell each other when they save and load.
+# The classes in a description, and in what ranks exchange when they save and load.
 allow(
     torch.Size,
     _get_layout,
@@ -108,7 +108,7 @@ def check_tensor(name, entry, most):
 def reject_other_weights(saved, names, where):
     """Raise CheckpointError if a weight of `saved`, a checkpoint's metadata, is not in `names`.
 
-    torch reads the names that it is asked for, and leaves out all others without a word.
+    torch reads the names that it is asked for, and leaves out all others silently.
     """
     weights = (name.removeprefix("model.") for name in saved if name.startswith("model."))
     if other := next((name for name in weights if name not in names), None):

@@ -19,7 +19,7 @@ SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(s
 
 
 def status_when_stopped():
-    """Return STOPPED, or 0 under torchrun, which turns any other status into 1 and 85 lines."""
+    """Return STOPPED, or 0 under torchrun, which reports any other status as 1, in 85 lines."""
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else STOPPED
 
 

@@ -13,8 +13,8 @@ def add_replica_arguments(parser):
         type=positive_integer,
         default=1,
         metavar="R",
-        help="equal pipelines side by side, each with the whole model and 1/R of the batch (a "
-        "number; a stage of pipedream.py can be on several ranks, which is another thing)",
+        help="equal pipelines side by side, each with the whole model and 1/R of the batch (one "
+        "number; --replicas of pipedream.py counts the ranks of each stage)",
     )
 
 

@@ -225,7 +225,7 @@ class AllReduce:
 
     @contextmanager
     def around(self, action):
-        """Around each action of the worker."""
+        """Return the context of each action of the worker."""
         summed = action in self.last and self.replicas.count > 1
         if summed and action.kind == "B" and not shares_weights(self.parts[action.stage]):
             self.running = self.sum_of(action.stage)

@@ -54,15 +54,15 @@ class WithDDP:
 
     @contextmanager
     def around(self, action):
-        """Around each action of the worker."""
+        """Return the context of each action of the worker."""
         part = self.parts.get(action.stage)
         if part is None or action not in self.last:
             with part.no_sync() if part else nullcontext():
                 yield
             return
         # A forward outside of no_sync would make DDP take the next backward for the last, and with
-        # several micro-batches in flight it is not. What such a forward would have called is called
-        # here, right before the last backward; there is no public name for it.
+        # several micro-batches in flight it is not. So this line makes the call that such a forward
+        # would make, right before the last backward; the call has no public name.
         part.reducer.prepare_for_backward([])
         with awaiting_peers(self.replicas, f"its gradients of stage {action.stage}"):
             yield
@@ -98,7 +98,7 @@ class WithFSDP2:
 
     @contextmanager
     def around(self, action):
-        """Around each action of the worker."""
+        """Return the context of each action of the worker."""
         part = self.parts[action.stage]
         is_last = action in self.last
         if action.kind in NEEDS_WEIGHTS:

@@ -14,10 +14,10 @@ def add_expert_flags(parser):
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
     add("--experts", default=4, help="routed experts of a layer", **count)
     add("--top", default=2, help="routed experts that a token uses", **count)
-    add("--expert-ranks", help="ranks that share the experts, else as many as fit", **count)
+    add("--expert-ranks", help="ranks that share the experts, by default as many as fit", **count)
     add("--capacity", type=positive_number, metavar="X",
         help="tokens that an expert takes of a sequence, over those of a balanced router")  # fmt: skip
-    add("--auxiliary", type=factor, default=0.01, metavar="X", help="of the auxiliary loss")
+    add("--auxiliary", type=factor, default=0.01, metavar="X", help="factor of the auxiliary loss")
     add("--exchange", type=positive_number, nargs=2, metavar="MS",
         help="with --pace: how long a forward and a backward wait for all-to-alls")  # fmt: skip
     add("--pairs", action="store_true", help="with --exchange: hide it behind another action")

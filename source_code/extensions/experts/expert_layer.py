@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feed-forward network of which each token uses a few experts, and one shared expert.
+"""A feed-forward network of experts: each token uses a few of them, and one that all share.
 
 A router gives each token a probability per expert. The token goes to the `top` experts with the
 largest ones, and their results are added up, each times its probability (Shazeer et al. 2017,

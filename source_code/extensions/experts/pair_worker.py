@@ -25,9 +25,9 @@ class PairWorker(Worker):
         self.results_of_pair = []
 
     def perform(self, action):
-        """Perform an action, or with its backward the pair of which it is a part."""
+        """Perform an action; the two actions of a pair run together, when the backward is due."""
         if action in self.partners:
-            return  # with the backward, which is next
+            return  # it runs with the backward, which is next
         forward = self.forward_of.get(action)
         actions = [forward, action] if forward else [action]
         self.fetch(actions[0])

@@ -43,7 +43,7 @@ def counts_of(parts):
 
 
 def tokens_per_expert(job, parts):
-    """The same of the whole model, over all ranks. All ranks call it."""
+    """Return on every rank the `counts_of` the whole model, over all ranks. All ranks call it."""
     totals = {}
     for counts in gather(job, counts_of(parts)) or []:
         for number, of_layer in counts.items():

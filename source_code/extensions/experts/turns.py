@@ -56,8 +56,8 @@ class Pace:
     """Lets the parts of an action, and its all-to-alls, last as long as `costs` say, in ms.
 
     An action with n all-to-alls, two for each layer, is cut into n + 1 equal parts. Each thread of
-    a pair has an action of its own. Within a pair every part begins at its planned moment or as soon
-    after it as the thread can run, so what the change of threads takes does not add up.
+    a pair has an action of its own. Within a pair every part begins at its planned moment or as
+    soon after it as the thread can run, so the times for changing threads do not add up.
     """
 
     def __init__(self, costs):

@@ -22,7 +22,7 @@ class Request:
 
 
 def read_requests(arguments):
-    """The requests of a run: those of --prompt, else beginnings of the held-out text.
+    """The requests of a run: those of --prompt, or passages of the held-out text.
 
     `arguments.text` is a Corpus. Rejects a request that does not fit into the cache.
     """

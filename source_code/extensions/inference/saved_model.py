@@ -41,7 +41,7 @@ def take_sizes(parser, arguments):
         raise SystemExit(
             f"--checkpoints: there is no checkpoint in {arguments.checkpoints}; train first"
         )
-    arguments.from_checkpoint = arguments.saved.identity  # equal on all ranks, or they are told so
+    arguments.from_checkpoint = arguments.saved.identity  # the ranks compare it
     flags = arguments.saved.description["configuration"]
     if flags.get("--settings"):
         raise SystemExit(
@@ -56,9 +56,9 @@ def take_sizes(parser, arguments):
 
 
 def newest_checkpoint(folder, read=None):
-    """Return the newest Checkpoint, or None, also while a training saves and removes there.
+    """Return the newest Checkpoint, or None, also while a training run saves and removes some.
 
-    With `read` return what read(folder) makes of it. Raises CheckpointError.
+    With `read`, return the result of read(folder) instead. Raises CheckpointError.
     """
     read = read or find_checkpoint
     for _ in range(TRIES):
@@ -66,13 +66,13 @@ def newest_checkpoint(folder, read=None):
         try:
             return read(folder)
         except (CheckpointError, FileNotFoundError):
-            if run_and_steps(folder) == before:  # nothing newer has come meanwhile: it is damaged
+            if run_and_steps(folder) == before:  # it is damaged: no newer one has come meanwhile
                 raise
     return read(folder)
 
 
 def run_and_steps(folder):
-    """Return (run, steps) of the run that counts."""
+    """Return (run, steps) of the current run."""
     run = current_run(folder)
     return run, steps_of(folder, run) if run else []
 
@@ -80,7 +80,7 @@ def run_and_steps(folder):
 def build_saved_part(arguments, first, last, device="cpu", job=None):
     """Build layers `first` to `last` - 1 with the saved weights, or initial ones if none exist.
 
-    With a `job` all its ranks call it, and have the weights of one checkpoint.
+    With a `job` all its ranks call it, and get the weights of the same checkpoint.
     """
     a = arguments
     if a.model_folder:

@@ -7,8 +7,8 @@ of the model exists twice. A copy in bfloat16 runs forwards and backwards. The m
 accumulates the gradients of all micro-batches, and the optimizer updates it (Micikevicius et al.
 2018, 1710.03740, section 3.1; bfloat16 needs no scaling of the loss).
 
-Torch computes a norm of 16-bit numbers in float32, too, and keeps four times the bytes of its input
-for the backward. The copy's norms keep the input and one number per row.
+Torch's own norm of 16-bit numbers also computes in float32, but keeps four times the bytes of its
+input for the backward. The copy's norms keep the input and one number per row.
 """
 
 import copy
@@ -20,9 +20,9 @@ import torch
 def computing_copy(master, dtype):
     """Return a copy of `master` in `dtype` whose gradients are added to those of `master`.
 
-    If `dtype` is the master's, it is the master itself. Buffers keep their type unless they are
-    among the part's `tables`, because Hugging Face's rotary frequencies in 16 bits would put tokens
-    at wrong positions.
+    If `dtype` is that of the master, the result is the master itself. Buffers keep their type
+    unless they are among the part's `tables`, because Hugging Face's rotary frequencies in 16 bits
+    would put tokens at wrong positions.
     """
     if all(weight.dtype == dtype for weight in master.parameters()):
         return master

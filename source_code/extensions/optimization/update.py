@@ -9,10 +9,10 @@ from pipeline.command_line import positive_integer, positive_number
 def add_update_flags(parser, warm_up_steps):
     """Add --warm-up-steps, --decay-steps and --clip."""
     add, count = parser.add_argument, {"type": positive_integer, "metavar": "N"}
-    add("--warm-up-steps", help=f"updates to the peak, else {warm_up_steps}", **count)
+    add("--warm-up-steps", help=f"updates to the peak, by default {warm_up_steps}", **count)
     add(
         "--decay-steps",
-        help="end of the cosine, where the rate stays; else --steps of the first run",
+        help="update from which the rate stays at its floor, by default --steps of the first run",
         **count,
     )
     add("--clip", type=positive_number, metavar="X", help="largest norm of the whole gradient")
@@ -28,7 +28,7 @@ def check_rate(arguments):
 
 
 def clip_and_set_rate(arguments):
-    """Return `before_update(model, optimizer, step)`, which does both for one process."""
+    """Return `before_update(model, optimizer, step)`, which clips and sets the rate."""
 
     def before_update(model, optimizer, step):
         clip_whole_model(arguments, model)

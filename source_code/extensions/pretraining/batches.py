@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes batches during the step before, and only on the ranks that need them.
+"""Makes each batch during the step before it, and only on the ranks that need it.
 
 The first stage needs the inputs and the last stage the targets. A rank with neither needs only the
 length of the rows and the number of tokens in the loss. For a plain text both follow from the
@@ -43,7 +43,7 @@ class Batches:
         return [self.on_device(one) for one in passes], real_tokens
 
     def make(self, number):
-        """Return the same in host memory, pinned for a GPU so that the copy is asynchronous."""
+        """Return what `take` does, in host memory; pinned for a GPU, for asynchronous copies."""
         a = self.arguments
         shape = a.batch_size, a.seq_len
         if not self.draws:

@@ -27,10 +27,10 @@ def add_cut_flag(parser):
     def counts_or_auto(text):
         return text if text == "auto" else layer_counts(text)
 
-    counts_or_auto.__name__ = "layer_counts"  # argparse names it where it complains
+    counts_or_auto.__name__ = "layer_counts"  # argparse prints this name in its errors
     [cut] = [action for action in parser._actions if action.dest == "cut"]
     cut.type, cut.metavar = counts_or_auto, "A,B,...|auto"
-    cut.help += "; auto: measured on this machine; else by counted work, the head included"
+    cut.help += "; auto: measured on this machine; default: counted work, the head included"
 
 
 def complete_cut(arguments, num_stages):

@@ -20,7 +20,7 @@ def open_for_one(path):
     """Open a log that this run alone may write until it ends; reject one that another run writes."""
     try:
         claim = open_in_place(path, "a")
-    except OSError:  # the first line that cannot be written says so
+    except OSError:  # reported when the first line cannot be written
         return None
     try:
         import fcntl
@@ -34,7 +34,7 @@ def open_for_one(path):
 
 
 def open_in_place(path, mode):
-    """Open a file of text at its `place_of`, but no link that others may have put there since."""
+    """Open a text file at its `place_of`; reject a link that others may have put there since."""
 
     def opener(place, flags):
         return os.open(place, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)

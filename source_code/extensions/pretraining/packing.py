@@ -69,7 +69,7 @@ def document_mask(targets):
 
 
 def keep_documents_apart(stage):
-    """Make `stage` compute the mask of each micro-batch from its targets, also to recompute."""
+    """Make `stage` compute each micro-batch's mask from its targets, also when it recomputes."""
     part = stage.part
     name = "run_piece" if hasattr(stage, "run_piece") else "run_forward"
     run = getattr(stage, name)

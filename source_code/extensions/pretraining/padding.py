@@ -29,8 +29,9 @@ class ShareOfLoss:
     """A loss function: a micro-batch's share of the loss of the whole batch.
 
     `real_tokens` is the number of real tokens of the whole batch; set it before each step. Called
-    with scores (..., vocabulary) and targets (...), it returns nats. The shares of all micro-batches
-    add up to the mean over the batch, and so do their gradients; one of nothing but padding adds 0.
+    with scores (..., vocabulary) and targets (...), it returns nats. The shares of all
+    micro-batches add up to the mean over the batch, and so do their gradients; a micro-batch of
+    padding alone adds 0.
     """
 
     def __init__(self):

@@ -26,7 +26,7 @@ PARTS = "prompt", "completion"
 class Completions(Corpus):
     """A Corpus with a prompt and its completion per row, cut at the end of the row or padded.
 
-    `rows` are the tokens of both, `lengths` the number of those of the prompt.
+    `rows` has the tokens of prompt and completion, `lengths` the number of the prompt's tokens.
     """
 
     rows: tuple = ()
@@ -43,7 +43,7 @@ class Completions(Corpus):
 
     def rows_at(self, indices, seq_len):
         rows = [self.rows[index] for index in indices]
-        longest = max(map(len, rows)) - 1  # of what has a next token
+        longest = max(map(len, rows)) - 1  # of the tokens that have a next one
         inputs, targets = in_rows(rows, max(1, min(seq_len, longest)))
         return inputs, without_prompts(targets, [self.lengths[index] for index in indices])
 
@@ -64,7 +64,7 @@ def in_rows(rows, seq_len):
 
 
 def without_prompts(targets, lengths):
-    """Replace the targets (rows, length) that are tokens of the prompts, of `lengths` tokens."""
+    """Replace targets (rows, length) that are prompt tokens; `lengths` counts those of each row."""
     for row, length in zip(targets, lengths):
         row[: length - 1] = PADDING
     return targets

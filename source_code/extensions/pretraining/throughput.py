@@ -34,8 +34,8 @@ PEAKS = {
 def flops_per_token(config):
     """Model FLOPs of forward and backward of one token.
 
-    The embedding is looked up and multiplies nothing, so it is not in N. Attention is counted
-    whole, although a causal one needs half of it, as the source does.
+    The embedding is looked up and multiplies nothing, so it is not in N. As in the source,
+    attention is counted whole, although causal attention needs half of it.
     """
     weights = count_weights(config)[0] - config.vocabulary * config.dim
     return 6 * weights + 12 * config.layers * config.dim * config.seq_len

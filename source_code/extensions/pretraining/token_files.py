@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of tokens, written once by one process and read by every rank where it needs them.
+"""A folder of tokens, written once by one process and read by every rank as it needs them.
 
     FOLDER/tokens.json        what is in the folder; its checksum, and one of each file
     FOLDER/tokenizer.json     what made the tokens, unless they are bytes
@@ -39,7 +39,7 @@ DTYPE_OF_WIDTH = {2: torch.uint16, 4: torch.int32}  # bytes of a token -> how to
 MOST_TOKENS = {2: 2**16, 4: 2**31}
 LARGEST_TOKENS_FILE = 16 * MEBIBYTE
 LEAST_BYTES = 1e-6  # per token
-CHECKED_AT_ONCE = 2**22  # tokens, which are compared with the vocabulary
+CHECKED_AT_ONCE = 2**22  # tokens compared with the vocabulary in one piece
 CHECKED_AT_OPENING = 2**30  # tokens per part: 0.25 s per rank where the file is in memory
 
 
@@ -47,8 +47,8 @@ class MappedTokens:
     """The tokens of a file; a slice is a tensor of int64.
 
     `tokens` is a one-dimensional tensor that is mapped from the file `path`. A program that reads
-    beyond the end of a file that has become shorter is killed by the system, so the size of the
-    file is looked at again before each run is read.
+    beyond the end of a file that has become shorter is killed by the system, so each read first
+    checks the size of the file again.
     """
 
     def __init__(self, tokens, path):
@@ -82,8 +82,8 @@ def load_tokens(folder, vocabulary, seq_len, packed=False, tokenizer_of_model=No
     `tokenizer_of_model` is the path of the tokenizer.json that a saved model was trained with, if
     there is one: the tokens have to be those of that tokenizer.
 
-    The names, lengths and sizes of the files are checked, and that every token of the first
-    CHECKED_AT_OPENING of a part is in the vocabulary; `check_folder` compares all of their content.
+    It checks the names, lengths and sizes of the files, and that the first CHECKED_AT_OPENING
+    tokens of each part are in the vocabulary; `check_folder` checks the whole content.
     """
     folder = Path(folder)
     try:
@@ -194,7 +194,7 @@ def map_part(folder, description, part):
 def check_ids(path, tokens, num_tokens):
     """Raise InputError if one of the `tokens`, mapped from the file `path`, is not a token."""
     for part in tokens.split(CHECKED_AT_ONCE):
-        # Without a sign, so that the largest number also stands for the negative ones.
+        # Read as unsigned numbers, negative ones are larger than every token.
         largest = int(part.numpy().view(f"u{part.itemsize}").max())
         if largest >= num_tokens:
             raise InputError(f"{path} has the token {largest}, and there are {num_tokens} tokens")

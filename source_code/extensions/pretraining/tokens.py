@@ -38,7 +38,7 @@ class Corpus(Text):
         return row[:-1].view(count, seq_len), row[1:].view(count, seq_len)
 
     def num_rows(self, seq_len):
-        """How many rows the training part has, none of which contains a part of another."""
+        """Return how many rows the training part has if no two rows overlap."""
         return (len(self.training) - 1) // seq_len
 
     def rows_at(self, indices, seq_len):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a long training run: the parts that are updated, and the parts that compute.
 
-Both are the same module, or the second is a copy in 16 bits (see mixed_precision.py).
+They are the same modules, or the second are copies in 16 bits (see mixed_precision.py).
 """
 
 from functools import partial

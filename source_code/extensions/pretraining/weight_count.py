@@ -29,7 +29,7 @@ def count_weights(config, first=0, last=None):
 
 @cache
 def sizes_of(config, place=1):
-    """The sizes of the weights of the layer at `place` in a model of three: at 1 of a layer alone."""
+    """The sizes of the weights of layer `place` of three; layer 1 is without embedding and head."""
     part = SavedPart if isinstance(config, SavedSettings) else ModelPart
     with torch.device("meta"):
         weights = part(replace(config, layers=3), place, place + 1).parameters()

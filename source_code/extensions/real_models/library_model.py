@@ -8,7 +8,7 @@ from torch import nn
 
 def check_library(arguments):
     """Reject --verify if transformers, which only --verify needs, is not installed."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # it reads both when it is imported; nothing is downloaded
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads both at its import
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     if not arguments.verify:
         return

@@ -117,7 +117,7 @@ def find_tensors(folder):
 
 
 def tensors_of(path):
-    """stored_tensors, with what to do about a file that cannot be read."""
+    """Return `stored_tensors(path)`; an error also says what to do about the file."""
     try:
         return stored_tensors(path)
     except InputError as error:

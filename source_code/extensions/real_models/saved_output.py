@@ -28,9 +28,9 @@ BESIDE = (
 
 
 def claim_output(arguments, job, flag, folder):
-    """Claim the new folder of a model before the training that it is for; all ranks call it.
+    """Claim the new folder of a model before its training begins; all ranks call it.
 
-    Else two runs could both find it empty, and mix their files hours later.
+    Otherwise two runs could both find it empty, and mix their files hours later.
     """
     arguments.claimed = problem = None
     if folder is None:
@@ -64,9 +64,9 @@ def save_trained(arguments, job, stages, flag, folder, beside):
 def save_model(job, flag, folder, config, parts, settings, beside=None):
     """Write the model whose layers on this rank are `parts`; all ranks call it.
 
-    `config` is the JSON object of config.json. `beside` is the folder that the tokenizer comes from.
-    Returns False for a model with NaN or infinity, which leaves no file; after a file that could not
-    be written True, since others may be there.
+    `config` is the JSON object of config.json. `beside` is the folder that the tokenizer comes
+    from. Returns False for a model with NaN or infinity, of which no file is written. Returns True
+    even if a file could not be written, since others may have been.
     """
     folder, writers = Path(folder), job.num_ranks
     own, problem = {}, None

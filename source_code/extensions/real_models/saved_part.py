@@ -18,7 +18,7 @@ from torch import nn
 
 from pipeline.model import DecoderLayer, ModelConfig, ModelPart
 
-NAMES = {  # the course's name of a module: that in a file
+NAMES = {  # the course's name of a module: its name in a file
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",

@@ -18,7 +18,7 @@ MOST = 2**30  # the largest size; no tensor has as many as 2**63 bytes
 # What to do about a folder that is rejected.
 WHOLE = "name the folder of a Llama, a Mistral, a Qwen2 or a Qwen3"
 MENDED = "take config.json from the folder of the published model again"
-# What transformers takes where a family's config.json leaves a setting out.
+# The values that transformers takes for settings that a family's config.json leaves out.
 LEFT_OUT = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {
@@ -166,7 +166,7 @@ def rotary_in(path, saved):
     """Return (base, pairs of settings) of the rotary embedding.
 
     Files of transformers 5 have them in `rope_parameters`, older files in `rope_theta` and
-    `rope_scaling`. If a file has several, `rope_scaling` counts, as in transformers.
+    `rope_scaling`. If a file has several, `rope_scaling` takes precedence, as in transformers.
     """
     newer, older = saved.get("rope_parameters") or {}, saved.get("rope_scaling") or {}
     if not isinstance(newer, dict) or not isinstance(older, dict):
@@ -180,11 +180,11 @@ def rotary_in(path, saved):
         raise InputError(
             f"{path}: the rope_type is {str(kind)[:40]}, which is not one of {known}; for "
             "sequences of up to the original_max_position_embeddings, name the folder of the model "
-            "before it was extended, which has none of it"
+            "before it was extended to longer ones"
         )
     if said.get("partial_rotary_factor", saved.get("partial_rotary_factor", 1.0)) != 1.0:
         raise InputError(
-            f"{path}: a partial_rotary_factor, of which the course's layers have none; {WHOLE}"
+            f"{path}: partial_rotary_factor is not 1, and the course rotates whole heads; {WHOLE}"
         )
     pairs = [("type", kind)]
     for name in ("rope_theta", *ROTARY_TYPES[kind]):

@@ -2,7 +2,7 @@
 """Replicas x stages x tensor-parallel ranks: each rank's position in the mesh, and its actions.
 
 Rank = (replica x stages + stage) x t + index in its tensor group. The ranks of a tensor group are
-neighbours, because they communicate most: several times per layer, a pipeline once per stage.
+neighbours, because they communicate most: several times per layer, and a pipeline once per stage.
 """
 
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,9 +18,9 @@ def add_mesh_flags(parser):
     """Add --tensor and --sequence; --replicas is in replica_arguments.py."""
     add = parser.add_argument
     add("--tensor", type=positive_integer, metavar="T",
-        help="ranks that share a layer, else 2, or 1 where the number of ranks is odd")  # fmt: skip
+        help="ranks that share a layer, by default 2, or 1 if the number of ranks is odd")  # fmt: skip
     add("--sequence", choices=["split", "whole"], default="split",
-        help="what a rank of them keeps of the sequence between layers")  # fmt: skip
+        help="what each of these ranks keeps of the sequence between layers")  # fmt: skip
 
 
 def stage_ranks(arguments):

@@ -59,8 +59,8 @@ class TraceablePart(ModelPart):
     """The same model in a form that torch's tracer can cut.
 
     A table that is cut to length once and handed to every layer would travel through every stage,
-    and the library has no backward for that. Read whole, by each layer, it becomes a buffer of
-    each stage. With `starts` the cuts are marked in the code, by pipe_split().
+    and the library has no backward for that. If each layer reads the whole table, it becomes a
+    buffer of each stage. With `starts` the cuts are marked in the code, by pipe_split().
     """
 
     def __init__(self, config, starts=()):

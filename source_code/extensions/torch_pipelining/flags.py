@@ -12,7 +12,7 @@ def add_library_flags(parser):
     add = parser.add_argument
     add("--schedule", choices=LIBRARY_SCHEDULES, default="1F1B", help="the library's name of it")
     add("--split", choices=["manual", "spec", "calls"], default="manual", help="who cuts the model")
-    add("--chunks", type=positive_integer, metavar="V", help="stages per rank, else 1 or 2")
+    add("--chunks", type=positive_integer, metavar="V", help="stages per rank, by default 1 or 2")
     add("--clip", type=positive_number, metavar="NORM", help="largest gradient norm of the model")
     add("--warm-up", type=positive_integer, metavar="N", help="steps to full rate, then a cosine")
     add("--documents", action="store_true", help="attend within a paragraph only")

@@ -32,7 +32,7 @@ class LibraryWorker:
         self.job, self.name, self.reduction = replicas.job, LIBRARY_NAMES[name], reduction
         self.has_first, self.has_last = 0 in parts, num_stages - 1 in parts
         shape, dtype = self.job.shape, self.job.dtype
-        # With given shapes the library does not run a micro-batch to infer them, which breaks DDP.
+        # Without given shapes the library would run a micro-batch to infer them, which breaks DDP.
         tokens = torch.empty(shape[:2], dtype=torch.int64)
         activation = torch.empty(shape, dtype=dtype, requires_grad=True)
         vocabulary = ModelConfig.vocabulary

@@ -86,7 +86,7 @@ def build_spread_stages(arguments, schedule, rank, cut, device):
     }
     if rank == p - 1:
         stages[2 * p] = Stage(JoinedLoss(), 2 * p, schedule.num_stages, mean_over(a.microbatches))
-    for index, stage in stages.items():  # not a line from stage 0 to the one with the last number
+    for index, stage in stages.items():  # the stages are not one line in the order of their numbers
         stage.is_first, stage.is_last = index > 2 * p, index == 2 * p
     return stages
 
